@@ -1,0 +1,58 @@
+# Needs only python3 (>= 3.10) with its venv module; everything else goes into $(VENV).
+#
+#   make demo        train a small GPT-MoE, kill it, watch it come back
+#   make test        the tests, without the slow ones
+#   make help        all targets
+#
+# PYTHON=python3.12  another interpreter      VENV=/some/dir  another place for the environment
+# PYTEST="-k moc"    more pytest arguments    DEMO=, BENCH=   arguments of the demo and the benchmark
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST ?=
+DEMO ?=
+BENCH ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.moe_ckpt_installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint types bench setup clean
+
+help: ## Say what there is
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+demo: $(STAMP) ## Train without failures, with Dense and with MoC under kills; table and report.html
+	@$(PY) recipes/gpt_moe_lightning/demo.py $(DEMO)
+
+test: $(STAMP) ## Run the tests
+	@$(PY) -m pytest -q $(PYTEST)
+
+test-slow: $(STAMP) ## Run the tests that take minutes
+	@$(PY) -m pytest -q -m slow $(PYTEST)
+
+lint: $(STAMP) ## Check style
+	@$(PY) -m ruff check .
+
+types: $(STAMP) ## Check types, strictly
+	@$(PY) -m mypy
+
+bench: $(STAMP) ## Measure stall and bytes beside other checkpointers
+	@$(PY) benchmarks/stall.py $(BENCH)
+
+setup: $(STAMP) ## Only make the environment
+
+# Made anew when missing or broken, brought up to date when one of the two files has changed.
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: no '$(PYTHON)' here; name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $$($(PYTHON) --version) is too old, 3.10 is needed; name another: make PYTHON=..." >&2; exit 1; }
+	@echo "Setting up $(VENV) (once; takes a minute or two) ..."
+	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	@touch $@
+	@echo "Done: $$($(PY) -c 'import torch, moe_ckpt; print("moe_ckpt", moe_ckpt.__version__, "with torch", torch.__version__)')"
+
+clean: ## Remove the environment and everything that was built
+	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What checkpointing costs a training run, beside the checkpointers that one would take instead."""

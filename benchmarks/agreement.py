@@ -1,0 +1,71 @@
+"""Time of the agreement that precedes every step's plan, on two processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.engine.agreement import agree
+from moe_ckpt.engine.comm import GlooCommunicator
+from moe_ckpt.policies.base import Measured
+
+_GRIDS = ((6, 8), (48, 128))
+_CALLS = 50
+
+
+def agreement_secs(repeats: int = 9, timeout_secs: float = 120.0) -> dict[str, float]:
+    """Median seconds of one agreement on rank 0, per ``layers x experts``; the median of all calls."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, str(Path(__file__).resolve()), scratch, str(max(1, repeats) * _CALLS)]
+        ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
+        try:
+            codes = [process.wait(timeout_secs) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}")
+        found: dict[str, float] = json.loads(Path(scratch, "result.json").read_text())
+        return found
+
+
+def _rank(scratch: str, calls: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/store", 2), rank=rank, world_size=2)
+    comm = GlooCommunicator(60.0)
+    found = {}
+    for layers, experts in _GRIDS:
+        counts = np.ones((layers, experts), dtype=np.int64)
+        times = []
+        for _ in range(calls):
+            began = time.perf_counter()
+            agree(comm, counts, False, [], Measured(0.1, 0.1, 0.1))
+            times.append(time.perf_counter() - began)
+        found[f"{layers} x {experts}"] = median(times[5:])
+    if rank == 0:
+        Path(scratch, "result.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        _rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        for grid, secs in agreement_secs().items():
+            print(f"{grid}: {secs * 1e3:.3f} ms")

@@ -1,0 +1,148 @@
+"""What a checkpoint at every iteration costs a Lightning run, beside other checkpointers.
+
+One process, one model, one optimizer; each contestant gets fits in which iterations with and without
+checkpoints alternate, and the contestants take turns. See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks import contestants, peers, report
+from benchmarks.measuring import Measurements, Shape, measure
+from benchmarks.workload import SIZES, Workload
+
+_EXAMPLE = """example:
+  python benchmarks/stall.py --size small --rounds 1
+  python benchmarks/stall.py --storage disk memory --write
+  python benchmarks/stall.py --only moe_ckpt dcp --dir /mnt/scratch
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="stall.py", description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--size", choices=sorted(SIZES), default="default", help="model (default: 412 MiB of state)")
+    made.add_argument("--rounds", type=int, default=3, help="turns of every contestant (default 3)")
+    made.add_argument("--iterations", type=int, default=5, help="counted iterations with a checkpoint per turn")
+    made.add_argument("--storage", nargs="+", choices=("disk", "memory"), default=["disk"], help="where to write")
+    made.add_argument("--dir", type=Path, default=None, help="write below this directory, not the default of --storage")
+    made.add_argument("--only", nargs="+", metavar="TEXT", help="contestants whose name contains one of these")
+    made.add_argument("--batch", type=int, default=None, help="sequences per iteration: the length of an iteration")
+    made.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, len(os.sched_getaffinity(0)) - 1),
+        help="compute threads; by default one core is left over, as on a node whose accelerator does the work",
+    )
+    made.add_argument("--write", action="store_true", help=f"keep JSON and picture in {report.RESULTS.name}/")
+    made.add_argument("--out", type=Path, default=report.RESULTS, help="another directory for --write")
+    return made
+
+
+def quiet() -> None:
+    """Keep the contestants' chatter out of the terminal."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    config, batch = SIZES[options.size]
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        return _compare(options, Workload(config), batch, console)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compare(options: argparse.Namespace, module: Workload, batch: int, console: Console) -> int:
+    """Measure on each storage, show, and keep what was asked for; the exit code."""
+    runs: dict[str, tuple[Measurements, list[report.Row], dict[str, str]]] = {}
+    for storage in options.storage:
+        with tempfile.TemporaryDirectory(prefix="moe_ckpt_bench_", dir=_place(options.dir, storage)) as home:
+            field, absent = _field(Path(home), options.only)
+            with _progress(console) as progress:
+                task = progress.add_task(storage, total=options.rounds * len(field) + 1)
+
+                def tell(what: str, progress: Progress = progress, task: int = task, on: str = storage) -> None:
+                    progress.update(task, description=f"{on}, {what}", advance=1)
+                    if not progress.console.is_terminal:
+                        progress.console.print(f"{on}, {what}")
+
+                shape = Shape(saved=options.iterations)
+                found = measure(field, module, options.batch or batch, shape, options.rounds, Path(home), tell)
+            for contestant in field:
+                contestant.close()
+        made = report.rows(found, {contestant.name: contestant.durable for contestant in field})
+        report.show(console, made, found, absent, f"checkpoints on {storage}")
+        runs[storage] = (found, made, absent)
+    if options.write:
+        _write(options, runs, console)
+    return 0 if not any(found.failed for found, _, _ in runs.values()) else 1
+
+
+def _place(given: Path | None, storage: str) -> Path | None:
+    return given or (Path("/dev/shm") if storage == "memory" else None)
+
+
+def _field(home: Path, only: list[str] | None) -> tuple[list[contestants.Contestant], dict[str, str]]:
+    others, absent = peers.available(home, lambda name: _wanted(name, only))
+    field = [c for c in [*contestants.own(), *others] if _wanted(c.name, only)]
+    if not field:
+        raise SystemExit(f"--only {' '.join(only or [])}: no contestant has such a name")
+    return field, absent
+
+
+def _wanted(name: str, only: list[str] | None) -> bool:
+    return not only or any(text.lower() in name.lower() for text in only)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
+
+
+def _write(
+    options: argparse.Namespace,
+    runs: dict[str, tuple[Measurements, list[report.Row], dict[str, str]]],
+    console: Console,
+) -> None:
+    config, batch = SIZES[options.size]
+    facts = {
+        "machine": report.machine(),
+        "size": options.size,
+        "tokens_per_iteration": (options.batch or batch) * config.context,
+        "threads": torch.get_num_threads(),
+    }
+    for storage, (found, made, absent) in runs.items():
+        report.write_json(
+            options.out / f"stall_{storage}.json", report.as_dict(found, made, absent, storage=storage, **facts)
+        )
+    memcpy = min(t for found, _, _ in runs.values() for t in found.memcpy)
+    drawn = report.plot(options.out / "stall.png", {s: made for s, (_, made, _) in runs.items()}, memcpy * 1e3)
+    remark = "" if drawn else "; no picture: matplotlib is missing"
+    console.print(f"written to {os.path.relpath(options.out)}{remark}")
+
+
+if __name__ == "__main__":
+    quiet()
+    sys.exit(main())

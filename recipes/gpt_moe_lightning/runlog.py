@@ -1,0 +1,101 @@
+"""The run's diary: one JSON line per step and event, in a file per rank, surviving any crash and restart.
+
+A metric line is ``{"step": s, "generation": g, "time": t, "<metric>": value, ...}``, an event line has
+``"event"`` besides. A step that was computed again after a restart appears once per generation; a line
+torn by a crash is skipped when read. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import Logger
+
+
+def generation() -> int:
+    """How often torchrun has restarted the processes of this run."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+class RunLog(Logger):
+    """A Lightning logger that writes the diary. What callbacks log, such as ``moe_ckpt/...``, lands there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.run_dir = run_dir
+        self.path = run_dir / f"metrics.rank{int(os.environ.get('RANK', '0'))}.jsonl"
+
+    @property
+    def name(self) -> str:
+        return "run"
+
+    @property
+    def version(self) -> int:
+        return generation()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._append({"step": step, **metrics})
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """The composed config is recorded by Hydra."""
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self._append({"event": kind, **facts})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        """One write call on a file opened for appending: a crash tears at most this line."""
+        line = json.dumps({**record, "generation": generation(), "time": time.time()})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(b"\n" + line.encode() + b"\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines, in the order of writing; empty when there is no file yet."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue  # blank, or torn by a crash
+    return [r for r in records if isinstance(r, dict)]
+
+
+def read_runlog(run_dir: Path) -> list[list[dict[str, Any]]]:
+    """The diary of every rank, in rank order."""
+    paths = sorted(run_dir.glob("metrics.rank*.jsonl"), key=lambda p: int(p.suffixes[0].removeprefix(".rank")))
+    return [read_lines(path) for path in paths]
+
+
+class Diary(Callback):
+    """Writes this rank's loss of every step, and the step that training began at."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.run_log = log
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.run_log.event("training", from_step=trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.run_log.log_metrics({"train/loss": float(outputs["language_loss"])}, step=trainer.global_step)
+
+
+def parameter_hash(module: torch.nn.Module) -> str:
+    """Hex digest over names and bytes of all parameters and buffers: equal means ``torch.equal``."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,444 @@
+"""The Lightning callback: finds the experts, drives the session at the right hooks, restores.
+
+Which hook does what, and why there:
+
+    on_fit_start             open the store; load the newest good step, unless ckpt_path says otherwise
+    on_train_start           restore the RNG: the loader's iterator, which draws from it, exists by now
+    on_before_optimizer_step join the copy: the first moment after which parameters may change
+    on_train_batch_end       of the module, when it and all callbacks are through: the step is final, book its
+                             tokens and start the next copy; join at once if an epoch or validation hook is next
+    on_validation_end        put the RNG back where the last batch left it, so that training draws the same
+                             numbers whether or not a validation came between
+    on_train_end             leave a complete last checkpoint
+    on_exception, teardown   let go of threads and lock, whatever happened
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.utils.hooks import RemovableHandle
+
+from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, is_step_path
+from moe_ckpt.callbacks.data_position import take_position_again
+from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
+from moe_ckpt.callbacks.rng import capture_rng, restore_rng
+from moe_ckpt.callbacks.support import check_strategy, inexact
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.comm import make_communicator
+from moe_ckpt.engine.session import CheckpointSession, StepRecord
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.names import tied_aliases
+from moe_ckpt.modeling.routing import RoutingCounter
+from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.moc import MoC
+from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.recovery.resume import Restored, load_step, resume_newest
+from moe_ckpt.storage import StoreLock, open_storage
+
+log = logging.getLogger("moe_ckpt")
+
+
+class MoECheckpoint(Checkpoint):
+    """Checkpoint a Mixture-of-Experts model while it trains, and go on by itself after a failure.
+
+    ``Trainer(callbacks=[MoECheckpoint(policy=MoC(k=1), dirpath="checkpoints")])`` is all that is needed.
+
+    policy: what is saved when; see ``moe_ckpt.policies``.
+    dirpath: the store, a directory that all ranks see, or an fsspec URL. One run per store.
+    resume: "auto" goes on from the newest good step in ``dirpath`` unless ``fit(ckpt_path=...)`` is
+        given; "never" only does what ``ckpt_path`` says.
+    save_last: leave a complete checkpoint of the final state when training ends well.
+    retention, host_memory_bytes, when_busy, timeout_secs, max_failures: see ``engine.settings.Settings``.
+    on_phase: called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this
+        rank; for tests that kill processes (``moe_ckpt.testing``).
+
+    After each step ``last`` tells what that step cost, and every ``log_every_n_steps`` the same goes to the
+    trainer's loggers as ``moe_ckpt/...``.
+
+    It does not monitor metrics: put an ordinary ``ModelCheckpoint`` beside it to keep the best model.
+    """
+
+    # Loggers and users read these from any checkpoint callback; there is no "best" model here.
+    every_n_train_steps = 1
+    save_top_k = -1
+    best_model_path = ""
+    best_model_score: torch.Tensor | None = None
+    current_score: torch.Tensor | None = None
+    kth_best_model_path = ""
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        dirpath: str | os.PathLike[str] = "checkpoints",
+        *,
+        resume: str = "auto",
+        save_last: bool = True,
+        retention: RetentionPolicy | None = None,
+        host_memory_bytes: int | None = None,
+        when_busy: str = "skip",
+        timeout_secs: float = 600.0,
+        max_failures: int = 5,
+        on_phase: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__()
+        if resume not in ("auto", "never"):
+            raise ConfigError(f"MoECheckpoint(resume={resume!r}): choose 'auto' or 'never'")
+        self.policy: Policy = MoC() if policy is None else policy
+        if isinstance(self.policy, type) or not isinstance(self.policy, Policy):
+            raise ConfigError(
+                f"MoECheckpoint(policy={policy!r}): give a policy such as MoC(k=1) or Dense(every_n_steps=10)"
+            )
+        self.dirpath = os.fspath(dirpath)
+        self.resume = resume
+        self.save_last = save_last
+        self.best_k_models: dict[str, torch.Tensor] = {}
+        self.last: StepRecord | None = None
+        self.restored_step: int | None = None
+        self._limits: dict[str, Any] = {
+            "retention": retention or RetentionPolicy(),
+            "host_memory_bytes": host_memory_bytes,
+            "when_busy": when_busy,
+            "timeout_secs": timeout_secs,
+            "max_failures": max_failures,
+        }
+        Settings(**self._limits)
+        self._on_phase = on_phase
+        self._session: CheckpointSession | None = None
+        self._counter: RoutingCounter | None = None
+        self._state: TorchTrainingState | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._updates = 0
+        self._saved_updates = 0
+        self._seen_global_step = 0
+        self._rng: Mapping[str, Any] | None = None
+        self._rng_to_restore: Mapping[str, Any] | None = None
+        self._resumed_from: Mapping[str, Any] | None = None
+        self._books: Mapping[str, Any] | None = None
+        self._kept: tuple[int, Mapping[str, Any]] | None = None
+        self._unwatch: Callable[[], None] = lambda: None
+
+    @property
+    def state_key(self) -> str:
+        return "moe_ckpt.MoECheckpoint"
+
+    @property
+    def last_model_path(self) -> str:
+        """Directory of the newest committed step that this process knows of, or ""."""
+        step = None if self._session is None else self._session.committed_directory
+        return "" if step is None else os.path.join(self.dirpath, step)
+
+    # --- before training ---
+
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot work, and teach the trainer to open step directories."""
+        check_strategy(trainer)
+        # Behind the others: Lightning takes the first checkpoint callback for the one that knows the best model.
+        # A new list, because Lightning is walking over the old one.
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            self._load_sharded(trainer, trainer.strategy)
+        elif not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
+            trainer.strategy.checkpoint_io = MoECheckpointIO(trainer.strategy.checkpoint_io)
+
+    def _load_sharded(self, trainer: pl.Trainer, strategy: ModelParallelStrategy) -> None:
+        """ModelParallelStrategy loads into its own shards and asks no CheckpointIO, so step in before it."""
+        lightnings_own = strategy.load_checkpoint
+
+        def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+            if not is_step_path(path):
+                return lightnings_own(path, weights_only)
+            reader, manifest = open_step(path)
+            fitting = trainer.state.fn == "fit"
+            state = TorchTrainingState(trainer.lightning_module, trainer.optimizers if fitting else ())
+            restored = load_step(reader, manifest, trainer.global_rank, state, model_only=not fitting)
+            plain = restored.plain["plain"]
+            state.load_plain(plain if fitting else {**plain, "optimizers": []})
+            checkpoint = dict(restored.plain["checkpoint"])
+            checkpoint.update(state_dict={}, optimizer_states=[])
+            resumed = {"root": reader.storage.root, "directory": manifest.directory, "rng": restored.plain["rng"]}
+            return checkpoint | {RESUME_KEY: resumed}
+
+        strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
+
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        previous, self._session = self._session, None
+        self._updates = self._saved_updates = 0
+        self._rng = self._rng_to_restore = self._kept = None
+        if trainer.fast_dev_run:
+            return  # like Lightning's own checkpoint callbacks: a dry run leaves nothing behind
+        layers = find_moe_layers(pl_module)
+        catalog = build_catalog(pl_module, layers)
+        self.policy.check(catalog)
+        self._counter = RoutingCounter(pl_module, layers)
+        self._state = TorchTrainingState(pl_module, trainer.optimizers)
+        storage = open_storage(self.dirpath, self._on_phase)
+        comm = make_communicator(self._limits["timeout_secs"])
+        settings = Settings(
+            pinned=trainer.strategy.root_device.type == "cuda",
+            local_ranks=getattr(trainer.strategy, "num_processes", 1),
+            **self._limits,
+        )
+        session = CheckpointSession(
+            storage=storage,
+            policy=self.policy,
+            catalog=catalog,
+            state=self._state,
+            comm=comm,
+            settings=settings,
+            aliases=tied_aliases(pl_module),
+            lock=StoreLock(storage, _owner()),
+            on_phase=self._on_phase,
+        )
+        session.open()
+        self._session = session
+        self._watch(trainer, pl_module)
+        if previous is not None and previous.committed_step == trainer.global_step > 0:
+            # The same trainer fits on: its state is the newest checkpoint's, and its loops must not be set back.
+            session.adopt(open_step(os.path.join(self.dirpath, str(previous.committed_directory)))[1])
+        elif trainer.ckpt_path is not None:
+            if session.generation and comm.rank == 0:
+                log.warning(
+                    "ckpt_path=%s is loaded as asked, although %s holds checkpoints that automatic resume would take; "
+                    "a restarted job should not give ckpt_path",
+                    trainer.ckpt_path,
+                    self.dirpath,
+                )
+        elif self.resume == "auto":
+            restored = resume_newest(storage, comm, self._state)
+            if restored is not None:
+                self._go_on(trainer, session, restored)
+
+    def _go_on(self, trainer: pl.Trainer, session: CheckpointSession, restored: Restored) -> None:
+        """The tensors are back in place; now everything else."""
+        self._require_state().load_plain(restored.plain["plain"])
+        restore_checkpoint(trainer, restored.plain["checkpoint"])
+        self._resumed_from = self._books = None
+        self._take_rng(restored.plain["rng"])
+        fault = session.adopt(restored.manifest)
+        self.restored_step = restored.manifest.step
+        log.info(
+            "resumed at step %d from %s: %d experts are older than that, %d tokens lost (PLT %.4f)",
+            restored.manifest.step,
+            os.path.join(self.dirpath, restored.manifest.directory),
+            fault.stale_experts,
+            fault.lost_tokens,
+            session.book.plt,
+        )
+
+    def _take_rng(self, rng: Mapping[str, Any]) -> None:
+        self._rng = self._rng_to_restore = rng
+
+    def _watch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count real updates, and be the last to hear that a batch ended.
+
+        A step that the loss scaler skipped advances global_step, but fires no hook of the optimizer. The
+        module's own ``on_train_batch_end`` runs after all callbacks' and may still change weights or buffers.
+        """
+        name = "on_train_batch_end"
+        theirs, had = getattr(pl_module, name), vars(pl_module).get(name)
+
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+            theirs(*args, **kwargs)
+            self._after_batch(trainer)
+
+        setattr(pl_module, name, on_train_batch_end)
+        self._unwatch = lambda: delattr(pl_module, name) if had is None else setattr(pl_module, name, had)
+        for optimizer in trainer.optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(self._count_update))
+            if not pl_module.automatic_optimization:
+                # Users may call the raw optimizer, past Lightning's hook. Under automatic optimization this
+                # fires before the forward pass (it is wrapped in the closure), where a join would be a stall.
+                self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._join()))
+
+    def _count_update(self, *_: Any) -> None:
+        self._updates += 1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is None:  # fast_dev_run
+            return
+        session = self._session
+        if self._resumed_from is not None:
+            self._adopt_given(session, self._resumed_from)
+        elif self._books is not None:
+            session.continue_books(self._books["tokens"], self._books["index"])
+        self._resumed_from = self._books = None
+        self._seen_global_step = trainer.global_step
+        for reason in inexact(trainer):
+            log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
+        if self._rng_to_restore is not None:
+            take_position_again(trainer)
+            restore_rng(self._rng_to_restore)
+            self._rng_to_restore = None
+
+    def _adopt_given(self, session: CheckpointSession, resumed: Mapping[str, Any]) -> None:
+        """The user named the step by ``ckpt_path``; Lightning has loaded it already."""
+        reader, manifest = open_step(f"{resumed['root']}/{resumed['directory']}")
+        ours = open_storage(self.dirpath).root
+        session.adopt(manifest, same_store=os.path.realpath(reader.storage.root) == os.path.realpath(ours))
+        self.restored_step = manifest.step
+        self._take_rng(resumed["rng"])
+
+    # --- every step ---
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._join()
+
+    def _join(self) -> None:
+        if self._session is not None:
+            self._session.before_update()
+
+    def _after_batch(self, trainer: pl.Trainer) -> None:
+        began = time.perf_counter()
+        session, counter = self._require_session(), self._require_counter()
+        self._rng = capture_rng()
+        last_for_now = trainer.is_last_batch or validation_due(trainer)
+        if last_for_now:
+            session.before_update()  # what follows may swap or average weights
+        stepped, self._seen_global_step = trainer.global_step != self._seen_global_step, trainer.global_step
+        if self._updates == self._saved_updates:
+            if stepped:
+                counter.discard()
+            return
+        if not stepped:
+            raise ConfigError(
+                "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
+                "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
+            )
+        self._saved_updates = self._updates
+        counts = counter.take().numpy()
+        session.add_stall(time.perf_counter() - began)
+        self.last = session.after_update(trainer.global_step, counts, lambda: self._capture(trainer))
+        if self.save_last and _will_stop(trainer):
+            # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
+            # callbacks may have put other weights in.
+            session.save_complete(trainer.global_step, lambda: self._capture(trainer))
+        if last_for_now:
+            session.before_update()
+            if self.save_last and not _will_stop(trainer):  # what follows may yet decide to
+                self._kept = (trainer.global_step, deepcopy(self._capture(trainer)))
+        self._log(trainer, self.last)
+
+    def _capture(self, trainer: pl.Trainer) -> dict[str, Any]:
+        return {
+            "framework": "lightning",
+            "checkpoint": capture_checkpoint(trainer),
+            "plain": self._require_state().plain(),
+            "rng": self._rng,
+        }
+
+    def _log(self, trainer: Any, record: StepRecord) -> None:
+        if record.step % trainer.log_every_n_steps:
+            return
+        values = {
+            "moe_ckpt/stall_ms": record.stall_secs * 1e3,
+            "moe_ckpt/agree_ms": record.agree_secs * 1e3,
+            "moe_ckpt/bytes": float(record.nbytes),
+            "moe_ckpt/experts_saved": float(record.experts_saved),
+            "moe_ckpt/plt": record.plt,
+            "moe_ckpt/lost_tokens": float(record.lost_tokens),
+            "moe_ckpt/plt_if_failed_now": record.at_risk_plt,
+            "moe_ckpt/skipped": float(record.skipped),
+            "moe_ckpt/failed_checkpoints": float(record.failed_checkpoints),
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=record.step)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._rng is not None and not trainer.sanity_checking:
+            restore_rng(self._rng)
+
+    # --- the end ---
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is None:  # fast_dev_run
+            return
+        step, kept = self._kept or (None, {})
+        self._session.finish(
+            trainer.global_step,
+            lambda: kept if step == trainer.global_step else self._capture(trainer),
+            save_last=self.save_last and self._updates > 0,
+        )
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close(grace_secs=min(10.0, self._limits["timeout_secs"]))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close(grace_secs=None)
+
+    def _close(self, grace_secs: float | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._unwatch()
+        self._unwatch = lambda: None
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.close()
+        if self._session is not None:
+            self._session.close(grace_secs)
+
+    # --- state inside other checkpoints (ModelCheckpoint beside us) ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Token counts only: small, so that any checkpoint can carry them."""
+        if self._session is None:
+            return {}
+        return {"tokens": self._session.book.to_dict(), "index": self._session.index}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._books = state_dict
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._resumed_from = checkpoint.pop(RESUME_KEY, None)
+
+    # --- parts ---
+
+    def _require_session(self) -> CheckpointSession:
+        if self._session is None:
+            raise ConfigError("MoECheckpoint: training started without on_fit_start; do not call its hooks by hand")
+        return self._session
+
+    def _require_counter(self) -> RoutingCounter:
+        if self._counter is None:
+            raise ConfigError("MoECheckpoint: training goes on after it ended; do not call its hooks by hand")
+        return self._counter
+
+    def _require_state(self) -> TorchTrainingState:
+        if self._state is None:
+            raise ConfigError("MoECheckpoint: training started without on_fit_start; do not call its hooks by hand")
+        return self._state
+
+
+def _will_stop(trainer: pl.Trainer) -> bool:
+    """True if, as far as can be told at the end of a batch, this was the last one."""
+    if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+        return True
+    limit = trainer.max_epochs
+    return trainer.is_last_batch and limit not in (None, -1) and trainer.current_epoch + 1 >= limit
+
+
+def _owner() -> str:
+    """Name of this job that outlives a restart, for the store's lock."""
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        value = os.environ.get(variable)
+        if value and value != "none":
+            return f"{variable}={value}"
+    return f"pid {os.getpid()}"

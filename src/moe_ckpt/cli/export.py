@@ -1,0 +1,39 @@
+"""``moe-ckpt export``: write one checkpoint in a format that other tools open."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+EPILOG = """\
+examples:
+  moe-ckpt export runs/x/step_00000120 --to dcp --output out         torch.distributed.checkpoint, with optimizer
+  moe-ckpt export runs/x/step_00000120 --to safetensors -o out       the model's weights
+  moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for Trainer(ckpt_path=)
+
+an existing output is never overwritten; exit code: 0 written, 2 not
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="convert a checkpoint for other tools",
+        description="Write one checkpoint, whole and verified, as plain DCP, safetensors or Lightning checkpoint.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", help="step directory (or store: its newest usable step), or a URL of one")
+    parser.add_argument("--to", required=True, choices=("dcp", "safetensors", "lightning"), help="format to write")
+    parser.add_argument("--output", "-o", help="file or directory to create (default: named after the step, here)")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """0 when the output was written."""
+    from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.interop.export import export
+
+    with progress_bar("exporting") as progress:
+        target = export(args.path, args.to, args.output, progress)
+    print(target)
+    return 0

@@ -1,0 +1,75 @@
+"""``moe-ckpt``: one console command, each subcommand in a module of its own.
+
+A module offers ``add_parser(subparsers)``, which is called for every command line and so imports nothing
+heavy, and ``run(args, rest) -> int``, the exit code. ``rest`` holds arguments that the parser does not know;
+only ``train`` takes any.
+
+Exit codes: 0 done, 1 damage was found, 2 wrong usage or nothing usable there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from moe_ckpt import __version__
+from moe_ckpt.errors import MoECheckpointError
+
+COMMANDS = ("inspect", "verify", "export", "train")
+_PASS_ON = ("train",)
+
+EPILOG = """\
+examples:
+  moe-ckpt inspect runs/x                            what is in a store
+  moe-ckpt verify runs/x                             is every byte as written?
+  moe-ckpt export runs/x/step_00000120 --to dcp      for other tools
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="moe-ckpt",
+        description="Look into, check and convert checkpoints of moe_ckpt; train its recipes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"moe-ckpt {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name in COMMANDS:
+        importlib.import_module(f"moe_ckpt.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code. Errors of this package become one line on stderr."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.command not in _PASS_ON:
+        parser.error(f"{args.command} does not know {' '.join(rest)}; see moe-ckpt {args.command} --help")
+    command = importlib.import_module(f"moe_ckpt.cli.{args.command}")
+    try:
+        code: int = command.run(args, rest)
+        sys.stdout.flush()
+    except MoECheckpointError as error:
+        print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if args.command in _PASS_ON:
+            raise
+        print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Facts about a store as plain data, from its manifests alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from moe_ckpt.core.operators import expert_id
+from moe_ckpt.core.tokens import TokenBook
+from moe_ckpt.errors import DamagedError, NoCheckpointError
+from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from moe_ckpt.recovery.reader import StoreReader, locate, require_store
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A store and its steps, newest first; only the named step for a step directory. JSON-ready.
+
+    Raises:
+        NoCheckpointError: there is no store, or the step is not committed.
+        ForeignStoreError, FormatVersionError, DamagedError: the store's identity cannot be read.
+    """
+    storage, directory = locate(path)
+    reader = StoreReader(storage)
+    require_store(reader, path)
+    identity = reader.identity()
+    directories = reader.directories()
+    if directory is not None:
+        if directory not in directories:
+            have = ", ".join(directories[:6]) or "none"
+            raise NoCheckpointError(f"{path} is no committed step; committed: {have}")
+        directories = [directory]
+    return {
+        "store": storage.root,
+        "format_version": FORMAT_VERSION,
+        "run_id": identity.run_id,
+        "fingerprint": identity.fingerprint,
+        "steps": [_describe_step(reader, name) for name in directories],
+    }
+
+
+def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
+    try:
+        manifest = reader.manifest(directory)
+        tokens = _tokens(manifest)
+    except DamagedError as error:
+        return {"directory": directory, "damage": str(error)}
+    versions = [
+        [_version(manifest, expert_id(number, expert)) for expert in range(layer.experts)]
+        for number, layer in enumerate(manifest.model.layers)
+    ]
+    ages = [[None if v is None else manifest.step - v for v in row] for row in versions]
+    sizes = {file.path: file.nbytes for file in manifest.files}
+    sizes |= {state.path: state.nbytes for state in manifest.states}
+    own = reader.storage.size(f"{directory}/{MANIFEST_NAME}")
+    return {
+        "directory": directory,
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "committed_unix_secs": manifest.created_unix_secs,
+        "policy": dict(manifest.policy),
+        "world_size": manifest.world_size,
+        "returned_to": manifest.parent,
+        "written_bytes": own + sum(n for path, n in sizes.items() if path.startswith(f"{directory}/")),
+        "whole_bytes": own + sum(sizes.values()),
+        "layers": [{"name": x.name, "experts": x.experts, "top_k": x.top_k} for x in manifest.model.layers],
+        "versions": versions,
+        "ages_steps": ages,
+        "oldest_age_steps": max((age for row in ages for age in row if age is not None), default=0),
+        **tokens,
+    }
+
+
+def _version(manifest: Manifest, operator: str) -> int | None:
+    record = manifest.operators.get(operator)
+    return None if record is None else record.step
+
+
+def _tokens(manifest: Manifest) -> dict[str, Any]:
+    layers = manifest.model.layers
+    book = TokenBook(len(layers), max((layer.experts for layer in layers), default=0))
+    if manifest.tokens:
+        try:
+            book = TokenBook.from_dict(manifest.tokens, book.layers, book.experts)
+        except (KeyError, TypeError, ValueError) as error:
+            path = f"{manifest.directory}/{MANIFEST_NAME}"
+            raise DamagedError(path, f"its token counts cannot be read ({error})", step=manifest.step) from error
+    unsaved = book.unsaved()
+    return {
+        "unsaved_tokens": int(unsaved.sum()),
+        "unsaved_per_expert": unsaved.tolist(),
+        "routed_tokens": book.routed_tokens,
+        "lost_tokens": book.lost_tokens,
+        "faults": len(book.faults),
+        "plt": book.plt,
+        "plt_if_returned_to": book.plt_if_failed_now(),
+    }

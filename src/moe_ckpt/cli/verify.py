@@ -1,0 +1,63 @@
+"""``moe-ckpt verify``: compare every byte of a store with its checksums."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+EPILOG = """\
+examples:
+  moe-ckpt verify runs/x                      all committed steps
+  moe-ckpt verify runs/x/step_00000120        one step, with the older files that it needs
+  moe-ckpt verify runs/x --json | jq '.damages[].path'
+
+exit code: 0 undamaged, 1 damage found (named on stdout), 2 no store there, or it cannot be read
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="check every byte against its checksum",
+        description="Read all files of a store, or of one step, and name what is damaged or missing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", help="store or step directory, or a URL of one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """0 when all is well, 1 when something is damaged."""
+    from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.errors import NoCheckpointError
+    from moe_ckpt.recovery.reader import StoreReader, locate, require_store
+    from moe_ckpt.recovery.verify import verify_store
+
+    storage, directory = locate(args.path)
+    reader = StoreReader(storage)
+    require_store(reader, args.path)
+    steps = reader.directories()
+    if directory is not None and directory not in steps:
+        raise NoCheckpointError(f"{args.path} is no committed step; committed: {', '.join(steps[:6]) or 'none'}")
+    checked = [directory] if directory is not None else steps
+    with progress_bar("verifying") as progress:
+        damages = verify_store(storage, checked, progress)
+    lost = {name for damage in damages for name in damage.affects}
+    usable = [name for name in steps if name in checked and name not in lost]
+    if args.json:
+        facts = {"path": args.path, "steps": checked, "usable": usable, "damages": [asdict(d) for d in damages]}
+        print(json.dumps(facts, indent=2))
+        return 1 if damages else 0
+    for damage in damages:
+        hit = f"needed by {', '.join(damage.affects)}" if damage.affects else "no committed step needs these bytes"
+        print(f"damaged: {damage} ({hit})")
+    if damages:
+        newest = f"; newest undamaged: {usable[0]}" if usable else ""
+        print(f"{len(damages)} damages; {len(usable)} of {len(checked)} steps undamaged{newest}")
+        return 1
+    print(f"{len(checked)} steps undamaged" if checked else "the store has no committed step yet", file=sys.stdout)
+    return 0

@@ -1,0 +1,91 @@
+"""Types of the config groups, so that a wrong name or type is refused when the config is composed.
+
+Each dataclass is stored as ``moe_ckpt/schema/<name>``, and the YAML files of the groups start from it.
+They are kept out of the groups themselves, so that an error about an unknown policy lists policies only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional  # Optional: OmegaConf reads these annotations at run time, on Python 3.10 too
+
+MISSING: Any = "???"
+"""A value that the user must give (OmegaConf's marker)."""
+
+
+@dataclass
+class DenseConfig:
+    _target_: str = "moe_ckpt.policies.Dense"
+    every_n_steps: int = 1
+    sync: bool = False
+
+
+@dataclass
+class CheckFreqConfig:
+    _target_: str = "moe_ckpt.policies.CheckFreq"
+    max_overhead: float = 0.03
+    profile_steps: int = 10
+    max_interval: int = 1000
+
+
+@dataclass
+class MoCConfig:
+    _target_: str = "moe_ckpt.policies.MoC"
+    k: int = 1
+    every_n_steps: int = 1
+    selector: str = "sequential"
+
+
+@dataclass
+class StoreConfig:
+    """dirpath: directory or fsspec URL, the same on every rank. timeout_secs: for ranks to answer each other."""
+
+    dirpath: str = MISSING
+    timeout_secs: float = 600.0
+
+
+@dataclass
+class RetentionConfig:
+    """Which checkpoints stay: see ``moe_ckpt.core.retention.RetentionPolicy``."""
+
+    _target_: str = "moe_ckpt.core.retention.RetentionPolicy"
+    keep_last: int = 2
+    keep_every_n_steps: Optional[int] = None  # noqa: UP045
+    max_age_secs: Optional[float] = None  # noqa: UP045
+    keep_spare: bool = True
+
+
+@dataclass
+class CheckpointConfig:
+    """Arguments of ``MoECheckpoint``. ``policy`` takes any node with a ``_target_``: your own policies too."""
+
+    _target_: str = "moe_ckpt.conf.build_callback"
+    policy: Any = MISSING
+    store: StoreConfig = field(default_factory=StoreConfig)
+    retention: Any = None
+    resume: str = "auto"
+    save_last: bool = True
+    host_memory_bytes: Optional[int] = None  # noqa: UP045
+    when_busy: str = "skip"
+    max_failures: int = 5
+
+
+SCHEMAS: dict[str, type] = {
+    "checkpoint": CheckpointConfig,
+    "dense": DenseConfig,
+    "checkfreq": CheckFreqConfig,
+    "moc": MoCConfig,
+    "store": StoreConfig,
+    "retention": RetentionConfig,
+}
+
+
+def register() -> bool:
+    """Store the schemas in Hydra's ConfigStore; True if Hydra is installed. Harmless when repeated."""
+    try:
+        from hydra.core.config_store import ConfigStore
+    except ImportError:
+        return False
+    for name, node in SCHEMAS.items():
+        ConfigStore.instance().store(group="moe_ckpt/schema", name=name, node=node, provider="moe_ckpt")
+    return True

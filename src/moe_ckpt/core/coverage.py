@@ -1,0 +1,93 @@
+"""The coverage proof: the boxes of a checkpoint tile every tensor exactly once.
+
+Run at commit over what was just written, and at load over everything a manifest names. An answer is a
+proof, not a count: boxes must not overlap and must fill the tensor's volume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from moe_ckpt.errors import CoverageError
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """An axis-aligned block of one tensor: where it starts and how large it is, in elements."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        return prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The common block, or None when there is none. 0-d boxes overlap always."""
+        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        stops = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
+        )
+        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+def prove_cover(where: str, wanted: Mapping[str, Sequence[Box]], found: Iterable[tuple[str, Box]]) -> None:
+    """Prove that the ``found`` boxes tile the ``wanted`` boxes of every tensor key exactly once.
+
+    The wanted boxes of one key must not overlap each other.
+
+    Raises:
+        CoverageError: names each key that is missing in part, doubled, or not wanted at all.
+    """
+    boxes: dict[str, list[Box]] = {key: [] for key in wanted}
+    problems: list[str] = []
+    for key, box in found:
+        if key in boxes:
+            boxes[key].append(box)
+        else:
+            problems.append(f"{key} at {list(box.offsets)} is written, but no operator of this plan holds it")
+    for key, targets in wanted.items():
+        problems.extend(_untiled(key, sorted(targets), sorted(boxes[key])))
+    if problems:
+        raise CoverageError(where, tuple(problems))
+
+
+def _untiled(key: str, targets: list[Box], boxes: list[Box]) -> list[str]:
+    """Sentences on what keeps ``boxes`` from tiling ``targets``; both sorted by offsets."""
+    dims = {len(target.shape) for target in targets}
+    strange = {len(box.shape) for box in boxes} - dims
+    if dims and strange:
+        return [f"{key} has {min(dims)} dimensions, but is written with {min(strange)}"]
+    problems = []
+    for first, second in _overlapping(boxes):
+        problems.append(f"{key} is written twice, at {list(first.offsets)} and at {list(second.offsets)}")
+    covered = 0
+    for target in targets:
+        filled = sum(common.volume for box in boxes if (common := target.overlap(box)) is not None)
+        covered += filled
+        if filled < target.volume:
+            problems.append(
+                f"{key} at {list(target.offsets)}: {target.volume - filled} of {target.volume} elements are missing"
+            )
+    if not problems and covered < sum(box.volume for box in boxes):
+        problems.append(f"{key}: elements outside the plan are written")
+    return problems
+
+
+def _overlapping(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    """Pairs that overlap. Boxes sorted by offsets; the sweep along dim 0 keeps it near linear."""
+    pairs: list[tuple[Box, Box]] = []
+    open_boxes: list[Box] = []
+    for box in boxes:
+        if box.shape and box.volume == 0:
+            continue
+        start = box.offsets[0] if box.offsets else 0
+        open_boxes = [b for b in open_boxes if not b.offsets or b.offsets[0] + b.shape[0] > start]
+        pairs.extend((b, box) for b in open_boxes if b.overlap(box) is not None)
+        open_boxes.append(box)
+    return pairs

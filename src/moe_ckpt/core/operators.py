@@ -1,0 +1,194 @@
+"""What a checkpoint is made of: operators, and the parameter rows that belong to each.
+
+An operator is the unit that policies choose: one expert of one MoE layer, the gate of one MoE layer,
+or one group of non-expert parameters. The catalog assigns every row of every parameter to exactly one
+operator and proves it. It holds names and numbers only: no tensor, no torch.
+
+Legend used across the package: L MoE layers, E experts per layer, K experts saved per layer, R ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moe_ckpt.errors import CoverageError
+
+
+class OperatorKind(str, enum.Enum):
+    """The three kinds of operators (MoEvement section 3.1)."""
+
+    EXPERT = "expert"
+    GATE = "gate"
+    NON_EXPERT = "non_expert"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows ``[start, stop)`` along dim 0 of one parameter; ``start is None`` means the whole of it.
+
+    A stacked parameter ``[E, ...]`` gives each expert one row. A whole span also stands for 0-d
+    parameters, which have no rows.
+    """
+
+    parameter: str
+    start: int | None = None
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.start is None) != (self.stop is None):
+            raise ValueError(f"span of {self.parameter}: give both start and stop, or neither")
+        if self.start is not None and self.stop is not None and not 0 <= self.start < self.stop:
+            raise ValueError(f"span of {self.parameter}: rows [{self.start}, {self.stop}) are empty or negative")
+
+    def rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The half-open row range in a tensor whose global shape is ``shape`` (0-d counts as one row)."""
+        if self.start is not None and self.stop is not None:
+            return self.start, self.stop
+        return 0, (shape[0] if shape else 1)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One unit of checkpointing.
+
+    ``id`` is stable across runs and is what plans, the ledger and manifests name:
+    ``expert/<layer>/<expert>``, ``gate/<layer>`` or ``non_expert/<group>``.
+    """
+
+    id: str
+    kind: OperatorKind
+    spans: tuple[Span, ...]
+    layer: int | None = None
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer: its place ``index`` among the L MoE layers, its module name, E and the router's k."""
+
+    index: int
+    name: str
+    experts: int
+    top_k: int | None = None
+
+
+def expert_id(layer: int, expert: int) -> str:
+    return f"expert/{layer}/{expert}"
+
+
+def gate_id(layer: int) -> str:
+    return f"gate/{layer}"
+
+
+def non_expert_id(group: str) -> str:
+    return f"non_expert/{group}"
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All operators of one model, with the proof that they tile its parameters.
+
+    Built once by an adapter when training starts, from parameter names and global shapes; equal on
+    every rank.
+
+    Raises:
+        CoverageError: a parameter row belongs to no operator, to two, or to none of the parameters.
+    """
+
+    operators: tuple[Operator, ...]
+    layers: tuple[MoELayer, ...]
+    parameters: Mapping[str, tuple[int, ...]] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        prove_tiling(self.operators, self.parameters)
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Operator]:
+        return {op.id: op for op in self.operators}
+
+    @cached_property
+    def experts(self) -> tuple[Operator, ...]:
+        return tuple(op for op in self.operators if op.kind is OperatorKind.EXPERT)
+
+    @cached_property
+    def always_saved(self) -> tuple[Operator, ...]:
+        """Gates and non-experts: small, active in every token, part of every partial checkpoint."""
+        return tuple(op for op in self.operators if op.kind is not OperatorKind.EXPERT)
+
+    @cached_property
+    def home(self) -> Mapping[str, str]:
+        """Parameter -> operator that owns state which cannot be split by rows (Adam's ``step``).
+
+        For a stack of experts that is the layer's gate, which every checkpoint saves, so the newest
+        value is always the one that returns.
+        """
+        homes: dict[str, str] = {}
+        for op in self.operators:
+            for span in op.spans:
+                if op.kind is OperatorKind.EXPERT and span.start is not None and op.layer is not None:
+                    homes[span.parameter] = gate_id(op.layer)
+                else:
+                    homes.setdefault(span.parameter, op.id)
+        return homes
+
+    @cached_property
+    def spans_of(self) -> Mapping[str, tuple[tuple[Operator, Span], ...]]:
+        """Parameter -> its (operator, span) pairs in row order."""
+        found: dict[str, list[tuple[Operator, Span]]] = {}
+        for op in self.operators:
+            for span in op.spans:
+                found.setdefault(span.parameter, []).append((op, span))
+        return {name: tuple(sorted(pairs, key=lambda p: p[1].start or 0)) for name, pairs in found.items()}
+
+    def fingerprint(self) -> str:
+        """Hex digest of the model's structure; two models that can share a store have the same one."""
+        digest = hashlib.sha256()
+        for name in sorted(self.parameters):
+            digest.update(f"{name}:{tuple(self.parameters[name])};".encode())
+        for op in sorted(self.operators, key=lambda o: o.id):
+            digest.update(f"{op.id}={op.spans!r};".encode())
+        return digest.hexdigest()[:32]
+
+
+def prove_tiling(operators: Iterable[Operator], parameters: Mapping[str, tuple[int, ...]]) -> None:
+    """Prove that every row of every parameter belongs to exactly one operator.
+
+    Raises:
+        CoverageError: names each row range that is missing, doubled or unknown.
+    """
+    claims: dict[str, list[tuple[int, int, str]]] = {name: [] for name in parameters}
+    problems: list[str] = []
+    seen: set[str] = set()
+    for op in operators:
+        if op.id in seen:
+            problems.append(f"operator {op.id} is listed twice")
+        seen.add(op.id)
+        for span in op.spans:
+            if span.parameter not in parameters:
+                problems.append(f"{op.id} names unknown parameter {span.parameter}")
+                continue
+            claims[span.parameter].append((*span.rows(parameters[span.parameter]), op.id))
+    for name, shape in parameters.items():
+        problems.extend(_gaps(name, shape[0] if shape else 1, claims[name]))
+    if problems:
+        raise CoverageError("operator catalog", tuple(problems))
+
+
+def _gaps(name: str, rows: int, claims: list[tuple[int, int, str]]) -> Iterator[str]:
+    """Yield a sentence for each gap, overlap or overrun in the claims on one parameter's rows."""
+    at = 0
+    previous = "nothing"
+    for start, stop, op_id in sorted(claims):
+        if start > at:
+            yield f"{name} rows [{at}, {start}) belong to no operator"
+        elif start < at:
+            yield f"{name} rows [{start}, {min(at, stop)}) belong to both {previous} and {op_id}"
+        at, previous = max(at, stop), op_id
+    if at < rows:
+        yield f"{name} rows [{at}, {rows}) belong to no operator"
+    elif at > rows:
+        yield f"{name} has {rows} rows, but {previous} claims up to row {at}"

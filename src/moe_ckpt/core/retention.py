@@ -1,0 +1,107 @@
+"""Which committed checkpoints stay, and which files go with the others.
+
+Partial checkpoints share files: the newest view of an expert may be a file of an older step. So a file
+lives as long as some retained checkpoint names it, and one file may be the only copy behind every
+recent view. The spare answers that: a complete older checkpoint that has no file in common with the
+newest, so that no single damaged file takes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """One committed checkpoint. paths: every file that it needs, its commit record included."""
+
+    directory: str
+    generation: int
+    step: int
+    created_unix_secs: float
+    paths: frozenset[str]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newest is the maximum: a later life of the run may have gone back to an earlier step."""
+        return self.generation, self.step
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """How many checkpoints to keep. The newest is always kept.
+
+    keep_last: the newest so many stay.
+    keep_every_n_steps: steps divisible by it stay too (of one step only the newest generation).
+    max_age_secs: older ones go, whatever the two rules above say; not the newest and not the spares.
+    keep_spare: also keep a fallback without any file of the newest, and the candidate to follow it: at
+        most two more checkpoints. Costs nothing where every checkpoint is whole and keep_last >= 2.
+    """
+
+    keep_last: int = 2
+    keep_every_n_steps: int | None = None
+    max_age_secs: float | None = None
+    keep_spare: bool = True
+
+    def __post_init__(self) -> None:
+        _require_whole("keep_last", self.keep_last)
+        if self.keep_every_n_steps is not None:
+            _require_whole("keep_every_n_steps", self.keep_every_n_steps)
+        if self.max_age_secs is not None and not self.max_age_secs > 0:
+            raise ConfigError(f"retention: max_age_secs={self.max_age_secs!r} must be positive, or None for no limit")
+
+
+def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now_unix_secs: float) -> frozenset[str]:
+    """Directories of the checkpoints that stay."""
+    if not records:
+        return frozenset()
+    ordered = sorted(records, key=lambda record: record.order)
+    newest = ordered[-1]
+    kept = [record for record in _by_count(ordered, policy) if _is_young(record, policy, now_unix_secs)]
+    spares = _spares(ordered) if policy.keep_spare else []
+    return frozenset(record.directory for record in (newest, *kept, *spares))
+
+
+def files_to_delete(
+    files: Iterable[str], kept: Iterable[CheckpointRecord], keep_directories: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Of ``files`` (``directory/name``), those that no kept checkpoint names, sorted.
+
+    keep_directories: directories being written now; nothing in them is superseded yet.
+    """
+    named = frozenset[str]().union(*(record.paths for record in kept))
+    return tuple(sorted(p for p in files if p not in named and p.rpartition("/")[0] not in keep_directories))
+
+
+def _by_count(ordered: Sequence[CheckpointRecord], policy: RetentionPolicy) -> list[CheckpointRecord]:
+    kept = list(ordered[-policy.keep_last :])
+    if policy.keep_every_n_steps is not None:
+        newest_of_step = {record.step: record for record in ordered}
+        kept += [record for step, record in newest_of_step.items() if step % policy.keep_every_n_steps == 0]
+    return kept
+
+
+def _is_young(record: CheckpointRecord, policy: RetentionPolicy, now_unix_secs: float) -> bool:
+    return policy.max_age_secs is None or now_unix_secs - record.created_unix_secs <= policy.max_age_secs
+
+
+def _spares(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
+    """The spare and its successor to be.
+
+    The spare is the newest record disjoint from the newest one. Its successor must be chosen now and
+    then kept until the newest has moved away from it: choosing afresh every time would never let one
+    grow old enough. The oldest record after the spare is that choice, because it is the next to get free.
+    """
+    newest, others = ordered[-1], ordered[:-1]
+    disjoint = [i for i, record in enumerate(others) if record.paths.isdisjoint(newest.paths)]
+    if not disjoint:
+        return list(others[:1])
+    return list(others[disjoint[-1] : disjoint[-1] + 2])
+
+
+def _require_whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"retention: {name}={value!r} must be a whole number of at least 1")

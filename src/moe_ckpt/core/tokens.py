@@ -1,0 +1,126 @@
+"""Token bookkeeping: what was routed, what is not yet saved, what was lost.
+
+All counts are exact integers, shape ``[L, E]`` (layers with fewer experts are padded with zeros).
+The counts must be summed over the ranks that train the same experts before they come in here, so that
+every rank decides and reports alike.
+
+PLT, the portion of lost tokens (MoC/PEC, section 3): over all faults, the tokens whose updates the
+recovered experts lack, divided by tokens * k summed over MoE layers, for the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.core.plan import Tier
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One recovery: where it returned to, and the tokens whose updates its experts lack."""
+
+    restored_step: int
+    lost_tokens: int
+    stale_experts: int
+
+
+@dataclass
+class TokenBook:
+    """Applied, saved and lost tokens of one run, surviving restarts through ``to_dict``.
+
+    ``applied``: assignments whose optimizer update really happened, since the run began.
+    ``saved[tier]``: the value of ``applied`` that each expert's newest copy in that tier has seen.
+    """
+
+    layers: int
+    experts: int
+    applied: Counts = field(init=False)
+    saved: dict[Tier, Counts] = field(init=False)
+    faults: list[FaultRecord] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.applied = self._zeros()
+        self.saved = {Tier.STORAGE: self._zeros()}
+
+    def _zeros(self) -> Counts:
+        return np.zeros((self.layers, self.experts), dtype=np.int64)
+
+    def apply(self, counts: Counts) -> None:
+        """Add one optimizer step's routed tokens ``[L, E]``. Call only when the update really ran."""
+        self.applied += counts
+
+    def mark_saved(self, tier: Tier, experts: Iterable[tuple[int, int]], at: Counts) -> None:
+        """Note that ``experts`` are held by ``tier`` in the state that had seen ``at`` tokens.
+
+        ``at`` is a copy of ``applied`` taken when the snapshot began; the commit comes later.
+        """
+        saved = self.saved.setdefault(tier, self._zeros())
+        for layer, expert in experts:
+            saved[layer, expert] = max(saved[layer, expert], at[layer, expert])
+
+    def unsaved(self, tier: Tier = Tier.STORAGE) -> Counts:
+        """``U[l][e]``: tokens routed to the expert since it was last saved in ``tier``."""
+        return self.applied - self.saved.get(tier, self._zeros())
+
+    def recover(self, restored_step: int, tier: Tier = Tier.STORAGE) -> FaultRecord:
+        """Book the loss of a recovery from ``tier`` at ``restored_step``, the step of this very book.
+
+        The experts now in memory are their saved copies, so nothing is unsaved any more.
+        """
+        lacking = self.unsaved(tier)
+        record = FaultRecord(restored_step, int(lacking.sum()), int((lacking > 0).sum()))
+        self.faults.append(record)
+        for counts in self.saved.values():
+            counts[:] = self.applied
+        return record
+
+    @property
+    def routed_tokens(self) -> int:
+        """Sum over MoE layers of tokens * k: the denominator of PLT."""
+        return int(self.applied.sum())
+
+    @property
+    def lost_tokens(self) -> int:
+        return sum(fault.lost_tokens for fault in self.faults)
+
+    @property
+    def plt(self) -> float:
+        """Portion of lost tokens of the run so far, in [0, ...); 0 before anything was routed."""
+        return self.lost_tokens / self.routed_tokens if self.routed_tokens else 0.0
+
+    def plt_if_failed_now(self, tier: Tier = Tier.STORAGE) -> float:
+        """PLT after a failure at this moment, were it to return to the newest checkpoint."""
+        if not self.routed_tokens:
+            return 0.0
+        return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "applied": self.applied.tolist(),
+            "saved": {tier.value: counts.tolist() for tier, counts in self.saved.items()},
+            "faults": [[f.restored_step, f.lost_tokens, f.stale_experts] for f in self.faults],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], layers: int, experts: int) -> TokenBook:
+        """Raises ``ValueError`` when the stored counts have another shape than ``[layers, experts]``."""
+        book = cls(layers, experts)
+        book.applied = book._checked(data["applied"])
+        book.saved = {Tier(tier): book._checked(counts) for tier, counts in data["saved"].items()}
+        book.faults = [FaultRecord(int(step), int(lost), int(stale)) for step, lost, stale in data["faults"]]
+        return book
+
+    def _checked(self, counts: Any) -> Counts:
+        array = np.asarray(counts, dtype=np.int64)
+        expected = (self.layers, self.experts)
+        # JSON knows only one empty array, so a model without MoE layers comes back as shape (0,).
+        if array.shape != expected and (array.size or self.layers * self.experts):
+            raise ValueError(f"token counts have shape {array.shape}, the model has {expected}")
+        return array.reshape(expected).copy()

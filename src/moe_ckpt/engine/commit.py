@@ -1,0 +1,139 @@
+"""Rank 0: turn the ranks' acknowledgements into a manifest, prove it complete, write it last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_ckpt.core.coverage import prove_cover
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import Counts, TokenBook
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.writing import Acknowledgement, check_acknowledgements, write_named
+from moe_ckpt.errors import CoverageError, SaveFailedError
+from moe_ckpt.format.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    LayerRecord,
+    Manifest,
+    ModelRecord,
+    OperatorRecord,
+)
+from moe_ckpt.storage.base import Storage
+
+Holding = tuple[int, tuple[FileRecord, ...]]
+"""(step, shards) of one operator's newest committed version."""
+
+
+@dataclass
+class Committer:
+    """What is committed so far, and how the next step joins it. Lives on rank 0's persist thread.
+
+    holdings: operator -> its newest committed version; from the restored manifest after a restart.
+    saved: per expert, the applied tokens that its committed copy has seen.
+    parent: directory of the checkpoint that this life of the run returned to.
+    """
+
+    storage: Storage
+    catalog: Catalog
+    run_id: str
+    world_size: int
+    aliases: Mapping[str, str]
+    saved: Counts
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    parent: str | None = None
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Start from a restored checkpoint: partial checkpoints will refer to its files."""
+        self.parent = manifest.directory
+        self.holdings = {
+            op: (record.step, tuple(manifest.files[i] for i in record.files))
+            for op, record in manifest.operators.items()
+        }
+
+    def commit(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> Manifest:
+        """Write the manifest of ``snapshot``; when it returns, the checkpoint exists.
+
+        Raises:
+            SaveFailedError: a rank failed, or the proof of coverage did. Nothing is committed.
+            OSError: the manifest could not be written.
+        """
+        causes = check_acknowledgements(acknowledgements)
+        if causes:
+            raise SaveFailedError(snapshot.step, causes)
+        holdings = self.holdings | self._new_holdings(snapshot, acknowledgements)
+        missing = tuple(f"{op.id} has never been saved" for op in self.catalog.operators if op.id not in holdings)
+        if missing:
+            raise CoverageError(f"checkpoint of step {snapshot.step}", missing)
+        saved = self._saved_after(snapshot)
+        manifest = self._manifest(snapshot, acknowledgements, holdings, saved)
+        write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
+        self.holdings, self.saved = holdings, saved
+        return manifest
+
+    def _new_holdings(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> dict[str, Holding]:
+        files: dict[str, list[FileRecord]] = {op: [] for op in snapshot.operators}
+        found = []
+        for ack in acknowledgements:
+            for record, header in ack.files:
+                for entry in header.slices:
+                    if not entry.operator:
+                        continue
+                    found.append((entry.key, entry.box))
+                    holders = files.setdefault(entry.operator, [])
+                    if record not in holders:
+                        holders.append(record)
+        prove_cover(f"checkpoint of step {snapshot.step}", snapshot.wanted, found)
+        return {op: (snapshot.step, tuple(records)) for op, records in files.items()}
+
+    def _saved_after(self, snapshot: Snapshot) -> Counts:
+        book = TokenBook(*self.saved.shape)
+        book.saved[Tier.STORAGE] = self.saved.copy()
+        book.mark_saved(Tier.STORAGE, experts_among(self.catalog, snapshot.operators), snapshot.applied)
+        return book.saved[Tier.STORAGE]
+
+    def _manifest(
+        self,
+        snapshot: Snapshot,
+        acknowledgements: Sequence[Acknowledgement],
+        holdings: Mapping[str, Holding],
+        saved: Counts,
+    ) -> Manifest:
+        files: dict[FileRecord, int] = {}
+        for record in (record for _, records in holdings.values() for record in records):
+            files.setdefault(record, len(files))
+        # Side tensors live in this step's own shards, which hold them even where no operator does.
+        for record in (record for ack in acknowledgements for record, _ in ack.files):
+            files.setdefault(record, len(files))
+        book = TokenBook(*saved.shape)
+        book.applied, book.saved, book.faults = snapshot.applied, {Tier.STORAGE: saved}, list(snapshot.faults)
+        return Manifest(
+            run_id=self.run_id,
+            step=snapshot.step,
+            generation=snapshot.generation,
+            world_size=self.world_size,
+            index=snapshot.index,
+            created_unix_secs=time.time(),
+            model=ModelRecord(
+                self.catalog.fingerprint(),
+                tuple(LayerRecord(layer.name, layer.experts, layer.top_k) for layer in self.catalog.layers),
+                dict(self.aliases),
+            ),
+            files=tuple(files),
+            operators={
+                op: OperatorRecord(step, tuple(files[record] for record in records))
+                for op, (step, records) in holdings.items()
+            },
+            states=tuple(ack.state for ack in acknowledgements if ack.state is not None),
+            parent=self.parent,
+            policy=dict(snapshot.policy),
+            tokens=book.to_dict(),
+        )
+
+
+def experts_among(catalog: Catalog, operators: Sequence[str]) -> list[tuple[int, int]]:
+    """``(layer, expert)`` of the experts among ``operators``."""
+    found = (catalog.by_id[op] for op in operators)
+    return [(op.layer, op.expert) for op in found if op.layer is not None and op.expert is not None]

@@ -1,0 +1,47 @@
+"""Which tensors exist for each parameter, and what must be saved anew when that changes.
+
+Optimizer state comes into being when it is first needed: at the first step, or much later, when a frozen
+expert thaws. A partial checkpoint that combined rows saved with it and rows saved without would not be
+whole, so operators whose tensors are others than before are saved until a checkpoint holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.ports import StateTensor
+
+
+class Layout:
+    """Equal on every rank, since the tensors that exist are."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._known: dict[str, frozenset[str]] | None = None
+        self._unsettled: dict[str, int] = {}
+        self._changes = 0
+
+    def update(self, tensors: Sequence[StateTensor]) -> Mapping[str, int]:
+        """Note the tensors that exist now. Returns the operators to be saved in any case, with the change they owe
+        it to; give that to ``settle`` once they are committed."""
+        keys: dict[str, set[str]] = {}
+        for tensor in tensors:
+            keys.setdefault(tensor.parameter, set()).add(tensor.key)
+        found = {parameter: frozenset(those) for parameter, those in keys.items()}
+        if self._known is not None and found != self._known:
+            self._changes += 1
+            for parameter in found.keys() | self._known.keys():
+                if found.get(parameter) != self._known.get(parameter):
+                    self._unsettled.update(dict.fromkeys(self._holders(parameter), self._changes))
+        self._known = found
+        return dict(self._unsettled)
+
+    def _holders(self, parameter: str) -> set[str]:
+        return {op.id for op, _ in self._catalog.spans_of[parameter]} | {self._catalog.home[parameter]}
+
+    def settle(self, saved: Mapping[str, int]) -> None:
+        """A checkpoint with these operators is committed; those changed again since stay unsettled."""
+        for operator, change in saved.items():
+            if self._unsettled.get(operator) == change:
+                del self._unsettled[operator]

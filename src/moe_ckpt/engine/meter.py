@@ -1,0 +1,50 @@
+"""Iteration time and checkpoint cost, from laps of the training loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from moe_ckpt.policies.base import Measured
+
+_RECENT_LAPS = 50
+_RECENT_CHECKPOINTS = 5
+
+
+class Meter:
+    """Fed once per optimizer step; tells clean iterations from those that ran beside a checkpoint.
+
+    The cost of a checkpoint is what its iterations took longer than a clean one: that covers stalls and
+    the slowdown of compute alike (CheckFreq, section 4.1).
+    """
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._clean: deque[float] = deque(maxlen=_RECENT_LAPS)
+        self._costs: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
+        self._persists: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
+        self._extra = 0.0
+
+    def lap(self, now: float, *, loaded: bool) -> None:
+        """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
+        if self._last is not None:
+            took = now - self._last
+            if not loaded:
+                self._clean.append(took)
+            elif self._clean:
+                self._extra += max(0.0, took - median(self._clean))
+        self._last = now
+
+    def resolved(self, persist_secs: float) -> None:
+        """A checkpoint left the pipeline ``persist_secs`` after it began."""
+        self._persists.append(persist_secs)
+        if self._clean:
+            self._costs.append(self._extra)
+        self._extra = 0.0
+
+    def measured(self) -> Measured:
+        return Measured(
+            median(self._clean) if self._clean else None,
+            median(self._costs) if self._costs else None,
+            median(self._persists) if self._persists else None,
+        )

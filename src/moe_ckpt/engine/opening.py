@@ -1,0 +1,107 @@
+"""Take possession of a store: writable, ours, of this model, locked, swept. Rank 0 acts, all learn."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+from moe_ckpt.errors import DamagedError, ForeignStoreError, MoECheckpointError, StoreError, StoreUnwritableError
+from moe_ckpt.format.identity import Identity
+from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, parse_step_dir
+from moe_ckpt.ports import Communicator
+from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.lock import StoreLock
+
+log = logging.getLogger("moe_ckpt")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """run_id of the store, and the generation that this life of the run writes under."""
+
+    run_id: str
+    generation: int
+
+
+def open_store(storage: Storage, fingerprint: str, comm: Communicator, lock: StoreLock) -> Opened:
+    """Called once by all ranks before training; rank 0 takes the ``lock``.
+
+    Raises:
+        ForeignStoreError: the directory belongs to another model.
+        StoreInUseError: another run holds the lock.
+        StoreUnwritableError: the directory cannot be created or written.
+        StoreError: on the other ranks, with rank 0's message.
+    """
+    if comm.rank == 0:
+        try:
+            opened = _open(storage, fingerprint, lock)
+        except (OSError, MoECheckpointError) as error:
+            comm.broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+            if isinstance(error, MoECheckpointError):
+                raise
+            raise StoreUnwritableError(f"the store {storage.root} cannot be opened: {error}") from error
+        comm.broadcast(json.dumps({"run_id": opened.run_id, "generation": opened.generation}).encode())
+        return opened
+    answer = json.loads(comm.broadcast(b""))
+    if "error" in answer:
+        raise StoreError(f"rank 0 could not open the store: {answer['error']}")
+    return Opened(answer["run_id"], answer["generation"])
+
+
+def _open(storage: Storage, fingerprint: str, lock: StoreLock) -> Opened:
+    storage.probe()
+    lock.acquire()
+    try:
+        names = storage.list()
+        steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}
+        identity = _identity(storage, names, sorted(steps))
+        if identity is None:
+            identity = Identity(secrets.token_hex(16), fingerprint, time.time())
+            storage.write(STORE_NAME, [identity.encode()])
+        identity.require_model(fingerprint, storage.root)
+    except BaseException:
+        lock.release()
+        raise
+    generation = 1 + max((generation for _, generation in steps.values()), default=-1)
+    return Opened(identity.run_id, generation)
+
+
+def _identity(storage: Storage, names: list[str], directories: list[str]) -> Identity | None:
+    """Whose store this is; None for a new one.
+
+    A damaged or lost store.json is written anew from the manifests, which repeat what it said.
+    """
+    where = f"{storage.root}/{STORE_NAME}"
+    trouble = f"{where} is missing"
+    if STORE_NAME in names:
+        try:
+            return Identity.decode(storage.read(STORE_NAME), where)
+        except DamagedError as damage:
+            trouble = str(damage)
+    elif not directories:
+        return None
+    told = [identity for name in directories if (identity := _identity_of(storage, name)) is not None]
+    if len({(identity.run_id, identity.fingerprint) for identity in told}) > 1 or (directories and not told):
+        raise ForeignStoreError(
+            f"{trouble}, and the step directories beside it do not tell whose they are. "
+            "Choose another dirpath, or put the file back."
+        )
+    log.warning("%s; it is written anew", trouble)
+    storage.delete(STORE_NAME)
+    if not told:
+        return None
+    storage.write(STORE_NAME, [told[0].encode()])
+    return told[0]
+
+
+def _identity_of(storage: Storage, directory: str) -> Identity | None:
+    """Identity according to one step's manifest; None if it has none that can be read."""
+    path = f"{directory}/{MANIFEST_NAME}"
+    try:
+        manifest = Manifest.decode(storage.read(path), path)
+    except (FileNotFoundError, DamagedError):
+        return None
+    return Identity(manifest.run_id, manifest.model.fingerprint, manifest.created_unix_secs)

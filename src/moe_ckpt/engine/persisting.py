@@ -1,0 +1,202 @@
+"""The persist thread: from a copied snapshot to a committed checkpoint, in order, one at a time.
+
+Storage errors fail one checkpoint and are reported; errors between ranks end the thread, because nothing
+can be committed without every rank, and surface at the next ``raise_fatal``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe_ckpt.engine.commit import Committer
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.writing import Acknowledgement, write_share
+from moe_ckpt.errors import MoECheckpointError, TornSnapshotError
+from moe_ckpt.ports import Communicator
+from moe_ckpt.storage.base import Storage
+
+log = logging.getLogger("moe_ckpt")
+
+_REMEMBERED = 64
+"""Resolutions kept; far more than can come between two optimizer steps."""
+_KEEP_ALIVE_SECS = 60.0
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How one snapshot ended."""
+
+    sequence: int
+    step: int
+    directory: str
+    committed: bool
+    cause: str | None
+    persist_secs: float
+
+
+class Persister:
+    """Owns the persist thread of one rank.
+
+    committer: on rank 0, who commits; None elsewhere.
+    release: gives the snapshot's buffer back.
+    after_commit: called on rank 0 after each commit (garbage collection); its errors are logged only.
+    keep_alive: called on rank 0 about once a minute (renews the lock of a remote store); what it raises
+        is kept for ``raise_fatal`` unless it is a passing error of the storage.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        comm: Communicator,
+        run_id: str,
+        committer: Committer | None,
+        release: Callable[[Snapshot], None],
+        after_commit: Callable[[], None],
+        keep_alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._storage = storage
+        self._comm = comm
+        self._run_id = run_id
+        self._committer = committer
+        self._release = release
+        self._after_commit = after_commit
+        self._keep_alive = keep_alive
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._resolutions: deque[Resolution] = deque(maxlen=_REMEMBERED)
+        self._fatal: BaseException | None = None
+        self._ended = False
+        self._renewed = time.monotonic()
+        # A daemon: a peer that is gone must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="moe_ckpt-persist", daemon=True)
+        self._thread.start()
+
+    def submit(self, snapshot: Snapshot) -> None:
+        with self._changed:
+            self._in_flight += 1
+        self._queue.put(snapshot)
+
+    @property
+    def in_flight(self) -> int:
+        with self._changed:
+            return self._in_flight
+
+    def resolutions(self, after: int) -> list[Resolution]:
+        """The last resolutions with a sequence greater than ``after``, in order."""
+        with self._changed:
+            return [r for r in self._resolutions if r.sequence > after]
+
+    def wait(self, in_flight: int, timeout_secs: float) -> bool:
+        """Wait until at most ``in_flight`` snapshots are unresolved; False if the time ran out.
+
+        Raises what ended the thread, if anything did.
+        """
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._ended or self._in_flight <= in_flight,
+                timeout_secs,
+            )
+            done = done and self._in_flight <= in_flight
+        self.raise_fatal()
+        return done
+
+    def raise_fatal(self) -> None:
+        """Raise, once, the error that ended the thread."""
+        with self._changed:
+            error, self._fatal = self._fatal, None
+        if error is not None:
+            raise error
+
+    def close(self, timeout_secs: float) -> bool:
+        """Stop after what is queued; False if the thread still runs after ``timeout_secs``."""
+        self._queue.put(None)
+        self._thread.join(timeout_secs)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (snapshot := self._next()) is not None:
+                resolution = self._persist(snapshot)
+                self._release(snapshot)
+                with self._changed:
+                    self._in_flight -= 1
+                    self._resolutions.append(resolution)
+                    self._changed.notify_all()
+        except BaseException as error:  # the thread's boundary: kept for raise_fatal on the training thread
+            with self._changed:
+                self._fatal, self._ended = error, True
+                self._changed.notify_all()
+
+    def _next(self) -> Snapshot | None:
+        """The next snapshot, or None at the end; keeps the store's lock alive meanwhile."""
+        while True:
+            try:
+                return self._queue.get(timeout=_KEEP_ALIVE_SECS)
+            except queue.Empty:
+                self._renew_lock()
+
+    def _renew_lock(self) -> None:
+        """Renew the lock when it is time. Raises ``StoreInUseError``, which ends the thread, if it was lost."""
+        if self._comm.rank or time.monotonic() - self._renewed < _KEEP_ALIVE_SECS:
+            return
+        try:
+            self._keep_alive()
+            self._renewed = time.monotonic()
+        except OSError as error:
+            log.warning("the lock of the store could not be renewed, it is tried again: %s", error)
+
+    def _persist(self, snapshot: Snapshot) -> Resolution:
+        self._renew_lock()
+        acknowledgement = self._write(snapshot)
+        gathered = self._comm.gather(acknowledgement.encode())
+        cause = self._commit(snapshot, gathered) if gathered is not None else None
+        cause = json.loads(self._comm.announce(json.dumps(cause).encode()))
+        if self._comm.rank == 0 and cause is not None:
+            log.warning(
+                "the checkpoint of step %d was not committed; earlier checkpoints are untouched, training goes on. %s",
+                snapshot.step,
+                cause,
+            )
+        elif self._comm.rank == 0:
+            self._collect_garbage(snapshot.step)
+        return Resolution(
+            snapshot.sequence,
+            snapshot.step,
+            snapshot.directory,
+            cause is None,
+            cause,
+            time.perf_counter() - snapshot.began_at,
+        )
+
+    def _write(self, snapshot: Snapshot) -> Acknowledgement:
+        try:
+            snapshot.copy.wait_on_host()
+            if snapshot.copy.changed:
+                raise TornSnapshotError(snapshot.step, snapshot.copy.changed)
+            return write_share(self._storage, snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+            return Acknowledgement(self._comm.rank, f"{type(error).__name__}: {error}")
+
+    def _commit(self, snapshot: Snapshot, gathered: list[bytes]) -> str | None:
+        """Commit on rank 0; the cause if that failed."""
+        if self._committer is None:
+            return "rank 0 has no committer"
+        try:
+            self._committer.commit(snapshot, [Acknowledgement.decode(raw) for raw in gathered])
+        except (OSError, MoECheckpointError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _collect_garbage(self, step: int) -> None:
+        try:
+            self._after_commit()
+        except (OSError, MoECheckpointError) as error:
+            log.warning("old checkpoints could not be removed after step %d: %s", step, error)

@@ -1,0 +1,150 @@
+"""From a plan to bytes: which rows of which live tensors this rank copies for the planned operators."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
+from moe_ckpt.core.placement import deal_by_bytes, expert_owner
+from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.ports import StateTensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+_REMEMBERED = 1 << 16
+"""Slices described once and then looked up; more than one rank's share of the models of today."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One slice to copy: where it belongs on disk, and the live memory it comes from (a view)."""
+
+    entry: SliceEntry
+    source: torch.Tensor
+
+
+def owners(catalog: Catalog, ranks: int) -> dict[str, int]:
+    """Operator -> rank that writes it where every rank holds everything.
+
+    Experts in contiguous blocks, as the selectors assume; everything else dealt out by size.
+    """
+    experts_in = {layer.index: layer.experts for layer in catalog.layers}
+    owner = {
+        op.id: expert_owner(op.expert, experts_in[op.layer], ranks)
+        for op in catalog.experts
+        if op.expert is not None and op.layer is not None
+    }
+    sizes = {op.id: _elements(catalog, op) for op in catalog.always_saved}
+    return owner | deal_by_bytes(sizes, ranks)
+
+
+def _elements(catalog: Catalog, operator: Operator) -> int:
+    total = 0
+    for span in operator.spans:
+        shape = catalog.parameters[span.parameter]
+        start, stop = span.rows(shape)
+        total += (stop - start) * prod(shape[1:])
+    return total
+
+
+def holders(catalog: Catalog, tensor: StateTensor) -> Iterable[tuple[Operator, Span]]:
+    """The operators that share one state tensor, with their rows of it.
+
+    State whose rows match the parameter's (weights, moments, row factors) is cut like the parameter;
+    what has no such rows (Adam's ``step``) goes whole to the parameter's home operator.
+    """
+    shape = catalog.parameters[tensor.parameter]
+    if shape and tensor.global_shape[:1] == shape[:1]:
+        return catalog.spans_of[tensor.parameter]
+    home = catalog.by_id[catalog.home[tensor.parameter]]
+    return ((home, Span(tensor.parameter)),)
+
+
+def cut(
+    catalog: Catalog,
+    operators: Collection[str],
+    tensors: Sequence[StateTensor],
+    owner: Mapping[str, int],
+    rank: int,
+) -> list[Piece]:
+    """The pieces that ``rank`` writes for ``operators``. Views only; nothing is copied here."""
+    pieces = []
+    for tensor in tensors:
+        if tensor.duplicate:
+            continue
+        local = tensor.local.detach()  # once: narrowing a tensor that autograd watches is slow
+        for operator, span in holders(catalog, tensor):
+            if operator.id not in operators or (tensor.replicated and owner[operator.id] != rank):
+                continue
+            piece = _piece(operator.id, span, tensor, local)
+            if piece is not None:
+                pieces.append(piece)
+    return pieces
+
+
+def _piece(operator: str, span: Span, tensor: StateTensor, local: torch.Tensor) -> Piece | None:
+    """The part of the span's rows that lies in this rank's block ``local``, or None if none does."""
+    offsets = tensor.offsets
+    if tensor.global_shape:
+        start, stop = span.rows(tensor.global_shape)
+        first = max(start, offsets[0])
+        last = min(stop, offsets[0] + local.shape[0])
+        if first >= last:
+            return None
+        local = local.narrow(0, first - offsets[0], last - first)
+        offsets = (first, *offsets[1:])
+    if local.numel() == 0:
+        return None
+    name = dtype_name(local.dtype)
+    entry = _entry(
+        tensor.key, operator, name, offsets, tuple(local.shape), tensor.global_shape, tensor.on_param_device
+    )
+    return Piece(entry, local)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _entry(
+    key: str,
+    operator: str,
+    dtype: str,
+    offsets: tuple[int, ...],
+    shape: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    on_param_device: bool,
+) -> SliceEntry:
+    """Entries are values and the same at every step; remembering them also keeps their names and sizes."""
+    return SliceEntry(key, operator, dtype, offsets, shape, global_shape, on_param_device=on_param_device)
+
+
+def wanted_boxes(
+    catalog: Catalog, operators: Collection[str], tensors: Sequence[StateTensor]
+) -> dict[str, list[Box]]:
+    """What all ranks together must write for ``operators``: the claim that the commit proves."""
+    wanted: dict[str, list[Box]] = {}
+    for tensor in tensors:
+        for operator, span in holders(catalog, tensor):
+            if operator.id not in operators or prod(tensor.global_shape) == 0:
+                continue
+            start, stop = span.rows(tensor.global_shape)
+            wanted.setdefault(tensor.key, []).append(_box(start, stop, tensor.global_shape))
+    return wanted
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _box(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
+    rest = global_shape[1:]
+    return Box((start, *(0 for _ in rest)), (stop - start, *rest)) if global_shape else Box((), ())
+
+
+def shard_kind(catalog: Catalog, operator: str) -> str:
+    """Which of a rank's two shards holds the operator."""
+    kind = catalog.by_id[operator].kind if operator else OperatorKind.NON_EXPERT
+    return "expert" if kind is OperatorKind.EXPERT else "non_expert"

@@ -1,0 +1,390 @@
+"""One life of a training run, as checkpointing sees it: the part that every adapter drives.
+
+Per optimizer step, on every rank and on the training thread:
+
+    before_update()   just before the optimizer changes anything: joins the copy under way
+    after_update()    when the step's state is final: agrees, plans, starts the next copy
+
+and once each: ``open`` before training, ``adopt`` after a restore, ``finish`` or ``abort`` at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_ckpt.core.ledger import Ledger
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.engine.agreement import Facts, agree
+from moe_ckpt.engine.collect import clean_start, collect
+from moe_ckpt.engine.commit import Committer, experts_among
+from moe_ckpt.engine.layout import Layout
+from moe_ckpt.engine.meter import Meter
+from moe_ckpt.engine.opening import open_store
+from moe_ckpt.engine.pipeline import Order, Pipeline
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.errors import ConfigError, SaveFailedError
+from moe_ckpt.format.manifest import Manifest, step_dir
+from moe_ckpt.policies.base import Policy, PolicyContext
+from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.lock import StoreLock
+
+log = logging.getLogger("moe_ckpt")
+
+Capture = Callable[[], Mapping[str, Any]]
+"""Gives the plain training state of this moment; called only when a snapshot begins."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What checkpointing did at one step. Bytes are this rank's tensor bytes.
+
+    begun, skipped: a snapshot began, or was due but dropped because earlier ones were still being written.
+    stall_secs: time that training waited for checkpointing since the last record.
+    agree_secs: time in the ranks' agreement. Nearly all of it is waiting for the slowest rank, which the
+        next gradient reduction would have waited for instead, so it is not counted as a stall.
+    at_risk_plt: PLT if the run failed now and came back to the newest committed step.
+    committed_step: newest committed step, None before the first.
+    """
+
+    step: int
+    begun: bool = False
+    skipped: bool = False
+    nbytes: int = 0
+    experts_saved: int = 0
+    stall_secs: float = 0.0
+    agree_secs: float = 0.0
+    plt: float = 0.0
+    at_risk_plt: float = 0.0
+    lost_tokens: int = 0
+    routed_tokens: int = 0
+    committed_step: int | None = None
+    failed_checkpoints: int = 0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A snapshot whose outcome the ranks have not agreed on yet."""
+
+    step: int
+    generation: int
+    operators: tuple[str, ...]
+    applied: Counts
+    relaid: Mapping[str, int]
+
+
+class CheckpointSession:
+    """Keeps the books of one rank and drives policy and pipeline. For the training thread only."""
+
+    def __init__(
+        self,
+        *,
+        storage: Storage,
+        policy: Policy,
+        catalog: Catalog,
+        state: TrainingState,
+        comm: Communicator,
+        settings: Settings | None = None,
+        aliases: Mapping[str, str] | None = None,
+        lock: StoreLock | None = None,
+        on_phase: Callable[[str], None] | None = None,
+    ) -> None:
+        policy.check(catalog)
+        self.catalog = catalog
+        self.book = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
+        self.ledger = Ledger()
+        self.index = 0
+        self.generation = 0
+        self.committed_directory: str | None = None
+        self._storage = storage
+        self._policy = policy
+        self._state = state
+        self._comm = comm
+        self._settings = settings or Settings()
+        self._aliases = dict(aliases or {})
+        self._lock = lock or StoreLock(storage, "CheckpointSession")
+        self._manifests: dict[str, Manifest] = {}
+        self._on_phase = on_phase
+        self._meter = Meter()
+        self._pending: dict[int, _Pending] = {}
+        self._settled = -1
+        self._newest: _Pending | None = None
+        self._last_step: int | None = None
+        self._committed_step: int | None = None
+        self._failures = 0
+        self._failures_in_row = 0
+        self._stall = 0.0
+        self._at_risk_tokens = 0
+        self._layout = Layout(catalog)
+        self._committer: Committer | None = None
+        self._pipeline: Pipeline | None = None
+        self._abandoned = False
+
+    # --- once, before training ---
+
+    def open(self) -> None:
+        """Take possession of the store and start the threads. All ranks, before ``adopt``."""
+        opened = open_store(self._storage, self.catalog.fingerprint(), self._comm, self._lock)
+        self.generation = opened.generation
+        if self._comm.rank == 0:
+            self._clean_start()
+            self._committer = Committer(
+                self._storage,
+                self.catalog,
+                opened.run_id,
+                self._comm.world_size,
+                self._aliases,
+                self.book.saved[Tier.STORAGE].copy(),
+            )
+        self._pipeline = Pipeline(
+            self._storage,
+            self.catalog,
+            self._comm,
+            self._settings,
+            opened.run_id,
+            self._committer,
+            self._collect,
+            self._lock.refresh,
+            self._on_phase,
+        )
+
+    def _clean_start(self) -> None:
+        """Rubbish is no reason not to train: its names are never used again."""
+        try:
+            clean_start(self._storage, self._manifests)
+        except OSError as error:
+            log.warning("what dead writers left in %s could not be removed: %s", self._storage.root, error)
+
+    def adopt(self, manifest: Manifest, *, same_store: bool = True) -> FaultRecord:
+        """Go on from a restored checkpoint, and book the tokens that its experts lack.
+
+        Called on every rank, after the state was restored and before the first step. A checkpoint of
+        another store lends its history, but not its files: the next checkpoint is then dense.
+        """
+        self.book = TokenBook.from_dict(manifest.tokens, self.book.layers, self.book.experts)
+        fault = self.book.recover(manifest.step)
+        self.index = manifest.index + 1
+        self._last_step = manifest.step
+        if self._committer is not None:
+            self._committer.saved = self.book.saved[Tier.STORAGE].copy()
+        if same_store:
+            self._committed_step = manifest.step
+            self._layout.update(self._state.tensors())
+            self.committed_directory = manifest.directory
+            for op, record in manifest.operators.items():
+                self.ledger.record(Tier.STORAGE, record.step, [op])
+            if self._committer is not None:
+                self._committer.adopt(manifest)
+        return fault
+
+    @property
+    def committed_step(self) -> int | None:
+        """Newest committed step that this rank knows of."""
+        return self._committed_step
+
+    def continue_books(self, tokens: Mapping[str, Any], index: int) -> None:
+        """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
+        self.book = TokenBook.from_dict(tokens, self.book.layers, self.book.experts)
+        for saved in self.book.saved.values():
+            saved[:] = self.book.applied
+        self.index = index
+        if self._committer is not None:
+            self._committer.saved = self.book.saved[Tier.STORAGE].copy()
+
+    # --- every optimizer step ---
+
+    def before_update(self) -> None:
+        """Join the copy under way. Must return before the optimizer changes anything."""
+        began = time.perf_counter()
+        self._running.join()
+        self._stall += time.perf_counter() - began
+
+    def add_stall(self, secs: float) -> None:
+        """Time that the adapter itself made training wait; part of the next record."""
+        self._stall += secs
+
+    def after_update(self, step: int, counts: Counts, capture: Capture) -> StepRecord:
+        """The state after optimizer step ``step`` is final: plan, and start copying.
+
+        counts: ``[L, E]`` tokens of this rank whose update this step applied.
+
+        Raises:
+            SaveFailedError: too many checkpoints failed in a row.
+            RuntimeError: a peer is gone.
+        """
+        began = time.perf_counter()
+        pipeline = self._running
+        pipeline.raise_fatal()
+        pipeline.join()
+        self._meter.lap(began, loaded=bool(self._pending))
+        asked = time.perf_counter()
+        popularity, facts = agree(
+            self._comm, counts, pipeline.busy, pipeline.resolutions(self._settled), self._meter.measured()
+        )
+        agree_secs = time.perf_counter() - asked
+        self.book.apply(popularity)
+        self._settle(facts)
+        plan = self._policy.plan(self._context(step, popularity, facts))
+        record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)
+        stall, self._stall = self._stall + time.perf_counter() - began - agree_secs, 0.0
+        return self._completed(replace(record, stall_secs=stall, agree_secs=agree_secs))
+
+    def _settle(self, facts: Facts) -> None:
+        """Book the snapshots that rank 0 has resolved since the last step, alike on every rank."""
+        for sequence, committed in facts.resolved:
+            pending = self._pending.pop(sequence)
+            self._settled = sequence
+            self._meter.resolved(facts.persist_secs)
+            if committed:
+                self._failures_in_row = 0
+                self._book_commit(pending)
+            else:
+                self._failures_in_row += 1
+                self._failures += 1
+        if self._failures_in_row >= self._settings.max_failures:
+            causes = [r.cause for r in self._running.resolutions(-1) if r.cause is not None]
+            raise SaveFailedError(
+                facts.last_failed_step, (f"{self._failures_in_row} checkpoints failed in a row", *causes[-1:])
+            )
+
+    def _book_commit(self, pending: _Pending) -> None:
+        self.ledger.record(Tier.STORAGE, pending.step, pending.operators)
+        self._layout.settle(pending.relaid)
+        self.book.mark_saved(Tier.STORAGE, experts_among(self.catalog, pending.operators), pending.applied)
+        self._at_risk_tokens = int((pending.applied - self.book.saved[Tier.STORAGE]).clip(min=0).sum())
+        self._committed_step = pending.step
+        self.committed_directory = step_dir(pending.step, pending.generation)
+
+    def _context(self, step: int, popularity: Counts, facts: Facts) -> PolicyContext:
+        running = {op for pending in self._pending.values() for op in pending.operators}
+        never_saved = self.ledger.missing(op.id for op in self.catalog.operators)
+        return PolicyContext(
+            step=step,
+            catalog=self.catalog,
+            last_step=self._last_step,
+            index=self.index,
+            ranks=self._comm.world_size,
+            missing=tuple(op for op in never_saved if op not in running),
+            unsaved={Tier.STORAGE: self.book.unsaved()},
+            popularity=popularity,
+            measured=facts.measured,
+            faults=len(self.book.faults),
+            lost_tokens=self.book.lost_tokens,
+            routed_tokens=self.book.routed_tokens,
+        )
+
+    def _carry_out(self, plan: SnapshotPlan, capture: Capture, *, busy: bool) -> StepRecord:
+        if busy and not plan.wait and self._settings.when_busy == "skip":
+            log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
+            return StepRecord(plan.step, skipped=True)
+        snapshot = self._begin(plan.step, plan.operators(), capture)
+        if plan.wait:
+            self._running.join()
+            self._running.wait(plan.step)
+        saved = len(experts_among(self.catalog, snapshot.operators))
+        return StepRecord(plan.step, begun=True, nbytes=snapshot.nbytes, experts_saved=saved)
+
+    def _begin(self, step: int, operators: tuple[str, ...], capture: Capture) -> Snapshot:
+        tensors = self._state.tensors()
+        relaid = self._layout.update(tensors)
+        if relaid:
+            chosen = relaid.keys() | set(operators)
+            operators = tuple(op.id for op in self.catalog.operators if op.id in chosen)
+        pending = _Pending(step, self.generation, operators, self.book.applied.copy(), relaid)
+        order = Order(
+            step=step,
+            generation=self.generation,
+            index=self.index,
+            operators=operators,
+            applied=pending.applied,
+            faults=tuple(self.book.faults),
+            policy=self._policy.describe(),
+        )
+        snapshot = self._running.begin(order, tensors, capture)
+        self._pending[snapshot.sequence] = self._newest = pending
+        self.index += 1
+        self._last_step = step
+        return snapshot
+
+    def _completed(self, record: StepRecord) -> StepRecord:
+        routed = self.book.routed_tokens
+        return replace(
+            record,
+            plt=self.book.plt,
+            at_risk_plt=(self.book.lost_tokens + self._at_risk_tokens) / routed if routed else 0.0,
+            lost_tokens=self.book.lost_tokens,
+            routed_tokens=routed,
+            committed_step=self._committed_step,
+            failed_checkpoints=self._failures,
+        )
+
+    # --- once, at the end ---
+
+    def save_complete(self, step: int, capture: Capture) -> None:
+        """Begin a snapshot of everything, unless the newest one is just that.
+
+        For the last step: its state is worth more than what is due, and other callbacks may change the
+        weights (averaging) before ``finish``.
+        """
+        complete = tuple(op.id for op in self.catalog.operators)
+        newest = self._newest
+        if newest is not None and newest.step == step:
+            if newest.operators == complete:
+                return
+            self.generation += 1  # a partial checkpoint of this step has taken the name
+        self._begin(step, complete, capture)
+
+    def finish(self, step: int, capture: Capture, *, save_last: bool) -> None:
+        """Training ended well: leave a complete checkpoint of the last state, and wait for it.
+
+        Raises:
+            SaveFailedError: the last checkpoint could not be committed, or not in time.
+        """
+        pipeline = self._running
+        pipeline.join()
+        if save_last:
+            self.save_complete(step, capture)
+            pipeline.join()
+        pipeline.wait(step)
+        ended = pipeline.resolutions(-1)
+        # No step follows whose agreement could book these, and none is needed: every rank has seen all.
+        for resolution in ended:
+            pending = self._pending.pop(resolution.sequence, None)
+            if pending is not None and resolution.committed:
+                self._book_commit(pending)
+        self.close()
+        if ended and not ended[-1].committed:
+            raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
+
+    def close(self, timeout_secs: float | None = None) -> None:
+        """Finish what is under way if that is quick enough, and stop the threads. Safe to call twice."""
+        pipeline, self._pipeline = self._pipeline, None
+        try:
+            ended = pipeline is None or pipeline.close(timeout_secs or self._settings.timeout_secs)
+        except BaseException:  # a copy that broke is raised, but must not keep the store locked
+            self._lock.release()
+            raise
+        if ended and not self._abandoned:
+            self._lock.release()
+        elif not ended:
+            self._abandoned = True
+            # Its thread may still write: whoever comes next in this process must not share the store with it.
+            log.warning("a checkpoint is still being written; it is not waited for, and the store stays locked")
+        self._comm.close()
+
+    @property
+    def _running(self) -> Pipeline:
+        if self._pipeline is None:
+            raise ConfigError("CheckpointSession: call open() first, and nothing after finish() or close()")
+        return self._pipeline
+
+    def _collect(self) -> None:
+        """Persist thread of rank 0, after each commit: drop what retention no longer needs."""
+        collect(self._storage, self._settings.retention, time.time(), cache=self._manifests)

@@ -1,0 +1,172 @@
+"""Every error this package raises, in two families.
+
+``UserError``: something the caller gave cannot work; the message names both culprits and what to do.
+``StoreError``: something outside (disk, peer, file) failed or is damaged; the message names step, rank
+and file where they are known. Each subclasses a builtin and carries its facts as fields.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class MoECheckpointError(Exception):
+    """Base of all errors of this package. Can be pickled: ranks and worker processes send errors to each other."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[MoECheckpointError], args: tuple[Any, ...], fields: dict[str, Any]) -> MoECheckpointError:
+    """Without ``__init__``, which builds the message from other arguments than the message.
+
+    ``__base__`` is the base that gives instances their memory layout; its ``__new__`` is the one that fits.
+    """
+    error: MoECheckpointError = kind.__base__.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
+
+class UserError(MoECheckpointError):
+    """The caller's input cannot work."""
+
+
+class StoreError(MoECheckpointError):
+    """Storage, a peer or a file failed."""
+
+
+class ConfigError(UserError, ValueError):
+    """Two settings, or a setting and the model, contradict each other."""
+
+
+class UnsupportedError(UserError, NotImplementedError):
+    """A strategy, optimizer or layout that this package refuses to handle."""
+
+
+class MissingPackageError(UserError, ImportError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, needed_for: str, extra: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'moe_ckpt[{extra}]'"
+        )
+        self.package = package
+        self.extra = extra
+
+
+class NoMoELayerError(UserError, ValueError):
+    """No MoE layer was recognised in the model."""
+
+
+class CoverageError(UserError, ValueError):
+    """State is missing from, or doubled in, a catalog or a checkpoint."""
+
+    def __init__(self, where: str, problems: tuple[str, ...]) -> None:
+        shown = "; ".join(problems[:8])
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        super().__init__(f"{where}: {shown}{more}")
+        self.where = where
+        self.problems = problems
+
+
+class UnencodableStateError(UserError, TypeError):
+    """Training state that cannot be written without pickle."""
+
+    def __init__(self, path: str, type_name: str) -> None:
+        super().__init__(
+            f"training state at {path!r} is a {type_name}, which moe_ckpt cannot write: checkpoints hold tensors, "
+            "numbers, strings, bytes, lists, tuples and dicts only, because reading anything else would need pickle. "
+            "Return plain data from the state_dict() or on_save_checkpoint() that produced it."
+        )
+        self.path = path
+        self.type_name = type_name
+
+
+class DamagedError(StoreError, ValueError):
+    """A file's bytes are not those that were written."""
+
+    def __init__(self, path: str, reason: str, *, step: int | None = None, rank: int | None = None) -> None:
+        where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
+        super().__init__(f"{path}{where}: {reason}")
+        self.path = path
+        self.reason = reason
+        self.step = step
+        self.rank = rank
+
+
+class FormatVersionError(StoreError, ValueError):
+    """The store was written in a format version that this package does not read."""
+
+    def __init__(self, path: str, found: object, supported: tuple[int, ...]) -> None:
+        super().__init__(
+            f"{path} is in on-disk format version {found!r}; this moe_ckpt reads {', '.join(map(str, supported))}. "
+            "Open it with the moe_ckpt release that wrote it, or export it there."
+        )
+        self.path = path
+        self.found = found
+        self.supported = supported
+
+
+class ForeignStoreError(StoreError, ValueError):
+    """The directory holds the checkpoints of another model, or is no store at all."""
+
+
+class StoreInUseError(StoreError, RuntimeError):
+    """Another run holds the store's lock."""
+
+    def __init__(self, path: str, holder: str) -> None:
+        super().__init__(
+            f"the store {path} is in use by another run ({holder}). Give each run its own dirpath, "
+            "or stop the other run first."
+        )
+        self.path = path
+        self.holder = holder
+
+
+class StoreUnwritableError(StoreError, OSError):
+    """The store's directory cannot be created or written."""
+
+
+class NoCheckpointError(StoreError, FileNotFoundError):
+    """Nothing that could be loaded was found at the path."""
+
+
+class SaveFailedError(StoreError, RuntimeError):
+    """A checkpoint could not be committed; earlier ones are untouched."""
+
+    def __init__(self, step: int, causes: tuple[str, ...]) -> None:
+        super().__init__(
+            f"the checkpoint of step {step} was not committed; earlier checkpoints are untouched. Cause: "
+            + "; ".join(causes)
+        )
+        self.step = step
+        self.causes = causes
+
+
+class TornSnapshotError(StoreError, RuntimeError):
+    """Something changed the state while it was being copied, so the snapshot is of no single step."""
+
+    def __init__(self, step: int, keys: tuple[str, ...]) -> None:
+        more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+        super().__init__(
+            f"{', '.join(keys[:4])}{more} changed while step {step} was being copied. Change weights in "
+            "optimizer steps, in on_train_batch_end, or between epochs only"
+        )
+        self.step = step
+        self.keys = keys
+
+
+class HostMemoryError(UserError, MemoryError):
+    """A snapshot does not fit into the declared host-memory budget."""
+
+    def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            f"one snapshot of this rank needs {needed_bytes:,} bytes of host memory, but the budget is "
+            f"{budget_bytes:,} bytes. Raise host_memory_bytes, or use a policy that saves fewer experts at once."
+        )
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes

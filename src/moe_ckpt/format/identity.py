@@ -1,0 +1,42 @@
+"""store.json: which run and which model a store belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_ckpt.errors import DamagedError, ForeignStoreError
+from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format.manifest import check_version
+from moe_ckpt.format.sealed import seal, unseal
+
+_KIND = "moe_ckpt.store"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """run_id: random hex, one per store. fingerprint: ``Catalog.fingerprint`` of the model."""
+
+    run_id: str
+    fingerprint: str
+    created_unix_secs: float
+
+    def encode(self) -> bytes:
+        return seal({"kind": _KIND, "format_version": FORMAT_VERSION, **self.__dict__})
+
+    @classmethod
+    def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Identity:
+        """Raises ``DamagedError`` or ``FormatVersionError``."""
+        body = unseal(raw, path)
+        check_version(body, path, _KIND)
+        try:
+            return cls(str(body["run_id"]), str(body["fingerprint"]), float(body["created_unix_secs"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(path, f"not a store identity ({error!r})") from error
+
+    def require_model(self, fingerprint: str, root: str) -> None:
+        """Raise ``ForeignStoreError`` unless the store was written by a model of this structure."""
+        if self.fingerprint != fingerprint:
+            raise ForeignStoreError(
+                f"the store {root} holds checkpoints of another model (structure {self.fingerprint}, "
+                f"this model is {fingerprint}). Choose another dirpath, or restore the model's configuration."
+            )

@@ -1,0 +1,121 @@
+"""Plain training state as JSON: dicts, lists, tuples, numbers, strings, bytes, tensors; nothing else.
+
+JSON has no tuples, bytes, non-string keys, NaN or tensors, so those are tagged. Tensors and arrays are
+not written into the JSON: they are handed back by name, to be stored as slices of a shard. Reading builds
+builtins and tensors only; no class is ever looked up by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ckpt.errors import UnencodableStateError
+
+_TAG = "$"
+
+
+def encode_tree(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+    """(JSON-ready value, tensors by name). Names are paths such as ``callbacks/EMA/n_averaged``.
+
+    The tensors are the caller's own, not copies.
+
+    Raises:
+        UnencodableStateError: names the path and the type of the first value that cannot be held.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _encode(tree, prefix, tensors), tensors
+
+
+def decode_tree(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Inverse of ``encode_tree``; ``tensor`` gives the tensor that was stored under a name."""
+    if isinstance(value, list):
+        return [decode_tree(item, tensor) for item in value]
+    if isinstance(value, dict):
+        if _TAG not in value:
+            return {key: decode_tree(item, tensor) for key, item in value.items()}
+        return _decode_tagged(value[_TAG], value.get("v"), tensor)
+    return value
+
+
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # str() of an enum member is its name, not its value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        number = float(value)
+        return number if math.isfinite(number) else _tagged("float", repr(number))
+    if isinstance(value, (bytes, bytearray)):
+        return _tagged("bytes", base64.b64encode(value).decode())
+    if isinstance(value, torch.Tensor):
+        return _tagged("tensor", _store(value.detach(), path, tensors))
+    if isinstance(value, np.ndarray):
+        return _encode_array(value, path, tensors)
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return _tagged("tuple" if isinstance(value, tuple) else "set", items)
+    raise UnencodableStateError(path or "/", f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _encode_array(value: np.ndarray, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    unsigned = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    try:
+        tensor = torch.from_numpy(value.view(unsigned.get(value.dtype, value.dtype)).copy())
+    except TypeError:
+        raise UnencodableStateError(path, f"numpy array of {value.dtype}") from None
+    return _tagged("array", [_store(tensor, path, tensors), str(value.dtype)])
+
+
+def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Keep the tensor under ``path``, made unique: keys 1 and "1", or one with a slash, may collide."""
+    while path in tensors:
+        path += "'"
+    tensors[path] = tensor
+    return path
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _encode(item, f"{path}/{key}" if path else key, tensors) for key, item in value.items()}
+    pairs = [
+        [_encode(key, f"{path}/<key>", tensors), _encode(item, f"{path}/{key}", tensors)]
+        for key, item in value.items()
+    ]
+    return _tagged("dict", pairs)
+
+
+def _tagged(tag: str, value: Any) -> dict[str, Any]:
+    return {_TAG: tag, "v": value}
+
+
+def _decode_tagged(tag: str, value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    if tag == "tensor":
+        return tensor(value)
+    if tag == "array":
+        name, dtype = value
+        return tensor(name).numpy().view(np.dtype(dtype))
+    if tag == "float":
+        return float(value)
+    if tag == "bytes":
+        return base64.b64decode(value)
+    if tag in ("tuple", "set"):
+        items = [decode_tree(item, tensor) for item in value]
+        return tuple(items) if tag == "tuple" else set(items)
+    if tag == "dict":
+        return {decode_tree(key, tensor): decode_tree(item, tensor) for key, item in value}
+    raise ValueError(f"unknown tag {tag!r} in stored state")

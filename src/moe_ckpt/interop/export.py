@@ -1,0 +1,218 @@
+"""Conversion of one checkpoint into files that other tools open without this package.
+
+Tensors are put together and written one after the other (``lightning``: all at once), each verified on the
+way. The output appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from moe_ckpt.errors import ConfigError, StoreUnwritableError
+from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.interop.whole import WholeCheckpoint, whole
+from moe_ckpt.recovery.reader import open_step
+
+Target = Literal["dcp", "safetensors", "lightning"]
+TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "lightning")
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+SAFETENSORS_NAME = "model.safetensors"
+SUMMARY_NAME = "checkpoint.json"
+_log = logging.getLogger("moe_ckpt")
+
+
+def export(
+    step_path: str | os.PathLike[str],
+    to: Target = "dcp",
+    output: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write one checkpoint in another format; returns the path written.
+
+    to: ``dcp``: directory of torch's own DCP writer, keys ``model.<name>`` and ``optim.state.<name>.<state>``.
+    ``safetensors``: directory with ``model.safetensors`` (the model only) and a small JSON file.
+    ``lightning``: one ``.ckpt`` that ``Trainer`` and ``load_from_checkpoint`` open.
+    output: must not exist; by default ``<step directory's name>.<to>`` in the working directory.
+
+    Raises:
+        ConfigError: unknown target, or the output exists.
+        StoreUnwritableError: the output cannot be written.
+        NoCheckpointError, DamagedError, CoverageError: the checkpoint cannot be read whole. Nothing is left.
+    """
+    if to not in TARGETS:
+        raise ConfigError(f"cannot export to {to!r}: choose from {', '.join(TARGETS)}")
+    reader, manifest = open_step(step_path)
+    suffix = {"lightning": ".ckpt", "safetensors": "_safetensors", "dcp": "_dcp"}[to]
+    target = Path(output) if output is not None else Path(manifest.directory + suffix)
+    if os.path.lexists(target):
+        raise ConfigError(f"the output {target} exists already: export never overwrites; give another --output")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    write = {"dcp": _write_dcp, "safetensors": _write_safetensors, "lightning": _write_lightning}[to]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write(whole(reader, manifest), temporary, progress or _quiet)
+        os.rename(temporary, target)
+    except OSError as error:
+        if error.filename is None or not str(error.filename).startswith(str(target.parent)):
+            raise
+        raise StoreUnwritableError(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _quiet(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def _nbytes(checkpoint: WholeCheckpoint, key: str) -> int:
+    meta = checkpoint.reader.index(checkpoint.manifest).meta(key)
+    return prod(meta.global_shape) * TORCH_DTYPES[meta.dtype].itemsize
+
+
+def _write_dcp(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from moe_ckpt.interop.dcp import entries
+
+    index = checkpoint.reader.index(checkpoint.manifest)
+    keys: dict[str, str] = {}
+    tree: dict[str, Any] = {}
+    for entry in entries(checkpoint):
+        value = entry.value
+        if entry.key is not None:
+            meta = index.meta(entry.key)
+            value = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype], device="meta")
+            keys[entry.name] = entry.key
+        _plant(tree, entry.path, value)
+    total = sum(_nbytes(checkpoint, key) for key in keys.values())
+    done = 0
+
+    class OneByOne(DefaultSavePlanner):
+        """Reads a tensor when the writer asks for it, so that memory holds one at a time."""
+
+        def lookup_object(self, index: MetadataIndex) -> Any:
+            nonlocal done
+            if index.fqn not in keys:
+                return super().lookup_object(index)
+            values = checkpoint.tensor(keys[index.fqn])
+            done += values.nbytes
+            progress(done, total)
+            return values
+
+    writer = FileSystemWriter(target, thread_count=1, sync_files=True)
+    save(tree, storage_writer=writer, planner=OneByOne(), no_dist=True)
+
+
+def _plant(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Set a leaf; a number in the path is a place in a list, and places come in order."""
+    here: Any = tree
+    for step, following in zip(path, (*path[1:], None), strict=True):
+        fresh: Any = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(step, int):
+            if step == len(here):
+                here.append(fresh)
+        elif following is None or step not in here:
+            here[step] = fresh
+        here = here[step]
+
+
+def _write_safetensors(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:
+    target.mkdir()
+    index = checkpoint.reader.index(checkpoint.manifest)
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    extras = {name: value for name, value in checkpoint.extras.items() if isinstance(value, torch.Tensor)}
+    shapes = {name: index.meta(key).global_shape for name, key in checkpoint.parameters.items()}
+    dtypes = {name: index.meta(key).dtype for name, key in checkpoint.parameters.items()}
+    shapes |= {name: tuple(value.shape) for name, value in extras.items()}
+    dtypes |= {name: dtype_name(value.dtype) for name, value in extras.items()}
+    names = sorted(shapes, key=lambda name: (-TORCH_DTYPES[dtypes[name]].itemsize, name))
+    for name in names:
+        nbytes = prod(shapes[name]) * TORCH_DTYPES[dtypes[name]].itemsize
+        table[name] = {"dtype": dtypes[name], "shape": shapes[name], "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield len(header).to_bytes(8, "little") + header
+        done = 0
+        for name in names:
+            values = extras[name] if name in extras else checkpoint.tensor(checkpoint.parameters[name])
+            yield _raw(values)
+            done += values.nbytes
+            progress(done, at)
+
+    _write_file(target / SAFETENSORS_NAME, chunks())
+    left_out = sorted(set(checkpoint.extras) - set(extras))
+    summary = json.dumps(_summary(checkpoint) | {"left_out": left_out}, indent=2) + "\n"
+    _write_file(target / SUMMARY_NAME, iter([summary.encode()]))
+
+
+def _raw(values: torch.Tensor) -> memoryview:
+    flat: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _summary(checkpoint: WholeCheckpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    return {
+        "kind": "moe_ckpt.export",
+        "run_id": manifest.run_id,
+        "step": manifest.step,
+        "checkpoint": manifest.directory,
+        "policy": dict(manifest.policy),
+        "expert_versions": {op: r.step for op, r in manifest.operators.items() if op.startswith("expert/")},
+        "tied": dict(manifest.model.aliases),
+    }
+
+
+def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> None:
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_lightning(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:
+    tree = lightning_checkpoint(checkpoint.reader, checkpoint.manifest, checkpoint.rank)
+    arrays = list(_arrays(tree, ""))
+    if arrays:
+        _log.warning("%s will need weights_only=False to load: it holds numpy arrays at %s", target, ", ".join(arrays))
+    with target.open("xb") as file:
+        torch.save(tree, file)
+        file.flush()
+        os.fsync(file.fileno())
+        total = file.tell()
+    progress(total, total)
+
+
+def _arrays(tree: Any, path: str) -> Iterator[str]:
+    if isinstance(tree, np.ndarray):
+        yield path
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _arrays(value, f"{path}/{key}")
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from _arrays(value, f"{path}/{number}")

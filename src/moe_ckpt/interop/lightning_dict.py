@@ -1,0 +1,59 @@
+"""A checkpoint as the dict that Lightning would have saved, for a CheckpointIO and for ``.ckpt`` files.
+
+Needs no Lightning: only its dict's layout is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_ckpt.errors import NoCheckpointError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.interop.whole import WholeCheckpoint, whole
+from moe_ckpt.recovery.reader import StoreReader
+
+MODEL_MARK = "moe_ckpt: the model's own state_dict"
+"""Stands where a hook had put the model's state_dict into the checkpoint; written by the Lightning adapter."""
+
+
+def lightning_checkpoint(reader: StoreReader, manifest: Manifest, rank: int = 0) -> dict[str, Any]:
+    """The checkpoint dict of ``manifest``, with whole (unsharded) tensors on the CPU.
+
+    rank: whose loops, callbacks and data position are taken; Lightning itself saves those of rank 0.
+    Optimizer state is in torch's own format: integer ids in the order of the param groups.
+
+    Raises:
+        NoCheckpointError: the checkpoint was not written under Lightning.
+        DamagedError, CoverageError: it cannot be read whole.
+    """
+    checkpoint = whole(reader, manifest, rank)
+    if not isinstance(checkpoint.state.get("checkpoint"), dict):
+        raise NoCheckpointError(
+            f"checkpoint {manifest.directory} was written under {checkpoint.state.get('framework')!r}, not under "
+            "Lightning: it has no loops to go on with. Export it to safetensors or dcp instead."
+        )
+    result = unmark({"state_dict": MODEL_MARK, **checkpoint.state["checkpoint"]}, checkpoint.state_dict())
+    result["optimizer_states"] = [optimizer_state_dict(checkpoint, i) for i in range(len(checkpoint.optimizers))]
+    return result
+
+
+def unmark(stored: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the model's state_dict back wherever the stored checkpoint dict had it.
+
+    ``state_dict`` itself may be something else there: averaging callbacks put the averages under that
+    name and the model under another.
+    """
+    marked = {key for key, value in stored.items() if isinstance(value, str) and value == MODEL_MARK}
+    return {key: state_dict if key in marked else value for key, value in stored.items()}
+
+
+def optimizer_state_dict(checkpoint: WholeCheckpoint, index: int) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` of optimizer ``index`` returned when the checkpoint was taken."""
+    ids: dict[str, int] = {}
+    groups = []
+    for group in checkpoint.optimizers[index]["param_groups"]:
+        names = group["params"]
+        groups.append({**group, "params": [ids.setdefault(name, len(ids)) for name in names]})
+    state = {ids[fqn]: values for fqn, values in checkpoint.optimizer_state(index) if fqn in ids}
+    return {"state": dict(sorted(state.items())), "param_groups": groups}

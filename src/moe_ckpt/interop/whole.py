@@ -1,0 +1,92 @@
+"""A checkpoint under the names that a model uses at run time, whole and unsharded.
+
+What every exporter and foreign reader starts from: parameters (tied ones under all their names), buffers
+and optimizer state, with tensors still on disk until they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.recovery.index import split_key
+from moe_ckpt.recovery.reader import StoreReader
+
+
+@dataclass(frozen=True)
+class WholeCheckpoint:
+    """rank: whose plain state is taken. Made by ``whole``.
+
+    parameters: name in the model's ``state_dict()`` -> tensor key.
+    extras: the other entries of ``state_dict()``: buffers, extra state, states of metrics.
+    optimizers: per optimizer: param groups (with names for parameters), and per parameter the state that is
+    no tensor. optimizer_keys: per optimizer, parameter -> state name -> tensor key.
+    """
+
+    reader: StoreReader
+    manifest: Manifest
+    rank: int
+    state: Mapping[str, Any]
+    parameters: Mapping[str, str]
+    extras: Mapping[str, Any]
+    optimizers: tuple[Mapping[str, Any], ...]
+    optimizer_keys: tuple[Mapping[str, Mapping[str, str]], ...] = field(repr=False)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The verified tensor of a key."""
+        return self.reader.tensor(self.manifest, key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict()``. Tied names share one tensor, as they do in the model."""
+        loaded = {key: self.tensor(key) for key in dict.fromkeys(self.parameters.values())}
+        return {name: loaded[key] for name, key in self.parameters.items()} | dict(self.extras)
+
+    def optimizer_state(self, index: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(parameter, its optimizer state) of one optimizer: tensors, and numbers beside them."""
+        scalars = self.optimizers[index].get("scalars", {})
+        keys = self.optimizer_keys[index]
+        for fqn in dict.fromkeys([*keys, *scalars]):
+            tensors = {name: self.tensor(key) for name, key in keys.get(fqn, {}).items()}
+            yield fqn, tensors | dict(scalars.get(fqn, {}))
+
+
+def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
+    """Open one checkpoint whole.
+
+    Raises:
+        CoverageError: parts are missing.
+        DamagedError: a header or the state is damaged. (Slices are checked as they are read.)
+    """
+    reader.prove(manifest)
+    index = reader.index(manifest)
+    state = reader.state(manifest, rank)
+    plain = state.get("plain", {})
+    optimizers = tuple(plain.get("optimizers", ()))
+    parameters: dict[str, str] = {}
+    keys: list[dict[str, dict[str, str]]] = [{} for _ in optimizers]
+    for key in index.tensors:
+        parts = split_key(key)
+        if parts.optimizer is None or parts.state is None:
+            parameters[parts.fqn] = key
+        elif parts.optimizer < len(keys):
+            keys[parts.optimizer].setdefault(parts.fqn, {})[parts.state] = key
+    for alias, name in manifest.model.aliases.items():
+        if name in parameters:
+            parameters[alias] = parameters[name]
+    return WholeCheckpoint(reader, manifest, rank, state, parameters, _extras(plain), optimizers, tuple(keys))
+
+
+def _extras(plain: Mapping[str, Any]) -> dict[str, Any]:
+    extras = dict(plain.get("buffers", {}))
+    for module, values in plain.get("own_state", {}).items():
+        extras.update({_joined(module, name): value for name, value in values.items()})
+    extras.update({_joined(module, "_extra_state"): value for module, value in plain.get("extra_state", {}).items()})
+    return extras
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name

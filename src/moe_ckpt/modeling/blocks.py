@@ -1,0 +1,113 @@
+"""Which block of a whole tensor this rank holds: plain tensors and DTensors under one description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from moe_ckpt.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+except ImportError:  # a torch built without distributed has no DTensors to meet
+    DTensor = FSDPModule = None  # type: ignore[assignment,misc]
+
+
+@dataclass(frozen=True)
+class Block:
+    """local: live view, never a copy. replicated, duplicate: as in ``ports.StateTensor``."""
+
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    replicated: bool = True
+    duplicate: bool = False
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules that ``fully_shard`` was called on."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule)] if FSDPModule is not None else []
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    return DTensor is not None and isinstance(tensor, DTensor)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True when no rank need hold the whole tensor."""
+    return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def block_of(tensor: torch.Tensor, what: str) -> Block:
+    """This rank's block of ``tensor``; ``what`` names it in messages.
+
+    A DTensor that is replicated over its whole mesh counts as plain. One that is sharded in some mesh
+    dimensions and replicated in others (HSDP, tensor parallelism beside FSDP) is held by several ranks but
+    not by all: the first of them writes it, the others hold duplicates.
+
+    Raises:
+        UnsupportedError: partial sums, other tensor subclasses, sparse layouts.
+    """
+    if DTensor is not None and isinstance(tensor, DTensor):
+        return _dtensor_block(tensor, what)
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UnsupportedError(
+            f"{what} is a {type(tensor).__name__} of layout {tensor.layout}; only plain strided tensors and DTensors "
+            "can be cut into slices. Use an optimizer or layer that keeps plain tensors."
+        )
+    local = tensor.detach()
+    return Block(local, (0,) * local.ndim, tuple(local.shape))
+
+
+def _dtensor_block(tensor: DTensor, what: str) -> Block:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise UnsupportedError(f"{what} is a DTensor with partial sums {placements}; reduce it before training starts")
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    shape, offsets, duplicate = _layout(tuple(tensor.shape), mesh, tuple(placements), mesh.get_rank())
+    if shape != tuple(local.shape):
+        raise UnsupportedError(f"{what} has local shape {tuple(local.shape)}, not the {shape} that {placements} gives")
+    return Block(local, offsets, tuple(tensor.shape), not is_sharded(tensor), duplicate)
+
+
+@lru_cache(maxsize=1 << 16)
+def _layout(
+    global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """(local shape, offsets, duplicate) on ``rank``, this process's.
+
+    Kept, since it is asked for every tensor at every snapshot; the rank is part of the question because it
+    may change when process groups are rebuilt, and meshes compare equal all the same.
+    """
+    shape, offsets = compute_local_shape_and_global_offset(global_shape, mesh, placements)
+    sharded = not all(placement.is_replicate() for placement in placements)
+    return tuple(shape), tuple(offsets), sharded and _is_duplicate(mesh, placements)
+
+
+def _is_duplicate(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """True unless this rank is the first of those that hold the same block.
+
+    Those are the ranks that differ only in mesh dimensions along which the tensor is not sharded: the
+    replicated ones, and those of the whole mesh that this tensor's sub-mesh leaves out.
+    """
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    sharded = {name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()}
+    whole = mesh._get_root_mesh() if mesh.mesh_dim_names else mesh
+    whole_names = whole.mesh_dim_names or names
+    if not sharded <= set(whole_names):  # dimensions flattened out of the whole mesh: it cannot be asked
+        whole, whole_names = mesh, names
+    coordinate = whole.get_coordinate() or ()
+    return any(at > 0 and name not in sharded for at, name in zip(coordinate, whole_names, strict=True))

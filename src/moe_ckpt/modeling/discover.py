@@ -1,0 +1,330 @@
+"""Finds the MoE layers of a model and builds its operator catalog.
+
+Recognised without help: stacked experts (every family of transformers 5 that has them, torchtitan's
+GroupedExperts) and ModuleList or ModuleDict experts beside a router. Anything else is registered with
+``register_moe``. A wrong guess would be wrong slices in a checkpoint, so doubtful parameters are never
+given to an expert: they go to the layer's gate, which every checkpoint saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from moe_ckpt.core.operators import (
+    Catalog,
+    MoELayer,
+    Operator,
+    OperatorKind,
+    Span,
+    expert_id,
+    gate_id,
+    non_expert_id,
+)
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.modeling import structure
+from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
+from moe_ckpt.modeling.registry import Assignments, MoESpec, spec_of
+
+_LEVELS_UP = 2  # a container's router sits in its parent, or one above (MoE.experts.local_experts)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingSource:
+    """Where a layer's routing can be seen in a forward pass.
+
+    kind: "indices" (argument of ``modules[0]`` with expert indices), "counts" (argument with tokens per
+    expert), "rows" (rows that reach each of ``modules``), "router_output" (the integer tensor that
+    ``modules[0]`` returns), "assignments" (a registered function, called after ``modules[0]``).
+    """
+
+    kind: Literal["indices", "counts", "rows", "router_output", "assignments"]
+    modules: tuple[nn.Module, ...]
+    argument: tuple[int, str] | None = None
+    assignments: Assignments | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FoundLayer:
+    """One MoE layer of a live model. ``experts[e]``: spans of expert e; ``gate``: names of gate parameters."""
+
+    info: MoELayer
+    experts: tuple[tuple[Span, ...], ...]
+    gate: tuple[str, ...]
+    source: RoutingSource
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A layer being put together: where it is, what holds its experts, and the rows of each of them."""
+
+    name: str
+    layer: nn.Module
+    spans: list[list[Span]]
+    holders: list[nn.Module]
+    routers: list[nn.Module]
+    source: RoutingSource | None
+
+
+def find_moe_layers(model: nn.Module) -> list[FoundLayer]:
+    """All MoE layers in the order of ``named_modules()``. Empty for a dense model.
+
+    Raises:
+        ConfigError: a registered layer is not built as its registration says, or its routing cannot be seen.
+    """
+    names = {id(parameter): name for name, parameter in parameters_of(model)}
+    modules = {clean_name(raw): module for raw, module in model.named_modules() if unwrap(module) is module}
+    drafts: dict[tuple[str, int], _Draft] = {}
+    inside: set[int] = set()
+    for name, module in modules.items():
+        if id(module) in inside:
+            continue
+        spec = spec_of(module)
+        draft = _registered(name, module, spec, names) if spec else _recognised(name, module, modules, names)
+        if draft is None:
+            continue
+        for holder in [module] if spec else draft.holders:
+            inside.update(id(child) for child in holder.modules())
+        key = (draft.name, len(draft.spans))
+        if key in drafts:
+            _merge(drafts[key], draft)
+        else:
+            drafts[key] = draft
+    return _finish(list(drafts.values()), names)
+
+
+def _recognised(
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], names: Mapping[int, str]
+) -> _Draft | None:
+    """A draft of the layer whose experts ``module`` holds, or None if it holds none."""
+    if not name:
+        return None
+    if structure.is_container(module):
+        experts = structure.expert_children(module)
+        if not experts:
+            return None
+        place = _place(name, modules, len(experts), exact="expert" not in name.rpartition(".")[2])
+        if place is None:
+            return None
+        spans = [[Span(names[id(p)]) for p in expert.parameters()] for expert in experts]
+        return _Draft(*place[:2], spans, [module], place[2], RoutingSource("rows", tuple(experts)))
+    size = structure.stack_size(module)
+    if size is None or "shared" in name.rpartition(".")[2]:
+        return None
+    source = _stack_source(module)
+    place = _place(name, modules, size, exact=source is None)
+    if place is None and source is None:
+        return None
+    if source is None and not structure.mentions_experts(name, module):
+        return None
+    if place is None:
+        parent = name.rpartition(".")[0]
+        place = (parent, modules[parent], [])
+    stacked = [p for p in module._parameters.values() if p is not None and p.ndim >= 2]
+    return _Draft(*place[:2], _rows(stacked, size, names), [module], place[2], source)
+
+
+def _place(
+    name: str, modules: Mapping[str, nn.Module], experts: int, exact: bool
+) -> tuple[str, nn.Module, list[nn.Module]] | None:
+    """(name, module, routers) of the nearest module around ``name`` that has a router."""
+    for _ in range(_LEVELS_UP):
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+        parent = modules.get(name)
+        if parent is None:
+            return None
+        found = [r for r in structure.routers(parent) if not exact or structure.chooses_among(r, experts)]
+        if found:
+            return name, parent, found
+    return None
+
+
+def _stack_source(module: nn.Module) -> RoutingSource | None:
+    """How routing is seen at a module with stacked experts, if its forward says so."""
+    argument = structure.index_argument(module)
+    if argument is not None:
+        return RoutingSource("indices", (module,), argument)
+    argument = structure.counts_argument(module)
+    return RoutingSource("counts", (module,), argument) if argument is not None else None
+
+
+def _rows(stacked: Sequence[nn.Parameter], experts: int, names: Mapping[int, str]) -> list[list[Span]]:
+    """One row of each stacked parameter per expert. Rows beyond E (zero experts) belong to nobody here."""
+    return [[Span(names[id(p)], e, e + 1) for p in stacked if p.shape[0] >= experts] for e in range(experts)]
+
+
+def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, str]) -> _Draft:
+    """A draft of a registered layer."""
+    who = f"{type(layer).__name__} at {name!r}"
+    held = [_member(layer, path, who) for path in spec.experts]
+    children = [structure.expert_children(m) if structure.is_container(m) else [] for m in held]
+    stacks = [_stacked(m) for m, kids in zip(held, children, strict=True) if not kids]
+    size = _registered_size(layer, held, children, [p for s in stacks for p in s], spec, who)
+    spans: list[list[Span]] = [[] for _ in range(size)]
+    for kids in filter(None, children):
+        for expert, child in enumerate(kids):
+            spans[expert].extend(Span(names[id(p)]) for p in child.parameters())
+    for parameter in (p for s in stacks for p in s if not spec.flat or p.shape[0] % size == 0):
+        width = parameter.shape[0] // size if spec.flat else 1
+        if spec.flat or parameter.shape[0] == size:
+            for e in range(size):
+                spans[e].append(Span(names[id(parameter)], e * width, (e + 1) * width))
+    if not all(spans):
+        raise ConfigError(f"register_moe: no parameter with {size} experts was found under {spec.experts} of {who}")
+    router = _member(layer, spec.router, who) if spec.router else None
+    routers = [router] if isinstance(router, nn.Module) else []
+    modules = [m for m in held if isinstance(m, nn.Module)]
+    source = _registered_source(layer, spec, modules, children, routers, who)
+    return _Draft(name, layer, spans, modules, routers, source)
+
+
+def _member(layer: nn.Module, path: str, who: str) -> nn.Module | nn.Parameter:
+    """The submodule or parameter of ``layer`` at a dotted path."""
+    found: object = layer
+    for part in path.split("."):
+        found = getattr(unwrap(found) if isinstance(found, nn.Module) else found, part, None)
+    if isinstance(found, nn.Parameter):
+        return found
+    if isinstance(found, nn.Module):
+        return unwrap(found)
+    raise ConfigError(f"register_moe: {who} has no submodule or parameter {path!r}; name what its forward uses")
+
+
+def _stacked(held: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    """Candidates for stacks. A vector below a module may be shared by all experts, so it is no candidate."""
+    if isinstance(held, nn.Parameter):
+        return [held]
+    return [p for p in held.parameters() if p.ndim >= 2]
+
+
+def _registered_size(
+    layer: nn.Module,
+    held: Sequence[nn.Module | nn.Parameter],
+    children: Sequence[list[nn.Module]],
+    stacked: Sequence[nn.Parameter],
+    spec: MoESpec,
+    who: str,
+) -> int:
+    """E of a registered layer: what its attributes say, else the lengths it has."""
+    sizes = {len(kids) for kids in children if kids}
+    owners = [m for m in held if isinstance(m, nn.Module)] + [layer]
+    declared = next((vars(m)["num_experts"] for m in owners if type(vars(m).get("num_experts")) is int), None)
+    if not sizes and declared is not None:
+        return int(declared)
+    if not sizes and not spec.flat:
+        sizes = {int(p.shape[0]) for p in stacked}
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"register_moe: cannot tell how many experts {who} has (lengths found: {sorted(sizes)}); "
+            "give the layer an integer attribute num_experts"
+        )
+    return sizes.pop()
+
+
+def _registered_source(
+    layer: nn.Module,
+    spec: MoESpec,
+    modules: Sequence[nn.Module],
+    children: Sequence[list[nn.Module]],
+    routers: Sequence[nn.Module],
+    who: str,
+) -> RoutingSource:
+    """How the routing of a registered layer is seen."""
+    if spec.assignments is not None:
+        hooked = {"router": routers, "experts": modules, "layer": [layer]}[spec.on]
+        if not hooked:
+            raise ConfigError(f"register_moe: on={spec.on!r} names no module of {who}; give on='layer'")
+        return RoutingSource("assignments", (hooked[0],), assignments=spec.assignments)
+    for kids in filter(None, children):
+        return RoutingSource("rows", tuple(kids))
+    for module in modules:
+        if (source := _stack_source(module)) is not None:
+            return source
+    if routers:
+        return RoutingSource("router_output", (routers[0],))
+    raise ConfigError(f"register_moe: the routing of {who} cannot be seen; give assignments=, see register_moe")
+
+
+def _merge(draft: _Draft, other: _Draft) -> None:
+    """Add experts that the same layer keeps in a second place (JetMoE: input and output projections)."""
+    for mine, more in zip(draft.spans, other.spans, strict=True):
+        mine.extend(more)
+    draft.holders.extend(other.holders)
+    draft.source = draft.source or other.source
+
+
+def _finish(drafts: Sequence[_Draft], names: Mapping[int, str]) -> list[FoundLayer]:
+    """Number the layers and give each gate what no expert holds of its router and containers."""
+    taken = {span.parameter for draft in drafts for spans in draft.spans for span in spans}
+    layers = []
+    for index, draft in enumerate(drafts):
+        size = len(draft.spans)
+        direct = [(name, p) for name, p in draft.layer._parameters.items() if p is not None]
+        own = [p for name, p in direct if structure.is_gate_parameter(name, p, size)]
+        rest = [p for module in (*draft.routers, *draft.holders) for p in module.parameters()]
+        gate = [name for name in dict.fromkeys(names[id(p)] for p in (*own, *rest)) if name not in taken]
+        taken.update(gate)
+        source = draft.source or RoutingSource("router_output", tuple(draft.routers[:1]))
+        k = structure.top_k(size, draft.layer, *draft.routers, *draft.holders)
+        info = MoELayer(index, draft.name or "(model)", size, k)
+        layers.append(FoundLayer(info, tuple(map(tuple, draft.spans)), tuple(gate), source))
+    return layers
+
+
+def build_catalog(model: nn.Module, layers: Sequence[FoundLayer] | None = None) -> Catalog:
+    """The operator catalog of ``model``: equal on every rank, from names and global shapes.
+
+    ``layers``: what ``find_moe_layers`` gave, if known. Without MoE layers all state is non-expert.
+
+    Raises:
+        ConfigError: see ``find_moe_layers``.
+        UnsupportedError: a parameter has no shape yet (lazy module).
+        CoverageError: an expert's rows were claimed twice.
+    """
+    layers = find_moe_layers(model) if layers is None else layers
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in parameters_of(model):
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(f"parameter {name!r} has no shape yet; run one forward pass before training starts")
+        shapes[name] = tuple(parameter.shape)
+    operators = [op for layer in layers for op in _operators(layer, shapes)]
+    taken = {span.parameter for op in operators for span in op.spans}
+    groups: dict[str, list[Span]] = {}
+    for name in shapes:
+        if name not in taken:
+            groups.setdefault(non_expert_group(name), []).append(Span(name))
+    operators.extend(
+        Operator(non_expert_id(group), OperatorKind.NON_EXPERT, tuple(spans)) for group, spans in groups.items()
+    )
+    return Catalog(tuple(operators), tuple(layer.info for layer in layers), shapes)
+
+
+def _operators(layer: FoundLayer, shapes: Mapping[str, tuple[int, ...]]) -> list[Operator]:
+    """The experts of one layer and its gate. The gate exists even if it has no parameters."""
+    index = layer.info.index
+    operators = [
+        Operator(expert_id(index, e), OperatorKind.EXPERT, spans, index, e) for e, spans in enumerate(layer.experts)
+    ]
+    beyond = [
+        Span(span.parameter, span.stop, shapes[span.parameter][0])
+        for span in layer.experts[-1]
+        if span.stop is not None and span.stop < shapes[span.parameter][0]
+    ]
+    gate = (*(Span(name) for name in layer.gate), *beyond)
+    return [*operators, Operator(gate_id(index), OperatorKind.GATE, gate, index)]
+
+
+def non_expert_group(name: str) -> str:
+    """Group of a non-expert parameter, from its name alone.
+
+    The innermost numbered block and the child under it (``model.layers.3.self_attn``); for a parameter in
+    no numbered block, the module that owns it (``model.embed_tokens``); at the root, its own name.
+    """
+    path = name.split(".")[:-1]
+    blocks = [at for at, part in enumerate(path) if part.isdigit()]
+    return ".".join(path[: blocks[-1] + 2] if blocks else path) or name

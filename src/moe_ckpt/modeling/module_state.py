@@ -1,0 +1,96 @@
+"""What a module keeps besides parameters: persistent buffers and extra state.
+
+Only persistent buffers, those that ``state_dict()`` has: a module declares a buffer non-persistent to say
+that it is rebuilt (causal masks, rotary tables), and giving it an old value would be a surprise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.blocks import block_of
+from moe_ckpt.modeling.names import clean_name, unwrap
+
+
+def read(model: nn.Module) -> dict[str, Any]:
+    """{"buffers": {name: live tensor}, "extra_state": {module name: value}, "own_state": {...}}."""
+    extra: dict[str, Any] = {}
+    for name, module in _modules(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            extra[name] = module.get_extra_state()
+    return {"buffers": dict(_buffers(model)), "extra_state": extra, "own_state": _own_state(model)}
+
+
+def check(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` naming what the model and the checkpoint do not share."""
+    here, there = dict(_buffers(model)), stored["buffers"]
+    _require_same("buffers", set(here), set(there))
+    for name, buffer in here.items():
+        if tuple(buffer.shape) != tuple(there[name].shape):
+            raise ConfigError(
+                f"buffer {name!r} has shape {tuple(there[name].shape)} in the checkpoint, "
+                f"{tuple(buffer.shape)} in the model"
+            )
+    keeps = {n for n, m in _modules(model) if type(m).set_extra_state is not nn.Module.set_extra_state}
+    _require_same("modules with extra state", keeps, set(stored["extra_state"]))
+
+
+def write(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Copy buffers in place and hand extra state back. ``check`` has passed."""
+    with torch.no_grad():
+        for name, buffer in _buffers(model):
+            buffer.copy_(stored["buffers"][name])
+    for name, module in _modules(model):
+        if name in stored["extra_state"]:
+            module.set_extra_state(stored["extra_state"][name])
+        if name in stored.get("own_state", {}):
+            module.load_state_dict(stored["own_state"][name], strict=False)
+
+
+def _own_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Module name -> entries that it adds to its state_dict beside parameters and buffers (torchmetrics' states).
+
+    Only modules with a ``state_dict`` of their own can do that, so only those are asked.
+    """
+    own: dict[str, dict[str, Any]] = {}
+    for name, module in _modules(model):
+        if type(module).state_dict is nn.Module.state_dict:
+            continue
+        known = {id(t) for t in (*module.parameters(), *module.buffers())}
+        entries = module.state_dict(keep_vars=True)
+        rest = {k: v for k, v in entries.items() if id(v) not in known and not k.endswith("_extra_state")}
+        if rest:
+            own[name] = rest
+    return own
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for raw, module in model.named_modules():
+        if unwrap(module) is module:
+            yield clean_name(raw), module
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, this rank's part) of each persistent buffer, tied ones once."""
+    seen: set[int] = set()
+    for prefix, module in _modules(model):
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            name = f"{prefix}.{key}" if prefix else key
+            yield name, block_of(buffer, f"buffer {name}").local
+
+
+def _require_same(what: str, here: set[str], there: set[str]) -> None:
+    if here != there:
+        only_here, only_there = sorted(here - there)[:3], sorted(there - here)[:3]
+        raise ConfigError(
+            f"{what} differ; only in the checkpoint: {only_there or 'none'}, only in the model: {only_here or 'none'}. "
+            "Build the model as it was when the checkpoint was written."
+        )

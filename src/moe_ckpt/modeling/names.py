@@ -1,0 +1,47 @@
+"""Names of parameters and modules as they appear in checkpoints.
+
+``torch.compile(module)`` and activation-checkpoint wrappers put a component of their own into every name
+below them. It says how the model runs, not what it is, so it is left out: a compiled and an eager model
+share a store. Every other name is the one that ``named_parameters`` gives at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def clean_name(name: str) -> str:
+    """The name without the components that run-time wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile`` and activation-checkpoint wrappers."""
+    while (inner := next((m for n, m in module._modules.items() if n in _WRAPPERS), None)) is not None:
+        module = inner
+    return module
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(clean name, parameter), each parameter once, under the first of its names."""
+    for name, parameter in model.named_parameters():
+        yield clean_name(name), parameter
+
+
+def tied_aliases(model: nn.Module) -> dict[str, str]:
+    """Second names of tied parameters -> the name that the catalog and the store use.
+
+    ``state_dict()`` lists a tied tensor under all of its names, ``named_parameters()`` under the first.
+    """
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for raw, parameter in model.named_parameters(remove_duplicate=False):
+        name = clean_name(raw)
+        canonical = first.setdefault(id(parameter), name)
+        if canonical != name:
+            aliases[name] = canonical
+    return aliases

@@ -1,0 +1,88 @@
+"""Param groups of optimizers as plain data, and back.
+
+Hyperparameters (lr, betas, weight_decay, initial_lr, ...) come back from a checkpoint. Flags that choose an
+implementation and not a result (fused, foreach, capturable, differentiable) stay as the new run set them:
+a checkpoint of a GPU run must open on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from moe_ckpt.errors import ConfigError, UnencodableStateError
+
+IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
+
+
+def read(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The groups of optimizer number ``index``, with names for parameters.
+
+    Raises:
+        UnencodableStateError: names the group and key of a value that is no plain data.
+    """
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        entry: dict[str, Any] = {}
+        for key, value in group.items():
+            if key == "params":
+                entry[key] = [names[id(p)] for p in value]
+            else:
+                _require_plain(value, f"optimizers/{index}/param_groups/{number}/{key}")
+                entry[key] = value
+        groups.append(entry)
+    return groups
+
+
+def _require_plain(value: Any, path: str) -> None:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for at, item in enumerate(value):
+            _require_plain(item, f"{path}/{at}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _require_plain(item, f"{path}/{key}")
+    elif not isinstance(value, _PLAIN):
+        raise UnencodableStateError(path, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def check(
+    index: int, optimizer: Optimizer, names: Mapping[int, str], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ``ConfigError`` unless the groups hold the same parameters, group by group."""
+    groups = optimizer.param_groups
+    if len(groups) != len(stored):
+        raise ConfigError(
+            f"optimizer {index}: the checkpoint has {len(stored)} param groups, this run has {len(groups)}; "
+            "build the optimizer with the same groups"
+        )
+    for number, (group, entry) in enumerate(zip(groups, stored, strict=True)):
+        here, there = {names[id(p)] for p in group["params"]}, set(entry["params"])
+        if here != there:
+            only_here, only_there = sorted(here - there)[:3], sorted(there - here)[:3]
+            raise ConfigError(
+                f"optimizer {index}, param group {number}: the checkpoint has {len(there)} parameters, this run "
+                f"{len(here)}; only in the checkpoint: {only_there or 'none'}, only in this run: {only_here or 'none'}"
+            )
+
+
+def write(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> None:
+    """Put the stored hyperparameters back, in place. ``check`` has passed."""
+    for group, entry in zip(optimizer.param_groups, stored, strict=True):
+        for key, value in entry.items():
+            if key != "params" and key not in IMPLEMENTATION_FLAGS:
+                group[key] = _fitted(group.get(key), value)
+
+
+def _fitted(current: Any, stored: Any) -> Any:
+    """The stored value in the form that this run uses: a tensor stays the same tensor (CUDA graphs hold it)."""
+    if isinstance(current, torch.Tensor):
+        with torch.no_grad():
+            current.copy_(torch.as_tensor(stored))
+        return current
+    if isinstance(stored, torch.Tensor):
+        return stored.item() if isinstance(current, (int, float)) else stored.clone()
+    return stored

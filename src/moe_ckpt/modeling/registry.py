@@ -1,0 +1,113 @@
+"""Registration of MoE layers whose structure is not recognised by itself.
+
+One call per layer class, before training starts:
+
+    moe_ckpt.register_moe(MyMoE, experts=("w_in", "w_out"), router="scorer",
+                          assignments=lambda module, args, kwargs, output: output[1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from moe_ckpt.errors import ConfigError
+
+Assignments = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], torch.Tensor]
+"""(module, args, kwargs, output) of one forward call -> integer tensor of chosen experts, any shape.
+
+Entries outside ``[0, E)`` stand for dropped or padding tokens and are not counted. Runs in every training
+forward pass, on the training thread: it must not wait for the device.
+"""
+
+HookedOn = Literal["router", "experts", "layer"]
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """How the layers of one class are built. See ``register_moe``."""
+
+    experts: tuple[str, ...] = ("experts",)
+    router: str | None = "gate"
+    assignments: Assignments | None = None
+    on: HookedOn = "router"
+    flat: bool = False
+
+
+_REGISTERED: dict[type[nn.Module], MoESpec] = {}
+
+
+def register_moe(
+    layer_class: type[nn.Module],
+    *,
+    experts: str | Sequence[str] = "experts",
+    router: str | None = "gate",
+    assignments: Assignments | None = None,
+    on: HookedOn = "router",
+    flat: bool = False,
+) -> type[nn.Module]:
+    """Tell moe_ckpt how the MoE layers of ``layer_class`` (and its subclasses) are built.
+
+    experts: names, relative to the layer, of what holds the experts: a ModuleList or ModuleDict with one
+        submodule per expert, a submodule with stacked parameters ``[E, ...]``, or such parameters
+        themselves. Several names when a layer keeps its experts in several places.
+    router: name of the submodule or parameter that routes, None if there is none; its parameters form the
+        layer's gate operator.
+    assignments: gives the experts chosen in one forward call, see ``Assignments``. Without it they are
+        taken from the forward pass as for recognised layers: an index or tokens-per-expert argument of
+        the stacked module, the rows that reach each submodule, or the one integer tensor that the router
+        returns.
+    on: the module whose forward call ``assignments`` is shown: the router, the experts or the layer.
+    flat: stacked parameters have shape ``[E * F, ...]``, with expert e in rows ``[e*F, (e+1)*F)``; the
+        layer, or the module that holds them, then has an integer attribute ``num_experts``.
+
+    Returns ``layer_class``. A later call for the same class replaces the earlier one.
+
+    Raises:
+        ConfigError: ``layer_class`` is no module class, or ``experts`` names nothing.
+    """
+    if not (isinstance(layer_class, type) and issubclass(layer_class, nn.Module)):
+        raise ConfigError(f"register_moe({layer_class!r}): give the class of the MoE layer, a torch.nn.Module")
+    names = (experts,) if isinstance(experts, str) else tuple(experts)
+    if not names or not all(names):
+        raise ConfigError(f"register_moe({layer_class.__name__}, experts={experts!r}): name what holds the experts")
+    if on not in ("router", "experts", "layer"):
+        raise ConfigError(f"register_moe({layer_class.__name__}, on={on!r}): choose 'router', 'experts' or 'layer'")
+    if on == "router" and router is None and assignments is not None:
+        raise ConfigError(
+            f"register_moe({layer_class.__name__}, router=None): assignments cannot be read from a router then; "
+            "give on='experts' or on='layer'"
+        )
+    _REGISTERED[layer_class] = MoESpec(names, router, assignments, on, flat)
+    return layer_class
+
+
+def spec_of(module: nn.Module) -> MoESpec | None:
+    """The registration that applies to ``module``: that of its class or of the nearest base class."""
+    for base in type(module).__mro__:
+        if base in _REGISTERED:
+            return _REGISTERED[base]
+        known = _KNOWN.get(f"{base.__module__}.{base.__qualname__}")
+        if known is not None:
+            return known
+    return None
+
+
+def _highest_scores(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+    """Llama 4: the router returns scores ``[tokens, E]`` that are zero for all but the chosen experts."""
+    scores: torch.Tensor = output[0].detach()
+    return scores.topk(vars(module)["top_k"], dim=-1).indices
+
+
+# Named by path, so that neither library is imported for it. Every other layer of transformers 5 is
+# recognised by its structure.
+_KNOWN: dict[str, MoESpec] = {
+    "transformers.models.llama4.modeling_llama4.Llama4TextMoe": MoESpec(
+        router="router", assignments=_highest_scores
+    ),
+    "transformers.models.dbrx.modeling_dbrx.DbrxFFN": MoESpec(router="router", flat=True),
+}

@@ -1,0 +1,197 @@
+"""Counts, per layer and expert, the token assignments of the training forward passes.
+
+A count is one (token, chosen expert) pair, so a token with top-k routing counts k times. Entries outside
+``[0, E)`` (padding, dropped tokens, zero-computation experts) are not counted. Counting adds two small
+kernels per layer and never waits for the device; only ``take`` and ``peek`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
+from moe_ckpt.modeling.registry import Assignments
+
+_NOT_IN_BACKWARD = -1
+
+
+def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
+    """Add the indices ``experts`` (any shape) to ``counts`` [E + 1], whose last entry takes what is dropped."""
+    if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
+        return  # activation checkpointing runs the forward pass again, inside backward
+    dropped = counts.shape[0] - 1
+    flat = experts.reshape(-1).to(torch.int64)
+    flat = torch.where((flat < 0) | (flat > dropped), dropped, flat)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def count_tokens(counts: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Add tokens per expert, ``tokens`` [E], to ``counts`` [E + 1]."""
+    if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+        counts[:-1] += tokens.reshape(-1)
+
+
+def count_rows(counts: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
+    """Add the number of rows of ``rows`` [..., hidden] to one entry of ``counts`` [E + 1]."""
+    if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD and rows.numel():
+        counts[expert] += rows.numel() // rows.shape[-1]
+
+
+def _operator(function: Callable[..., None]) -> Callable[..., None]:
+    """``function``, as an operator of its own where torch.compile traces it.
+
+    So the compiled model keeps its graph, and the check for backward is made at run time. Eager calls go
+    past the dispatcher, which costs more than the counting.
+    """
+    name = f"moe_ckpt::{function.__name__}"
+    operator = torch.library.custom_op(name, function, mutates_args={"counts"})
+    operator.register_fake(lambda *args: None)
+
+    def call(*args: Any) -> None:
+        (operator if torch.compiler.is_compiling() else function)(*args)
+
+    return call
+
+
+_count_assignments = _operator(count_assignments)
+_count_tokens = _operator(count_tokens)
+_count_rows = _operator(count_rows)
+
+
+class RoutingCounter:
+    """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
+
+    Only modules in training mode count, so validation (sanity checks too) does not. Counts of several
+    micro-batches add up until ``take``. Used on the training thread only.
+
+    torch.compile: construct the counter before the first compiled forward pass.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[FoundLayer]) -> None:
+        first = next(model.parameters(), None)
+        device = first.device if first is not None else torch.device("cpu")
+        self._layers = tuple(layers)
+        self._width = max((layer.info.experts for layer in layers), default=0)
+        self._counts = [torch.zeros(layer.info.experts + 1, dtype=torch.int64, device=device) for layer in layers]
+        self._handles = [handle for at, layer in enumerate(layers) for handle in self._attach(at, layer)]
+
+    def peek(self) -> torch.Tensor:
+        """Counts since the last ``take`` or ``discard``: int64 ``[L, E_max]`` on the CPU. Waits for the device."""
+        total = torch.zeros(len(self._counts), self._width, dtype=torch.int64)
+        by_device: dict[torch.device, list[int]] = {}
+        for at, counts in enumerate(self._counts):
+            by_device.setdefault(counts.device, []).append(at)
+        for rows in by_device.values():
+            # One transfer per device, however many layers there are.
+            joined = torch.cat([self._counts[at][:-1] for at in rows]).cpu()
+            for at in rows:
+                experts = self._layers[at].info.experts
+                total[at, :experts], joined = joined[:experts], joined[experts:]
+        return total
+
+    def take(self) -> torch.Tensor:
+        """Like ``peek``, then starts again from zero."""
+        total = self.peek()
+        self.discard()
+        return total
+
+    def discard(self) -> None:
+        """Start again from zero: what was counted did not lead to an optimizer step."""
+        for counts in self._counts:
+            counts.zero_()
+
+    def close(self) -> None:
+        """Remove all hooks. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _attach(self, at: int, layer: FoundLayer) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        source = layer.source
+        if source.kind == "rows":
+            for expert, module in enumerate(source.modules):
+                yield module.register_forward_pre_hook(self._row_hook(at, expert), with_kwargs=True)
+        elif source.argument is not None:
+            hook = self._argument_hook(at, layer, source, source.argument)
+            yield source.modules[0].register_forward_pre_hook(hook, with_kwargs=True)
+        else:
+            read = source.assignments or _integer_output(layer)
+            yield source.modules[0].register_forward_hook(self._output_hook(at, read), with_kwargs=True)
+
+    def _table(self, at: int, device: torch.device) -> torch.Tensor:
+        """The layer's counts, moved to where its routing happens if the model was moved since."""
+        if self._counts[at].device != device:
+            self._counts[at] = self._counts[at].to(device)
+        return self._counts[at]
+
+    def _argument_hook(
+        self, at: int, layer: FoundLayer, source: RoutingSource, argument: tuple[int, str]
+    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        position, name = argument
+        counts_given = source.kind == "counts"
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not module.training:
+                return
+            value = args[position] if len(args) > position else kwargs[name]
+            if counts_given:
+                tokens = torch.as_tensor(value)
+                _count_tokens(self._table(at, tokens.device), tokens.detach())
+            else:
+                _require_integers(value, layer, name)
+                _count_assignments(self._table(at, value.device), value.detach())
+
+        return hook
+
+    def _row_hook(self, at: int, expert: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module.training:
+                rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+                _count_rows(self._table(at, rows.device), rows.detach(), expert)
+
+        return hook
+
+    def _output_hook(
+        self, at: int, read: Assignments
+    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if module.training:
+                experts = read(module, args, kwargs, output)
+                _count_assignments(self._table(at, experts.device), experts.detach())
+
+        return hook
+
+
+def _integer_output(layer: FoundLayer) -> Assignments:
+    """Reads the one integer tensor that a router returns."""
+
+    def read(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+        parts = output.values() if isinstance(output, Mapping) else output
+        parts = [parts] if isinstance(parts, torch.Tensor) else list(parts)
+        found = [part for part in parts if isinstance(part, torch.Tensor) and _is_integer(part)]
+        if len(found) != 1:
+            raise ConfigError(
+                f"MoE layer {layer.info.name!r}: its router {type(module).__name__} returns {len(found)} integer "
+                "tensors, so the chosen experts cannot be told. Register the layer's class with "
+                "moe_ckpt.register_moe(..., assignments=...)"
+            )
+        return found[0]
+
+    return read
+
+
+def _is_integer(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+
+
+def _require_integers(value: Any, layer: FoundLayer, name: str) -> None:
+    if not (isinstance(value, torch.Tensor) and _is_integer(value)):
+        raise ConfigError(
+            f"MoE layer {layer.info.name!r}: its forward argument {name!r} was taken for expert indices but is no "
+            "integer tensor. Register the layer's class with moe_ckpt.register_moe(..., assignments=...)"
+        )

@@ -1,0 +1,8 @@
+"""Checkpointing policies: frozen values behind one method, ``plan(context) -> SnapshotPlan``."""
+
+from moe_ckpt.policies.base import Measured, Policy, PolicyContext
+from moe_ckpt.policies.checkfreq import CheckFreq
+from moe_ckpt.policies.dense import Dense
+from moe_ckpt.policies.moc import MoC
+
+__all__ = ["CheckFreq", "Dense", "Measured", "MoC", "Policy", "PolicyContext"]

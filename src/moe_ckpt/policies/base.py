@@ -1,0 +1,98 @@
+"""The one-method Protocol of a policy, and the frozen facts it decides from.
+
+A policy is a frozen value: same context, same plan, on every rank and in the simulator. It keeps no
+state; what it must remember across steps and restarts (checkpoints begun, versions held, tokens lost)
+comes in through the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this run's clock has shown so far, the maximum over ranks. None until known.
+
+    iteration_secs: median of iterations with no checkpoint work beside them.
+    checkpoint_cost_secs: time one checkpoint adds to training: stalls plus the slowdown of the
+    iterations that ran beside it.
+    persist_secs: from the start of a snapshot to its commit.
+    """
+
+    iteration_secs: float | None = None
+    checkpoint_cost_secs: float | None = None
+    persist_secs: float | None = None
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """Everything a policy may know at one step. All counts are already reduced over ranks.
+
+    step: optimizer steps done (the state to be saved is the one after this step).
+    last_step: step of the newest checkpoint that was begun, or None.
+    index: checkpoints begun so far in this run, across restarts.
+    ranks: ranks that share the writing of experts.
+    missing: operators that no committed or running checkpoint of the storage tier holds.
+    unsaved: per tier, ``U[l][e]``.
+    popularity: ``A[l][e]``, tokens assigned in this step.
+    faults, lost_tokens, routed_tokens: history of the run (for Dynamic-K).
+    """
+
+    step: int
+    catalog: Catalog
+    last_step: int | None = None
+    index: int = 0
+    ranks: int = 1
+    missing: tuple[str, ...] = ()
+    unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
+    popularity: Counts = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    measured: Measured = Measured()
+    faults: int = 0
+    lost_tokens: int = 0
+    routed_tokens: int = 0
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides, after every optimizer step, what to snapshot.
+
+    Called on every rank, on the training thread, before the next forward pass; must be fast and pure.
+    """
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        """What to save of the state after ``context.step``; an empty plan saves nothing."""
+        ...
+
+    def check(self, catalog: Catalog) -> None:
+        """Called once, before training: raise ``ConfigError`` if this policy cannot serve this model."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Name and parameters as plain data, written into every manifest."""
+        ...
+
+
+def interval_passed(step: int, last_step: int | None, every_n_steps: int) -> bool:
+    """True when a multiple of ``every_n_steps`` lies in ``(last_step, step]``.
+
+    So a checkpoint that had to be skipped is made up for at the next step, and the rhythm stays on
+    the multiples.
+    """
+    return step // every_n_steps > (last_step or 0) // every_n_steps
+
+
+def require_positive(policy: str, **values: int) -> None:
+    """Raise ``ConfigError`` naming the policy and the setting unless every value is an int >= 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{policy}({name}={value!r}): {name} must be a whole number of at least 1")

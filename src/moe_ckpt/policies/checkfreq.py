@@ -1,0 +1,71 @@
+"""CheckFreq (Mohan et al., FAST'21): dense checkpoints as often as a declared overhead allows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import Measured, PolicyContext, require_positive
+
+
+@dataclass(frozen=True)
+class CheckFreq:
+    """Dense two-phase checkpoints at the smallest interval that keeps overhead within ``max_overhead``.
+
+    The first ``profile_steps`` steps run without checkpoints to learn the iteration time; one checkpoint
+    is then taken to learn its cost; from there on the interval follows the newest measurements.
+
+    max_overhead: share of training time, 0.03 in the paper.
+    max_interval: upper bound on the interval, so that one odd measurement cannot switch saving off.
+    """
+
+    max_overhead: float = 0.03
+    profile_steps: int = 10
+    max_interval: int = 1000
+
+    def __post_init__(self) -> None:
+        require_positive("CheckFreq", profile_steps=self.profile_steps, max_interval=self.max_interval)
+        if not isinstance(self.max_overhead, (int, float)) or not 0 < self.max_overhead < 1:
+            raise ConfigError(
+                f"CheckFreq(max_overhead={self.max_overhead!r}): max_overhead must be a number between 0 and 1, "
+                "the share of training time that checkpoints may take"
+            )
+
+    def check(self, catalog: Catalog) -> None:
+        """Any model will do, dense ones too."""
+
+    def interval(self, measured: Measured) -> int | None:
+        """Steps between checkpoints, or None while there is nothing to compute it from.
+
+        Smallest n with ``cost <= max_overhead * n * iteration`` and ``persist <= n * iteration``: the
+        second keeps at most one checkpoint on its way (CheckFreq, section 4.1).
+        """
+        iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
+        if not iteration or cost is None or persist is None:
+            return None
+        needed = max(cost / (self.max_overhead * iteration), persist / iteration)
+        return min(self.max_interval, max(1, ceil(needed)))
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        if self._due(context):
+            return save_full(context.step, tuple(op.id for op in context.catalog.operators))
+        return save_nothing(context.step)
+
+    def _due(self, context: PolicyContext) -> bool:
+        since = context.step - (context.last_step or 0)
+        interval = self.interval(context.measured)
+        if interval is not None:
+            return since >= interval
+        if context.measured.iteration_secs is None:
+            return since >= self.max_interval
+        if context.last_step is None:
+            return context.step >= self.profile_steps
+        # One checkpoint is on its way and not yet measured, or a restart forgot the measurements.
+        return since >= self.profile_steps
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "checkfreq", **asdict(self)}

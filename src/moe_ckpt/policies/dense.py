@@ -1,0 +1,36 @@
+"""Dense: everything, every N steps. What plain Lightning and Megatron users have today."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.policies.base import PolicyContext, interval_passed, require_positive
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Save every operator at full fidelity every ``every_n_steps`` optimizer steps.
+
+    With ``sync=True`` training waits until the checkpoint is committed; otherwise the copy hides behind
+    the next forward and backward pass and the write behind the steps after it.
+    """
+
+    every_n_steps: int = 1
+    sync: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive("Dense", every_n_steps=self.every_n_steps)
+
+    def check(self, catalog: Catalog) -> None:
+        """Any model will do, dense ones too."""
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        if not interval_passed(context.step, context.last_step, self.every_n_steps):
+            return save_nothing(context.step)
+        return save_full(context.step, tuple(op.id for op in context.catalog.operators), wait=self.sync)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "dense", **asdict(self)}

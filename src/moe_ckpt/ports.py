@@ -1,0 +1,111 @@
+"""Protocols between the layers. An adapter implements them; engine and recovery only know these.
+
+``TrainingState`` hides everything particular to optimizers and sharding: lazily created state, integer
+or tensor step counts, DTensors, capturable flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_ckpt.core.tokens import Counts
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What must be known to create a tensor that does not exist yet (lazy optimizer state)."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    on_param_device: bool = True
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """This rank's part of one tensor of the training state, as a live view: never a copy.
+
+    key: ``model/<fqn>`` or ``optim/<optimizer index>/<fqn>/<state name>``.
+    parameter: fqn of the parameter it belongs to.
+    local: the local block, at ``offsets`` of a tensor of ``global_shape``.
+    replicated: True when every rank holds this same block (plain data parallelism), so that one owner
+    may write it for all; False when the framework shards it and this rank holds a part.
+    duplicate: True when another rank holds this same part and writes it (HSDP): read into, never written.
+    on_param_device: False for state kept on the CPU though its parameter is not.
+    """
+
+    key: str
+    parameter: str
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    replicated: bool = True
+    on_param_device: bool = True
+    duplicate: bool = False
+
+
+class TrainingState(Protocol):
+    """Hands out training state as live tensors, and takes it back.
+
+    Between two optimizer steps the tensors of ``tensors()`` do not change: that is when the engine
+    copies them in the background. ``plain()`` may change at any time, so it is copied at once.
+    """
+
+    def tensors(self) -> Sequence[StateTensor]:
+        """Parameters and the optimizer state that exists now. Called at the start of every snapshot."""
+        ...
+
+    def plain(self) -> Mapping[str, Any]:
+        """Everything else as a tree of plain data and tensors: buffers, param groups, scalar state.
+
+        Keys ``buffers`` {fqn: tensor}, ``optimizers`` [{"param_groups": [...], "scalars": {...}}],
+        ``extra_state`` {fqn: tree}.
+        """
+        ...
+
+    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
+        """Make optimizer state exist exactly as named by ``wanted``: create what is missing, drop the rest.
+
+        Called once before a restore writes into ``tensors()``.
+        """
+        ...
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        """Take back what ``plain()`` gave."""
+        ...
+
+
+class Communicator(Protocol):
+    """The few collectives that checkpointing needs, on process groups of its own.
+
+    ``agree`` and ``broadcast`` are called by all ranks on the training thread in the same order;
+    ``gather`` and ``announce`` by all ranks on their persist threads in the same order.
+    All raise ``RuntimeError`` when a peer is gone or the timeout passed.
+    """
+
+    rank: int
+    world_size: int
+
+    def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
+        """Element-wise sum of ``summed`` and maximum of ``largest`` over ranks, both int64."""
+        ...
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """Rank 0's payload, on every rank."""
+        ...
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """All ranks' payloads in rank order on rank 0; None elsewhere."""
+        ...
+
+    def announce(self, payload: bytes) -> bytes:
+        """Rank 0's payload, on every rank, on the persist thread."""
+        ...
+
+    def close(self) -> None:
+        """Give up the process groups. No other call follows."""
+        ...

@@ -1,0 +1,194 @@
+"""The index of one checkpoint: which bytes of which shard hold which block of which tensor.
+
+Built from a manifest and the headers of the shards it names, without reading a single slice. A slice
+counts only where the manifest's record of its operator names the shard it lies in: a shard may also hold
+operators that a later checkpoint superseded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from moe_ckpt.core.coverage import Box, prove_cover
+from moe_ckpt.core.operators import expert_id
+from moe_ckpt.errors import CoverageError, DamagedError
+from moe_ckpt.format.manifest import FileRecord, Manifest
+from moe_ckpt.format.shard import ShardHeader, SliceEntry
+from moe_ckpt.ports import TensorMeta
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """One slice and the shard it lies in."""
+
+    entry: SliceEntry
+    file: FileRecord
+
+    @property
+    def path(self) -> str:
+        return self.file.path
+
+    @property
+    def offset(self) -> int:
+        """First byte of the slice, counted from the start of the file."""
+        return self.file.header_nbytes + self.entry.begin
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.end - self.entry.begin
+
+    def damaged(self, reason: str) -> DamagedError:
+        """An error that names the file, its step and rank, and this slice."""
+        what = f"slice {self.entry.name}" + (f" of {self.entry.operator}" if self.entry.operator else "")
+        return DamagedError(self.path, f"{what}: {reason}", step=self.file.step, rank=self.file.rank)
+
+
+@dataclass(frozen=True)
+class StateKey:
+    """A tensor key taken apart: ``model/<fqn>``, or ``optim/<index>/<fqn>/<state>``.
+
+    ``optimizer`` and ``state`` are None for the parameter itself.
+    """
+
+    fqn: str
+    optimizer: int | None = None
+    state: str | None = None
+
+
+def split_key(key: str) -> StateKey:
+    """Raises ``ValueError`` for a key of another form."""
+    kind, _, rest = key.partition("/")
+    if kind == "model" and rest:
+        return StateKey(rest)
+    index, _, rest = rest.partition("/")
+    fqn, _, state = rest.rpartition("/")
+    if kind != "optim" or not index.isdigit() or not fqn or not state:
+        raise ValueError(f"{key!r} is no tensor key")
+    return StateKey(fqn, int(index), state)
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """tensors: key -> its live slices, sorted by offsets. side: key -> side tensor of one rank."""
+
+    tensors: Mapping[str, tuple[StoredSlice, ...]]
+    side: Mapping[str, StoredSlice]
+
+    def meta(self, key: str) -> TensorMeta:
+        """Dtype (as named in headers, see ``format.dtypes``) and global shape of a tensor."""
+        entry = self.tensors[key][0].entry
+        return TensorMeta(entry.dtype, entry.global_shape, entry.on_param_device)
+
+    def overlapping(self, key: str, box: Box) -> Iterator[tuple[StoredSlice, Box]]:
+        """The slices of ``key`` that share elements with ``box``, each with the common block."""
+        for stored in self.tensors[key]:
+            common = stored.entry.box.overlap(box)
+            if common is not None:
+                yield stored, common
+
+    def slices(self) -> Iterator[StoredSlice]:
+        """Every slice that a full restore of all ranks reads."""
+        for group in self.tensors.values():
+            yield from group
+        yield from self.side.values()
+
+
+def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
+    """The live slices of a manifest.
+
+    Raises:
+        DamagedError: the header of a shard contradicts the manifest.
+    """
+    holders = {
+        (op, manifest.files[index].path): record.step
+        for op, record in manifest.operators.items()
+        for index in record.files
+    }
+    tensors: dict[str, list[StoredSlice]] = {}
+    side: dict[str, StoredSlice] = {}
+    for record in manifest.files:
+        own = record.path.startswith(f"{manifest.directory}/")
+        for entry in headers[record.path].slices:
+            stored = StoredSlice(entry, record)
+            if entry.operator:
+                version = holders.get((entry.operator, record.path))
+                if version is None:
+                    continue
+                if version != record.step:
+                    raise stored.damaged(f"the manifest has {entry.operator} at step {version}")
+                tensors.setdefault(entry.key, []).append(stored)
+            elif own and entry.key.startswith(f"side/{record.rank}/"):
+                side[entry.key] = _checked_side(stored)
+    ordered = {key: tuple(sorted(group, key=lambda s: s.entry.offsets)) for key, group in tensors.items()}
+    for group in ordered.values():
+        _check_same_tensor(group)
+    return TensorIndex(ordered, side)
+
+
+def _checked_side(stored: StoredSlice) -> StoredSlice:
+    entry = stored.entry
+    if any(entry.offsets) or entry.shape != entry.global_shape:
+        raise stored.damaged("a side tensor is stored in parts")
+    return stored
+
+
+def _check_same_tensor(group: tuple[StoredSlice, ...]) -> None:
+    """All slices of one tensor must agree on what the tensor is."""
+    first = group[0].entry
+    for stored in group[1:]:
+        entry = stored.entry
+        if (entry.dtype, entry.global_shape) != (first.dtype, first.global_shape):
+            raise stored.damaged(
+                f"is part of a {entry.dtype} tensor of shape {list(entry.global_shape)}, but {group[0].path} "
+                f"has {first.dtype} of shape {list(first.global_shape)}"
+            )
+
+
+def prove(manifest: Manifest, index: TensorIndex) -> None:
+    """Prove that a checkpoint is whole: every element of every tensor exactly once, no operator absent.
+
+    Since each tensor must be filled to its global shape, all rows of a stack of experts have the same
+    kinds of optimizer state.
+
+    Raises:
+        CoverageError: names every tensor or operator that is missing in part, or doubled.
+    """
+    where = f"checkpoint {manifest.directory}"
+    problems = [*_absent_operators(manifest, index), *_orphans(index)]
+    if problems:
+        raise CoverageError(where, tuple(problems))
+    wanted: dict[str, list[Box]] = {}
+    for key, group in index.tensors.items():
+        shape = group[0].entry.global_shape
+        if prod(shape):
+            wanted[key] = [Box((0,) * len(shape), shape)]
+    prove_cover(where, wanted, ((key, s.entry.box) for key in wanted for s in index.tensors[key]))
+
+
+def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:
+    present = {stored.entry.operator for group in index.tensors.values() for stored in group}
+    for op, record in manifest.operators.items():
+        if op not in present and record.files:
+            paths = ", ".join(manifest.files[i].path for i in record.files)
+            yield f"{op} should be in {paths}, but is not"
+    for number, layer in enumerate(manifest.model.layers):
+        for expert in range(layer.experts):
+            op = expert_id(number, expert)
+            if op not in manifest.operators:
+                yield f"{op} of layer {layer.name} is not listed"
+            elif not manifest.operators[op].files:
+                yield f"{op} of layer {layer.name} is in no file"
+
+
+def _orphans(index: TensorIndex) -> Iterator[str]:
+    """Optimizer state whose parameter is not there."""
+    for key in index.tensors:
+        try:
+            parts = split_key(key)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if f"model/{parts.fqn}" not in index.tensors:
+            yield f"{key} belongs to {parts.fqn}, which is not stored"

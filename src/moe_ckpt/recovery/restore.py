@@ -1,0 +1,139 @@
+"""Writing a checkpoint back into live training state, from any sharding to any sharding.
+
+Two passes over the slices that this rank needs. The first only verifies, before anything of the training
+state is touched, so that a damaged file is found while the next older checkpoint can still be taken. The
+second reads again, verifies again what it read, and copies. (Keeping the bytes of the first pass instead
+would need host memory for a second copy of the state.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+
+import torch
+
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ports import StateTensor, TrainingState
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, split_key
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.slices import find_damage
+
+_MODEL = "model/"
+
+
+def restore(
+    reader: StoreReader,
+    manifest: Manifest,
+    state: TrainingState,
+    *,
+    verified: bool = False,
+    model_only: bool = False,
+) -> None:
+    """Make ``state.tensors()`` what the checkpoint says, whatever sharding wrote it.
+
+    Called on every rank, on the training thread. ``plain()`` is not touched: the caller decodes it first
+    with ``reader.state`` and loads it afterwards. ``state.prepare`` gets the optimizer tensors only.
+
+    verified: this process has just verified every slice (``newest_good(deep=True)``): skip the first pass.
+
+    model_only: leave optimizer state where it is, in the checkpoint and in ``state`` (evaluation).
+
+    Raises:
+        DamagedError: a slice is damaged. Nothing was written, unless it broke between the two passes.
+        CoverageError: the checkpoint is not whole, or its tensors are not those of the model.
+        ConfigError: a tensor has another dtype than the checkpoint's.
+    """
+    reader.prove(manifest)
+    index = reader.index(manifest)
+    parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
+    weights = [key for key in index.tensors if key.startswith(_MODEL)]
+    _check_match(manifest, index, parameters, weights)
+    if not verified:
+        _verify(reader, _needed(index, parameters, weights if model_only else index.tensors))
+    if model_only:
+        _copy(reader, index, parameters)
+        return
+    state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(_MODEL)})
+    tensors = state.tensors()
+    _check_match(manifest, index, tensors, index.tensors)
+    _copy(reader, index, tensors)
+
+
+def _check_match(
+    manifest: Manifest, index: TensorIndex, tensors: Sequence[StateTensor], stored: Iterable[str]
+) -> None:
+    """Raise unless the live tensors are exactly the stored ones, in shape and dtype."""
+    live = {tensor.key for tensor in tensors}
+    problems = [f"{key} of the model is not in the checkpoint" for key in sorted(live - set(index.tensors))]
+    problems += [f"{key} of the checkpoint is not in the model" for key in sorted(set(stored) - live)]
+    for tensor in tensors:
+        if tensor.key not in index.tensors:
+            continue
+        meta = index.meta(tensor.key)
+        if meta.global_shape != tuple(tensor.global_shape):
+            problems.append(
+                f"{tensor.key} has shape {list(tensor.global_shape)} in the model, "
+                f"{list(meta.global_shape)} in the checkpoint"
+            )
+        elif dtype_name(tensor.local.dtype) != meta.dtype:
+            raise ConfigError(
+                f"{tensor.key} is {tensor.local.dtype} in the model, but {meta.dtype} in checkpoint "
+                f"{manifest.directory}: set the precision that the run was started with"
+            )
+    if problems:
+        raise CoverageError(f"restoring checkpoint {manifest.directory}", tuple(problems))
+
+
+def _needed(index: TensorIndex, parameters: Sequence[StateTensor], keys: Iterable[str]) -> Iterator[StoredSlice]:
+    """The slices of ``keys`` that this rank will read, told before its optimizer state exists.
+
+    State shaped like its parameter is taken to be sharded like it. All slices of other state are named:
+    it is small (step counts, row and column factors).
+    """
+    boxes: dict[str, list[Box]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in parameters:
+        fqn = split_key(tensor.key).fqn
+        boxes.setdefault(fqn, []).append(_box(tensor))
+        shapes[fqn] = tuple(tensor.global_shape)
+    for key in keys:
+        group = index.tensors[key]
+        fqn = split_key(key).fqn
+        if shapes.get(fqn) == index.meta(key).global_shape:
+            yield from (stored for box in boxes[fqn] for stored, _ in index.overlapping(key, box))
+        else:
+            yield from group
+
+
+def _verify(reader: StoreReader, needed: Iterable[StoredSlice]) -> None:
+    for _, error in find_damage(reader.storage, needed):
+        if error is not None:
+            raise error
+
+
+@torch.no_grad()
+def _copy(reader: StoreReader, index: TensorIndex, tensors: Sequence[StateTensor]) -> None:
+    targets: dict[StoredSlice, list[tuple[StateTensor, Box]]] = {}
+    for tensor in tensors:
+        for stored, common in index.overlapping(tensor.key, _box(tensor)):
+            if prod(common.shape):
+                targets.setdefault(stored, []).append((tensor, common))
+    for stored, values in reader.read_many(targets):
+        for tensor, common in targets[stored]:
+            source = block(values, stored.entry.offsets, common)
+            block(tensor.local.detach(), tensor.offsets, common).copy_(source)
+
+
+def _box(tensor: StateTensor) -> Box:
+    return Box(tuple(tensor.offsets), tuple(tensor.local.shape))
+
+
+def block(tensor: torch.Tensor, offsets: tuple[int, ...], wanted: Box) -> torch.Tensor:
+    """View of the part of ``tensor``, itself placed at ``offsets`` of a whole, that ``wanted`` names."""
+    for dim, (start, length, offset) in enumerate(zip(wanted.offsets, wanted.shape, offsets, strict=True)):
+        tensor = tensor.narrow(dim, start - offset, length)
+    return tensor

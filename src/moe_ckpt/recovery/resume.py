@@ -1,0 +1,111 @@
+"""Come back to the newest checkpoint that every rank can load.
+
+Rank 0 says which checkpoint is tried, each rank loads what it needs and verifies every slice first, and
+one failing rank sends all of them to the next older one. So the ranks never disagree, and a damaged file
+costs the steps between two checkpoints, not the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.errors import CoverageError, DamagedError, NoCheckpointError, StoreError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.restore import restore
+from moe_ckpt.storage.base import Storage
+
+log = logging.getLogger("moe_ckpt")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What came back: the manifest, and this rank's plain state (not yet loaded into anything)."""
+
+    manifest: Manifest
+    plain: Mapping[str, Any]
+
+
+def resume_newest(storage: Storage, comm: Communicator, state: TrainingState) -> Restored | None:
+    """Load tensors of the newest good checkpoint into ``state``; None when the store has none.
+
+    A collective, called by all ranks before training.
+
+    Raises:
+        NoCheckpointError: there are checkpoints, but none that every rank can load. Training must not
+            start then: the state in memory may be half of one.
+        ConfigError, UnsupportedError: the checkpoint and this run's configuration contradict each other.
+    """
+    reader = StoreReader(storage)
+    directories = json.loads(comm.broadcast(json.dumps(_listed(reader) if comm.rank == 0 else []).encode()))
+    problems: list[str] = []
+    for directory in directories:
+        restored, problem = _try(reader, directory, comm.rank, state)
+        if problem is not None:
+            log.warning("rank %d cannot use checkpoint %s: %s", comm.rank, directory, problem)
+            problems.append(f"{directory}: {problem}")
+        if _any_failed(comm, problem is not None):
+            if comm.rank == 0:
+                log.warning("checkpoint %s is passed over; the next older one is tried", directory)
+            continue
+        return restored
+    if not directories:
+        return None
+    raise NoCheckpointError(
+        f"no checkpoint in {storage.root} can be used: {'; '.join(problems[:4]) or 'see the other ranks'}. "
+        "To start over, move the directory away or choose another dirpath."
+    )
+
+
+def _listed(reader: StoreReader) -> list[str]:
+    try:
+        return reader.directories()
+    except OSError as error:
+        raise StoreError(
+            f"the store {reader.storage.root} cannot be read: {error}. Training does not start, for it would "
+            "start from nothing."
+        ) from error
+
+
+def load_step(
+    reader: StoreReader, manifest: Manifest, rank: int, state: TrainingState, *, model_only: bool = False
+) -> Restored:
+    """Load one given checkpoint into ``state``. Raises ``DamagedError`` or ``CoverageError``; no fallback."""
+    plain = reader.state(manifest, rank_of_state(manifest, rank))
+    restore(reader, manifest, state, model_only=model_only)
+    return Restored(manifest, plain)
+
+
+def rank_of_state(manifest: Manifest, rank: int) -> int:
+    """Whose plain state ``rank`` takes when the world has another size than the one that saved."""
+    if rank >= manifest.world_size:
+        log.warning(
+            "rank %d takes the RNG and data position of rank %d: the checkpoint was written by %d ranks",
+            rank,
+            rank % manifest.world_size,
+            manifest.world_size,
+        )
+    return rank % manifest.world_size
+
+
+def _try(
+    reader: StoreReader, directory: str, rank: int, state: TrainingState
+) -> tuple[Restored | None, str | None]:
+    try:
+        return load_step(reader, reader.manifest(directory), rank, state), None
+    except PermissionError:
+        raise  # not damage: an older checkpoint would only hide a mistake in the set-up
+    except (DamagedError, CoverageError, OSError) as error:
+        return None, str(error)
+
+
+def _any_failed(comm: Communicator, failed: bool) -> bool:
+    _, largest = comm.agree(np.zeros(0, dtype=np.int64), np.asarray([failed], dtype=np.int64))
+    return bool(largest[0])

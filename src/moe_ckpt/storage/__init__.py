@@ -1,0 +1,36 @@
+"""Where bytes become durable: local directories, remote object stores, and the lock on a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.storage.local import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
+from moe_ckpt.storage.remote import RemoteStorage
+
+__all__ = ["Chunk", "LocalStorage", "RemoteStorage", "Storage", "StoreLock", "open_storage"]
+
+_LOCAL_PROTOCOLS = ("file", "local")
+
+
+def open_storage(
+    path_or_url: str | os.PathLike[str], on_phase: Callable[[str], None] | None = None, **storage_options: Any
+) -> LocalStorage | RemoteStorage:
+    """The storage for a directory, a ``file://`` URL, or any other URL that fsspec knows. Touches nothing yet.
+
+    on_phase, storage_options: see ``LocalStorage`` and ``RemoteStorage``.
+
+    Raises:
+        ConfigError: the URL's protocol is unknown.
+        MissingPackageError: fsspec needs another package for it.
+    """
+    text = os.fspath(path_or_url)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStorage(text, on_phase)
+    if protocol in _LOCAL_PROTOCOLS:
+        return LocalStorage(rest, on_phase)
+    return RemoteStorage(text, on_phase, **storage_options)

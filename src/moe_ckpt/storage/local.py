@@ -1,0 +1,276 @@
+"""Local disks (and anything mounted as a directory) by plain ``os`` calls.
+
+Rules of this file:
+
+1. A file is written under a temporary name in its own directory (never in ``$TMPDIR``, which may lie on
+   another filesystem), synced, given its name, and then the directory is synced. A reader sees all or nothing.
+2. A failed fsync is final: the kernel may have marked the lost pages clean, so a second fsync that
+   succeeds would prove nothing. The temporary is abandoned and the error raised.
+3. An existing name is never replaced.
+4. No path leads out of the root, neither by ``..`` nor through a symbolic link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable
+
+from moe_ckpt.errors import DamagedError, StoreUnwritableError
+from moe_ckpt.format.manifest import MANIFEST_NAME
+from moe_ckpt.storage.base import Chunk
+from moe_ckpt.storage.paths import split_path
+
+_PIECE_NBYTES = 8 << 20
+"""Bytes per write call: an interrupt or a full disk is noticed within milliseconds, at no cost in speed."""
+_TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+class LocalStorage:
+    """Implements ``storage.base.Storage`` below one directory.
+
+    Files are created with mode 0600 and directories with 0700 (less the umask): weights are private data.
+
+    on_phase: called with "manifest" before a commit record is written, and with "write", "fsync" (of the
+    file, then of its directory), "rename" and "gc" (each deletion) just before the respective action.
+    Tests kill the process there.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], on_phase: Callable[[str], None] | None = None) -> None:
+        self.root = os.path.realpath(os.path.expanduser(root))
+        self._on_phase: Callable[[str], None] = on_phase or _no_phase
+        self._durable: str | None = None
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self.root!r})"
+
+    def probe(self) -> None:
+        """Create the root if need be, and write and delete a small file in it.
+
+        Raises:
+            StoreUnwritableError: names the directory and the reason. Call before training starts.
+        """
+        temporary = os.path.join(self.root, _temporary_name("probe"))
+        try:
+            self._make_directory(self.root)
+            try:
+                _write_new(temporary, [b"moe_ckpt"], _no_phase)
+            finally:
+                _unlink(temporary)
+        except OSError as error:
+            raise StoreUnwritableError(
+                f"the store's directory {self.root} cannot be written: {error.strerror or error}. "
+                "Choose another dirpath, or make room or give this user the right to write there."
+            ) from error
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        """See ``Storage.write``. A directory made for the file stays after an error: other ranks may use it."""
+        target = self._locate(path)
+        directory, name = os.path.split(target)
+        if name == MANIFEST_NAME:
+            self._on_phase("manifest")
+        self._make_directory(directory)
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", target)
+        temporary = os.path.join(directory, _temporary_name(name))
+        try:
+            nbytes = _write_new(temporary, chunks, self._on_phase)
+            self._on_phase("rename")
+            _publish(temporary, target)
+        finally:
+            _unlink(temporary)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_unlink, target)
+            self._on_phase("fsync")
+            _sync_directory(directory)
+            undo.pop_all()
+        return nbytes
+
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytearray:
+        """See ``Storage.read``. Allocates no more than the file holds, whatever ``nbytes`` says."""
+        target = self._locate(path)
+        # O_NONBLOCK: opening a FIFO that someone planted would hang for ever.
+        try:
+            descriptor = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise DamagedError(path, "is a symbolic link") from error
+            raise
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            _require_regular(path, status)
+            available = max(status.st_size - offset, 0)
+            buffer = bytearray(available if nbytes is None else min(nbytes, available))
+            file.seek(offset)
+            done = 0
+            with memoryview(buffer) as view:
+                while done < len(view) and (got := file.readinto(view[done:])):
+                    done += got
+        del buffer[done:]
+        return buffer
+
+    def size(self, path: str) -> int:
+        status = os.lstat(self._locate(path))
+        _require_regular(path, status)
+        return status.st_size
+
+    def list(self, path: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self._locate(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(self._locate(path))
+
+    def delete(self, path: str) -> None:
+        """See ``Storage.delete``. The removal of a commit record is synced before the files it names can go."""
+        target = self._locate(path)
+        self._on_phase("gc")
+        try:
+            os.unlink(target)
+        except FileNotFoundError:
+            return
+        if os.path.basename(target) == MANIFEST_NAME:
+            _sync_directory(os.path.dirname(target))
+
+    def delete_dir(self, path: str) -> None:
+        try:
+            os.rmdir(self._locate(path))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+
+    def clean_temporaries(self, path: str) -> int:
+        """See ``Storage.clean_temporaries``. No writer may be at work in the directory."""
+        names = [name for name in self.list(path) if _TEMPORARY.fullmatch(name)]
+        for name in names:
+            self.delete(f"{path}/{name}" if path else name)
+        return len(names)
+
+    def _locate(self, path: str) -> str:
+        """Absolute path of a store path; the directories on the way may be links as long as they stay inside."""
+        parts = split_path(path, self.root)
+        if not parts:
+            return self.root
+        parent = os.path.realpath(os.path.join(self.root, *parts[:-1]))
+        if parent != self.root and os.path.commonpath([parent, self.root]) != self.root:
+            raise DamagedError(path, f"leads out of the store {self.root}, to {parent}")
+        return os.path.join(parent, parts[-1])
+
+    def _make_directory(self, directory: str) -> None:
+        """Make the directory and its parents, and sync every name from the root's parent downwards.
+
+        An existing directory may have been made by another rank or by a dead writer that never synced it,
+        so its name is synced too, once per directory in a row.
+        """
+        created = _make_directories(directory)
+        if directory == self._durable and not created:
+            return
+        names = set(created)
+        level = directory
+        while level != self.root:
+            names.add(level)
+            level = os.path.dirname(level)
+        for name in sorted(names):
+            _sync_directory(os.path.dirname(name))
+        self._durable = directory
+
+
+def _make_directories(directory: str) -> list[str]:
+    """``os.makedirs`` that gives every level mode 0700 and tells which it made, top first."""
+    created: list[str] = []
+    missing = [directory]
+    while missing:
+        try:
+            os.mkdir(missing[-1], 0o700)
+            created.append(missing.pop())
+        except FileExistsError:
+            if not os.path.isdir(missing[-1]):
+                raise NotADirectoryError(errno.ENOTDIR, "is a file, not a directory", missing[-1]) from None
+            missing.pop()
+        except FileNotFoundError:
+            missing.append(os.path.dirname(missing[-1]))
+    return created
+
+
+def _write_new(path: str, chunks: Iterable[Chunk], on_phase: Callable[[str], None]) -> int:
+    """Create the file, write the chunks, sync and close it; returns its size in bytes. The caller cleans up."""
+    on_phase("write")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # Leaving the block closes the file, which is where network filesystems report late write errors.
+    with os.fdopen(descriptor, "wb", buffering=0):
+        nbytes = sum(_write_all(descriptor, chunk) for chunk in chunks)
+        on_phase("fsync")
+        os.fsync(descriptor)
+    return nbytes
+
+
+def _write_all(descriptor: int, chunk: Chunk) -> int:
+    """Write the whole chunk: a write may take fewer bytes than it was given."""
+    with memoryview(chunk) as whole:
+        if not whole.nbytes:
+            return 0
+        with whole.cast("B") as view:
+            done = 0
+            while done < len(view):
+                wrote = os.write(descriptor, view[done : done + _PIECE_NBYTES])
+                if wrote == 0:
+                    raise OSError(errno.EIO, "the filesystem took no bytes")
+                done += wrote
+            return done
+
+
+def _publish(temporary: str, target: str) -> None:
+    """Give the finished file its name, never replacing another file.
+
+    ``link`` fails atomically when the name exists, which ``rename`` does not. Where there are no hard
+    links (FAT, some FUSE and cloud mounts) the name is checked and then renamed: two writers could slip
+    through the gap, but the store's lock keeps other runs out and no two ranks write the same name.
+    """
+    try:
+        os.link(temporary, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", target) from None
+        os.rename(temporary, target)
+
+
+def _sync_directory(directory: str) -> None:
+    """Make the names in the directory durable. Filesystems that cannot sync directories are taken as they are."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _temporary_name(name: str) -> str:
+    """Random besides the pid: in containers, and on other hosts, the same pid comes back."""
+    return f".{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+
+
+def _unlink(path: str) -> None:
+    """Remove the file if possible; used while another error is on its way out."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _require_regular(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedError(path, f"is no regular file ({stat.filemode(status.st_mode)})")
+
+
+def _no_phase(phase: str) -> None:
+    """Nobody listens."""

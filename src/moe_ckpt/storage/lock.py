@@ -1,0 +1,229 @@
+"""One run per store.
+
+Local: a POSIX record lock on ``<root>/.lock``. The kernel drops it when the process dies, however it
+dies; forked data-loader workers do not inherit it, so a stray worker cannot keep the store locked; NFS
+carries it between hosts. Its trap: closing *any* descriptor of the file drops the lock, so within the
+process nothing else may open it. The registry below sees to that, and refuses a second lock on the
+same store by the same process, which the kernel would grant.
+
+Remote, and local file systems without locks: a lease, an object that the holder renews.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
+from moe_ckpt.storage.base import Storage
+
+LOCK_NAME = ".lock"
+_LEASE = re.compile(r"lock_(\d{8,})\.json")
+_TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+_MAX_TEXT_BYTES = 4096
+
+_registry_guard = threading.Lock()
+_registry: dict[str, tuple[int, str]] = {}
+"""Root -> (process id, owner): the stores that this process holds. A forked child ignores its parent's."""
+
+
+class StoreLock:
+    """Keeps other runs out of a store from ``acquire`` to ``release`` (or the process's death).
+
+    Taken by rank 0 only, before the first write of the run.
+
+    owner: what names this run to others, and over restarts (a job id): a lease left by a killed process
+        of the same owner is taken over at once.
+    ttl_secs: a lease not renewed for so long is considered dead. Call ``refresh`` several times as often.
+    """
+
+    def __init__(
+        self, storage: Storage, owner: str, *, ttl_secs: float = 600.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.owner = owner
+        self._root = storage.root
+        self._lease = _Lease(storage, owner, ttl_secs, clock)
+        self._descriptor: int | None = None
+        self._leased = False
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None or self._leased
+
+    def acquire(self) -> None:
+        """Take the lock without waiting.
+
+        Raises:
+            StoreInUseError: names the holder.
+            StoreUnwritableError: the lock cannot be written.
+        """
+        self._register()
+        try:
+            try:
+                if "://" in self._root or not self._lock_file():
+                    self._lease.acquire()
+                    self._leased = True
+            except OSError as error:
+                if isinstance(error, StoreUnwritableError):
+                    raise
+                raise StoreUnwritableError(f"the lock of the store {self._root} cannot be taken: {error}") from error
+        finally:
+            if not self.held:
+                self._unregister()
+
+    def refresh(self) -> None:
+        """Renew a lease; nothing to do for a lock that the kernel keeps.
+
+        Raises:
+            StoreInUseError: another run has taken the lease: stop writing.
+            OSError: the store did not answer; try again before ``ttl_secs`` are over.
+        """
+        if self._leased:
+            self._lease.renew()
+
+    def release(self) -> None:
+        """Give the store free. Does nothing when the lock is not held."""
+        if not self.held:
+            return
+        descriptor, self._descriptor = self._descriptor, None
+        leased, self._leased = self._leased, False
+        try:
+            if descriptor is not None:
+                os.close(descriptor)  # the file stays: removing it would race with the next holder
+            if leased:
+                self._lease.drop()
+        finally:
+            self._unregister()
+
+    def __enter__(self) -> StoreLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _register(self) -> None:
+        with _registry_guard:
+            pid, owner = _registry.get(self._root, (0, ""))
+            if pid == os.getpid():
+                raise StoreInUseError(self._root, f"{owner}, in this same process {pid}")
+            _registry[self._root] = (os.getpid(), self.owner)
+
+    def _unregister(self) -> None:
+        with _registry_guard:
+            _registry.pop(self._root, None)
+
+    def _lock_file(self) -> bool:
+        """Lock ``<root>/.lock``; False where the file system has no locks."""
+        os.makedirs(self._root, mode=0o700, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(os.path.join(self._root, LOCK_NAME), flags, 0o600)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return False
+                if error.errno not in _TAKEN:
+                    raise
+                holder = os.pread(descriptor, _MAX_TEXT_BYTES, 0).decode(errors="replace").strip()
+                raise StoreInUseError(self._root, holder or "which has not given its name yet") from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{_describe(self.owner)}\n".encode()[:_MAX_TEXT_BYTES], 0)
+            undo.pop_all()
+        self._descriptor = descriptor
+        return True
+
+
+class _Lease:
+    """Numbered objects ``lock_<n>.json``; the highest number is the holder.
+
+    A renewal writes n + 1 and then deletes n, so that the store is never seen without a lease, and a
+    takeover that loses the race fails on the name. Object stores give no stronger promise that all of
+    them keep, so the holder checks at every renewal that it still is the holder.
+    """
+
+    def __init__(self, storage: Storage, owner: str, ttl_secs: float, clock: Callable[[], float]) -> None:
+        self._storage = storage
+        self._owner = owner
+        self._ttl_secs = ttl_secs
+        self._clock = clock
+        self._nonce = secrets.token_hex(8)
+        self._number = 0
+
+    def acquire(self) -> None:
+        numbers = self._numbers()
+        if numbers:
+            self._check_free(_lease_name(numbers[-1]))
+        self._put(numbers[-1] + 1 if numbers else 1)
+        for number in numbers:
+            self._storage.delete(_lease_name(number))
+
+    def renew(self) -> None:
+        numbers = self._numbers()
+        if not numbers or numbers[-1] != self._number or self._read(_lease_name(self._number))[2] != self._nonce:
+            holder = self._read(_lease_name(numbers[-1]))[0] if numbers else "unknown: the lease was deleted"
+            raise StoreInUseError(self._storage.root, f"{holder}, which took over the lease")
+        previous = self._number
+        self._put(previous + 1)
+        self._storage.delete(_lease_name(previous))
+
+    def drop(self) -> None:
+        self._storage.delete(_lease_name(self._number))
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(match[1]) for name in self._storage.list("") if (match := _LEASE.fullmatch(name)))
+
+    def _check_free(self, name: str) -> None:
+        try:
+            holder, owner, _, renewed_unix_secs = self._read(name)
+        except FileNotFoundError:
+            return  # released between listing and reading
+        if owner != self._owner and self._clock() - renewed_unix_secs < self._ttl_secs:
+            raise StoreInUseError(self._storage.root, holder)
+
+    def _read(self, name: str) -> tuple[str, str, str, float]:
+        """(holder in words, owner, nonce, time of renewal)."""
+        raw = self._storage.read(name, 0, _MAX_TEXT_BYTES)
+        try:
+            body = json.loads(bytes(raw))
+            return str(body["holder"]), str(body["owner"]), str(body["nonce"]), float(body["unix_secs"])
+        except (ValueError, KeyError, TypeError):
+            raise StoreInUseError(
+                self._storage.root, f"unknown: {name} cannot be read; delete it if no run is active"
+            ) from None
+
+    def _put(self, number: int) -> None:
+        body = {
+            "owner": self._owner,
+            "holder": _describe(self._owner),
+            "nonce": self._nonce,
+            "unix_secs": self._clock(),
+        }
+        try:
+            self._storage.write(_lease_name(number), [json.dumps(body).encode()])
+        except FileExistsError:
+            raise StoreInUseError(self._storage.root, "a run that came first by a moment") from None
+        self._number = number
+
+
+def _lease_name(number: int) -> str:
+    return f"lock_{number:08d}.json"
+
+
+def _describe(owner: str) -> str:
+    return f"{owner}, process {os.getpid()} on {socket.gethostname()}"

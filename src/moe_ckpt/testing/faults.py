@@ -1,0 +1,286 @@
+"""Break storage and kill processes on purpose, at named places and repeatably.
+
+Three tools, each put around or into the real thing:
+
+- ``FaultyStorage(inner, fail_at=n)``: the n-th storage call fails. Loop over n = 1, 2, ... until a save
+  passes without a failure, and every call has failed once.
+- ``crash_at("rename", 2)``: an ``on_phase`` callable that kills the process at a named phase.
+- ``KillSchedule``: which rank dies at which step and phase of a long run with restarts.
+
+    schedule = KillSchedule.draw(seed=7, kills=3, ranks=2, first_step=20, last_step=200)
+    hook = schedule.hook(rank=0, memory_path="kills.jsonl")
+    storage = open_storage(dirpath, on_phase=hook.on_phase)
+    for step in range(1, 201):
+        hook.on_step(step)
+        ...
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from moe_ckpt.errors import ConfigError, StoreUnwritableError
+from moe_ckpt.storage.base import Chunk, Storage
+
+PHASES = ("compute", "copy", "write", "fsync", "rename", "manifest", "gc")
+"""Where a process can be killed: in the forward or backward pass, while the snapshot is copied, before a
+file is written, synced, or given its name, before the commit record is written, before a file is deleted."""
+RANK_0_PHASES = frozenset({"manifest", "gc"})
+"""Phases that only rank 0 goes through."""
+
+
+class FaultyStorage:
+    """A storage that works until its N-th call.
+
+    fail_at: the call that fails, counted from 1; None for no failure (counts only).
+    error: what is raised; a fresh instance each time.
+    persistent: all later calls fail, too (a dead disk); else just that one (a hiccup).
+    verbs: count only calls of these methods; None counts all of them.
+
+    ``calls`` lists (verb, path) of the calls counted so far and ``failures`` is how many failed. May be
+    used from several threads.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        fail_at: int | None,
+        error: OSError | None = None,
+        persistent: bool = False,
+        verbs: Collection[str] | None = None,
+    ) -> None:
+        if fail_at is not None and fail_at < 1:
+            raise ConfigError(f"FaultyStorage: fail_at={fail_at} must be at least 1 (the first call), or None")
+        self.inner = inner
+        self.root = inner.root
+        self.fail_at = fail_at
+        self.persistent = persistent
+        self.failures = 0
+        self.calls: list[tuple[str, str]] = []
+        self._error = error or OSError(errno.EIO, "injected storage failure")
+        self._verbs = verbs
+        self._guard = threading.Lock()
+
+    def probe(self) -> None:
+        try:
+            self._count("probe", "")
+        except OSError as error:
+            raise StoreUnwritableError(f"the store {self.root} cannot be written: {error}") from error
+        self.inner.probe()
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        self._count("write", path)
+        return self.inner.write(path, chunks)
+
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes | bytearray:
+        self._count("read", path)
+        return self.inner.read(path, offset, nbytes)
+
+    def size(self, path: str) -> int:
+        self._count("size", path)
+        return self.inner.size(path)
+
+    def list(self, path: str = "") -> list[str]:
+        self._count("list", path)
+        return self.inner.list(path)
+
+    def exists(self, path: str) -> bool:
+        self._count("exists", path)
+        return self.inner.exists(path)
+
+    def delete(self, path: str) -> None:
+        self._count("delete", path)
+        self.inner.delete(path)
+
+    def delete_dir(self, path: str) -> None:
+        self._count("delete_dir", path)
+        self.inner.delete_dir(path)
+
+    def clean_temporaries(self, path: str) -> int:
+        self._count("clean_temporaries", path)
+        return self.inner.clean_temporaries(path)
+
+    def _count(self, verb: str, path: str) -> None:
+        if self._verbs is not None and verb not in self._verbs:
+            return
+        with self._guard:
+            self.calls.append((verb, path))
+            number = len(self.calls)
+            fails = self.fail_at is not None and (
+                number >= self.fail_at if self.persistent else number == self.fail_at
+            )
+            self.failures += fails
+        if fails:
+            raise type(self._error)(*self._error.args)
+
+
+def kill_process() -> None:
+    """``kill -9`` of this process: no handler runs, nothing is flushed, Python does not notice."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash_at(phase: str, n: int = 1, kill: Callable[[], None] = kill_process) -> Callable[[str], None]:
+    """An ``on_phase`` callable that kills the process the n-th time (from 1) that ``phase`` is reached.
+
+    Raises:
+        ConfigError: unknown phase, or n < 1.
+    """
+    _require_phases((phase,))
+    if n < 1:
+        raise ConfigError(f"crash_at: n={n} must be at least 1 (the first time)")
+    reached = 0
+    guard = threading.Lock()
+
+    def on_phase(now: str) -> None:
+        nonlocal reached
+        if now != phase:
+            return
+        with guard:
+            reached += 1
+            if reached == n:
+                kill()
+
+    return on_phase
+
+
+@dataclass(frozen=True, order=True)
+class Kill:
+    """Rank ``rank`` dies in ``phase``, in step ``step`` or the first later step that gets to the phase."""
+
+    step: int
+    rank: int
+    phase: str
+
+    def __post_init__(self) -> None:
+        _require_phases((self.phase,))
+
+
+@dataclass(frozen=True)
+class KillSchedule:
+    """Which rank is killed where. Build it by ``draw``, or spell it out as a tuple of ``Kill``."""
+
+    kills: tuple[Kill, ...] = ()
+
+    @classmethod
+    def draw(
+        cls,
+        seed: int,
+        kills: int,
+        ranks: int,
+        first_step: int,
+        last_step: int,
+        phases: Sequence[str] = PHASES,
+    ) -> KillSchedule:
+        """Random kills, the same for the same arguments: at most one per step, steps in [first_step, last_step].
+
+        Phases that only rank 0 goes through are given to rank 0.
+
+        Raises:
+            ConfigError: unknown phase, no ranks, or more kills than steps.
+        """
+        _require_phases(phases)
+        steps = range(first_step, last_step + 1)
+        if ranks < 1 or not phases or not 0 <= kills <= len(steps):
+            raise ConfigError(
+                f"KillSchedule: {kills} kills do not fit into the {len(steps)} steps from {first_step} to {last_step} "
+                f"with {ranks} ranks and {len(phases)} phases; every kill needs a step of its own"
+            )
+        rng = random.Random(seed)
+        drawn = []
+        for step in sorted(rng.sample(steps, kills)):
+            phase = rng.choice(list(phases))
+            rank = rng.randrange(ranks)
+            drawn.append(Kill(step, 0 if phase in RANK_0_PHASES else rank, phase))
+        return cls(tuple(drawn))
+
+    def to_json(self) -> str:
+        return json.dumps([asdict(kill) for kill in self.kills])
+
+    @classmethod
+    def from_json(cls, text: str) -> KillSchedule:
+        """Raises ``ConfigError`` for a text that ``to_json`` did not write."""
+        try:
+            return cls(tuple(Kill(**row) for row in json.loads(text)))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"KillSchedule: not a schedule in JSON: {error}") from error
+
+    def hook(
+        self, rank: int, memory_path: str | os.PathLike[str], kill: Callable[[], None] = kill_process
+    ) -> KillHook:
+        """What carries out this rank's kills. ``memory_path``: see ``KillHook``; one file serves all ranks."""
+        return KillHook(tuple(k for k in self.kills if k.rank == rank), Path(memory_path), kill)
+
+    def fired(self, memory_path: str | os.PathLike[str]) -> tuple[Kill, ...]:
+        """The kills that have happened, in the order of their happening. Assert at the end that none is missing."""
+        return _remembered(Path(memory_path))
+
+
+@dataclass
+class KillHook:
+    """Kills this process where its schedule says, each kill once over all restarts.
+
+    memory_path: a file with one line of JSON per kill that has happened, written and synced before the
+    process dies, so that the restarted job is not killed again at the same place.
+
+    Call ``on_step`` on the training thread when the step's forward pass begins, and give ``on_phase`` to
+    the storage and the engine. A kill fires as soon as its phase is reached in its step or a later one
+    (a phase need not occur in every step).
+    """
+
+    kills: tuple[Kill, ...]
+    memory_path: Path
+    kill: Callable[[], None] = kill_process
+    _step: int | None = None
+    _pending: list[Kill] = field(init=False)
+    _guard: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        done = set(_remembered(self.memory_path))
+        self._pending = [kill for kill in sorted(self.kills) if kill not in done]
+
+    def on_step(self, step: int) -> None:
+        """The training thread begins the step; "compute" kills happen here."""
+        self._step = step
+        self.on_phase("compute")
+
+    def on_phase(self, phase: str) -> None:
+        """The process is about to do ``phase``, on any thread."""
+        with self._guard:
+            due = [k for k in self._pending if k.phase == phase and self._step is not None and k.step <= self._step]
+            if not due:
+                return
+            self._pending.remove(due[0])
+            _remember(self.memory_path, due[0])
+            self.kill()
+
+
+def _remembered(path: Path) -> tuple[Kill, ...]:
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        return ()
+    return tuple(Kill(**json.loads(line)) for line in lines)
+
+
+def _remember(path: Path, kill: Kill) -> None:
+    """Append one line: a single small append does not mix with those of other ranks."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, (json.dumps(asdict(kill)) + "\n").encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_phases(phases: Sequence[str]) -> None:
+    unknown = [phase for phase in phases if phase not in PHASES]
+    if unknown:
+        raise ConfigError(f"unknown phase {unknown[0]!r}; the phases are {', '.join(PHASES)}")

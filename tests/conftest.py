@@ -1,0 +1,116 @@
+"""Housekeeping police: a test that leaves something behind fails, and the next one starts clean."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Times say nothing on a shared machine with two cores; a failure prints how to repeat it.
+settings.register_profile(
+    "moe_ckpt", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("moe_ckpt")
+
+THREAD_PREFIXES = ("moe_ckpt", "moe-ckpt")
+SETTLE_SECS = 2.0
+"""A thread or file that is just ending gets this long."""
+
+FOREIGN_ENVIRONMENT = frozenset(
+    {
+        # Written by the test runner and by libraries at import or on first use, and never taken back.
+        "PYTEST_CURRENT_TEST",
+        "CUDA_MODULE_LOADING",
+        "CRC32C_SW_MODE",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TF2_BEHAVIOR",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    }
+)
+_TEMPORARY_ROOTS = tuple({str(Path(tempfile.gettempdir()).resolve()), "/tmp", "/dev/shm"})
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves threads of ours, environment changes, a process group or open temporary files."""
+    before = (_threads(), _environment(), _group_initialised(), _open_temporaries())
+    yield
+    leaks = leftovers(*before)
+    if leaks:
+        pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def leftovers(
+    threads: set[threading.Thread], environment: dict[str, str], group: bool, files: dict[int, str]
+) -> list[str]:
+    """What is there now and was not before, as sentences; environment and process group are put right."""
+    found = [f"thread {thread.name!r} still runs" for thread in _wait_until_gone(threads)]
+    changed = sorted(
+        key for key in environment.keys() | _environment().keys() if environment.get(key) != os.environ.get(key)
+    )
+    for key in changed:
+        if key in environment:
+            os.environ[key] = environment[key]
+        else:
+            del os.environ[key]
+    if changed:
+        found.append(f"environment variables changed: {', '.join(changed)}")
+    if _group_initialised() and not group:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        found.append("the default process group was not destroyed")
+    if new := {fd: path for fd, path in _open_temporaries().items() if files.get(fd) != path}:
+        gc.collect()  # a file object in a dead reference cycle is the garbage collector's business
+        still = _open_temporaries()
+        found.extend(f"{path} is still open" for fd, path in sorted(new.items()) if still.get(fd) == path)
+    return found
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIXES)}
+
+
+def _wait_until_gone(before: set[threading.Thread]) -> list[threading.Thread]:
+    deadline = time.monotonic() + SETTLE_SECS
+    while (left := _threads() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sorted(left, key=lambda thread: thread.name)
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in FOREIGN_ENVIRONMENT}
+
+
+def _group_initialised() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _open_temporaries() -> dict[int, str]:
+    """Descriptor -> path of the regular files below a temporary directory that this process holds open."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        try:
+            path = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if path.startswith(sys.prefix + os.sep):
+            continue  # the environment itself may lie in a temporary directory (CI), and libraries cache their fonts
+        if path.startswith(_TEMPORARY_ROOTS) and not path.endswith(" (deleted)"):
+            found[int(name)] = path
+    return found

@@ -1,0 +1,156 @@
+"""The gloo communicator between real processes: right answers from two threads at once, and no hanging."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from moe_ckpt.engine.comm import GlooCommunicator, SoloCommunicator, make_communicator
+from tests.support import start_ranks
+
+RANKS = 3
+ROUNDS = 40
+SILENCE_SECS = 1.0
+TIMEOUT_SECS = 3.0
+LATE_SECS = 3.0
+SIZES = (0, 1, 7, 1000, 300_000)
+
+
+def _payload(rank: int, at: int) -> bytes:
+    """Different sizes on different ranks in the same round, empty ones among them."""
+    return bytes([rank + 1]) * SIZES[(rank + at) % len(SIZES)]
+
+
+def _training_thread(comm: GlooCommunicator) -> list[str]:
+    wrong = []
+    for at in range(ROUNDS):
+        counts = np.arange(6, dtype=np.int64).reshape(2, 3) * (comm.rank + 1) + at
+        mine = np.array([comm.rank, -comm.rank, at * (comm.rank == 1), -(2**62)], dtype=np.int64)
+        before = counts.copy(), mine.copy()
+        summed, largest = comm.agree(counts, mine)
+        if not np.array_equal(summed, np.arange(6).reshape(2, 3) * 6 + 3 * at):
+            wrong.append(f"round {at}: sum {summed.tolist()}")
+        if largest.tolist() != [2, 0, at, -(2**62)]:
+            wrong.append(f"round {at}: maximum {largest.tolist()}")
+        if not (np.array_equal(counts, before[0]) and np.array_equal(mine, before[1])):
+            wrong.append(f"round {at}: the arguments were changed")
+        nothing, largest = comm.agree(np.zeros((0, 0), dtype=np.int64), mine)
+        if nothing.shape != (0, 0) or largest[0] != 2:
+            wrong.append(f"round {at}: agreement without token counts")
+        if comm.broadcast(_payload(comm.rank, at)) != _payload(0, at):
+            wrong.append(f"round {at}: broadcast")
+    return wrong
+
+
+def _persist_thread(comm: GlooCommunicator) -> list[str]:
+    wrong = []
+    for at in range(ROUNDS):
+        gathered = comm.gather(_payload(comm.rank, at))
+        expected = None if comm.rank else [_payload(r, at) for r in range(RANKS)]
+        if gathered != expected:
+            wrong.append(f"round {at}: gather")
+        # Another content than the broadcast of the same round: the groups must not mix.
+        if comm.announce(_payload(comm.rank, at + 3)) != _payload(0, at + 3):
+            wrong.append(f"round {at}: announce")
+    return wrong
+
+
+def _at_once(comm: GlooCommunicator) -> list[str]:
+    wrong: list[str] = ["the persist thread ended early"]
+
+    def persist() -> None:
+        wrong[:] = _persist_thread(comm)
+
+    thread = threading.Thread(target=persist, daemon=True)
+    thread.start()
+    found = _training_thread(comm)
+    thread.join(60)
+    return found + wrong
+
+
+def _failure(call) -> tuple[str | None, float]:
+    """(what was raised, seconds until then)."""
+    began = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        return f"RuntimeError: {error}", time.monotonic() - began
+    return None, time.monotonic() - began
+
+
+def _body(rank: int, world_size: int) -> dict:
+    comm = make_communicator(60.0)
+    found = {"kind": type(comm).__name__, "place": (comm.rank, comm.world_size), "wrong": _at_once(comm)}
+    impatient = GlooCommunicator(SILENCE_SECS)
+    impatient.broadcast(b"all are here")
+    if rank == 2:
+        time.sleep(SILENCE_SECS + LATE_SECS / 2)  # alive, but silent
+    else:
+        call = impatient.agree if rank == 0 else impatient.announce
+        arguments = (np.zeros(2, dtype=np.int64),) * 2 if rank == 0 else (b"",)
+        found["silent"] = _failure(lambda: call(*arguments))
+    left_alone = [GlooCommunicator(TIMEOUT_SECS) for _ in range(2)]
+    for each in left_alone:
+        each.broadcast(b"all are here")
+        each.gather(b"here")
+    if rank == 2:
+        if found["wrong"]:
+            raise AssertionError(found["wrong"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:  # what rank 0's two threads do when a peer dies
+        found["gather"] = _failure(lambda: left_alone[0].gather(b"mine"))
+        found["agree"] = _failure(lambda: left_alone[1].agree(*(np.zeros(2, dtype=np.int64),) * 2))
+    else:
+        found["agree"] = _failure(lambda: left_alone[1].agree(*(np.zeros(2, dtype=np.int64),) * 2))
+        # Rank 1 has sent its own and waits for rank 0's word, which does not come.
+        found["announce"] = _failure(lambda: (left_alone[0].gather(b"mine"), left_alone[0].announce(b"")))
+    comm.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """One start of the processes serves all tests; rank 2 is killed at the end."""
+    return start_ranks(_body, RANKS, timeout=100)
+
+
+def test_two_threads_at_once_get_right_answers(outcomes):
+    for outcome in outcomes[:2]:
+        assert outcome.ok, outcome.error
+        assert outcome.value["kind"] == "GlooCommunicator"
+        assert outcome.value["place"] == (outcome.rank, RANKS)
+        assert outcome.value["wrong"] == []
+    assert outcomes[2].exitcode == -signal.SIGKILL, outcomes[2].error
+
+
+def test_a_silent_peer_raises_when_the_timeout_has_passed(outcomes):
+    error, secs = outcomes[0].value["silent"]
+    assert error is not None, "agreement without a rank"
+    assert secs < SILENCE_SECS + LATE_SECS, "later than the timeout"
+
+
+@pytest.mark.parametrize(("rank", "call"), [(0, "gather"), (0, "agree"), (1, "announce"), (1, "agree")])
+def test_a_dead_peer_raises_instead_of_hanging(outcomes, rank, call):
+    """At once where it was the dead one's turn to speak, else when a neighbour has been silent for the timeout."""
+    error, secs = outcomes[rank].value[call]
+    assert error is not None
+    assert secs < TIMEOUT_SECS + LATE_SECS
+    if call == "gather":
+        assert secs < TIMEOUT_SECS, "only the timeout ended it"
+
+
+def test_one_process_needs_no_group():
+    assert not dist.is_initialized()
+    comm = make_communicator(1.0)
+    assert isinstance(comm, SoloCommunicator)
+    counts, numbers = np.arange(4), np.array([7])
+    assert [x.tolist() for x in comm.agree(counts, numbers)] == [[0, 1, 2, 3], [7]]
+    assert comm.broadcast(b"x") == comm.announce(b"x") == b"x"
+    assert comm.gather(b"x") == [b"x"]
+    comm.close()

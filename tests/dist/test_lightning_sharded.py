@@ -1,0 +1,111 @@
+"""Two real gloo ranks under Lightning: DDP and FSDP2 (ModelParallelStrategy), stopped and resumed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import run_ranks
+
+
+def _fit(rank: int, world_size: int, root: str, strategy: str, stop: int | None, how: str, max_steps: int = 14) -> dict:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.data import DataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    from moe_ckpt.callbacks import MoECheckpoint
+    from moe_ckpt.policies import Dense
+    from tests.support.tiny_moe import TinyMoE, Tokens, state_of
+
+    class Sharded(TinyMoE):
+        def configure_model(self):
+            if strategy == "fsdp2" and not hasattr(self, "sharded"):
+                self.sharded = True
+                for block in self.blocks:
+                    fully_shard(block.moe.experts, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, batch_idx):
+            if stop is not None and self.trainer.global_step == stop:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(NODE_RANK="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
+    pl.seed_everything(7, verbose=False)
+    model = Sharded()
+    checkpoint = MoECheckpoint(Dense(1), f"{root}/store", when_busy="wait")
+    chosen = {
+        "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
+        "fsdp2": lambda: ModelParallelStrategy(world_size, 1, process_group_backend="gloo"),
+        "single": lambda: "auto",
+    }[strategy]()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy=chosen, max_steps=max_steps, max_epochs=-1, logger=False,
+        callbacks=[checkpoint], enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    step_dir = None
+    if how == "ckpt_path":
+        step_dir = max((p for p in Path(root, "store").glob("step_*") if (p / "MANIFEST.json").exists()), key=str)
+    try:
+        sampler = StatefulDistributedSampler(Tokens(64), world_size, rank, shuffle=True, seed=3)
+        trainer.fit(model, StatefulDataLoader(Tokens(64), 4, sampler=sampler), ckpt_path=step_dir)
+    except (KeyboardInterrupt, SystemExit):
+        pass
+    if how == "ckpt_path" and strategy == "fsdp2":
+        (scores,) = trainer.validate(Sharded(), DataLoader(Tokens(8), 4), ckpt_path=checkpoint.last_model_path)
+        expected = trainer.validate(model, DataLoader(Tokens(8), 4))
+        assert [scores] == expected
+    return {
+        "state": {name: _part(value) for name, value in state_of(model, trainer.optimizers[0]).items()},
+        "losses": model.losses, "restored": checkpoint.restored_step,
+        "routed": checkpoint.last.routed_tokens if checkpoint.last else None,
+    }
+
+
+def _part(value) -> tuple[bool, bytes]:
+    """Whether this is one of several rows' parts, and this rank's bytes: equality of those is ``torch.equal``."""
+    sharded = hasattr(value, "to_local")
+    local = value.to_local() if sharded else value
+    return sharded, local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _whole(ranks) -> dict[str, bytes]:
+    """Parts along dim 0 put together."""
+    first = ranks[0]["state"]
+    return {
+        name: b"".join(rank["state"][name][1] for rank in ranks) if first[name][0] else first[name][1] for name in first
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_resume_exactly(tmp_path, strategy):
+    """By themselves, and again from the same place by ``ckpt_path``."""
+    whole = run_ranks(_fit, 2, str(tmp_path / "whole"), strategy, None, "auto")
+    before = run_ranks(_fit, 2, str(tmp_path / "broken"), strategy, 6, "auto")
+    shutil.copytree(tmp_path / "broken", tmp_path / "again")
+    shutil.copytree(tmp_path / "broken", tmp_path / "alone")
+    after = [
+        run_ranks(_fit, 2, str(tmp_path / root), strategy, None, how)
+        for root, how in (("broken", "auto"), ("again", "ckpt_path"))
+    ]
+    for rank in range(2):
+        for run in after:
+            assert run[rank]["restored"] == 6
+            assert run[rank]["state"] == whole[rank]["state"]
+            assert {**before[rank]["losses"], **run[rank]["losses"]} == whole[rank]["losses"]
+            assert run[rank]["routed"] == whole[rank]["routed"] == 14 * 4 * 2 * 2 * 2  # steps, batch, k, layers, ranks
+
+    # One process takes over from two: whole tensors from shards, equal to what the two ranks held at step 6.
+    (alone,) = run_ranks(_fit, 1, str(tmp_path / "alone"), "single", None, "auto", 6)
+    assert alone["restored"] == 6
+    assert _whole([alone]) == _whole(before)

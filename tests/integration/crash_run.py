@@ -1,0 +1,386 @@
+"""The program that is killed: a small MoE under real Lightning, told what to do by one JSON object.
+
+    python -m tests.integration.crash_run '{"store": "ckpt", "log": "run.jsonl", "out": "final.pt"}'
+
+Started again with the same words it goes on by itself, as a user's program would. What happens is
+appended to ``log``, one synced line of JSON each, so that a reader can tell after any kill what had been
+done; the final state goes to ``out``. Nothing here asks the library what it did, except where its own
+claims are logged to be compared with a recount.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from moe_ckpt.callbacks import MoECheckpoint, moe_checkpoint
+from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.storage import LocalStorage
+from moe_ckpt.testing import KillSchedule, crash_at, kill_process
+from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
+
+SAMPLERS = {"stateful": StatefulDistributedSampler, "plain": DistributedSampler}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides the run. ``store``: None trains without MoECheckpoint.
+
+    crash: (phase, n) kills this process the n-th time that the phase is reached; ("read", n) at the n-th
+    read of the store. kills: a schedule of
+    ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
+    """
+
+    store: str | None
+    log: str | None = None
+    out: str | None = None
+    policy: tuple[str, int] = ("dense", 1)
+    crash: tuple[str, int] | None = None
+    kills: str | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "plain"
+    samples: int = 40
+    epochs: int = 2
+    workers: int = 0
+    validate: bool = False
+    beside: tuple[str, ...] = ()
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    callback: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    sampler: str = "stateful"
+    hashes: bool = False
+    slow_copy_secs: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Run:
+        return cls(**json.loads(text))
+
+
+class ManualMoE(TinyMoE):
+    """Manual optimization: experts under SGD every second batch, the rest under AdamW every batch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.optimizers()
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        if batch_idx % 2:
+            second.step()
+        second.zero_grad()  # gradients carried over to the next batch would be in no checkpoint
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self):
+        of_experts = [p for name, p in self.named_parameters() if ".experts." in name]
+        others = [p for name, p in self.named_parameters() if ".experts." not in name]
+        first = torch.optim.AdamW(others, lr=0.01)
+        second = torch.optim.SGD(of_experts, lr=0.05, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in (first, second)]
+
+
+class OverflowingMoE(TinyMoE):
+    """Every fifth batch gives an infinite loss, which the gradient scaler must skip."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx % 5 == 3 else loss
+
+
+class EpochScheduledMoE(TinyMoE):
+    """A scheduler that steps once per epoch, when the last batch's checkpoint has long begun."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+KINDS = {"plain": TinyMoE, "manual": ManualMoE, "overflowing": OverflowingMoE, "epoch-scheduled": EpochScheduledMoE}
+
+
+class StopHere(RuntimeError):
+    """Raised by a test in the middle of training."""
+
+
+class Recorder(pl.Callback):
+    """Writes down what happened, step by step, before any checkpoint of that step can begin."""
+
+    def __init__(self, run: Run, on_compute: Callable[[int], None]) -> None:
+        self.run = run
+        self.on_compute = on_compute
+        self.lines: list[dict[str, Any]] = []
+        self.layers: list[torch.Tensor] = []
+        self._hooks: list[Any] = []
+
+    def note(self, trainer: pl.Trainer | None, **what: Any) -> None:
+        self.lines.append(what)
+        if self.run.log is None:
+            return
+        rank = 0 if trainer is None else trainer.global_rank
+        path = self.run.log + (f".{rank}" if rank else "")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, (json.dumps(what) + "\n").encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        routers = [m for m in pl_module.modules() if isinstance(m, Router)]
+        experts = pl_module.hparams.get("experts", 4)
+        self.layers = [torch.zeros(experts, dtype=torch.int64) for _ in routers]
+        for at, router in enumerate(routers):
+            self._hooks.append(router.register_forward_hook(lambda m, _, out, at=at: self._routed(at, m, out)))
+
+    def _routed(self, at: int, module: torch.nn.Module, out: Any) -> None:
+        if module.training:
+            for chosen in out[1].flatten().tolist():
+                self.layers[at][chosen] += 1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All is restored by now, save the RNG: MoECheckpoint's turn comes after this callback's."""
+        callback = _ours(trainer)
+        step = None if callback is None else callback.restored_step
+        what: dict[str, Any] = {"event": "start", "step": step}
+        if step is not None and self.run.store is not None:
+            directory = os.path.basename(callback.last_model_path)
+            manifest = json.loads((Path(self.run.store) / directory / "MANIFEST.json").read_text())
+            what |= {"directory": directory, "manifest": _body(manifest), **_books(callback)}
+            if self.run.hashes:
+                what["hashes"] = hashes(pl_module, trainer.optimizers[0])
+        self.note(trainer, **what)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_compute(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        index = trainer.fit_loop.epoch_loop.total_batch_idx
+        callback = _ours(trainer)
+        acked = None if callback is None or callback.last is None else callback.last.committed_step
+        what = {
+            "event": "batch",
+            "index": index,
+            "step": trainer.global_step,
+            "loss": float(pl_module.losses[index]).hex(),
+            "acked": acked,
+            "routed": [layer.tolist() for layer in self.layers],
+        }
+        for layer in self.layers:
+            layer.zero_()
+        if self.run.hashes:
+            what["hashes"] = hashes(pl_module, trainer.optimizers[0])
+        self.note(trainer, **what)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        callback = _ours(trainer)
+        self.note(trainer, event="end", **({} if callback is None else _books(callback)))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _ours(trainer: pl.Trainer) -> MoECheckpoint | None:
+    return next((c for c in trainer.callbacks if isinstance(c, MoECheckpoint)), None)
+
+
+def _body(sealed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a sealed file says, whether or not its content is wrapped."""
+    return sealed.get("body", sealed)
+
+
+def _books(callback: MoECheckpoint) -> dict[str, Any]:
+    """The library's own claims, for a test to compare with its recount."""
+    book = callback._session.book
+    return {
+        "applied": book.applied.tolist(),
+        "faults": [[f.restored_step, f.lost_tokens, f.stale_experts] for f in book.faults],
+        "plt": book.plt,
+        "lost": book.lost_tokens,
+        "routed_total": book.routed_tokens,
+    }
+
+
+def hashes(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """SHA-256 of every expert's rows (parameters, exp_avg, exp_avg_sq) and of all that is no expert's.
+
+    The shared ``step`` count of a stacked parameter belongs to no expert's rows.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        state = {k: v for k, v in sorted(optimizer.state.get(parameter, {}).items()) if torch.is_tensor(v)}
+        if ".experts." not in name:
+            _add(found, "non_expert", name, parameter, *state.values())
+            continue
+        layer = name.split(".")[1]
+        rest = name.split(".experts.")[1]
+        for expert in range(parameter.shape[0]) if not rest[0].isdigit() else [int(rest.split(".")[0])]:
+            row = slice(expert, expert + 1) if not rest[0].isdigit() else slice(None)
+            parts = [parameter[row], *(v[row] for k, v in state.items() if v.shape == parameter.shape)]
+            _add(found, f"expert/{layer}/{expert}", name, *parts)
+    for name, buffer in module.named_buffers():
+        _add(found, "non_expert", name, buffer)
+    return {key: value.hexdigest() for key, value in found.items()}
+
+
+def _add(found: dict[str, Any], key: str, name: str, *tensors: torch.Tensor) -> None:
+    digest = found.setdefault(key, hashlib.sha256())
+    digest.update(name.encode())
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
+    """All that must be equal at the end, as one flat dict of tensors and plain values."""
+    state: dict[str, Any] = {f"model/{k}": v.detach().clone() for k, v in module.state_dict().items()}
+    for i, optimizer in enumerate(trainer.optimizers):
+        names = {id(p): name for name, p in module.named_parameters()}
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items():
+                copied = value.detach().clone() if torch.is_tensor(value) else value
+                state[f"optim/{i}/{names[id(parameter)]}/{key}"] = copied
+        for j, group in enumerate(optimizer.param_groups):
+            state |= {f"group/{i}/{j}/{k}": v for k, v in group.items() if k != "params"}
+    for i, config in enumerate(trainer.lr_scheduler_configs):
+        state[f"scheduler/{i}"] = config.scheduler.state_dict()
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None)
+        if average is not None:
+            state |= {f"average/{k}": v.detach().clone() for k, v in average.state_dict().items()}
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        state["scaler"] = scaler.state_dict()
+    numpy_state = np.random.get_state()
+    state["rng"] = [torch.get_rng_state(), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
+    state["progress"] = [trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.total_batch_idx]
+    return state
+
+
+def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Recorder]:
+    """Trainer, module and recorder, as a fresh process makes them. ``more``: MoECheckpoint arguments."""
+    on_phase, on_compute = _faults(run, rank)
+    recorder = Recorder(run, on_compute)
+    callbacks: list[pl.Callback] = [recorder, *(_beside(name, run) for name in run.beside)]
+    if run.store is not None:
+        name, number = run.policy
+        policy = Dense(number) if name == "dense" else MoC(k=number)
+        callbacks.append(MoECheckpoint(policy, run.store, on_phase=on_phase, **{**run.callback, **more}))
+    options: dict[str, Any] = dict(run.trainer)
+    if run.kind == "overflowing":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    if run.ranks > 1:
+        options["use_distributed_sampler"] = False
+        options["strategy"] = DDPStrategy(process_group_backend="gloo")
+    pl.seed_everything(11, verbose=False)
+    module = KINDS[run.kind](**{"layers": 2, "experts": 4, **run.model})
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=run.ranks,
+        max_epochs=run.epochs,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=run.store is not None or "modelcheckpoint" in run.beside,
+        limit_val_batches=None if run.validate else 0,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    return trainer, module, recorder
+
+
+def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable[[int], None]]:
+    if run.crash is not None and run.crash[0] == "read":
+        _kill_at_read(run.crash[1])
+    elif run.crash is not None:
+        phase = crash_at(*run.crash)
+        return phase, lambda step: phase("compute")
+    if run.kills is not None:
+        hook = KillSchedule.from_json(run.kills).hook(rank, f"{run.log}.kills")
+        return hook.on_phase, hook.on_step
+    if run.slow_copy_secs:
+        # In the middle of each copy: who changes live tensors too early tears the snapshot.
+        return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None, lambda step: None
+    return None, lambda step: None
+
+
+def _kill_at_read(n: int) -> None:
+    """In this process only, which is about to die."""
+
+    class Deadly(LocalStorage):
+        reads = 0
+
+        def read(self, *args: Any) -> bytearray:
+            Deadly.reads += 1
+            if Deadly.reads == n:
+                kill_process()
+            return super().read(*args)
+
+    moe_checkpoint.open_storage = lambda path, on_phase=None: Deadly(path, on_phase)
+
+
+def _beside(name: str, run: Run) -> pl.Callback:
+    if name == "modelcheckpoint":
+        return ModelCheckpoint(f"{run.store}_beside", save_last=True, every_n_train_steps=4)
+    if name == "ema":
+        return EMAWeightAveraging(decay=0.8)
+    return StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1, annealing_epochs=1)
+
+
+def loaders(run: Run) -> tuple[Any, Any]:
+    if run.ranks > 1:
+        # Lightning's own sampler for several ranks would hide the order of a shuffling loader from its state.
+        dataset = Tokens(run.samples)
+        sampler = SAMPLERS[run.sampler](dataset, run.ranks, int(os.environ["RANK"]), seed=3)
+        train = StatefulDataLoader(dataset, batch_size=4, sampler=sampler, num_workers=run.workers)
+    else:
+        train = loader(run.samples, num_workers=run.workers)
+    return train, (loader(8, shuffle=False) if run.validate else None)
+
+
+def main(run: Run) -> None:
+    """One life of the program."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    trainer, module, _ = build(run, rank)
+    trainer.fit(module, *loaders(run))
+    if run.out is not None:
+        torch.save(final_state(trainer, module), run.out + (f".{rank}" if rank else ""))
+
+
+if __name__ == "__main__":
+    main(Run.from_json(sys.argv[1]))

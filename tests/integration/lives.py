@@ -1,0 +1,277 @@
+"""Lives of the program in ``crash_run``: start it in a real process, kill it, read what it left.
+
+The processes are forked from a server that has imported torch and Lightning already: they are as real
+as any, but start in a tenth of a second instead of ten.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.storage import open_storage
+from tests.integration import crash_run
+from tests.integration.crash_run import Run
+
+KILLED = -signal.SIGKILL
+LIFE_SECS = 60.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.integration.crash_run", "moe_ckpt.engine.session"])
+
+
+def start(run: Run, rank: int = 0, environment: Mapping[str, str] | None = None) -> Any:
+    """One process of the program, started."""
+    process = _context.Process(target=_life, args=(run, rank, dict(environment or {})))
+    process.start()
+    return process
+
+
+def _life(run: Run, rank: int, environment: Mapping[str, str]) -> None:
+    if run.log is not None:
+        descriptor = os.open(f"{run.log}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    crash_run.main(run)
+
+
+def live(run: Run, kill_after_secs: float | None = None) -> int:
+    """Exit code of one life; ``kill_after_secs`` after its first line of log it is killed from outside."""
+    before = len(events(run))
+    process = start(run)
+    deadline = time.monotonic() + LIFE_SECS
+    try:
+        if kill_after_secs is not None:
+            while process.is_alive() and len(events(run)) == before and time.monotonic() < deadline:
+                time.sleep(0.002)
+            process.join(kill_after_secs)
+            process.kill()
+        process.join(max(0.0, deadline - time.monotonic()))
+        assert not process.is_alive(), f"still running after {LIFE_SECS} s\n{output(run)}"
+        code = process.exitcode
+        assert code in (0, KILLED), f"exit code {code}\n{output(run)}"
+        return code
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def live_ranks(run: Run) -> list[int]:
+    """Exit codes of all ranks of a run without torchrun (and so without restarts)."""
+    port = _free_port()
+    processes = []
+    for rank in range(run.ranks):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(run.ranks),
+            "LOCAL_WORLD_SIZE": str(run.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "lives",
+            "GROUP_RANK": "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        processes.append(start(run, rank, environment))
+    try:
+        for process in processes:
+            process.join(LIFE_SECS)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def output(run: Run) -> str:
+    """The last words of the program, for a failure's message."""
+    try:
+        return Path(f"{run.log}.txt").read_text()[-6000:]
+    except FileNotFoundError:
+        return "(no output)"
+
+
+def events(run: Run, rank: int = 0) -> list[dict[str, Any]]:
+    """What the program has logged so far; a line cut short by a kill is left out."""
+    try:
+        text = Path(run.log + (f".{rank}" if rank else "")).read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def split_lives(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The events of each life that came as far as training."""
+    found: list[list[dict[str, Any]]] = []
+    for line in lines:
+        if line["event"] == "start":
+            found.append([])
+        found[-1].append(line)
+    return found
+
+
+def placed(run: Run, directory: Path, name: str = "run") -> Run:
+    """The run with its files under ``directory``."""
+    return replace(
+        run,
+        store=str(directory / f"{name}_store"),
+        log=str(directory / f"{name}.jsonl"),
+        out=str(directory / f"{name}.pt"),
+    )
+
+
+@functools.cache
+def _undisturbed(words: str) -> tuple[Any, list[Any]]:
+    run = Run.from_json(words)
+    with tempfile.TemporaryDirectory(prefix="moe_ckpt_truth_", dir=fast_directory()) as directory:
+        run = placed(run, Path(directory), "truth")
+        codes = live_ranks(run) if run.ranks > 1 else [live(run)]
+        assert codes == [0] * run.ranks, f"the run without failures failed\n{output(run)}"
+        states = [load(run, rank) for rank in range(run.ranks)]
+        return states, [events(run, rank) for rank in range(run.ranks)]
+
+
+def undisturbed(run: Run) -> tuple[list[Any], list[list[dict[str, Any]]]]:
+    """(final state, events) per rank of the same program, never killed, in a directory of its own."""
+    return _undisturbed(replace(run, store=None, log=None, out=None, crash=None, kills=None).to_json())
+
+
+def load(run: Run, rank: int = 0) -> Any:
+    return torch.load(run.out + (f".{rank}" if rank else ""), weights_only=False)
+
+
+def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
+    """Where two states differ; equal means equal to the last bit (NaN equals NaN)."""
+    if type(a) is not type(b):
+        yield f"{path}: {type(a).__name__} is not {type(b).__name__}"
+    elif isinstance(a, Mapping):
+        if a.keys() != b.keys():
+            yield f"{path}: keys {sorted(map(str, a.keys() ^ b.keys()))}"
+        for key in a.keys() & b.keys():
+            yield from differences(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            yield f"{path}: length {len(a)}, {len(b)}"
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            yield from differences(x, y, f"{path}/{i}")
+    elif torch.is_tensor(a):
+        if not same_bits(a, b):
+            yield f"{path}: tensors differ"
+    elif isinstance(a, np.ndarray):
+        if not np.array_equal(a, b):
+            yield f"{path}: arrays differ"
+    elif a != b and not (a != a and b != b):
+        yield f"{path}: {a!r} is not {b!r}"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def assert_same_run(run: Run) -> None:
+    """The run of ``run``, however often it was killed, ended as if nothing had happened.
+
+    Final state and the loss of every batch, also of those that were computed more than once.
+    """
+    states, logs = undisturbed(run)
+    for rank in range(run.ranks):
+        found = list(differences(load(run, rank), states[rank]))
+        assert not found, f"rank {rank}: {found[:10]}"
+        assert_same_losses(events(run, rank), logs[rank])
+
+
+def assert_same_losses(lines: list[dict[str, Any]], truth: list[dict[str, Any]]) -> None:
+    wanted = {line["index"]: (line["loss"], line["step"]) for line in truth if line["event"] == "batch"}
+    seen = [line for line in lines if line["event"] == "batch"]
+    wrong = {line["index"] for line in seen if (line["loss"], line["step"]) != wanted[line["index"]]}
+    assert not wrong, f"losses of batches {sorted(wrong)} differ from the undisturbed run"
+    assert {line["index"] for line in seen} == wanted.keys()
+
+
+def assert_promises_kept(run: Run) -> None:
+    """No life came back to less than an earlier one had been told was committed."""
+    acked = 0
+    for life in split_lives(events(run)):
+        restored = life[0]["step"] or 0
+        assert restored >= acked, f"step {acked} was reported committed, but the run came back to {restored}"
+        acked = max([acked, *(line["acked"] or 0 for line in life if line["event"] == "batch")])
+
+
+def assert_store_sound(run: Run, *, ended: bool) -> None:
+    """Every committed checkpoint verifies; at the end nothing else is left of dead writers."""
+    storage = open_storage(run.store)
+    reader = StoreReader(storage)
+    for directory in reader.directories():
+        check_checkpoint(reader, reader.manifest(directory))
+    if ended:
+        assert temporaries(run.store) == []
+
+
+def temporaries(root: str | Path) -> list[str]:
+    return sorted(str(path) for path in Path(root).rglob("*") if path.name.endswith(".tmp"))
+
+
+def manifests(root: str | Path) -> list[Manifest]:
+    """Committed manifests, newest first."""
+    reader = StoreReader(open_storage(root))
+    return [reader.manifest(directory) for directory in reader.directories()]
+
+
+def committed(root: str | Path) -> list[str]:
+    return sorted(path.parent.name for path in Path(root).glob(f"*/{MANIFEST_NAME}"))
+
+
+def fast_directory() -> str | None:
+    """Memory-backed, where there is such a place: kill -9 loses nothing there either, and fsync is free."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory for stores, gone after the test."""
+    with tempfile.TemporaryDirectory(prefix="moe_ckpt_", dir=fast_directory()) as directory:
+        yield Path(directory)
+
+
+def retry_until(condition: Callable[[], bool], secs: float) -> bool:
+    deadline = time.monotonic() + secs
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
+
+
+if sys.platform != "linux":  # pragma: no cover
+    pytest.skip("these tests read /proc and kill processes", allow_module_level=True)

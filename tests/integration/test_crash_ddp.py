@@ -1,0 +1,112 @@
+"""Two ranks under a real torchrun: one is killed, the job restarts by itself and ends as it would have."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from moe_ckpt.testing import Kill, KillSchedule
+from tests.integration.crash_run import Run
+from tests.integration.lives import (
+    assert_promises_kept,
+    assert_same_run,
+    assert_store_sound,
+    events,
+    place,  # noqa: F401 - a fixture
+    placed,
+    split_lives,
+)
+from tests.integration.recount import Recount, check_history
+
+DENSE = Run(None, policy=("dense", 1), epochs=4, ranks=2)
+DENSE_3 = replace(DENSE, policy=("dense", 3), sampler="plain")
+MOC = replace(DENSE, policy=("moc", 1), hashes=True, callback={"when_busy": "wait"})
+TWO_RANK_ORDER = (0, 2, 1, 3)
+
+
+def torchrun(run: Run, kills: tuple[Kill, ...], timeout_secs: float = 240) -> Run:
+    """Run to the end under torchrun; every kill must have happened. Returns the run as it was told."""
+    run = replace(run, kills=KillSchedule(kills).to_json())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.ranks}"]
+    command += [f"--max-restarts={len(kills) + 1}", "-m", "tests.integration.crash_run", run.to_json()]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Without it gloo reads addresses of the dead from the rendezvous store (pytorch issue 135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    # A session of its own: on a timeout the launcher dies with its workers.
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout_secs)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        pytest.fail(f"the job did not end in {timeout_secs} s\n{said[-6000:]}", pytrace=False)
+    assert process.returncode == 0, said[-6000:]
+    fired = KillSchedule(kills).fired(f"{run.log}.kills")
+    assert sorted(fired) == sorted(kills), f"fired: {json.dumps([asdict(kill) for kill in fired])}\n{said[-3000:]}"
+    return run
+
+
+def _check_dense(run: Run, most_lives: int) -> None:
+    """Two ranks may die in one life."""
+    assert_store_sound(run, ended=True)
+    for rank in range(run.ranks):
+        assert 1 < len(split_lives(events(run, rank))) <= most_lives
+    assert_promises_kept(run)
+    assert_same_run(run)
+
+
+def _check_moc(run: Run) -> Recount:
+    assert_store_sound(run, ended=True)
+    assert_promises_kept(run)
+    recount = Recount(2, 4, 1, TWO_RANK_ORDER)
+    check_history(recount, [split_lives(events(run, rank)) for rank in range(run.ranks)])
+    return recount
+
+
+def test_dense_loses_nothing(place):  # noqa: F811
+    """Comes back in the middle of the second epoch, under a sampler that must be told so in time."""
+    run = torchrun(placed(replace(DENSE, sampler="plain"), place), (Kill(8, 1, "write"),))
+    _check_dense(run, most_lives=2)
+
+
+def test_moc_loses_what_it_says(place):  # noqa: F811
+    run = torchrun(placed(MOC, place), (Kill(9, 0, "manifest"),))
+    recount = _check_moc(run)
+    assert recount.lost > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [DENSE, DENSE_3], ids=["dense-1", "dense-3"])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        (Kill(5, 0, "compute"), Kill(12, 1, "compute")),
+        (Kill(4, 0, "manifest"), Kill(10, 0, "gc")),
+        (Kill(6, 0, "copy"), Kill(6, 1, "fsync"), Kill(13, 0, "rename")),
+    ],
+    ids=["compute", "rank-0-only", "writing"],
+)
+def test_dense_loses_nothing_however_often(run, kills, place):  # noqa: F811
+    run = torchrun(placed(run, place), kills)
+    _check_dense(run, most_lives=len(kills) + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_moc_loses_what_it_says_however_often(seed, place):  # noqa: F811
+    schedule = KillSchedule.draw(seed, kills=random.Random(seed).randint(2, 3), ranks=2, first_step=3, last_step=17)
+    _check_moc(torchrun(placed(MOC, place), schedule.kills))

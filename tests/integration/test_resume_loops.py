@@ -1,0 +1,128 @@
+"""A resumed run is the uninterrupted run: losses, validations, epochs, wherever in the loops it stopped."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.policies import Dense
+from tests.support.tiny_moe import TinyMoE, loader, state_of
+
+
+class Stopped(Exception):
+    pass
+
+
+class Validated(TinyMoE):
+    """Keeps every validation loss by (global step, batch)."""
+
+    def on_fit_start(self):
+        self.validations = {}
+
+    def validation_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.validations[self.trainer.global_step, batch_idx] = loss.item()
+        self.log("val_loss", loss)
+
+
+class StopAt(pl.Callback):
+    def __init__(self, step: int, where: str) -> None:
+        self.step, self.where = step, where
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.where == "batch" and trainer.global_step == self.step:
+            raise Stopped
+
+    def on_validation_start(self, trainer, pl_module):
+        if self.where == "validation" and trainer.global_step == self.step:
+            raise Stopped
+
+
+def train(dirpath, stop: StopAt | None = None, ckpt_path=None, policy=None, **options):
+    pl.seed_everything(7, verbose=False)
+    model = Validated()
+    checkpoint = MoECheckpoint(policy or Dense(1), dirpath, when_busy="wait")
+    trainer = pl.Trainer(
+        callbacks=[checkpoint, *([stop] if stop else [])],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 3, **options},
+    )
+    try:
+        trainer.fit(model, loader(32), loader(8, shuffle=False), ckpt_path=ckpt_path)
+    except Stopped:
+        assert stop is not None
+    else:
+        assert stop is None, "the run ended before it was to be stopped"
+    return model, trainer, checkpoint
+
+
+def position(trainer) -> tuple[int, ...]:
+    return (
+        trainer.global_step,
+        trainer.current_epoch,
+        trainer.fit_loop.epoch_loop._batches_that_stepped,
+        trainer.fit_loop.epoch_loop.total_batch_idx,
+    )
+
+
+def assert_same(reference, resumed, before) -> None:
+    model, trainer, _ = reference
+    expected = state_of(model, trainer.optimizers[0])
+    found = state_of(resumed[0], resumed[1].optimizers[0])
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert {**before[0].losses, **resumed[0].losses} == model.losses
+    assert {**before[0].validations, **resumed[0].validations} == model.validations
+    assert position(resumed[1]) == position(trainer)
+
+
+CASES = [
+    ({}, 3, "batch"),
+    ({}, 8, "batch"),  # the first batch of the second epoch
+    ({}, 8, "validation"),  # after the last batch of an epoch
+    ({"val_check_interval": 4}, 4, "batch"),
+    ({"val_check_interval": 4}, 12, "validation"),  # mid-epoch
+    ({"check_val_every_n_epoch": None, "val_check_interval": 6}, 12, "validation"),
+    ({"limit_train_batches": 5}, 5, "batch"),  # the loader is not exhausted at the end of the epoch
+    ({"limit_train_batches": 5}, 10, "validation"),
+    ({"check_val_every_n_epoch": 2}, 8, "batch"),  # an epoch that ends without validation
+    ({"accumulate_grad_batches": 3}, 3, "validation"),  # 8 batches: the last step accumulates only two
+    ({"num_sanity_val_steps": 0}, 17, "batch"),
+]
+
+
+@pytest.mark.parametrize(("options", "step", "where"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_automatic_resume_is_exact(tmp_path, options, step, where):
+    reference = train(tmp_path / "whole", **options)
+    before = train(tmp_path / "broken", StopAt(step, where), **options)
+    resumed = train(tmp_path / "broken", **options)
+    assert resumed[2].restored_step == step
+    assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize("step", [8, 11])
+@pytest.mark.parametrize("other_store", [False, True])
+def test_resume_by_ckpt_path_is_exact(tmp_path, step, other_store):
+    reference = train(tmp_path / "whole")
+    before = train(tmp_path / "broken", StopAt(step, "batch"))
+    target = tmp_path / ("other" if other_store else "broken")
+    resumed = train(target, ckpt_path=tmp_path / "broken" / f"step_{step:08d}")
+    assert resumed[2].restored_step == step
+    assert_same(reference, resumed, before)
+    assert (tmp_path / "broken" / f"step_{step:08d}").exists() == other_store  # its own store moved on
+
+
+def test_dense_run_starts_from_an_ordinary_lightning_checkpoint(tmp_path):
+    """ckpt_path of another kind wins over what is in dirpath, and token books go on."""
+    first = train(tmp_path / "a", StopAt(6, "batch"))
+    first[1].save_checkpoint(tmp_path / "plain.ckpt")
+    resumed = train(tmp_path / "a", ckpt_path=tmp_path / "plain.ckpt")
+    assert resumed[2].restored_step is None
+    assert resumed[1].global_step == 24
+    assert resumed[2].last.routed_tokens == train(tmp_path / "b")[2].last.routed_tokens

@@ -1,0 +1,264 @@
+"""Rules on the source, each a pure function from a parsed module to sentences on what breaks it.
+
+They read the syntax tree only, so an import hidden in a function, under ``TYPE_CHECKING`` or in
+``importlib.import_module("...")`` counts like one at the top.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "moe_ckpt"
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 70
+
+LAYERS = ("core", "policies", "format", "storage", "engine", "recovery", "modeling", "interop", "callbacks")
+"""Each may import itself and what stands before it."""
+ON_TOP = ("testing", "conf")
+"""May import every layer, but not one another."""
+SUMMIT = ("", "cli", "__main__")
+"""May import everything but ``testing``; "" is the package's own ``__init__``."""
+EVERYWHERE = ("errors", "ports")
+
+PURE = ("core", "policies")
+# fmt: off
+IMPURE_MODULES = frozenset(
+    {
+        "torch", "lightning", "pytorch_lightning", "hydra", "omegaconf", "transformers", "fsspec", "safetensors",
+        "os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess", "threading",
+        "multiprocessing", "concurrent", "asyncio", "signal", "tempfile", "shutil", "pathlib", "logging", "warnings",
+    }
+)
+# fmt: on
+HOMES = {
+    "lightning": ("callbacks", "interop"),
+    "pytorch_lightning": (),
+    "hydra": ("conf", "cli"),
+    "omegaconf": ("conf", "cli"),
+}
+"""Framework -> the only parts of the package that may import it."""
+PICKLERS = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"})
+UNPICKLING_CALLS = frozenset(
+    {
+        "broadcast_object_list",
+        "all_gather_object",
+        "gather_object",
+        "scatter_object_list",
+        "send_object_list",
+        "recv_object_list",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One parsed source file; ``name`` is dotted and relative to the package ("" is its ``__init__``)."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+    @property
+    def part(self) -> str:
+        """First component of the name: the layer."""
+        return self.name.partition(".")[0]
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+
+def read_package(root: Path) -> list[Module]:
+    """All modules below ``root``, which is the directory of the package."""
+    modules = []
+    for path in sorted(root.rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        modules.append(Module(".".join(parts[:-1] if is_package else parts), path.read_text(), is_package))
+    return modules
+
+
+def imports(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted target) of every import; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__") and node.args:
+            target = node.args[0]
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                yield node.lineno, target.value
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = [PACKAGE, *(module.name.split(".") if module.name else [])]
+    keep = len(parts) - node.level + (1 if module.is_package else 0)
+    return ".".join(parts[:keep] + ([node.module] if node.module else []))
+
+
+def _name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def direction(module: Module) -> Iterator[str]:
+    """Imports inside the package point downwards."""
+    known = {*LAYERS, *ON_TOP, *SUMMIT, *EVERYWHERE}
+    if module.part not in known:
+        yield f"{module.name} belongs to no layer: give {module.part!r} a place in tests/packaging/rules.py"
+        return
+    for line, target in imports(module):
+        head, _, rest = target.partition(".")
+        if head != PACKAGE:
+            continue
+        part = rest.partition(".")[0]
+        if part not in known and part != "__version__":
+            part = ""  # a name that the package's __init__ offers
+        if part != "__version__" and not _may_import(module.part, part):
+            who, whom = module.part or PACKAGE, part or PACKAGE
+            yield f"{module.name}:{line} imports {target}: {who!r} may not import {whom!r}"
+
+
+def _may_import(part: str, target: str) -> bool:
+    if target == part or target in EVERYWHERE:
+        return True
+    if target == "testing":
+        return False
+    if part == "errors":
+        return False
+    if part == "ports":
+        return target == "core"
+    if part in SUMMIT:
+        return True
+    if part in ON_TOP:
+        return target in LAYERS or target == ""
+    return target in LAYERS and LAYERS.index(target) < LAYERS.index(part)
+
+
+def purity(module: Module) -> Iterator[str]:
+    """``core`` and ``policies`` know no file, clock, environment, randomness, process, thread or framework."""
+    if module.part not in PURE:
+        return
+    for line, target in imports(module):
+        if target.partition(".")[0] in IMPURE_MODULES or target.startswith("numpy.random"):
+            yield f"{module.name}:{line} imports {target}, but {module.part} is pure"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and _name(node.func) in ("open", "print", "input"):
+            yield f"{module.name}:{node.lineno} calls {_name(node.func)}(), but {module.part} is pure"
+        if isinstance(node, ast.Attribute) and node.attr == "random" and _name(node.value) in ("np", "numpy"):
+            yield f"{module.name}:{node.lineno} uses numpy.random, but {module.part} is pure"
+
+
+def frameworks(module: Module) -> Iterator[str]:
+    """Lightning and Hydra are known to their adapters only, so that the library works without them."""
+    for line, target in imports(module):
+        head = target.partition(".")[0]
+        if head in HOMES and module.part not in HOMES[head]:
+            yield f"{module.name}:{line} imports {target}: only {' and '.join(HOMES[head]) or 'nobody'} may"
+
+
+def ports_without_torch(module: Module) -> Iterator[str]:
+    """``ports`` names torch for the type checker only."""
+    if module.name not in EVERYWHERE:
+        return
+    tree = module.tree
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.partition(".")[0] == "torch" for name in names) and id(node) not in guarded:
+            yield f"{module.name}:{node.lineno} imports torch outside TYPE_CHECKING"
+
+
+def no_pickle(module: Module) -> Iterator[str]:
+    """Nothing that is read can run code."""
+    for line, target in imports(module):
+        if target.partition(".")[0] in PICKLERS:
+            yield f"{module.name}:{line} imports {target}"
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = _name(node.func)
+        owner = _name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        flags = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+        if called == "load" and owner == "torch" and flags.get("weights_only") is not True:
+            yield f"{module.name}:{node.lineno} calls torch.load without weights_only=True"
+        if called == "load" and owner in ("np", "numpy") and flags.get("allow_pickle"):
+            yield f"{module.name}:{node.lineno} calls numpy.load with allow_pickle"
+        if called in UNPICKLING_CALLS:
+            yield f"{module.name}:{node.lineno} calls {called}, which unpickles what peers send"
+
+
+def no_assert(module: Module) -> Iterator[str]:
+    """Validation must survive ``python -O``."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Assert):
+            yield f"{module.name}:{node.lineno} has an assert; raise an error of moe_ckpt.errors"
+
+
+def sizes(module: Module) -> Iterator[str]:
+    """Files and functions that can be read in one go."""
+    lines = module.source.count("\n") + 1
+    if lines > MAX_FILE_LINES + 1:
+        yield f"{module.name} has {lines - 1} lines, more than {MAX_FILE_LINES}"
+    for node in _functions(module):
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            yield f"{module.name}:{node.lineno} {node.name} has {length} lines, more than {MAX_FUNCTION_LINES}"
+
+
+def annotated(module: Module) -> Iterator[str]:
+    """Every argument and every result has a type."""
+    for node in _functions(module):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        arguments += [a for a in (node.args.vararg, node.args.kwarg) if a is not None]
+        bare = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls", "mcs")]
+        if bare:
+            yield f"{module.name}:{node.lineno} {node.name}: no type for {', '.join(bare)}"
+        if node.returns is None:
+            yield f"{module.name}:{node.lineno} {node.name}: no result type"
+
+
+def broad_except(module: Module) -> Iterator[str]:
+    """Catching everything for good needs a reason beside it: only a thread's or process's edge has one."""
+    lines = module.source.splitlines()
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        broad = any(kind is None or _name(kind) in ("Exception", "BaseException") for kind in kinds)
+        last = node.body[-1]
+        passed_on = isinstance(last, ast.Raise) and last.exc is None
+        if broad and not passed_on and "#" not in lines[node.lineno - 1]:
+            yield f"{module.name}:{node.lineno} catches everything without saying why on the same line"
+
+
+def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+Rule = Callable[[Module], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    direction,
+    purity,
+    frameworks,
+    ports_without_torch,
+    no_pickle,
+    no_assert,
+    sizes,
+    annotated,
+    broad_except,
+)

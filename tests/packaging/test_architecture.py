@@ -1,0 +1,100 @@
+"""The source keeps its layers, its purity and its sizes; and every rule is shown able to fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.packaging import rules
+from tests.packaging.rules import Module
+
+SOURCE = Path(__file__).parents[2] / "src" / rules.PACKAGE
+MODULES = rules.read_package(SOURCE)
+
+
+def test_the_package_was_read():
+    names = {module.name for module in MODULES}
+    assert {"", "core.operators", "policies.moc", "format.manifest", "ports", "errors"} <= names
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_source_keeps(rule):
+    problems = [problem for module in MODULES for problem in rule(module)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source", "said"),
+    [
+        (rules.direction, "core.plan", "from moe_ckpt.policies import MoC", "'core' may not import 'policies'"),
+        (rules.direction, "core.plan", "from moe_ckpt import policies", "'core' may not import 'policies'"),
+        (rules.direction, "core.plan", "import moe_ckpt.engine.worker", "'core' may not import 'engine'"),
+        (rules.direction, "core.plan", "from ..engine import worker", "'core' may not import 'engine'"),
+        (rules.direction, "format.tree", "from moe_ckpt.storage.local import x", "may not import 'storage'"),
+        (rules.direction, "engine.worker", "def f():\n    from moe_ckpt.recovery import x", "engine.worker:2"),
+        (rules.direction, "engine.worker", "if TYPE_CHECKING:\n    from moe_ckpt.callbacks import x", "'callbacks'"),
+        (rules.direction, "engine.worker", "import importlib as i\ni.import_module('moe_ckpt.cli')", "'cli'"),
+        (rules.direction, "engine.worker", "from moe_ckpt import MoECheckpoint", "may not import 'moe_ckpt'"),
+        (rules.direction, "cli.main", "from moe_ckpt.testing import FaultyStorage", "may not import 'testing'"),
+        (rules.direction, "interop.dcp", "from moe_ckpt.callbacks import x", "may not import 'callbacks'"),
+        (rules.direction, "testing.faults", "from moe_ckpt.conf import schema", "may not import 'conf'"),
+        (rules.direction, "errors", "from moe_ckpt.core.plan import Tier", "'errors' may not import 'core'"),
+        (rules.direction, "ports", "from moe_ckpt.engine import x", "'ports' may not import 'engine'"),
+        (rules.direction, "helpers.misc", "", "belongs to no layer"),
+        (rules.purity, "core.x", "import torch", "imports torch"),
+        (rules.purity, "policies.x", "from time import monotonic", "imports time.monotonic"),
+        (rules.purity, "policies.x", "import os.path", "imports os.path"),
+        (rules.purity, "core.x", "import numpy as np\nnp.random.rand()", "uses numpy.random"),
+        (rules.purity, "core.x", "from numpy.random import rand", "imports numpy.random.rand"),
+        (rules.purity, "core.x", "open('f')", "calls open()"),
+        (rules.frameworks, "engine.x", "import lightning.pytorch as pl", "only callbacks and interop may"),
+        (rules.frameworks, "conf.x", "from lightning import Trainer", "only callbacks and interop may"),
+        (rules.frameworks, "callbacks.x", "from hydra.utils import instantiate", "only conf and cli may"),
+        (rules.frameworks, "storage.x", "import omegaconf", "only conf and cli may"),
+        (rules.frameworks, "callbacks.x", "import pytorch_lightning", "only nobody may"),
+        (rules.ports_without_torch, "ports", "import torch", "outside TYPE_CHECKING"),
+        (rules.ports_without_torch, "ports", "from torch import Tensor", "outside TYPE_CHECKING"),
+        (rules.no_pickle, "engine.x", "import pickle", "imports pickle"),
+        (rules.no_pickle, "engine.x", "from cloudpickle import loads", "imports cloudpickle"),
+        (rules.no_pickle, "interop.x", "torch.load(f)", "without weights_only=True"),
+        (rules.no_pickle, "interop.x", "torch.load(f, weights_only=False)", "without weights_only=True"),
+        (rules.no_pickle, "interop.x", "np.load(f, allow_pickle=True)", "allow_pickle"),
+        (rules.no_pickle, "engine.x", "dist.all_gather_object(a, b)", "unpickles"),
+        (rules.no_assert, "engine.x", "def f(x):\n    assert x", "has an assert"),
+        (rules.sizes, "engine.x", "x = 1\n" * 501, "has 501 lines"),
+        (rules.sizes, "engine.x", "def f() -> None:\n" + "    x = 1\n" * 70, "f has 71 lines"),
+        (rules.annotated, "engine.x", "def f(a, *b, c: int, **d) -> None: ...", "no type for a, b, d"),
+        (rules.annotated, "engine.x", "class A:\n    def f(self): ...", "no result type"),
+        (rules.broad_except, "engine.x", "try: ...\nexcept Exception: ...", "catches everything"),
+        (rules.broad_except, "engine.x", "try: ...\nexcept: ...", "catches everything"),
+        (rules.broad_except, "engine.x", "try: ...\nexcept (OSError, BaseException): ...", "catches everything"),
+    ],
+)
+def test_rule_can_fail(rule, name, source, said):
+    problems = list(rule(Module(name, source)))
+    assert len(problems) == 1
+    assert said in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (rules.direction, "engine.worker", "from moe_ckpt.storage import base\nfrom moe_ckpt import __version__"),
+        (rules.direction, "core.plan", "from moe_ckpt.errors import ConfigError\nfrom moe_ckpt import ports"),
+        (rules.direction, "testing.faults", "from moe_ckpt.storage import base\nfrom moe_ckpt.testing import x"),
+        (rules.direction, "cli.main", "from moe_ckpt.interop import dcp\nfrom moe_ckpt import register_moe"),
+        (rules.ports_without_torch, "ports", "if TYPE_CHECKING:\n    import torch"),
+        (rules.no_pickle, "interop.x", "torch.load(f, weights_only=True)"),
+        (rules.sizes, "engine.x", "x = 1\n" * 500),
+        (rules.broad_except, "engine.x", "try: ...\nexcept Exception:  # a thread's edge\n    ..."),
+        (rules.broad_except, "engine.x", "try: ...\nexcept BaseException:\n    release()\n    raise"),
+    ],
+)
+def test_rule_lets_pass(rule, name, source):
+    assert list(rule(Module(name, source))) == []
+
+
+def test_relative_imports_are_resolved():
+    package = Module("engine", "from .worker import x\nfrom ..storage import base", is_package=True)
+    assert [target for _, target in rules.imports(package)] == ["moe_ckpt.engine.worker.x", "moe_ckpt.storage.base"]

@@ -1,0 +1,105 @@
+"""docs/format.md says what the code does: its snippet reads a store, and its tables name every field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ckpt.format import FORMAT_VERSION, SUPPORTED_VERSIONS
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.identity import Identity
+from moe_ckpt.format.manifest import FileRecord, LayerRecord, Manifest, ModelRecord, StateRecord
+from moe_ckpt.format.sealed import unseal
+from tests.support.store_builder import TinyRun, example
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "format.md").read_text()
+
+
+def section(title):
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S)
+    assert found, f"docs/format.md has no section {title!r}"
+    return found[1]
+
+
+def snippet():
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    namespace = {}
+    exec(compile(code, "docs/format.md", "exec"), namespace)
+    return namespace["read_by_hand"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_snippet_reads_every_tensor_of_a_partial_checkpoint(tmp_path, sharded):
+    run = example(tmp_path, sharded=sharded)
+    read = snippet()
+    for key, expected in run.views["step_00000003"].items():
+        assert torch.equal(read(tmp_path, key), expected), key
+
+
+def test_the_snippet_takes_the_newest_life_of_the_run(tmp_path):
+    run = TinyRun(tmp_path)
+    run.save(1)
+    run.save(2)
+    directory = run.save(1, generation=1)
+    key = "model/embed.weight"
+    assert torch.equal(snippet()(tmp_path, key), run.views[directory][key])
+
+
+def test_the_snippet_is_as_short_as_promised():
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    body = code[code.index("def ") :].strip().splitlines()
+    assert len(body) <= 15
+
+
+@pytest.mark.parametrize(
+    ("title", "record"),
+    [
+        ("store.json", Identity),
+        ("MANIFEST.json", Manifest),
+        ("MANIFEST.json", FileRecord),
+        ("MANIFEST.json", StateRecord),
+        ("MANIFEST.json", ModelRecord),
+        ("MANIFEST.json", LayerRecord),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_every_field_is_described(title, record):
+    named = set(re.findall(r"`([^`\s]+)`", section(title)))
+    assert {field.name for field in fields(record)} <= named
+
+
+def test_fields_that_the_code_does_not_have_are_not_described(tmp_path):
+    run = TinyRun(tmp_path)
+    path = tmp_path / run.save(1) / "MANIFEST.json"
+    table = re.findall(r"^\| (`.*?) \|", section("MANIFEST.json"), re.M)
+    assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} == set(unseal(path.read_bytes(), "m"))
+
+
+def test_state_file_fields_are_described(tmp_path):
+    run = TinyRun(tmp_path)
+    path = tmp_path / run.save(1) / "rank_00000_state.json"
+    named = set(re.findall(r"`([^`\s]+)`", section("State files")))
+    assert set(unseal(path.read_bytes(), "s")) <= named
+
+
+def test_rows_are_listed_in_the_order_of_the_file():
+    for record in (FileRecord, StateRecord):
+        assert ", ".join(f"`{field.name}`" for field in fields(record)) in section("MANIFEST.json")
+
+
+def test_versions_and_element_types():
+    assert TEXT.startswith(f"# On-disk format, version {FORMAT_VERSION}\n")
+    assert SUPPORTED_VERSIONS == (1,)
+    listed = re.search(r"Element types: `(.*?)`", TEXT)[1].split()
+    assert listed == list(TORCH_DTYPES)
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"

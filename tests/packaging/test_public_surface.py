@@ -1,0 +1,143 @@
+"""What users and stored files rely on, written down once. A change here is a change for them.
+
+If one of these tests fails and the change is meant: put it right in ``SURFACE``, ``RECORDS`` or ``CONFIG_GROUPS``, and
+say it in CHANGELOG.md; for ``RECORDS`` also in docs/format.md, with a new format version unless old files still open.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tests.packaging import rules
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "moe_ckpt"
+
+SURFACE = {
+    "moe_ckpt": "__version__ register_moe",
+    "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO",
+    "moe_ckpt.conf": "build_callback register",
+    "moe_ckpt.policies": "CheckFreq Dense Measured MoC Policy PolicyContext",
+    "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
+    "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
+}
+"""Module -> its ``__all__``. Every package with an ``__all__`` is listed."""
+
+ERRORS = (
+    "ConfigError CoverageError DamagedError ForeignStoreError FormatVersionError HostMemoryError MissingPackageError "
+    "MoECheckpointError NoCheckpointError NoMoELayerError SaveFailedError StoreError StoreInUseError "
+    "StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
+)
+
+POLICY_OPTIONS = {
+    "Dense": "every_n_steps sync",
+    "CheckFreq": "max_overhead profile_steps max_interval",
+    "MoC": "k every_n_steps selector",
+}
+
+RECORDS = {
+    "moe_ckpt.format.identity.Identity": "run_id fingerprint created_unix_secs",
+    "moe_ckpt.format.manifest.Manifest": (
+        "run_id step generation world_size index created_unix_secs model files operators states parent policy tokens"
+    ),
+    "moe_ckpt.format.manifest.FileRecord": "path nbytes header_nbytes header_digest step rank",
+    "moe_ckpt.format.manifest.StateRecord": "path nbytes digest rank",
+    "moe_ckpt.format.manifest.OperatorRecord": "step files",
+    "moe_ckpt.format.manifest.LayerRecord": "name experts top_k",
+    "moe_ckpt.format.manifest.ModelRecord": "fingerprint layers aliases",
+    "moe_ckpt.format.shard.ShardHeader": "run_id step generation rank slices",
+    "moe_ckpt.format.shard.SliceEntry": (
+        "key operator dtype offsets shape global_shape begin end checksum on_param_device"
+    ),
+}
+"""Record -> its fields in order, which for rows is the order on disk."""
+
+CONFIG_GROUPS = {
+    "callbacks": "moe_ckpt",
+    "moe_ckpt": "default",
+    "moe_ckpt/policy": "checkfreq dense moc",
+    "moe_ckpt/retention": "milestones recent",
+    "moe_ckpt/store": "local remote",
+}
+
+EXTRAS = "lightning hydra cli plot remote recipes dev"
+
+
+def names(module):
+    """``__all__`` as written in the source; None if there is none."""
+    for node in module.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return ast.literal_eval(node.value)
+    return None
+
+
+def test_every_package_with_a_public_surface_is_frozen():
+    found = {f"moe_ckpt.{m.name}".rstrip("."): names(m) for m in rules.read_package(SOURCE) if m.is_package}
+    assert {name for name, listed in found.items() if listed is not None} == set(SURFACE)
+
+
+@pytest.mark.parametrize("module", SURFACE)
+def test_public_names(module):
+    imported = importlib.import_module(module)
+    assert sorted(imported.__all__) == sorted(SURFACE[module].split())
+    assert all(hasattr(imported, name) for name in imported.__all__)
+
+
+def test_errors_and_their_families():
+    errors = importlib.import_module("moe_ckpt.errors")
+    found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert sorted(found) == sorted(ERRORS.split())
+    for name in set(found) - {"MoECheckpointError", "UserError", "StoreError"}:
+        assert issubclass(found[name], errors.UserError) != issubclass(found[name], errors.StoreError)
+
+
+@pytest.mark.parametrize("policy", POLICY_OPTIONS)
+def test_policy_options(policy):
+    kind = getattr(importlib.import_module("moe_ckpt.policies"), policy)
+    assert [field.name for field in fields(kind)] == POLICY_OPTIONS[policy].split()
+    assert list(kind().describe()) == ["name", *POLICY_OPTIONS[policy].split()]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_stored_records(record):
+    module, _, name = record.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    assert [field.name for field in fields(kind)] == RECORDS[record].split()
+
+
+def test_config_groups():
+    conf = SOURCE / "conf"
+    found = {}
+    for path in sorted(conf.rglob("*.yaml")):
+        found.setdefault(str(path.parent.relative_to(conf)), []).append(path.stem)
+    assert found == {group: options.split() for group, options in CONFIG_GROUPS.items()}
+
+
+def test_extras():
+    text = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert re.findall(r"^(\w+) = \[", text, re.M) == EXTRAS.split()
+
+
+def test_messages_name_extras_that_exist():
+    named = []
+    for module in rules.read_package(SOURCE):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and rules._name(node.func) == "MissingPackageError":
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                named.append(ast.literal_eval(given["extra"] if "extra" in given else node.args[2]))
+    assert named
+    assert set(named) <= set(EXTRAS.split())
+
+
+def test_the_callbacks_link_leads_to_the_package():
+    link = ROOT / "callbacks"
+    assert link.is_symlink()
+    assert not link.readlink().is_absolute()
+    assert link.resolve() == SOURCE / "callbacks"

@@ -1,0 +1,61 @@
+"""The helper itself: results in order, failures reported, nobody left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import RanksFailed, processes, run_ranks, start_ranks
+
+
+def _sum_of_ranks(rank, world_size, add):
+    value = torch.tensor([rank + add])
+    dist.all_reduce(value)
+    return rank, value
+
+
+def _fails_on_one(rank, world_size):
+    if rank == 1:
+        raise ValueError("rank one says no")
+    return rank
+
+
+def _killed_on_one(rank, world_size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def _sleeps(rank, world_size):
+    time.sleep(60)
+
+
+def test_results_come_back_in_rank_order():
+    results = run_ranks(_sum_of_ranks, 2, 10)
+    assert [rank for rank, _ in results] == [0, 1]
+    assert all(torch.equal(value, torch.tensor([21])) for _, value in results)
+
+
+def test_an_exception_is_reported_with_its_rank():
+    with pytest.raises(RanksFailed, match=r"(?s)1 of 2 ranks failed.*rank 1.*rank one says no"):
+        run_ranks(_fails_on_one, 2)
+
+
+def test_a_killed_rank_is_an_outcome():
+    first, second = start_ranks(_killed_on_one, 2)
+    assert first.ok
+    assert first.value == 0
+    assert (second.ok, second.exitcode) == (False, -signal.SIGKILL)
+
+
+def test_time_is_limited(monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_SECS", 1.0)
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match="time was up"):
+        run_ranks(_sleeps, 1, timeout=6)
+    assert time.monotonic() - began < 30

@@ -1,0 +1,49 @@
+"""Small catalogs and contexts as literals, for tests that need no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_ckpt.core.operators import (
+    Catalog,
+    MoELayer,
+    Operator,
+    OperatorKind,
+    Span,
+    expert_id,
+    gate_id,
+    non_expert_id,
+)
+from moe_ckpt.policies import PolicyContext
+
+
+def catalog(layers: int, experts: int, *, stacked: bool = True, first_index: int = 0) -> Catalog:
+    """A model of ``layers`` MoE layers, each with a gate and ``experts`` experts, and one embedding."""
+    parameters: dict[str, tuple[int, ...]] = {"embed.weight": (7, 4)}
+    operators = [Operator(non_expert_id("embed"), OperatorKind.NON_EXPERT, (Span("embed.weight"),))]
+    moe = []
+    for layer in range(first_index, first_index + layers):
+        name = f"layers.{layer}.moe"
+        moe.append(MoELayer(layer, name, experts, top_k=1))
+        parameters[f"{name}.gate.weight"] = (experts, 4)
+        operators.append(Operator(gate_id(layer), OperatorKind.GATE, (Span(f"{name}.gate.weight"),), layer))
+        if stacked:
+            parameters[f"{name}.w"] = (experts, 4, 3)
+        for expert in range(experts):
+            if stacked:
+                span = Span(f"{name}.w", expert, expert + 1)
+            else:
+                span = Span(f"{name}.experts.{expert}.w")
+                parameters[span.parameter] = (4, 3)
+            operators.append(Operator(expert_id(layer, expert), OperatorKind.EXPERT, (span,), layer, expert))
+    return Catalog(tuple(operators), tuple(moe), parameters)
+
+
+def context(model: Catalog, step: int = 1, **facts: Any) -> PolicyContext:
+    return PolicyContext(step=step, catalog=model, **facts)
+
+
+def experts_in(operators: tuple[str, ...]) -> set[tuple[int, int]]:
+    """The ``(layer, expert)`` pairs among operator ids."""
+    parts = [op.split("/") for op in operators if op.startswith("expert/")]
+    return {(int(layer), int(expert)) for _, layer, expert in parts}

@@ -1,0 +1,297 @@
+"""A real session around a hand-made training state: for tests of the engine without model and framework.
+
+``Life`` is one life of a run of ``TinyState``. Several ranks are several threads (``run_threads``) that
+talk through ``ThreadRanks``; the storage is a real directory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.session import CheckpointSession, StepRecord
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.policies import MoC, Policy
+from moe_ckpt.ports import Communicator, StateTensor
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.testing import FaultyStorage
+from tests.support.store_builder import values_at
+from tests.unit.builders import catalog
+
+KEEP_ALL = RetentionPolicy(keep_last=1000)
+PATIENCE_SECS = 30.0
+"""Longest wait in a test for what should happen at once, on a machine that may be busy."""
+
+
+MODEL = catalog(2, 4)
+ALL = {op.id for op in MODEL.operators}
+ALWAYS = {op.id for op in MODEL.always_saved}
+
+
+def sequential(index: int) -> set[tuple[int, int]]:
+    """Experts that MoC(k=1) saves in the checkpoint of this index, on one rank."""
+    return {(layer, (index + layer) % 4) for layer in range(2)}
+
+
+def versions_after(checkpoints: list[tuple[int, set[tuple[int, int]]]]) -> dict[str, int]:
+    """Operator -> step of its newest copy, after these (step, experts) checkpoints, the first of them dense."""
+    versions = {}
+    for number, (step, experts) in enumerate(checkpoints):
+        saved = ALL if number == 0 else ALWAYS | {expert_id(*e) for e in experts}
+        versions.update(dict.fromkeys(saved, step))
+    return versions
+
+
+def steps_of_experts(versions: dict[str, int]) -> np.ndarray:
+    """``[L, E]``"""
+    return np.array([[versions[expert_id(layer, e)] for e in range(4)] for layer in range(2)])
+
+
+class TinyState:
+    """All ranks hold everything; the tensors at ``step`` are a pure function of key and step.
+
+    ``change`` replaces what ``tensors()`` gives: a test's way to break one rank's share.
+    """
+
+    def __init__(self, model: Catalog) -> None:
+        self.held: dict[str, StateTensor] = {}
+        self.change: Callable[[list[StateTensor]], list[StateTensor]] = lambda tensors: tensors
+        for name, shape in model.parameters.items():
+            for key, its_shape in ((f"model/{name}", shape), *_optim(name, shape)):
+                self.held[key] = StateTensor(key, name, torch.zeros(its_shape), (0,) * len(its_shape), its_shape)
+
+    def advance(self, step: int) -> None:
+        for key, tensor in self.held.items():
+            tensor.local.copy_(values_at(step, key, tensor.global_shape, torch.float32))
+
+    def tensors(self) -> Sequence[StateTensor]:
+        return self.change(list(self.held.values()))
+
+    def plain(self) -> Mapping[str, Any]:
+        return {}
+
+    def prepare(self, wanted: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def _optim(name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, tuple[int, ...]]]:
+    return ((f"optim/0/{name}/exp_avg", shape), (f"optim/0/{name}/step", ()))
+
+
+class GatedStorage(LocalStorage):
+    """Writes into step directories wait while the gate is closed: storage as slow as a test wants it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        if path.startswith("step_") and not self.gate.wait(PATIENCE_SECS):
+            raise TimeoutError("a test forgot to open the gate")
+        return super().write(path, chunks)
+
+
+def failing(root: Path, fail_at: int | None, persistent: bool = False) -> FaultyStorage:
+    """Fails the n-th write into a step directory (three files per checkpoint and the manifest)."""
+
+    class Failing(FaultyStorage):
+        def write(self, path, chunks):
+            return super().write(path, chunks) if path.startswith("step_") else self.inner.write(path, chunks)
+
+    return Failing(LocalStorage(root), fail_at, persistent=persistent, verbs={"write"})
+
+
+class Life:
+    """One life of a run: a session, its state, and what each step reported.
+
+    counts: ``[L, E]`` tokens of every step.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        model: Catalog | None = None,
+        policy: Policy | None = None,
+        comm: Communicator | None = None,
+        on_phase: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = model or catalog(2, 4)
+        self.storage = storage
+        self.state = TinyState(self.model)
+        self.step = 0
+        self.records: list[StepRecord] = []
+        layers = len(self.model.layers)
+        self.counts = np.arange(1, 1 + layers * 4, dtype=np.int64).reshape(layers, 4)
+        self.session = CheckpointSession(
+            storage=storage,
+            policy=policy or MoC(k=1),
+            catalog=self.model,
+            state=self.state,
+            comm=comm or SoloCommunicator(),
+            settings=Settings(**{"retention": KEEP_ALL, "timeout_secs": PATIENCE_SECS, **settings}),
+            on_phase=on_phase,
+        )
+
+    def __enter__(self) -> Life:
+        self.session.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.session.close()
+
+    def go(self, steps: int = 1, *, settle: bool = False) -> StepRecord:
+        """Train so many steps; with ``settle`` each checkpoint is resolved before the next step begins."""
+        for _ in range(steps):
+            self.session.before_update()
+            self.step += 1
+            self.state.advance(self.step)
+            self.records.append(self.session.after_update(self.step, self.counts.copy(), self.capture))
+            if settle:
+                self.settle()
+        return self.records[-1]
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way; the books learn of it at the next step."""
+        self.session._running.wait(self.step)
+
+    def capture(self) -> dict[str, Any]:
+        return {"step": self.step, "buffer": torch.full((3,), float(self.step)), "empty": torch.empty(0)}
+
+    def finish(self, **how: Any) -> None:
+        self.session.finish(self.step, self.capture, **{"save_last": True, **how})
+
+
+class ThreadRanks:
+    """What ``world_size`` threads exchange; ``comm(rank)`` is one's communicator.
+
+    ``on_agree(rank)`` is called before each agreement.
+    """
+
+    def __init__(self, world_size: int, on_agree: Callable[[int], None] = lambda rank: None) -> None:
+        self.world_size = world_size
+        self.on_agree = on_agree
+        self.training, self.persist = _Meeting(world_size), _Meeting(world_size)
+
+    def comm(self, rank: int) -> ThreadCommunicator:
+        return ThreadCommunicator(self, rank)
+
+    def abandon(self) -> None:
+        self.training.barrier.abort()
+        self.persist.barrier.abort()
+
+
+class _Meeting:
+    def __init__(self, world_size: int) -> None:
+        self.slots: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=PATIENCE_SECS)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Everybody's value. A missing rank raises ``BrokenBarrierError``, a RuntimeError, as gloo does."""
+        self.slots[rank] = value
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+
+class ThreadCommunicator:
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        self._ranks = ranks
+        self.rank = rank
+        self.world_size = ranks.world_size
+
+    def agree(self, summed, largest):
+        self._ranks.on_agree(self.rank)
+        found = self._ranks.training.exchange(self.rank, (summed.copy(), largest.copy()))
+        return sum(s for s, _ in found), np.maximum.reduce([m for _, m in found])
+
+    def broadcast(self, payload: bytes) -> bytes:
+        return self._ranks.training.exchange(self.rank, payload)[0]
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        found = self._ranks.persist.exchange(self.rank, payload)
+        return None if self.rank else found
+
+    def announce(self, payload: bytes) -> bytes:
+        return self._ranks.persist.exchange(self.rank, payload)[0]
+
+    def close(self) -> None:
+        pass
+
+
+def run_threads(ranks: ThreadRanks, body: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+    """Results of ``body(comm)`` in one thread per rank; the first error, which also frees the others."""
+    results: list[Any] = [None] * ranks.world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(ranks.comm(rank))
+        except BaseException as error:  # a thread's boundary: raised below
+            errors.append(error)
+            ranks.abandon()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE_SECS)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+# --- what is on disk ---
+
+
+def manifests(root: Path) -> list[Manifest]:
+    """All committed checkpoints, oldest first, each proven whole and undamaged."""
+    reader = StoreReader(LocalStorage(root))
+    found = [reader.manifest(name) for name in reversed(reader.directories())]
+    for manifest in found:
+        check_checkpoint(reader, manifest)
+    return found
+
+
+def assert_view(root: Path, model: Catalog, manifest: Manifest, versions: Mapping[str, int]) -> None:
+    """Each operator of the view is at the step of ``versions``, and its values are those of that step."""
+    assert {op: record.step for op, record in manifest.operators.items()} == dict(versions)
+    reader = StoreReader(LocalStorage(root))
+    tensors = reader.index(manifest).tensors
+    assert set(tensors) == set(TinyState(model).held)
+    for key in tensors:
+        found = reader.tensor(manifest, key)
+        for rows, operator in _rows_of(model, key):
+            step = versions[operator]
+            expected = values_at(step, key, tuple(found.shape), torch.float32)
+            assert torch.equal(found[rows], expected[rows]), f"{key} {rows} is not that of step {step}"
+
+
+def _rows_of(model: Catalog, key: str) -> list[tuple[Any, str]]:
+    """(rows, operator) of one tensor of a catalog that ``builders.catalog`` made with stacked experts."""
+    name = key.partition("/")[2] if key.startswith("model/") else key.split("/")[2]
+    for layer in model.layers:
+        if name == f"{layer.name}.w":
+            if key.endswith("/step"):
+                return [(..., f"gate/{layer.index}")]
+            return [(e, f"expert/{layer.index}/{e}") for e in range(layer.experts)]
+        if name == f"{layer.name}.gate.weight":
+            return [(..., f"gate/{layer.index}")]
+    return [(..., "non_expert/embed")]

@@ -1,0 +1,74 @@
+"""The benchmarks still run, and their numbers mean what they say."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("rich")
+
+import lightning.pytorch as pl
+
+from benchmarks import agreement, copy_speed, stall
+from benchmarks.contestants import Gate, HookClock
+
+
+@pytest.mark.timeout(120)
+def test_stall_runs_and_finds_what_was_written(tmp_path, capfd):
+    out = tmp_path / "out"
+    names = ["no checkpoint", "moe_ckpt", "AsyncCheckpointIO"]
+    code = stall.main(
+        [*f"--size tiny --iterations 2 --rounds 1 --write --dir {tmp_path} --out {out}".split(), "--only", *names]
+    )
+    assert code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    found = json.loads((out / "stall_disk.json").read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert len(rows) == 5
+    assert found["not_run"] == {}
+    dense, moc = rows["moe_ckpt Dense, async"], rows["moe_ckpt MoC, K=1"]
+    assert all(row["saved"] == 1.0 for name, row in rows.items() if name != "no checkpoint")
+    assert rows["no checkpoint"]["nbytes"] == rows["no checkpoint"]["hook"] == 0
+    assert found["state_nbytes"] < dense["nbytes"] < 1.5 * found["state_nbytes"] + 200_000
+    assert moc["nbytes"] < 0.8 * dense["nbytes"]
+    assert "moe_ckpt MoC" in capfd.readouterr().out
+
+
+def test_copy_speed_runs(tmp_path):
+    options = f"--mib 2 --repeats 1 --largest 1 --alone --write --dir {tmp_path} --out {tmp_path}"
+    assert copy_speed.main(options.split()) == 0
+    found = json.loads((tmp_path / "copy_speed.json").read_text())
+    assert found["copies_ms"].keys() >= {"memcpy, warm", "moe_ckpt copy_on_cpu", "xxh3 checksum", "write + fsync"}
+    assert len(found["begin_ms"]) == 2
+
+
+@pytest.mark.slow
+def test_agreement_is_measured_on_two_ranks():
+    found = agreement.agreement_secs(repeats=1)
+    assert set(found) == {"6 x 8", "48 x 128"}
+    assert all(0 < secs < 1 for secs in found.values())
+
+
+def test_hook_clock_counts_time_in_hooks_only():
+    class Slow(pl.Callback):
+        def on_train_batch_end(self, *_):
+            time.sleep(0.02)
+
+    slow = Slow()
+    clock = HookClock([slow])
+    time.sleep(0.02)
+    slow.on_train_batch_end(None, None, None, None, 0)
+    assert 0.019 < clock.take() < 0.039 + 0.2
+    assert clock.take() == 0.0
+
+
+def test_gate_is_closed_at_first():
+    assert not Gate().is_open
+
+
+def test_unknown_contestant_is_refused():
+    with pytest.raises(SystemExit, match="no contestant has such a name"):
+        stall.main(["--only", "nonesuch", "--rounds", "1"])

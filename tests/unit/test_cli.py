@@ -1,0 +1,187 @@
+"""The console command: what it prints, its exit codes, and that it starts without heavy imports."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+from moe_ckpt.cli import output
+from moe_ckpt.cli.main import COMMANDS, main
+from moe_ckpt.core.operators import expert_id
+from moe_ckpt.format.manifest import LayerRecord
+from tests.support.store_builder import STACK, TinyRun, example
+
+STEP = "step_00000003"
+
+
+@pytest.fixture
+def run(tmp_path) -> TinyRun:
+    return example(tmp_path / "store")
+
+
+@pytest.fixture(params=["rich", "plain"])
+def rich(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert (output.rich_console() is None) == (request.param == "plain")
+
+
+def flip(path, at=-1):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def call(capsys, *argv):
+    code = main([str(arg) for arg in argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.usefixtures("rich")
+def test_inspect_shows_steps_ages_and_tokens(run, capsys):
+    code, out, _ = call(capsys, "inspect", run.root)
+    assert code == 0
+    assert "run run-a, model ffffffff" in out
+    lines = out.splitlines()
+    [row] = [line for line in lines if line.lstrip().startswith(STEP)]
+    # step 3: routed 105 = 30 + 60 + 15, saved 30 + 60 + 3, lost 7 by the one fault
+    for cell in ("moc k=2", "2 steps", "12", "7", "6.667%", "2023-11-14"):
+        assert cell in row
+    [ages] = [line for line in lines if "blocks.0.moe" in line]
+    assert ages.split()[-4:] == ["1", "1", "0", "2"]
+
+
+@pytest.mark.usefixtures("rich")
+def test_inspect_of_one_step_and_of_a_large_model(tmp_path, capsys):
+    run = TinyRun(tmp_path)
+    code, out, _ = call(capsys, "inspect", tmp_path / run.save(1))
+    assert code == 0
+    assert out.count("step_00000001") >= 2
+    run.builder.layers = tuple(LayerRecord(f"blocks.{n}.moe", 256, 8) for n in range(4))
+    for layer in range(4):
+        for expert in range(256):
+            run.builder.holdings[expert_id(layer, expert)] = (1 + expert % 20, ())
+    run._tokens = lambda step: {}
+    code, out, _ = call(capsys, "inspect", tmp_path / run.save(20))
+    [line] = [line for line in out.splitlines() if "blocks.3.moe" in line]
+    assert line.endswith(("@%%#**+=--:.. @", line[-1]))
+    assert len(line.split()[-1]) == 64
+
+
+def test_inspect_json_holds_the_facts(run, capsys):
+    code, out, _ = call(capsys, "inspect", run.root, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert [step["directory"] for step in facts["steps"]] == [STEP, "step_00000002", "step_00000001"]
+    newest = facts["steps"][0]
+    assert newest["versions"] == [[2, 2, 3, 1]]
+    assert newest["ages_steps"] == [[1, 1, 0, 2]]
+    assert (newest["unsaved_tokens"], newest["lost_tokens"], newest["routed_tokens"]) == (12, 7, 105)
+    assert newest["plt"] == pytest.approx(7 / 105)
+    assert newest["plt_if_returned_to"] == pytest.approx(19 / 105)
+    for step in facts["steps"]:
+        files = (run.root / step["directory"]).iterdir()
+        assert step["written_bytes"] == sum(path.stat().st_size for path in files)
+    paths = {*run.manifests[STEP].paths, f"{STEP}/MANIFEST.json"}
+    assert newest["whole_bytes"] == sum((run.root / path).stat().st_size for path in paths)
+
+
+def test_inspect_shows_damage_and_goes_on(run, capsys):
+    flip(run.root / STEP / "MANIFEST.json", 200)
+    code, out, _ = call(capsys, "inspect", run.root)
+    assert code == 0
+    assert f"damaged: {STEP}/MANIFEST.json, step 3: checksum mismatch" in out
+    assert "step_00000002" in out
+
+
+def test_verify_exit_codes_and_names(run, tmp_path, capsys):
+    assert call(capsys, "verify", run.root)[:2] == (0, "3 steps undamaged\n")
+    flip(run.root / STEP / "rank_00001_expert.safetensors")
+    code, out, _ = call(capsys, "verify", run.root)
+    assert code == 1
+    assert f"damaged: {STEP}/rank_00001_expert.safetensors, step 3, rank 1: slice" in out
+    assert f"needed by {STEP}" in out
+    assert "2 of 3 steps undamaged; newest undamaged: step_00000002" in out
+    code, out, _ = call(capsys, "verify", run.root, "--json")
+    facts = json.loads(out)
+    assert (code, facts["usable"]) == (1, ["step_00000002", "step_00000001"])
+    assert facts["damages"][0]["rank"] == 1
+    assert call(capsys, "verify", run.root / "step_00000002")[0] == 0
+    assert call(capsys, "verify", run.root / STEP)[0] == 1
+    for path in (tmp_path / "nowhere", tmp_path, run.root / "step_00000009"):
+        code, out, err = call(capsys, "verify", path)
+        assert (code, out) == (2, "")
+        assert err.startswith("moe-ckpt verify: ")
+        assert str(path) in err
+
+
+@pytest.mark.usefixtures("rich")
+def test_export_writes_and_refuses(run, tmp_path, capsys):
+    out_path = tmp_path / "out"
+    code, out, _ = call(capsys, "export", run.root / STEP, "--to", "safetensors", "--output", out_path)
+    assert (code, out) == (0, f"{out_path}\n")
+    loaded = safetensors.torch.load_file(out_path / "model.safetensors")
+    assert torch.equal(loaded[STACK], run.views[STEP][f"model/{STACK}"])
+    code, _, err = call(capsys, "export", run.root / STEP, "--to", "safetensors", "--output", out_path)
+    assert code == 2
+    assert "exists already" in err
+
+
+def test_export_names_its_output_itself(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "export", run.root, "--to", "lightning")[:2] == (0, f"{STEP}.ckpt\n")
+    assert torch.load(f"{STEP}.ckpt", weights_only=True)["global_step"] == 3
+
+
+@pytest.mark.parametrize("argv", [[], ["frobnicate"], ["inspect"], ["inspect", "x", "--wrong"], ["export", "x"]])
+def test_usage_errors_exit_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"  moe-ckpt {command} " in capsys.readouterr().out
+
+
+def test_train_gets_what_it_does_not_know(monkeypatch):
+    train = importlib.import_module("moe_ckpt.cli.train")
+    seen = []
+    monkeypatch.setattr(train, "run", lambda args, rest: seen.append(list(rest)) or 3)
+    assert main(["train", "moe_ckpt/policy=moc", "moe_ckpt.policy.k=2", "-m", "--cfg", "job"]) == 3
+    assert seen == [["moe_ckpt/policy=moc", "moe_ckpt.policy.k=2", "-m", "--cfg", "job"]]
+
+
+def test_help_starts_without_heavy_imports_and_a_closed_pipe_is_no_error(run):
+    code = "import sys; from moe_ckpt.cli.main import build_parser; build_parser(); print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    for package in ("torch", "hydra", "lightning", "rich"):
+        assert f"'{package}'" not in loaded
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "moe_ckpt.cli.main", "inspect", str(run.root), "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_plain_table_aligns():
+    assert output.plain_table(("a", "bb"), [("xyz", "1"), ("y", "22")]) == "a    bb\nxyz   1\ny    22"
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
+def test_human_bytes(nbytes, text):
+    assert output.human_bytes(nbytes) == text

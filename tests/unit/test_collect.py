@@ -1,0 +1,302 @@
+"""Garbage collection on real directories with real manifests."""
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.collect import clean_start, collect
+from moe_ckpt.format.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    ModelRecord,
+    OperatorRecord,
+    StateRecord,
+    shard_path,
+    state_path,
+    step_dir,
+)
+from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.storage import LocalStorage
+from moe_ckpt.testing import FaultyStorage
+
+NOW = 1_000_000.0
+LAST = RetentionPolicy(keep_last=1, keep_spare=False)
+
+
+def commit(storage, step, experts_from=(), generation=0, write_manifest=True):
+    """A checkpoint of ``step`` whose view also needs the expert shards of the steps ``experts_from``."""
+    directory = step_dir(step, generation)
+    own = [shard_path(directory, 0, "expert"), shard_path(directory, 0, "non_expert")]
+    for path in own:
+        storage.write(path, [b"data"])
+    storage.write(state_path(directory, 0), [b"state"])
+    paths = own + [shard_path(step_dir(s, 0), 0, "expert") for s in experts_from]
+    manifest = Manifest(
+        run_id="run",
+        step=step,
+        generation=generation,
+        world_size=1,
+        index=step,
+        created_unix_secs=NOW + step,
+        model=ModelRecord("f"),
+        files=tuple(FileRecord(path, 4, 2, "d", step, 0) for path in paths),
+        operators={"expert/0/0": OperatorRecord(step, (0,))},
+        states=(StateRecord(state_path(directory, 0), 5, "d", 0),),
+    )
+    if write_manifest:
+        storage.write(f"{directory}/{MANIFEST_NAME}", [manifest.encode()])
+    return manifest
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return LocalStorage(tmp_path)
+
+
+def tree(storage):
+    return {name: storage.list(name) for name in storage.list()}
+
+
+WHOLE = ["MANIFEST.json", "rank_00000_expert.safetensors", "rank_00000_non_expert.safetensors", "rank_00000_state.json"]
+
+
+def test_what_nobody_names_goes_and_shared_files_stay(storage):
+    for step, others in ((1, ()), (2, (1,)), (3, (1, 2)), (4, (1, 3))):
+        commit(storage, step, others)
+    report = collect(storage, LAST, NOW)
+    assert tree(storage) == {
+        "step_00000001": ["rank_00000_expert.safetensors"],
+        "step_00000003": ["rank_00000_expert.safetensors"],
+        "step_00000004": WHOLE,
+    }
+    assert report.retained == ("step_00000004",)
+    assert report.dropped == ("step_00000001", "step_00000002", "step_00000003")
+    assert report.damaged == ()
+    assert len(report.deleted) == 10
+    assert [path for path in report.deleted if path.endswith(MANIFEST_NAME)] == list(report.deleted[:3])
+    commit(storage, 5, ())
+    collect(storage, LAST, NOW)
+    assert tree(storage) == {"step_00000005": WHOLE}
+
+
+def test_an_empty_or_uncommitted_store_is_left_alone(storage):
+    assert collect(storage, LAST, NOW).deleted == ()
+    commit(storage, 1, write_manifest=False)
+    assert collect(storage, LAST, NOW).deleted == ()
+    assert storage.list("step_00000001") == WHOLE[1:]
+
+
+def test_directories_being_written_are_left_alone(storage):
+    for step in (1, 2):
+        commit(storage, step)
+    commit(storage, 3, write_manifest=False)
+    storage.write("step_00000003/.x", [b""])
+    (LocalStorage(storage.root)).write("step_00000003/.f.1.0123abcd.tmp", [b""])
+    commit(storage, 4)
+    collect(storage, LAST, NOW, keep_directories={"step_00000003"})
+    assert tree(storage) == {
+        "step_00000003": [".f.1.0123abcd.tmp", ".x", *WHOLE[1:]],
+        "step_00000004": WHOLE,
+    }
+
+
+def test_a_faster_ranks_next_step_is_left_alone_unless_abandoned(storage):
+    """Rank 0 collects after step 2 while another rank already writes step 3."""
+    for step in (1, 2):
+        commit(storage, step)
+    commit(storage, 3, write_manifest=False)
+    collect(storage, LAST, NOW)
+    assert tree(storage) == {"step_00000002": WHOLE, "step_00000003": WHOLE[1:]}
+    collect(storage, LAST, NOW, abandoned={"step_00000003"})
+    assert tree(storage) == {"step_00000002": WHOLE}
+
+
+def test_leftovers_of_failed_saves_go_with_the_next_commit(storage):
+    commit(storage, 1)
+    commit(storage, 2, write_manifest=False)
+    storage.write("step_00000002/.f.1.0123abcd.tmp", [b""])
+    commit(storage, 3)
+    collect(storage, RetentionPolicy(keep_last=5), NOW)
+    assert tree(storage) == {"step_00000001": WHOLE, "step_00000003": WHOLE}
+
+
+def test_other_peoples_files_are_never_touched(storage):
+    commit(storage, 1)
+    storage.write("step_00000001/notes.txt", [b"mine"])
+    storage.write("last.ckpt", [b"mine"])
+    storage.write("backup_step_00000001/MANIFEST.json", [b"mine"])
+    storage.write("step_00000001_old/rank_00000_state.json", [b"mine"])
+    storage.write("store.json", [b"{}"])
+    commit(storage, 2)
+    collect(storage, LAST, NOW)
+    clean_start(storage)
+    assert storage.list() == [
+        "backup_step_00000001", "last.ckpt", "step_00000001", "step_00000001_old", "step_00000002", "store.json",
+    ]  # fmt: skip
+    assert storage.list("step_00000001") == ["notes.txt"]
+    assert storage.list("step_00000001_old") == ["rank_00000_state.json"]
+
+
+def _damage(storage, step, change):
+    path = f"{storage.root}/{step_dir(step, 0)}/{MANIFEST_NAME}"
+    with open(path, "rb") as file:
+        raw = file.read()
+    with open(path, "wb") as file:
+        file.write(change(raw))
+
+
+@pytest.mark.parametrize("change", [lambda raw: raw[:-9], lambda raw: b"", lambda raw: raw.replace(b"run", b"nur", 1)])
+def test_a_damaged_checkpoint_is_reported_and_left_as_it_is(storage, change):
+    for step in (1, 2, 3):
+        commit(storage, step)
+    _damage(storage, 2, change)
+    for report in (clean_start(storage), collect(storage, LAST, NOW)):
+        assert report.damaged == ("step_00000002",)
+    assert tree(storage) == {"step_00000002": WHOLE, "step_00000003": WHOLE}
+
+
+def test_when_the_newest_is_damaged_the_newest_readable_one_stays(storage):
+    for step in (1, 2, 3):
+        commit(storage, step)
+    _damage(storage, 3, lambda raw: raw[:-9])
+    report = collect(storage, LAST, NOW)
+    assert report.retained == ("step_00000002",)
+    assert tree(storage) == {"step_00000002": WHOLE, "step_00000003": WHOLE}
+
+
+def test_a_copied_directory_is_no_checkpoint_of_its_name(storage):
+    commit(storage, 1)
+    raw = storage.read(f"step_00000001/{MANIFEST_NAME}")
+    storage.write(f"step_00000009/{MANIFEST_NAME}", [raw])
+    report = collect(storage, LAST, NOW)
+    assert report.damaged == ("step_00000009",)
+    assert report.retained == ("step_00000001",)
+
+
+def test_another_format_version_stops_the_collection(storage):
+    """Its manifest may name files anywhere in the store."""
+
+    def newer(raw):
+        return seal({**unseal(raw, "x"), "format_version": 99})
+
+    for step in (1, 2, 3):
+        commit(storage, step)
+    commit(storage, 4, write_manifest=False)
+    _damage(storage, 2, newer)
+    before = tree(storage)
+    for report in (collect(storage, LAST, NOW), clean_start(storage)):
+        assert report.damaged == ("step_00000002",)
+        assert report.deleted == ()
+    assert tree(storage) == before
+
+
+def test_clean_start_removes_what_dead_writers_left(storage):
+    commit(storage, 1)
+    commit(storage, 2)
+    storage.delete(f"step_00000001/{MANIFEST_NAME}")  # collected half way: step 3 still needs its expert
+    commit(storage, 3, (1,))
+    commit(storage, 4, write_manifest=False)
+    storage.write("step_00000003/.MANIFEST.json.1.0123abcd.tmp", [b""])
+    storage.write("step_00000004/.MANIFEST.json.1.0123abcd.tmp", [b""])
+    storage.write("step_00000005_g1/.f.1.0123abcd.tmp", [b""])
+    storage.write(".store.json.1.0123abcd.tmp", [b""])
+    report = clean_start(storage)
+    assert tree(storage) == {
+        "step_00000001": ["rank_00000_expert.safetensors"],
+        "step_00000002": WHOLE,
+        "step_00000003": WHOLE,
+    }
+    assert report.retained == ("step_00000002", "step_00000003")
+    assert len(report.deleted) == 5
+
+
+def test_the_cache_spares_reading_and_is_kept_up_to_date(storage):
+    cache = {}
+    for step in (1, 2, 3):
+        commit(storage, step)
+    collect(storage, RetentionPolicy(keep_last=2), NOW, cache=cache)
+    assert sorted(cache) == ["step_00000002", "step_00000003"]
+    cache["step_00000004"] = commit(storage, 4)
+    watched = FaultyStorage(storage, fail_at=None, verbs={"read"})
+    collect(watched, RetentionPolicy(keep_last=2), NOW, cache=cache)
+    assert watched.calls == []
+    assert sorted(cache) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
+
+
+def test_an_error_while_reading_deletes_nothing(storage):
+    for step in (1, 2, 3):
+        commit(storage, step)
+    commit(storage, 4, write_manifest=False)
+    before = tree(storage)
+    for verb in ("read", "list"):
+        for n in (1, 2, 3):
+            for collection in (lambda s: collect(s, LAST, NOW), clean_start):
+                with pytest.raises(OSError, match="injected"):
+                    collection(FaultyStorage(storage, n, verbs={verb}))
+                assert tree(storage) == before
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_nth_storage_call_fails_for_every_n(tmp_path, persistent):
+    """After a failure anywhere, every remaining commit is whole, and the next collection finishes the work."""
+    for n in range(1, 200):
+        storage = LocalStorage(tmp_path / str(n))
+        for step, others in ((1, ()), (2, (1,)), (3, (2,)), (4, (3,))):
+            commit(storage, step, others)
+        faulty = FaultyStorage(storage, n, OSError(errno.EIO, "injected"), persistent)
+        try:
+            collect(faulty, LAST, NOW)
+        except OSError:
+            assert faulty.failures
+        require_whole(storage)
+        collect(storage, LAST, NOW)
+        assert tree(storage) == {"step_00000003": ["rank_00000_expert.safetensors"], "step_00000004": WHOLE}
+        if not faulty.failures:
+            break
+    assert n > 20
+
+
+def require_whole(storage):
+    committed = [name for name in storage.list() if storage.exists(f"{name}/{MANIFEST_NAME}")]
+    assert "step_00000004" in committed
+    for name in committed:
+        path = f"{name}/{MANIFEST_NAME}"
+        for needed in Manifest.decode(storage.read(path), path).paths:
+            assert storage.exists(needed), f"{name} misses {needed}"
+
+
+COLLECTOR = """
+import sys
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.collect import collect
+from moe_ckpt.storage import LocalStorage
+from moe_ckpt.testing import crash_at
+collect(LocalStorage(sys.argv[1], crash_at("gc", int(sys.argv[2]))), RetentionPolicy(1, keep_spare=False), 0.0)
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+def test_kill_minus_nine_during_collection(storage, n):
+    for step, others in ((1, ()), (2, (1,)), (3, (2,)), (4, (3,))):
+        commit(storage, step, others)
+    done = subprocess.run([sys.executable, "-c", COLLECTOR, storage.root, str(n)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    require_whole(storage)
+    clean_start(storage)
+    require_whole(storage)
+    collect(storage, LAST, NOW)
+    assert tree(storage) == {"step_00000003": ["rank_00000_expert.safetensors"], "step_00000004": WHOLE}
+
+
+def test_manifests_of_the_helper_are_real(storage):
+    """Guards the tests above: what ``commit`` writes is a manifest to the decoder, not something damaged."""
+    manifest = commit(storage, 7, (1,))
+    raw = storage.read(f"step_00000007/{MANIFEST_NAME}")
+    assert Manifest.decode(raw, "x") == manifest
+    assert json.loads(raw)["body"]["step"] == 7

@@ -1,0 +1,260 @@
+"""Config groups and `moe-ckpt train`: everything composes, everything unknown is refused with the choices."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from moe_ckpt import conf
+from moe_ckpt.cli.train import config_directory, entry_point
+from moe_ckpt.cli.train import main as train_main
+from moe_ckpt.conf.schema import SCHEMAS
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies import CheckFreq, Dense, MoC
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = Path(conf.__file__).parent
+
+
+def choices(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.glob("*.yaml"))
+
+
+@pytest.fixture
+def user_app(tmp_path):
+    """A user's own config directory that only knows our search path. Returns a function that composes it."""
+    (tmp_path / "config.yaml").write_text(
+        "defaults: [{moe_ckpt: default}, _self_]\nhydra: {searchpath: ['pkg://moe_ckpt.conf']}\nlr: 0.1\n"
+    )
+
+    def composed(*overrides, name="config"):
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            return compose(name, list(overrides))
+
+    yield composed
+    GlobalHydra.instance().clear()
+
+
+@pytest.fixture
+def run_conf():
+    """Composes the repository's own run config."""
+
+    def composed(*overrides):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return compose("train", ["name=test", *overrides])
+
+    yield composed
+    GlobalHydra.instance().clear()
+
+
+def test_groups_are_those_that_are_documented():
+    groups = {p.parent.relative_to(SHIPPED).as_posix(): choices(p.parent) for p in SHIPPED.rglob("*.yaml")}
+    assert groups == {
+        "moe_ckpt": ["default"],
+        "moe_ckpt/policy": ["checkfreq", "dense", "moc"],
+        "moe_ckpt/store": ["local", "remote"],
+        "moe_ckpt/retention": ["milestones", "recent"],
+        "callbacks": ["moe_ckpt"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("moc", MoC()), ("dense", Dense()), ("checkfreq", CheckFreq())], ids=lambda v: str(v)
+)
+def test_policies_build_with_the_defaults_of_their_classes(user_app, name, policy):
+    assert instantiate(user_app(f"moe_ckpt/policy={name}").moe_ckpt.policy) == policy
+
+
+def test_values_reach_the_policy(user_app):
+    cfg = user_app("moe_ckpt/policy=moc", "moe_ckpt.policy.k=2", "moe_ckpt.policy.every_n_steps=5")
+    assert instantiate(cfg.moe_ckpt.policy) == MoC(k=2, every_n_steps=5)
+
+
+def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
+    targets = {"dense": Dense, "checkfreq": CheckFreq, "moc": MoC}
+    for name, policy in targets.items():
+        described = {f.name: f.default for f in fields(SCHEMAS[name]) if f.name != "_target_"}
+        assert described == {f.name: f.default for f in fields(policy)}, name
+
+
+@pytest.mark.parametrize("name", ["recent", "milestones"])
+def test_retention_builds(user_app, name):
+    retention = importlib.import_module("moe_ckpt.core.retention")
+    cfg = user_app(f"moe_ckpt/retention={name}")
+    assert isinstance(instantiate(cfg.moe_ckpt.retention), retention.RetentionPolicy)
+    assert {f.name for f in fields(SCHEMAS["retention"])} - {"_target_"} == {
+        f.name for f in fields(retention.RetentionPolicy)
+    }
+
+
+def test_remote_store_wants_a_place(user_app):
+    cfg = user_app("moe_ckpt/store=remote")
+    assert OmegaConf.is_missing(cfg.moe_ckpt.store, "dirpath")
+    assert user_app("moe_ckpt/store=remote", "moe_ckpt.store.dirpath=s3://b/x").moe_ckpt.store.dirpath == "s3://b/x"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("moe_ckpt/policy=nope", ["nope", "checkfreq", "dense", "moc", "Available options"]),
+        ("moe_ckpt/store=nope", ["nope", "local", "remote"]),
+        ("moe_ckpt.policy.kk=3", ["moe_ckpt.policy.kk", "MoCConfig"]),
+        ("moe_ckpt.policy.k=two", ["two", "Integer", "moe_ckpt.policy.k"]),
+        ("moe_ckpt.dirpth=x", ["dirpth", "CheckpointConfig"]),
+    ],
+)
+def test_unknown_names_and_wrong_types_are_refused_with_what_there_is(user_app, override, words):
+    with pytest.raises(ConfigCompositionException) as caught:
+        user_app(override)
+    text = f"{caught.value} {caught.value.__cause__}"
+    assert [w for w in words if w not in text] == []
+
+
+def test_template_style_callbacks_dict(user_app, tmp_path):
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "default.yaml").write_text("model_summary:\n  _target_: builtins.dict\n")
+    (tmp_path / "template.yaml").write_text(
+        "defaults: [{callbacks: [default, moe_ckpt]}, _self_]\nhydra: {searchpath: ['pkg://moe_ckpt.conf']}\n"
+    )
+    cfg = user_app(name="template")
+    assert sorted(cfg.callbacks) == ["model_summary", "moe_ckpt"]
+    assert cfg.callbacks.moe_ckpt._target_ == "moe_ckpt.conf.build_callback"
+    cfg = user_app("moe_ckpt/policy@callbacks.moe_ckpt.policy=dense", "callbacks.moe_ckpt.policy.every_n_steps=7",
+                   name="template")  # fmt: skip
+    assert instantiate(cfg.callbacks.moe_ckpt.policy) == Dense(every_n_steps=7)
+    assert list(cfg) == ["callbacks"]
+
+
+def test_adoption_without_editing_a_config(user_app, tmp_path):
+    (tmp_path / "bare.yaml").write_text("lr: 0.1\nhydra: {searchpath: ['pkg://moe_ckpt.conf']}\n")
+    cfg = user_app("+moe_ckpt=default", "moe_ckpt/policy=dense", name="bare")
+    assert cfg.moe_ckpt.policy._target_ == "moe_ckpt.policies.Dense"
+
+
+def test_a_users_app_needs_no_import_of_ours(tmp_path):
+    """The search path alone must bring the schemas, in a fresh process."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text(
+        "defaults: [{moe_ckpt: default}, _self_]\nhydra: {searchpath: ['pkg://moe_ckpt.conf'], run: {dir: .}}\n"
+    )
+    (tmp_path / "app.py").write_text(
+        "import hydra\n"
+        "@hydra.main(version_base='1.3', config_path='conf', config_name='app')\n"
+        "def main(cfg): print('POLICY', cfg.moe_ckpt.policy)\n"
+        "main()\n"
+    )
+
+    def app(*args):
+        return subprocess.run(
+            [sys.executable, "app.py", *args], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    jobs = app("-m", "moe_ckpt/policy=dense,moc,checkfreq", "hydra.sweep.dir=sweep")
+    assert jobs.stdout.count("POLICY") == 3, jobs.stderr
+    wrong = app("moe_ckpt.policy.k=two")
+    assert wrong.returncode == 1
+    assert "could not be converted to Integer" in wrong.stderr
+
+
+@pytest.mark.parametrize("group", ["model", "data", "trainer", "faults", "experiment"])
+def test_every_run_config_composes_into_its_types(run_conf, group):
+    from recipes.gpt_moe_lightning.train import run_config
+
+    names = choices(ROOT / "conf" / group)
+    assert names
+    for name in names:
+        config = run_config(run_conf(f"{group}={name}"))
+        assert config.run_dir == "runs/test"
+
+
+def test_checkpoints_go_below_the_run_directory_and_not_into_hydras(run_conf):
+    cfg = run_conf("run_dir=/data/x", "moe_ckpt/policy=dense")
+    assert cfg.moe_ckpt.store.dirpath == "/data/x/checkpoints"
+    assert "now" not in (ROOT / "conf" / "train.yaml").read_text()
+
+
+def test_paper_sizes_in_the_config_are_those_of_the_model_test(run_conf):
+    from recipes.gpt_moe_lightning.train import run_config
+    from tests.unit.test_recipe_model import PEC_SMALL, parameters
+
+    config = run_config(run_conf("experiment=pec_paper"))
+    assert parameters(config.model) == parameters(PEC_SMALL) == 322_818_816
+
+
+def test_the_whole_callback_builds(run_conf, tmp_path):
+    from moe_ckpt.callbacks import MoECheckpoint
+
+    cfg = run_conf(f"run_dir={tmp_path}", "moe_ckpt.policy.k=2")
+    seen: list[str] = []
+    callback = instantiate(cfg.moe_ckpt, on_phase=seen.append)
+    assert isinstance(callback, MoECheckpoint)
+    known = inspect.signature(MoECheckpoint.__init__).parameters
+    schema = {f.name for f in fields(SCHEMAS["checkpoint"])} | {f.name for f in fields(SCHEMAS["store"])}
+    assert schema - {"_target_", "store"} <= set(known)
+
+
+def test_train_runs_an_entry_of_the_users_own_for_every_job_of_a_multirun(tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "users_recipe_of_test_conf.py").write_text("def go(cfg): print('GO', cfg.moe_ckpt.policy._target_)\n")
+    (tmp_path / "conf" / "train.yaml").write_text(
+        "defaults: [{moe_ckpt: default}, _self_]\n"
+        "hydra: {searchpath: ['pkg://moe_ckpt.conf'], output_subdir: null, sweep: {dir: sweep}}\n"
+        "entry: users_recipe_of_test_conf.go\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    command = list(sys.argv)
+    try:
+        assert train_main(["-m", "moe_ckpt/policy=dense,moc"]) == 0
+    finally:
+        GlobalHydra.instance().clear()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GO")]
+    assert lines == ["GO moe_ckpt.policies.Dense", "GO moe_ckpt.policies.MoC"]
+    assert sys.argv == command
+
+
+def test_a_missing_config_directory_is_explained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="clone of the repository"):
+        config_directory(None)
+    with pytest.raises(ConfigError, match="--config-dir nowhere: no such directory"):
+        config_directory("nowhere")
+
+
+def test_an_entry_that_is_missing_or_wrong_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match="no 'entry'"):
+        entry_point(OmegaConf.create({}), tmp_path)
+    with pytest.raises(ConfigError, match=r"no_such_package\.train"):
+        entry_point(OmegaConf.create({"entry": "no_such_package.train"}), tmp_path)
+
+
+def test_the_package_of_configs_imports_without_hydra():
+    code = (
+        "import sys; sys.modules['hydra'] = None; sys.modules['hydra.core.config_store'] = None\n"
+        "import moe_ckpt.conf; assert moe_ckpt.conf.register() is False"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_train_without_hydra_names_the_extra():
+    code = (
+        "import sys; sys.modules['hydra'] = None\n"
+        "from moe_ckpt.cli.train import main\n"
+        "from moe_ckpt.errors import MissingPackageError\n"
+        "try: main([])\n"
+        "except MissingPackageError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert "hydra-core" in done.stdout
+    assert "moe_ckpt[recipes]" in done.stdout

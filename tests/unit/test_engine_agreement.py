@@ -1,0 +1,189 @@
+"""Agreement: all ranks learn the same facts; the meter and CheckFreq: the interval follows from laps of the loop."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.engine import session as sessions
+from moe_ckpt.engine.agreement import Facts, agree
+from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.meter import Meter
+from moe_ckpt.engine.persisting import Resolution
+from moe_ckpt.policies import CheckFreq, Measured
+from moe_ckpt.storage import LocalStorage
+from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads
+
+
+def resolution(sequence: int, committed: bool = True, persist_secs: float = 0.5) -> Resolution:
+    cause = None if committed else "why"
+    return Resolution(sequence, 10 * sequence, f"step_{sequence}", committed, cause, persist_secs)
+
+
+def told_of(resolutions: list[Resolution], **more: object) -> Facts:
+    return agree(SoloCommunicator(), np.zeros(0, dtype=np.int64), False, resolutions, Measured(**more))[1]
+
+
+times = st.none() | st.floats(1e-6, 1e6)
+rank_facts = st.tuples(
+    st.booleans(),
+    st.builds(Measured, times, times, times),
+    st.integers(0, 5),
+    st.lists(st.tuples(st.booleans(), st.floats(0, 1e4)), max_size=5),
+)
+
+
+@given(st.lists(rank_facts, min_size=1, max_size=3), st.integers(0, 1 << 40))
+def test_all_ranks_learn_the_same(facts, tokens):
+    """Only rank 0's resolutions count; busy if one is; times are those of the slowest."""
+    ranks = ThreadRanks(len(facts))
+
+    def body(comm):
+        busy, measured, first, ended = facts[comm.rank]
+        resolutions = [resolution(first + i, *how) for i, how in enumerate(ended)]
+        counts = np.array([[tokens, comm.rank], [0, 1]], dtype=np.int64)
+        return agree(comm, counts, busy, resolutions, measured)
+
+    [(summed, first), *others] = run_threads(ranks, body)
+    n = len(facts)
+    for counts, other in others:
+        assert other == first
+        assert np.array_equal(counts, summed)
+    assert summed.tolist() == [[n * tokens, n * (n - 1) // 2], [0, n]]
+    assert first.busy == any(busy for busy, *_ in facts)
+    for name in ("iteration_secs", "checkpoint_cost_secs", "persist_secs"):
+        known = [t for _, measured, *_ in facts if (t := getattr(measured, name)) is not None]
+        assert getattr(first.measured, name) == (pytest.approx(max(known), abs=1e-9) if known else None)
+    _, _, start, ended = facts[0]
+    assert first.resolved == tuple((start + i, committed) for i, (committed, _) in enumerate(ended))
+    failed = [10 * (start + i) for i, (committed, _) in enumerate(ended) if not committed]
+    assert first.last_failed_step == max(failed, default=0)
+    assert first.persist_secs == pytest.approx(max((secs for _, secs in ended), default=0), abs=1e-9)
+
+
+def test_a_time_too_short_to_count_is_not_taken_for_unknown():
+    assert told_of([], checkpoint_cost_secs=0.0).measured.checkpoint_cost_secs == pytest.approx(0, abs=1e-8)
+    assert told_of([], checkpoint_cost_secs=0.0).measured.checkpoint_cost_secs is not None
+    assert told_of([]).measured == Measured()
+
+
+def test_more_resolutions_than_fit_are_told_in_their_order():
+    many = [resolution(7 + i, committed=i % 3 > 0) for i in range(40)]
+    assert told_of(many).resolved == tuple((7 + i, i % 3 > 0) for i in range(32)), "the rest comes at the next step"
+
+
+# --- the meter ---
+
+
+def laps(meter: Meter, times: list[tuple[float, bool]], now: float = 0.0) -> float:
+    for took, loaded in times:
+        now += took
+        meter.lap(now, loaded=loaded)
+    return now
+
+
+def test_clean_laps_give_the_iteration_time_and_loaded_ones_the_cost():
+    meter = Meter()
+    assert meter.measured() == Measured()
+    now = laps(meter, [(5.0, False), (1.0, False), (1.0, False), (9.0, False), (1.0, False)])
+    assert meter.measured() == Measured(iteration_secs=1.0), "the first lap has no beginning; one outlier is no matter"
+    laps(meter, [(1.5, True), (1.25, True), (0.5, True)], now)
+    meter.resolved(persist_secs=3.25)
+    assert meter.measured() == Measured(1.0, 0.75, 3.25), "a lap that was quicker earns nothing back"
+
+
+def test_cost_is_the_median_of_recent_checkpoints():
+    meter = Meter()
+    now = laps(meter, [(1.0, False)] * 10)
+    for extra in (100.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.2):
+        now = laps(meter, [(1.0 + extra, True), (1.0, False)], now)
+        meter.resolved(extra)
+    assert meter.measured().checkpoint_cost_secs == pytest.approx(0.4)
+    assert meter.measured().persist_secs == pytest.approx(0.4)
+
+
+def test_no_cost_is_invented_without_a_clean_lap():
+    meter = Meter()
+    laps(meter, [(1.0, True)] * 5)
+    meter.resolved(2.0)
+    assert meter.measured() == Measured(None, None, 2.0)
+
+
+# --- CheckFreq on the session, on a clock that the test turns ---
+
+
+class Clock:
+    """Stands in for ``time`` in the session: laps last what the test says, not what this machine takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1.7e9
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(sessions, "time", made)
+    return made
+
+
+ITERATION, WRITING_STEPS, PROFILE = 0.1, 3, 10
+
+
+def train(life: Life, storage: GatedStorage, clock: Clock, steps: int, slowdown: float) -> None:
+    """Each checkpoint takes ``WRITING_STEPS`` steps to write, and slows each of them down by ``slowdown`` s."""
+    for _ in range(steps):
+        in_flight = life.session._running.in_flight
+        clock.now += ITERATION + (slowdown if in_flight else 0.0)
+        if in_flight and life.step >= life.begun + WRITING_STEPS - 1:
+            storage.gate.set()
+            life.settle()
+            storage.gate.clear()
+        if life.go().begun:
+            life.begun = life.step
+
+
+@pytest.mark.parametrize(("slowdown", "overhead"), [(0.01, 0.03), (0.05, 0.03), (0.05, 0.25), (0.0, 0.03)])
+def test_checkfreq_settles_at_the_interval_of_its_formula(tmp_path, clock, slowdown, overhead):
+    """Cost per checkpoint: the slowed steps times the slowdown. Interval: cost / (overhead * iteration)."""
+    storage = GatedStorage(tmp_path)
+    cost = WRITING_STEPS * slowdown
+    expected = max(cost / (overhead * ITERATION), 1)
+    steps = PROFILE + WRITING_STEPS + 4 * ceil(max(expected, 10))
+    with Life(storage, policy=CheckFreq(overhead, PROFILE, max_interval=200)) as life:
+        storage.gate.clear()
+        life.begun = 0
+        train(life, storage, clock, steps, slowdown)
+        storage.gate.set()
+    begun = [r.step for r in life.records if r.begun]
+    assert begun[0] == PROFILE, "nothing is saved while the iteration time is learnt"
+    gaps = np.diff(begun)
+    assert len(gaps) >= 2
+    if slowdown:
+        assert expected / 2 <= gaps[-1] <= 2 * expected
+        total = steps * ITERATION
+        assert (len(begun) * cost) / total <= 2 * overhead, "the declared overhead, near enough"
+    else:
+        # Free checkpoints: as often as storage takes them, never two on their way for long.
+        assert gaps[-1] <= 2 * WRITING_STEPS
+
+
+def test_checkfreq_on_real_time_saves_and_commits_all(tmp_path):
+    """No assertion on times: the first after the profile, then again, and every one is whole."""
+    with Life(LocalStorage(tmp_path), policy=CheckFreq(0.5, profile_steps=5, max_interval=20)) as life:
+        life.go(60, settle=True)
+        assert life.session._meter.measured().checkpoint_cost_secs is not None
+    begun = [r.step for r in life.records if r.begun]
+    assert begun[0] == 5
+    assert len(begun) >= 3
+    assert [m.step for m in manifests(tmp_path)] == begun
+    assert all(m.policy["name"] == "checkfreq" for m in manifests(tmp_path))

@@ -1,0 +1,204 @@
+"""The session when something fails: nothing half-done is committed, the cause is named, training ends in time."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.errors import SaveFailedError, UnencodableStateError
+from moe_ckpt.policies import Dense
+from moe_ckpt.storage import LocalStorage
+from tests.unit.builders import experts_in
+from tests.unit.engine_parts import (
+    ALL,
+    MODEL,
+    Life,
+    ThreadRanks,
+    assert_view,
+    failing,
+    manifests,
+    run_threads,
+    sequential,
+    versions_after,
+)
+
+
+def test_a_failed_first_checkpoint_leaves_all_experts_missing(tmp_path):
+    with Life(failing(tmp_path, 1)) as life:
+        life.go(3, settle=True)
+    assert [r.experts_saved for r in life.records] == [8, 8, 2], "nothing to fall back on, so dense again"
+    assert [r.failed_checkpoints for r in life.records] == [0, 1, 1]
+    assert [r.committed_step for r in life.records] == [None, None, 2]
+    assert [m.step for m in manifests(tmp_path)] == [2, 3]
+
+
+@pytest.mark.parametrize("write", [5, 6, 7, 8])
+def test_a_failed_partial_checkpoint_leaves_its_experts_unsaved(tmp_path, write):
+    """The second checkpoint fails, at each of its files in turn."""
+    with Life(failing(tmp_path, write)) as life:
+        life.go(3, settle=True)
+        saved = life.session.book.saved[Tier.STORAGE]
+        assert np.array_equal(saved, life.counts), "only step 1 is in the books"
+        life.go(2, settle=True)
+    found = manifests(tmp_path)
+    assert [m.step for m in found] == [1, 3, 4, 5]
+    history = [(1, set()), (3, sequential(2)), (4, sequential(3)), (5, sequential(4))]
+    assert_view(tmp_path, MODEL, found[-1], versions_after(history))
+    assert experts_in(tuple(op for op, r in found[-1].operators.items() if r.step == 1)), "some were never saved again"
+
+
+def test_too_many_failures_in_a_row_end_training_with_step_and_cause(tmp_path):
+    with Life(failing(tmp_path, 5, persistent=True), max_failures=3) as life:
+        life.go(4, settle=True)
+        assert life.records[-1].failed_checkpoints == 2
+        said = r"step 4 .*3 checkpoints failed in a row.*rank 0.*injected"
+        with pytest.raises(SaveFailedError, match=said) as caught:
+            life.go()
+    assert caught.value.step == 4
+    assert [m.step for m in manifests(tmp_path)] == [1]
+
+
+def test_fewer_failures_than_that_do_not(tmp_path):
+    storage = failing(tmp_path, 5, persistent=True)
+    with Life(storage, max_failures=3) as life:
+        life.go(3, settle=True)
+        storage.fail_at = None
+        life.go(2, settle=True)
+        storage.fail_at = 1
+        life.go(2, settle=True)
+        storage.fail_at = None
+        life.go(2, settle=True)
+    assert life.records[-1].failed_checkpoints == 4, "two, then two more: never three in a row"
+    assert [m.step for m in manifests(tmp_path)] == [1, 4, 5, 8, 9]
+
+
+def test_state_that_only_pickle_could_hold_is_named(tmp_path):
+    with Life(LocalStorage(tmp_path)) as life:
+        life.capture = lambda: {"callbacks": {"mine": {"lock": threading.Lock()}}}
+        with pytest.raises(UnencodableStateError, match=r"callbacks.*mine.*lock"):
+            life.go()
+    assert manifests(tmp_path) == []
+
+
+class Deaf(SoloCommunicator):
+    """A peer that is gone, as the persist thread sees it from the second checkpoint on."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def gather(self, payload):
+        if not self.left:
+            raise RuntimeError("connection closed by peer")
+        self.left -= 1
+        return super().gather(payload)
+
+
+def test_the_death_of_the_persist_thread_surfaces_once(tmp_path):
+    with Life(LocalStorage(tmp_path), comm=Deaf()) as life:
+        life.go(1, settle=True)
+        life.go()
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            life.settle()
+        life.session._running.raise_fatal()
+        life.session.close()
+    assert [m.step for m in manifests(tmp_path)] == [1]
+
+
+def test_the_death_of_the_persist_thread_surfaces_at_the_next_step(tmp_path):
+    with Life(LocalStorage(tmp_path), comm=Deaf()) as life:
+        life.go(1, settle=True)
+        life.go()
+        life.session._running._persister._thread.join(20)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            life.go()
+
+
+def test_a_broken_copy_surfaces_before_the_update_and_the_store_is_free_again(tmp_path):
+    def on_phase(phase):
+        raise MemoryError("the copy broke")
+
+    with Life(LocalStorage(tmp_path), on_phase=on_phase) as life:
+        life.go()
+        with pytest.raises(MemoryError, match="the copy broke"):
+            life.session.before_update()
+    with Life(LocalStorage(tmp_path)) as life:
+        life.go(1, settle=True)
+
+
+def test_close_ends_everything_even_if_the_copy_in_hand_broke(tmp_path):
+    def on_phase(phase):
+        raise MemoryError("the copy broke")
+
+    life = Life(LocalStorage(tmp_path), on_phase=on_phase)
+    life.session.open()
+    life.go()
+    with pytest.raises(MemoryError, match="the copy broke"):
+        life.session.close()
+    with Life(LocalStorage(tmp_path)) as second:
+        second.go(1, settle=True)
+    life.session.close()
+
+
+# --- the proof of coverage at commit ---
+
+STACK = "model/layers.1.moe.w"
+
+
+def stack_changed(**what):
+    """``StateTensor`` of one stack of experts with other fields, all others as they are."""
+
+    def change(tensors):
+        return [replace(t, **{k: f(t) for k, f in what.items()}) if t.key == STACK else t for t in tensors]
+
+    return change
+
+
+LACKS = r"1\.moe\.w at \[%d, 0, 0\]: 12 of 12 elements are missing"
+BROKEN = {
+    "missing": (stack_changed(local=lambda t: t.local[:-1]), LACKS % 3),
+    "absent": (lambda ts: [t for t in ts if t.key != STACK], LACKS % 2),
+    "doubled": (stack_changed(replicated=lambda t: False), r"1\.moe\.w is written twice, at \[0, 0, 0\]"),
+    "unknown": (lambda ts: [*ts, replace(ts[-1], key="model/new")], "model/new at .* no operator of this plan"),
+    "misplaced": (stack_changed(offsets=lambda t: (-1, 0, 0)), LACKS % 3),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_one_rank_misses_or_doubles_is_never_committed(tmp_path, how, caplog):
+    """Rank 1 of 2 goes wrong at step 3, in what it writes; rank 0's claim is right."""
+    change, said = BROKEN[how]
+
+    def body(comm):
+        with Life(LocalStorage(tmp_path), policy=Dense(), comm=comm) as life:
+            life.go(2, settle=True)
+            if comm.rank == 1:
+                life.state.change = change
+            life.go(1, settle=True)
+            life.state.change = lambda tensors: tensors
+            life.go(2, settle=True)
+        return life.records[-1].failed_checkpoints
+
+    assert run_threads(ThreadRanks(2), body) == [1, 1]
+    found = manifests(tmp_path)
+    assert [m.step for m in found] == [1, 2, 4, 5]
+    assert_view(tmp_path, MODEL, found[-1], dict.fromkeys(ALL, 5))
+    [message] = [r.getMessage() for r in caplog.records if "not committed" in r.getMessage()]
+    assert "step 3" in message
+    assert "CoverageError" in message
+    assert re.search(said, message), message
+
+
+def test_after_a_refused_commit_the_earlier_checkpoint_is_the_newest(tmp_path):
+    with Life(LocalStorage(tmp_path)) as life:
+        life.go(2, settle=True)
+        life.state.change = stack_changed(local=lambda t: t.local[:0])
+        life.go(1, settle=True)
+    found = manifests(tmp_path)
+    assert [m.step for m in found] == [1, 2]
+    assert_view(tmp_path, MODEL, found[-1], versions_after([(1, set()), (2, sequential(1))]))

@@ -1,0 +1,31 @@
+"""Errors keep message and facts when they travel between processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from moe_ckpt import errors
+
+EXAMPLES = [
+    errors.DamagedError("a/b", "checksum mismatch", step=3, rank=1),
+    errors.CoverageError("checkpoint", ("x is missing", "y is missing")),
+    errors.MissingPackageError("rich", "tables", "cli"),
+    errors.FormatVersionError("store.json", 9, (1,)),
+    errors.StoreInUseError("/store", "pid 7"),
+    errors.SaveFailedError(3, ("disk full",)),
+    errors.HostMemoryError(10, 5),
+    errors.UnencodableStateError("callbacks/x", "Thing"),
+    errors.NoCheckpointError("nothing here"),
+    errors.StoreUnwritableError("read-only"),
+    errors.ConfigError("k"),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_pickled_errors_say_the_same(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

@@ -1,0 +1,162 @@
+"""Manifests: round trip, refusal of what leads out of the store, names of directories and files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import DamagedError, FormatVersionError
+from moe_ckpt.format.manifest import (
+    FileRecord,
+    LayerRecord,
+    Manifest,
+    ModelRecord,
+    OperatorRecord,
+    StateRecord,
+    is_own_file,
+    parse_step_dir,
+    shard_path,
+    state_path,
+    step_dir,
+)
+from moe_ckpt.format.sealed import seal, unseal
+
+SHARD = "step_00000007/rank_00000_expert.safetensors"
+MANIFEST = Manifest(
+    run_id="r",
+    step=8,
+    generation=2,
+    world_size=2,
+    index=5,
+    created_unix_secs=1.5,
+    model=ModelRecord("f" * 32, (LayerRecord("layers.0.moe", 4, 2), LayerRecord("layers.1.moe", 4)), {"b": "a"}),
+    files=(
+        FileRecord("step_00000008_g2/rank_00000_non_expert.safetensors", 100, 80, "aa", 8, 0),
+        FileRecord(SHARD, 200, 160, "bb", 7, 0),
+    ),
+    operators={"gate/0": OperatorRecord(8, (0,)), "expert/0/0": OperatorRecord(7, (0, 1))},
+    states=(StateRecord("step_00000008_g2/rank_00000_state.json", 30, "cc", 0),),
+    parent="step_00000007",
+    policy={"name": "moc", "k": 1},
+    tokens={"applied": [[1]], "saved": {"storage": [[1]]}, "faults": [[7, 2, 1]]},
+)
+
+
+def body_of(manifest):
+    return unseal(manifest.encode(), "m")
+
+
+def test_round_trip():
+    assert Manifest.decode(MANIFEST.encode(), "m") == MANIFEST
+    bare = replace(MANIFEST, parent=None, policy={}, tokens={}, files=(), operators={}, states=())
+    assert Manifest.decode(bare.encode(), "m") == bare
+
+
+def test_paths_and_directory():
+    assert MANIFEST.directory == "step_00000008_g2"
+    assert MANIFEST.paths == {f.path for f in MANIFEST.files} | {s.path for s in MANIFEST.states}
+
+
+def test_every_changed_byte_is_seen():
+    raw = MANIFEST.encode()
+    for at in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[at] ^= 0x01
+        with pytest.raises(DamagedError):
+            Manifest.decode(damaged, "m")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../step_00000007/rank_00000_expert.safetensors",
+        "step_00000007/../../etc/passwd",
+        "step_00000007/../rank_00000_expert.safetensors",
+        "/step_00000007/rank_00000_expert.safetensors",
+        "/etc/passwd",
+        "step_00000007//rank_00000_expert.safetensors",
+        "step_00000007/rank_00000_expert.safetensors\n",
+        "step_00000007/rank_00000_expert.safetensors/../x",
+        "step_00000007\\rank_00000_expert.safetensors",
+        "step_00000007/rank_00000_state.json",
+        "step_0000000\u0667/rank_00000_expert.safetensors",
+        "s3://bucket/rank_00000_expert.safetensors",
+        "",
+    ],
+)
+def test_shard_paths_that_are_not_of_this_format_are_refused(path):
+    bad = replace(MANIFEST, files=(replace(MANIFEST.files[0], path=path), MANIFEST.files[1]))
+    with pytest.raises(DamagedError, match="is no path of this format"):
+        Manifest.decode(bad.encode(), "m")
+
+
+@pytest.mark.parametrize("path", ["../rank_00000_state.json", "step_00000007/x.json", SHARD, "/a_state.json"])
+def test_state_paths_that_are_not_of_this_format_are_refused(path):
+    bad = replace(MANIFEST, states=(replace(MANIFEST.states[0], path=path),))
+    with pytest.raises(DamagedError, match="is no path of this format"):
+        Manifest.decode(bad.encode(), "m")
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_other_versions_are_refused_with_what_to_do(version):
+    raw = seal({**body_of(MANIFEST), "format_version": version})
+    with pytest.raises(FormatVersionError, match=r"m is in on-disk format version .* reads 1\. Open it with"):
+        Manifest.decode(raw, "m")
+
+
+def test_another_kind_is_refused():
+    with pytest.raises(DamagedError, match=r"is a 'moe_ckpt\.store', not a 'moe_ckpt\.manifest'"):
+        Manifest.decode(seal({**body_of(MANIFEST), "kind": "moe_ckpt.store"}), "m")
+
+
+@pytest.mark.parametrize("key", sorted(set(body_of(MANIFEST)) - {"kind", "format_version"}))
+def test_every_missing_or_mistyped_field_is_refused(key):
+    body = body_of(MANIFEST)
+    without = {k: v for k, v in body.items() if k != key}
+    with pytest.raises(DamagedError, match="not a manifest of this format"):
+        Manifest.decode(seal(without), "m")
+    if isinstance(body[key], (list, dict)) and key not in ("policy", "tokens"):
+        with pytest.raises(DamagedError, match="not a manifest of this format"):
+            Manifest.decode(seal({**body, key: 7}), "m")
+
+
+@pytest.mark.parametrize("index", [-1, 2, 10**9])
+def test_an_operator_that_names_no_file_is_refused(index):
+    bad = replace(MANIFEST, operators={"gate/0": OperatorRecord(8, (index,))})
+    with pytest.raises(DamagedError, match="gate/0 names a file that is not listed"):
+        Manifest.decode(bad.encode(), "m")
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**6))
+def test_step_directories_round_trip(step, generation):
+    assert parse_step_dir(step_dir(step, generation)) == (step, generation)
+
+
+def test_step_directories_by_hand():
+    assert step_dir(12, 0) == "step_00000012"
+    assert step_dir(12, 3) == "step_00000012_g3"
+    assert step_dir(123456789, 1) == "step_123456789_g1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step_12", "step_000000012", "step_00000012_g0", "step_00000012_g01", "step_00000012_g", "step_00000012/",
+        "step_00000012.tmp", "xstep_00000012", "step_0000001\u0662", "step_-0000012", "last", "",
+    ],
+)  # fmt: skip
+def test_other_names_are_no_step_directories(name):
+    assert parse_step_dir(name) is None
+
+
+def test_own_files():
+    own = ["MANIFEST.json", "rank_00000_state.json", "rank_12345_expert.safetensors"]
+    own.append("rank_100000_non_expert.safetensors")
+    assert all(is_own_file(name) for name in own)
+    assert shard_path("d", 3, "expert") == "d/rank_00003_expert.safetensors"
+    assert state_path("d", 3) == "d/rank_00003_state.json"
+    foreign = ["notes.txt", "MANIFEST.json.bak", "rank_0_state.json", "rank_00000_state.safetensors", "model.ckpt"]
+    assert not any(is_own_file(name) for name in foreign)

@@ -1,0 +1,203 @@
+"""Plain training state as JSON: what goes in comes out, in value and in type; the rest is refused by its path."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import random
+from collections import OrderedDict, defaultdict, namedtuple
+from decimal import Decimal
+from pathlib import PurePosixPath
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import UnencodableStateError
+from moe_ckpt.format.tree import decode_tree, encode_tree
+
+
+def through_json(tree, prefix=""):
+    value, tensors = encode_tree(tree, prefix)
+    text = json.dumps(value, allow_nan=False)
+    return decode_tree(json.loads(text), tensors.__getitem__)
+
+
+def same(a, b):
+    """Equal in value and in type; NaN equals NaN; tensors and arrays bit by bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return [*a] == [*b] and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    return a == b
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+keys = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text()) | st.binary()
+tensors = st.builds(
+    lambda dtype, shape: torch.zeros(shape).to(dtype),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+arrays = st.builds(
+    lambda dtype, n: np.arange(n).astype(dtype),
+    st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.float32, np.float64, np.bool_]),
+    st.integers(0, 5),
+)
+trees = st.recursive(
+    scalars | tensors | arrays,
+    lambda inner: st.lists(inner, max_size=4)
+    | st.lists(inner, max_size=4).map(tuple)
+    | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=15,
+)
+
+
+@given(trees)
+def test_round_trip(tree):
+    assert same(tree, through_json(tree))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "tensor", "v": "x"},
+        {"$": 1},
+        [{"$": {"$": "tuple"}}],
+        {1: "int", "1": "str"},
+        {True: 1, "True": 2},
+        {(0, "a"): [()], None: {}},
+        {"s": {1, 2, 3}},
+        {"nan": [float("nan"), float("inf"), -float("inf"), -0.0]},
+        {"big": 2**200},
+        {"lone surrogate": "\ud800"},
+    ],
+)
+def test_awkward_trees_round_trip(tree):
+    assert same(tree, through_json(tree))
+
+
+def test_rng_states_round_trip():
+    generator = np.random.RandomState(3)
+    python = random.Random(3)
+    state = through_json(
+        {
+            "numpy": generator.get_state(),
+            "python": python.getstate(),
+            "torch": torch.get_rng_state(),
+            "pcg": np.random.default_rng(1).bit_generator.state,
+        }
+    )
+    other = np.random.RandomState(0)
+    other.set_state(state["numpy"])
+    assert other.randint(1 << 30, size=9).tolist() == generator.randint(1 << 30, size=9).tolist()
+    resumed = random.Random()
+    resumed.setstate(state["python"])
+    assert resumed.random() == python.random()
+    assert torch.equal(state["torch"], torch.get_rng_state())
+    assert state["pcg"] == np.random.default_rng(1).bit_generator.state
+
+
+def test_tensors_are_handed_out_by_path_and_not_copied():
+    weight = torch.nn.Parameter(torch.ones(2))
+    value, found = encode_tree({"callbacks": {"EMA": [weight, 3]}}, prefix="loops")
+    assert [*found] == ["loops/callbacks/EMA/0"]
+    assert found["loops/callbacks/EMA/0"].data_ptr() == weight.data_ptr()
+    assert not found["loops/callbacks/EMA/0"].requires_grad
+    assert value == {"callbacks": {"EMA": [{"$": "tensor", "v": "loops/callbacks/EMA/0"}, 3]}}
+
+
+def test_names_never_collide():
+    tree = {"a": {1: torch.tensor(1), "1": torch.tensor(2)}, "a/1": torch.tensor(3), "b": {"c": torch.tensor(4)}}
+    _, found = encode_tree(tree)
+    assert sorted(int(t) for t in found.values()) == [1, 2, 3, 4]
+    assert same(tree, through_json(tree))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12, dtype=np.uint32).reshape(3, 4)[::-1, ::2],
+        np.array(7, dtype=np.uint64),
+        np.arange(6, dtype=">i4"),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.zeros((0, 3), dtype=np.uint16),
+    ],
+    ids=["strided", "0-d", "big-endian", "fortran", "empty"],
+)
+def test_arrays_of_any_layout_round_trip(array):
+    back = through_json({"a": array})["a"]
+    assert back.dtype == array.dtype.newbyteorder("=")
+    assert np.array_equal(back, array)
+
+
+def test_subclasses_come_back_as_the_builtin():
+    class Mode(str, enum.Enum):
+        MIN = "min"
+
+    class Level(enum.IntEnum):
+        HIGH = 3
+
+    point = namedtuple("point", "x y")
+    tree = {
+        "ordered": OrderedDict(a=1),
+        "default": defaultdict(int, a=1),
+        "point": point(1, 2),
+        "size": torch.Size([2, 3]),
+        "mode": Mode.MIN,
+        "level": Level.HIGH,
+        "numpy": [np.float32(0.5), np.int64(3), np.bool_(True), np.float64("nan")],
+        "bytes": bytearray(b"ab"),
+    }
+    back = through_json(tree)
+    assert back["mode"] == "min"
+    assert same({k: v for k, v in back.items() if k not in ("numpy", "mode")}, {
+        "ordered": {"a": 1}, "default": {"a": 1}, "point": (1, 2), "size": (2, 3), "level": 3, "bytes": b"ab",
+    })  # fmt: skip
+    assert same(back["numpy"], [0.5, 3, True, float("nan")])
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Custom(), "Custom"),
+        (Custom, "type"),
+        (lambda: 0, "function"),
+        (Decimal("1.5"), "decimal.Decimal"),
+        (PurePosixPath("x"), "PurePosixPath"),
+        (1j, "complex"),
+        (torch.float32, "torch.dtype"),
+        (np.array([Custom()]), "numpy array of object"),
+        (np.array(["a"]), "numpy array of <U1"),
+        (np.array(["2026-01-01"], dtype="M8[D]"), "numpy array of datetime64"),
+    ],
+)
+def test_what_would_need_pickle_is_refused_by_path_and_type(value, named):
+    with pytest.raises(UnencodableStateError, match=r"training state at 'callbacks/Mine/0' is a .*" + named):
+        encode_tree({"callbacks": {"Mine": [value]}})
+
+
+def test_the_root_has_a_path_too():
+    with pytest.raises(UnencodableStateError, match="training state at '/' is a"):
+        encode_tree(Custom())
+
+
+@pytest.mark.parametrize("tag", ["object", "reduce", "", None])
+def test_unknown_tags_are_refused(tag):
+    with pytest.raises(ValueError, match="unknown tag"):
+        decode_tree({"$": tag, "v": ["os.system", "true"]}, {}.__getitem__)

@@ -1,0 +1,248 @@
+"""One run per store, with real processes and real kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+
+import pytest
+
+from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
+from moe_ckpt.storage import LocalStorage, StoreLock, open_storage
+from moe_ckpt.testing import FaultyStorage
+
+HOLDER = """
+    import sys, time
+    from moe_ckpt.storage import StoreLock, open_storage
+    lock = StoreLock(open_storage(sys.argv[1]), "job-17")
+    lock.acquire()
+    print("held", flush=True)
+    time.sleep(60)
+"""
+TRYER = """
+    import sys
+    from moe_ckpt.errors import StoreInUseError
+    from moe_ckpt.storage import StoreLock, open_storage
+    try:
+        StoreLock(open_storage(sys.argv[1]), "job-18").acquire()
+        print("free")
+    except StoreInUseError as error:
+        print(error)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def try_from_another_process(root):
+    command = [sys.executable, "-c", textwrap.dedent(TRYER), str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path, holder):
+    lock = StoreLock(LocalStorage(tmp_path), "job-18")
+    with pytest.raises(StoreInUseError, match=rf"job-17, process {holder.pid} on .*own dirpath") as raised:
+        lock.acquire()
+    assert raised.value.path == str(tmp_path)
+    assert not lock.held
+
+
+def test_kill_minus_nine_frees_the_store(tmp_path, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    with StoreLock(LocalStorage(tmp_path), "job-18") as lock:
+        assert lock.held
+        lock.refresh()
+
+
+def test_a_second_holder_in_the_same_process_is_refused_and_does_no_harm(tmp_path):
+    """POSIX would grant it, and closing its descriptor would then free the first one's lock."""
+    with StoreLock(LocalStorage(tmp_path), "first"):
+        with pytest.raises(StoreInUseError, match="first, in this same process"):
+            StoreLock(LocalStorage(tmp_path), "second").acquire()
+        assert "first, process" in try_from_another_process(tmp_path)
+    assert try_from_another_process(tmp_path) == "free"
+    with StoreLock(LocalStorage(tmp_path), "second"):
+        pass
+
+
+def test_other_stores_are_free(tmp_path):
+    with StoreLock(LocalStorage(tmp_path / "a"), "x"), StoreLock(LocalStorage(tmp_path / "b"), "x"):
+        pass
+
+
+def test_a_forked_child_neither_keeps_nor_frees_the_lock(tmp_path):
+    """Data-loader workers are forked: one that outlives its trainer must not keep the store locked."""
+    lock = StoreLock(LocalStorage(tmp_path), "parent")
+    lock.acquire()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(read_end, 1)
+        finally:
+            os._exit(0)
+    try:
+        assert "parent" in try_from_another_process(tmp_path)
+        lock.release()
+        assert try_from_another_process(tmp_path) == "free"
+    finally:
+        os.write(write_end, b"x")
+        os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_release_twice_is_harmless_and_leaves_no_descriptor(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    lock = StoreLock(LocalStorage(tmp_path), "x")
+    lock.release()
+    lock.acquire()
+    lock.release()
+    lock.release()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_root_that_cannot_be_made_is_reported_and_not_remembered(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    lock = StoreLock(LocalStorage(tmp_path / "file" / "store"), "x")
+    for _ in range(2):
+        with pytest.raises(StoreUnwritableError, match="cannot be taken"):
+            lock.acquire()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def url():
+    return f"memory://lock-{uuid.uuid4().hex}"
+
+
+def leave_behind(lock):
+    """What remains of a lease when its process is killed: the object, but no registry."""
+    lock._leased = False
+    lock._unregister()
+
+
+def test_a_lease_keeps_others_out_until_it_is_stale(url):
+    clock = Clock()
+    first = StoreLock(open_storage(url), "job-1", ttl_secs=600, clock=clock)
+    first.acquire()
+    leave_behind(first)
+    second = StoreLock(open_storage(url), "job-2", ttl_secs=600, clock=clock)
+    clock.now += 599
+    with pytest.raises(StoreInUseError, match="job-1, process"):
+        second.acquire()
+    clock.now += 1
+    second.acquire()
+    second.release()
+    assert open_storage(url).list() == []
+
+
+def test_a_renewed_lease_is_not_stale_and_leaves_one_object(url):
+    clock = Clock()
+    first = StoreLock(open_storage(url), "job-1", clock=clock)
+    first.acquire()
+    for _ in range(3):
+        clock.now += 500
+        first.refresh()
+    assert len(open_storage(url).list()) == 1
+    leave_behind(first)
+    with pytest.raises(StoreInUseError):
+        StoreLock(open_storage(url), "job-2", clock=clock).acquire()
+
+
+def test_the_same_job_takes_over_its_own_lease_at_once(url):
+    clock = Clock()
+    killed = StoreLock(open_storage(url), "job-1", clock=clock)
+    killed.acquire()
+    leave_behind(killed)
+    with StoreLock(open_storage(url), "job-1", clock=clock):
+        pass
+
+
+def test_a_holder_that_was_taken_over_learns_it_and_does_not_write(url):
+    clock = Clock()
+    slow = StoreLock(open_storage(url), "job-1", clock=clock)
+    slow.acquire()
+    slow._unregister()  # as if the other were another process
+    clock.now += 601
+    fast = StoreLock(open_storage(url), "job-2", clock=clock)
+    fast.acquire()
+    names = open_storage(url).list()
+    with pytest.raises(StoreInUseError, match=r"job-2, process .* took over the lease"):
+        slow.refresh()
+    assert open_storage(url).list() == names
+    fast.refresh()
+
+
+def test_two_takeovers_at_the_same_moment_have_one_winner(url):
+    """The second one lists before, and writes after, the first one's takeover."""
+    clock = Clock()
+    inner = open_storage(url)
+
+    class Overtaken(FaultyStorage):
+        def write(self, path, chunks):
+            inner.write(path, [b'{"owner": "winner", "holder": "winner", "nonce": "n", "unix_secs": 1000.0}'])
+            return super().write(path, chunks)
+
+    with pytest.raises(StoreInUseError, match="came first by a moment"):
+        StoreLock(Overtaken(inner, fail_at=None), "loser", clock=clock).acquire()
+    assert b"winner" in inner.read(inner.list()[0])
+
+
+def test_an_unreadable_lease_says_what_to_delete(url):
+    open_storage(url).write("lock_00000004.json", [b"garbage"])
+    with pytest.raises(StoreInUseError, match=r"lock_00000004\.json cannot be read; delete it"):
+        StoreLock(open_storage(url), "x").acquire()
+
+
+def test_in_one_process_a_remote_store_is_refused_too(url):
+    with StoreLock(open_storage(url), "same"), pytest.raises(StoreInUseError, match="same process"):
+        StoreLock(open_storage(url), "same").acquire()
+
+
+def test_a_local_file_system_without_locks_gets_a_lease(tmp_path, monkeypatch):
+    import errno
+    import fcntl
+
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    with StoreLock(LocalStorage(tmp_path), "x"):
+        assert "lock_00000001.json" in os.listdir(tmp_path)
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_the_nth_storage_call_fails_for_every_n(url):
+    """A lease that could not be taken is reported, and the next try by the same job works."""
+    for n in range(1, 50):
+        storage = FaultyStorage(open_storage(f"{url}/{n}"), n)
+        lock = StoreLock(storage, "job-1")
+        try:
+            lock.acquire()
+        except StoreUnwritableError:
+            assert not lock.held
+            lock.acquire()
+        assert lock.held
+        leave_behind(lock)
+        if not storage.failures:
+            break
+    assert n > 2

@@ -1,0 +1,164 @@
+"""Writing checkpoints back into live state: any sharding to any other, and never half."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import ConfigError, CoverageError, DamagedError
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.ports import TensorMeta
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.restore import restore
+from moe_ckpt.storage import LocalStorage
+from tests.support.store_builder import PARAMETERS, STACK, LiveState, TinyRun, example
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """(sharded, writers) -> run."""
+    found = {}
+    for sharded in (False, True):
+        for writers in (1, 2, 3):
+            found[sharded, writers] = example(tmp_path_factory.mktemp("store"), sharded=sharded, world_size=writers)
+    return found
+
+
+def assert_restored(state: LiveState, view: dict[str, torch.Tensor]) -> None:
+    assert {t.key for t in state.tensors()} == set(view)
+    for tensor in state.tensors():
+        wanted = state.expected(view, tensor.key)
+        assert tensor.local.dtype == wanted.dtype
+        assert torch.equal(tensor.local.detach(), wanted), tensor.key
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_sharding_from_any_sharding(stores, data):
+    run = stores[data.draw(st.booleans()), data.draw(st.sampled_from((1, 2, 3)))]
+    ranks = data.draw(st.integers(1, 5))
+    rank = data.draw(st.integers(0, ranks - 1))
+    state = LiveState(rank, ranks, data.draw(st.sampled_from((0, -1, 1))))
+    directory = data.draw(st.sampled_from(sorted(run.views)))
+    reader = StoreReader(LocalStorage(run.root))
+    restore(reader, reader.manifest(directory), state, verified=data.draw(st.booleans()))
+    assert_restored(state, run.views[directory])
+
+
+def test_damage_in_any_slice_leaves_the_model_untouched(tmp_path):
+    example(tmp_path, world_size=1)
+    reader = StoreReader(LocalStorage(tmp_path))
+    manifest = reader.manifest("step_00000003")
+    slices = [stored for group in reader.index(manifest).tensors.values() for stored in group]
+    assert {stored.file.step for stored in slices} == {1, 2, 3}
+    for stored in slices:
+        raw = bytearray((tmp_path / stored.path).read_bytes())
+        at = stored.offset + stored.nbytes - 1
+        raw[at] ^= 4
+        (tmp_path / stored.path).write_bytes(raw)
+        state = LiveState()
+        with pytest.raises(DamagedError, match="checksum mismatch") as caught:
+            restore(reader, manifest, state)
+        assert (caught.value.path, caught.value.step, caught.value.rank) == (stored.path, stored.file.step, 0)
+        assert stored.entry.name in str(caught.value)
+        assert state.untouched()
+        raw[at] ^= 4
+        (tmp_path / stored.path).write_bytes(raw)
+
+
+def test_damage_elsewhere_does_not_stop_a_rank_that_does_not_need_it(tmp_path):
+    run = example(tmp_path, world_size=2, sharded=True)
+    path = "step_00000003/rank_00001_expert.safetensors"
+    raw = bytearray((tmp_path / path).read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / path).write_bytes(raw)
+    reader = StoreReader(LocalStorage(tmp_path))
+    manifest = reader.manifest("step_00000003")
+    state = LiveState(0, 2)
+    restore(reader, manifest, state)
+    assert_restored(state, run.views["step_00000003"])
+    other = LiveState(1, 2)
+    with pytest.raises(DamagedError):
+        restore(reader, manifest, other)
+    assert other.untouched()
+
+
+def test_bytes_that_break_between_the_passes_are_still_not_copied(tmp_path):
+    example(tmp_path, world_size=1)
+
+    class Decaying(LocalStorage):
+        reads = 0
+        limit = 10**9
+
+        def read(self, path, offset=0, nbytes=None):
+            raw = super().read(path, offset, nbytes)
+            if path.endswith(".safetensors") and offset:
+                Decaying.reads += 1
+                if Decaying.reads > Decaying.limit:
+                    raw[0] ^= 1
+            return raw
+
+    reader = StoreReader(Decaying(tmp_path))
+    manifest = reader.manifest("step_00000003")
+    reader.prove(manifest)
+    Decaying.reads = 0
+    restore(reader, manifest, LiveState())
+    Decaying.limit = Decaying.reads - 1
+    Decaying.reads = 0
+    with pytest.raises(DamagedError):
+        restore(reader, manifest, LiveState())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda p: p | {"extra.weight": ((2,), torch.float32)}, CoverageError, "model/extra.weight of the model"),
+        (lambda p: {k: v for k, v in p.items() if k != "scale"}, CoverageError, "model/scale of the checkpoint"),
+        (lambda p: p | {STACK: ((8, 3, 2), torch.float32)}, CoverageError, r"\[8, 3, 2\] in the model, \[4, 3, 2\]"),
+        (lambda p: p | {"scale": ((), torch.bfloat16)}, ConfigError, "bfloat16 in the model, but F32.*precision"),
+    ],
+)
+def test_another_model_is_refused_untouched(tmp_path, change, error, message):
+    example(tmp_path)
+    reader = StoreReader(LocalStorage(tmp_path))
+    state = LiveState(parameters=change(PARAMETERS))
+    with pytest.raises(error, match=message):
+        restore(reader, reader.manifest("step_00000003"), state)
+    assert state.untouched()
+
+
+def test_an_incomplete_checkpoint_is_refused_untouched(tmp_path):
+    run = TinyRun(tmp_path)
+    run.save(1)
+    del run.builder.holdings["gate/0"]
+    run.save(2, experts=())
+    manifest = run.manifests["step_00000002"]
+    operators = {op: record for op, record in manifest.operators.items() if op != "gate/0"}
+    run.builder.write_manifest("step_00000002", dataclasses.replace(manifest, operators=operators))
+    reader = StoreReader(LocalStorage(tmp_path))
+    state = LiveState()
+    with pytest.raises(CoverageError, match="gate"):
+        restore(reader, reader.manifest("step_00000002"), state)
+    assert state.untouched()
+
+
+def test_prepare_is_told_every_optimizer_tensor_and_no_parameter(tmp_path):
+    run = example(tmp_path)
+    told: dict[str, TensorMeta] = {}
+
+    class Listening(LiveState):
+        def prepare(self, wanted):
+            told.update(wanted)
+            super().prepare(wanted)
+
+    reader = StoreReader(LocalStorage(tmp_path))
+    restore(reader, reader.manifest("step_00000003"), Listening())
+    view = run.views["step_00000003"]
+    assert set(told) == {key for key in view if key.startswith("optim/")}
+    for key, meta in told.items():
+        assert (TORCH_DTYPES[meta.dtype], meta.global_shape) == (view[key].dtype, tuple(view[key].shape))
+        assert meta.on_param_device == (not key.endswith("/step"))

@@ -1,0 +1,218 @@
+"""Which checkpoints stay: literals for the rules, simulated MoC runs for the spare."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, files_to_delete, retained
+from moe_ckpt.errors import ConfigError
+
+NOW = 1_000_000.0
+
+
+def record(step, paths=None, generation=0, age_secs=0.0):
+    directory = f"g{generation}s{step}"
+    own = frozenset({f"{directory}/MANIFEST"}) | frozenset(paths or {f"{directory}/all"})
+    return CheckpointRecord(directory, generation, step, NOW - age_secs, own)
+
+
+def steps(records, **policy):
+    kept = retained(records, RetentionPolicy(**policy), NOW)
+    return sorted(r.step for r in records if r.directory in kept)
+
+
+def test_nothing_to_keep():
+    assert retained([], RetentionPolicy(), NOW) == frozenset()
+
+
+def test_the_newest_few_stay_in_any_order_of_input():
+    records = [record(s) for s in (3, 1, 5, 2, 4)]
+    assert steps(records) == [4, 5]
+    assert steps(records, keep_last=3) == [3, 4, 5]
+    assert steps(records, keep_last=9) == [1, 2, 3, 4, 5]
+
+
+def test_a_later_generation_is_newer_than_a_later_step():
+    records = [record(100), record(101), record(51, generation=1), record(52, generation=1)]
+    assert retained(records, RetentionPolicy(keep_last=1, keep_spare=False), NOW) == {"g1s52"}
+
+
+def test_milestones_stay_in_their_newest_generation_only():
+    records = [record(s) for s in range(1, 26)] + [record(s, generation=1) for s in range(18, 30)]
+    kept = retained(records, RetentionPolicy(keep_last=1, keep_every_n_steps=10, keep_spare=False), NOW)
+    assert kept == {"g0s10", "g1s20", "g1s29"}
+
+
+def test_old_ones_go_but_never_the_newest():
+    records = [record(s, age_secs=100.0 * (5 - s)) for s in range(1, 5)]
+    assert steps(records, keep_last=4, max_age_secs=250.0) == [3, 4]
+    assert steps(records, keep_last=4, keep_every_n_steps=1, max_age_secs=250.0) == [3, 4]
+    assert steps(records, keep_last=4, max_age_secs=1.0, keep_spare=False) == [4]
+
+
+def test_age_does_not_take_the_spare():
+    """After a pause of a week everything is old, and still one damaged file must not be the end."""
+    assert steps([record(s, age_secs=1e6) for s in (1, 2, 3)], max_age_secs=60.0) == [2, 3]
+
+
+def test_whole_checkpoints_need_no_extra_spare():
+    assert steps([record(s) for s in range(10)], keep_last=2) == [8, 9]
+
+
+def test_the_oldest_is_kept_while_nothing_is_disjoint_from_the_newest():
+    records = [record(s, {"shared", str(s)}) for s in range(1, 8)]
+    assert steps(records, keep_last=2) == [1, 6, 7]
+    assert steps(records, keep_last=2, keep_spare=False) == [6, 7]
+
+
+def test_the_spare_is_the_newest_disjoint_one_and_the_next_candidate_waits():
+    sharing = [record(s, {"shared", str(s)}) for s in (5, 6, 7, 8)]
+    records = [record(1), record(3), *sharing]
+    assert steps(records, keep_last=1) == [3, 5, 8]
+
+
+def test_the_candidate_takes_over():
+    records = [record(3, {"a"}), record(5, {"b"}), record(7, {"c"}), record(8, {"c", "d"})]
+    assert steps(records, keep_last=1) == [5, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"keep_last": 0}, "keep_last=0 must be a whole number"),
+        ({"keep_last": 1.5}, r"keep_last=1\.5"),
+        ({"keep_last": True}, "keep_last=True"),
+        ({"keep_every_n_steps": 0}, "keep_every_n_steps=0"),
+        ({"max_age_secs": 0.0}, r"max_age_secs=0\.0 must be positive"),
+        ({"max_age_secs": float("nan")}, "max_age_secs=nan"),
+    ],
+)
+def test_bad_settings_are_refused(settings_, message):
+    with pytest.raises(ConfigError, match=message):
+        RetentionPolicy(**settings_)
+
+
+def test_files_to_delete_spares_named_files_and_directories_in_use():
+    kept = [record(2, {"g0s1/expert", "g0s2/all"})]
+    files = ["g0s2/MANIFEST", "g0s2/all", "g0s1/all", "g0s1/expert", "g0s3/all", "g0s10/all"]
+    assert files_to_delete(files, kept, {"g0s3"}) == ("g0s1/all", "g0s10/all")
+    assert files_to_delete([], kept) == ()
+
+
+@dataclass
+class Run:
+    """A MoC run of L layers, E experts, K saved per layer and step, R ranks: the files only, on a pretended disk."""
+
+    layers: int
+    experts: int
+    k: int
+    ranks: int
+    policy: RetentionPolicy
+    index: int = 0
+    generation: int = 0
+    step: int = 0
+    versions: dict = field(default_factory=dict)
+    views: dict = field(default_factory=dict)
+    records: dict = field(default_factory=dict)
+    disk: set = field(default_factory=set)
+
+    @property
+    def cycle(self):
+        return -(-self.experts // self.k)
+
+    def save(self):
+        """One step: write, commit, collect; returns the newest record."""
+        self.step += 1
+        directory = f"g{self.generation}s{self.step}"
+        for layer in range(self.layers):
+            for i in range(self.k):
+                self._write((layer, (layer + self.index * self.k + i) % self.experts), directory)
+        for operator in [(la, e) for la in range(self.layers) for e in range(self.experts)]:
+            if operator not in self.versions:
+                self._write(operator, directory)
+        self.index += 1
+        own = {f"{directory}/{name}" for name in ("manifest", "non_expert", "state")}
+        self.disk |= own
+        newest = CheckpointRecord(
+            directory, self.generation, self.step, float(self.index), frozenset(own | set(self.versions.values()))
+        )
+        self.records[directory] = newest
+        self.views[directory] = dict(self.versions)
+        kept = retained(self.records.values(), self.policy, float(self.index))
+        self.records = {d: r for d, r in self.records.items() if d in kept}
+        self.disk -= set(files_to_delete(self.disk, self.records.values()))
+        return newest
+
+    def go_back_to(self, chosen):
+        """A fault: the next life of the run starts from a retained checkpoint."""
+        self.versions = dict(self.views[chosen.directory])
+        self.generation += 1
+        self.step = chosen.step
+
+    def _write(self, operator, directory):
+        rank = operator[1] * self.ranks // self.experts
+        path = f"{directory}/rank{rank}_expert"
+        self.versions[operator] = path
+        self.disk.add(path)
+
+
+def runs():
+    return st.builds(
+        lambda layers, experts, k, ranks, keep_last: Run(
+            layers, experts, min(k, experts), ranks, RetentionPolicy(keep_last=keep_last)
+        ),
+        st.integers(1, 3),
+        st.integers(1, 12),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.integers(1, 4),
+    )
+
+
+def check(run, newest, commits_in_this_life):
+    assert newest.directory in run.records
+    assert len(run.records) <= run.policy.keep_last + 2
+    for kept in run.records.values():
+        assert kept.paths <= run.disk, "a retained checkpoint misses files"
+    assert run.disk == frozenset().union(*(r.paths for r in run.records.values())), "a file that nobody names is left"
+    if commits_in_this_life > run.cycle:
+        spares = [r for r in run.records.values() if r.paths.isdisjoint(newest.paths)]
+        assert spares, "no complete checkpoint is free of the newest one's files"
+
+
+@settings(max_examples=60, deadline=None)
+@given(run=runs())
+def test_a_long_run_keeps_few_checkpoints_and_from_the_second_cycle_on_a_spare(run):
+    for commits in range(1, 6 * run.cycle + 30):
+        check(run, run.save(), commits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(run=runs(), data=st.data())
+def test_the_same_over_faults(run, data):
+    """Each life goes back to any of the retained checkpoints; the spare is back within one cycle."""
+    for _ in range(data.draw(st.integers(1, 4), label="lives")):
+        for commits in range(1, data.draw(st.integers(2, 3 * run.cycle + 3), label="commits")):
+            check(run, run.save(), commits)
+        directory = data.draw(st.sampled_from(sorted(run.records)), label="back to")
+        run.go_back_to(run.records[directory])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ages=st.lists(st.floats(0, 100), min_size=1, max_size=30),
+    keep_last=st.integers(1, 5),
+    every=st.none() | st.integers(1, 7),
+    max_age=st.none() | st.floats(1, 50),
+    spare=st.booleans(),
+)
+def test_the_rules_hold_for_any_history(ages, keep_last, every, max_age, spare):
+    records = [record(s, age_secs=age) for s, age in enumerate(ages)]
+    kept = retained(records, RetentionPolicy(keep_last, every, max_age, spare), NOW)
+    assert records[-1].directory in kept
+    young = {r.directory for r in records if max_age is None or NOW - r.created_unix_secs <= max_age}
+    wanted = {r.directory for r in records[-keep_last:] + [r for r in records if every and r.step % every == 0]}
+    assert wanted & young <= kept
+    assert len(kept - (wanted & young) - {records[-1].directory}) <= 2 * spare

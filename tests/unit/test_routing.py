@@ -1,0 +1,215 @@
+"""Counts of routed tokens equal a recount made in another way from the same forward passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling import registry
+from moe_ckpt.modeling.discover import find_moe_layers
+from moe_ckpt.modeling.registry import register_moe
+from moe_ckpt.modeling.routing import RoutingCounter
+from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def counted():
+    """Make a counter for a model, and close it when the test ends."""
+    counters = []
+
+    def make(model: nn.Module) -> RoutingCounter:
+        counters.append(RoutingCounter(model, find_moe_layers(model)))
+        return counters[-1]
+
+    yield make
+    for counter in counters:
+        counter.close()
+
+
+class Recount:
+    """Expected counts [L][E], from what the routers returned or from the experts' own inputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows = [[0] * layer.info.experts for layer in find_moe_layers(model)]
+        for at, layer in enumerate(find_moe_layers(model)):
+            block = model.get_submodule(layer.info.name)
+            if layer.source.kind == "rows":
+                for e, expert in enumerate(layer.source.modules):
+                    expert.register_forward_hook(lambda m, a, o, at=at, e=e: self._add(at, e, len(o.flatten(0, -2))))
+            else:
+                router = next(m for n, m in block.named_children() if n in ("gate", "router", "scorer"))
+                router.register_forward_hook(lambda m, a, o, at=at: self._router(at, o))
+
+    def _add(self, at: int, expert: int, n: int) -> None:
+        if 0 <= expert < len(self.rows[at]):
+            self.rows[at][expert] += n
+
+    def _router(self, at: int, output: object) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(part, list) for part in parts):  # JetMoe returns sizes
+            for e, n in enumerate(next(part for part in parts if isinstance(part, list))):
+                self._add(at, e, n)
+            return
+        whole = [p for p in parts if isinstance(p, torch.Tensor) and not p.is_floating_point()]
+        for e in (whole[0] if whole else parts[0].argmax(-1)).flatten().tolist():
+            self._add(at, e, 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counts_equal_a_recount_over_two_micro_batches(name, counted):
+    model = family(name).train()
+    counter, recount = counted(model), Recount(model)
+    for seed in (1, 2):
+        loss_of(model, seed).backward()
+    taken = counter.take()
+    assert taken.dtype == torch.int64
+    assert taken.tolist() == recount.rows
+    assert taken.sum() > 0
+    assert counter.take().sum() == 0
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Llama4", "SwitchTransformers"])
+def test_activation_checkpointing_counts_once(name, use_reentrant, counted):
+    plain, checkpointed = family(name).train(), family(name).train()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    forwards = []
+    router = next(m for n, m in checkpointed.named_modules() if n.endswith((".gate", ".router")))
+    router.register_forward_pre_hook(lambda m, a: forwards.append(1))
+    first, second = counted(plain), counted(checkpointed)
+    torch.manual_seed(3)  # dropout
+    loss_of(plain).backward()
+    torch.manual_seed(3)
+    loss_of(checkpointed).backward()
+    assert torch.equal(first.take(), second.take())
+    assert len(forwards) == 2, "the second forward pass did not run, so this shows nothing"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_module_list_experts_under_checkpoint(use_reentrant, counted):
+    model = Stack(ListMoE)
+    x = torch.randn(10, 8, requires_grad=True)
+    counter, recount = counted(model), Recount(model)
+    checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    taken = counter.take()
+    assert taken.sum(1).tolist() == [20, 20]
+    assert (2 * taken).tolist() == recount.rows
+
+
+def test_evaluation_is_not_counted(counted):
+    model = family("Mixtral")
+    counter = counted(model)
+    model.eval()
+    loss_of(model)
+    assert counter.peek().sum() == 0
+    model.train()
+    loss_of(model)
+    assert counter.peek().sum(1).tolist() == [32, 32]
+    model.eval()
+    loss_of(model)
+    assert counter.peek().sum(1).tolist() == [32, 32]
+
+
+def test_dropped_and_padding_indices_are_not_counted(counted):
+    model = family("Mixtral").train()
+    counter = counted(model)
+    experts = model.model.layers[0].mlp.experts
+    index = torch.tensor([[0, 4], [3, 4], [3, 0]])
+    experts(torch.randn(3, 16), index, top_k_weights=torch.ones(3, 2))
+    experts(torch.randn(3, 16), top_k_index=index, top_k_weights=torch.ones(3, 2))
+    assert counter.take().tolist() == [[4, 0, 0, 4], [0, 0, 0, 0]]
+
+
+def test_discard_and_close(counted):
+    model = family("Mixtral").train()
+    counter = counted(model)
+    loss_of(model)
+    counter.discard()
+    assert counter.take().sum() == 0
+    counter.close()
+    counter.close()
+    loss_of(model)
+    assert counter.take().sum() == 0
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_layers_with_different_numbers_of_experts(counted):
+    model = Stack(ListMoE)
+    model.blocks[1]["moe"] = ListMoE(experts=6)
+    counter, recount = counted(model), Recount(model)
+    model(torch.randn(10, 8))
+    taken = counter.take()
+    assert taken.shape == (2, 6)
+    assert taken[0, :4].tolist() == recount.rows[0]
+    assert taken[0, 4:].sum() == 0
+    assert taken[1].tolist() == recount.rows[1]
+
+
+@pytest.mark.parametrize("on", ["router", "layer"])
+def test_registered_assignments(on, counted):
+    before = dict(registry._REGISTERED)
+    try:
+        def on_layer(module, args, kwargs, output):
+            return module.scorer(args[0]).argmax(-1)
+
+        def on_router(module, args, kwargs, output):
+            return output.argmax(-1)
+
+        register_moe(
+            OwnMoE,
+            experts=("w_in", "w_out"),
+            router="scorer",
+            assignments=on_router if on == "router" else on_layer,
+            on=on,
+        )
+        model = Stack(OwnMoE)
+        counter, recount = counted(model), Recount(model)
+        model(torch.randn(10, 8))
+        taken = counter.take()
+        assert taken.sum(1).tolist() == [10, 10]
+        if on == "router":  # the other function calls the router a second time
+            assert taken.tolist() == recount.rows
+    finally:
+        registry._REGISTERED.clear()
+        registry._REGISTERED.update(before)
+
+
+def test_a_router_that_tells_nothing_is_an_error_with_advice(counted):
+    before = dict(registry._REGISTERED)
+    try:
+        register_moe(OwnMoE, experts=("w_in", "w_out"), router="scorer")
+        model = Stack(OwnMoE)
+        counted(model)
+        with pytest.raises(ConfigError, match=r"blocks\.0\.moe.*0 integer tensors.*assignments"):
+            model(torch.randn(10, 8))
+    finally:
+        registry._REGISTERED.clear()
+        registry._REGISTERED.update(before)
+
+
+def test_autocast_and_bf16(counted):
+    model = family("Qwen3Moe").train()
+    counter, recount = counted(model), Recount(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(model)
+    assert counter.take().tolist() == recount.rows
+    model = family("Qwen3Moe").train().to(torch.bfloat16)
+    counter, recount = counted(model), Recount(model)
+    loss_of(model)
+    assert counter.take().tolist() == recount.rows
+
+
+def test_a_compiled_model_counts_the_same_in_one_graph(counted):
+    eager, compiled = family("Mixtral").train(), torch.compile(family("Mixtral").train(), backend="aot_eager")
+    first, second = counted(eager), counted(compiled)
+    for seed in (1, 2):
+        loss_of(eager, seed).backward()
+        loss_of(compiled, seed).backward()
+    assert torch.equal(first.take(), second.take())
+    torch._dynamo.reset()

@@ -1,0 +1,345 @@
+"""State handed out and taken back: equal to the last bit, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError
+from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.tree import decode_tree, encode_tree
+from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.ports import TensorMeta
+from tests.support.moe_models import ListMoE, Stack
+
+
+class Saved:
+    """A copy of everything a training state hands out, as a checkpoint would hold it."""
+
+    def __init__(self, state: TorchTrainingState) -> None:
+        self.tensors = {t.key: t.local.clone() for t in state.tensors()}
+        self.metas = {
+            t.key: TensorMeta(dtype_name(t.local.dtype), t.global_shape, t.on_param_device) for t in state.tensors()
+        }
+        value, tensors = encode_tree(copy.deepcopy(state.plain()))
+        self.plain = decode_tree(value, tensors.__getitem__)
+
+    def restore(self, state: TorchTrainingState) -> None:
+        state.prepare(self.metas)
+        live = {t.key: t.local for t in state.tensors()}
+        assert live.keys() == self.tensors.keys()
+        for key, value in self.tensors.items():
+            live[key].copy_(value)
+        state.load_plain(self.plain)
+
+
+class Adam16(torch.optim.Optimizer):
+    """Moments in fp32 whatever the parameter's dtype, the step as a Python number, a flag as state."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, moment=torch.zeros_like(p, dtype=torch.float32), warm=False, scale=None)
+                state["step"] += 1
+                state["warm"] = state["step"] > 1
+                state["moment"].lerp_(p.grad.float(), 1 - group["betas"][0])
+                p.add_((state["moment"] / state["step"]).to(p.dtype), alpha=-group["lr"])
+
+
+OPTIMIZERS = {
+    "adamw for-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "own": Adam16,
+}
+
+
+def make(optimizer, seed=0, dtype=torch.float32):
+    model = Stack(ListMoE, seed=seed).to(dtype)
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    return model, opt, TorchTrainingState(model, [opt])
+
+
+def train(model, opt, steps, seed=5, rows=3):
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(rows, 8, generator=generator).to(next(model.parameters()).dtype)
+        loss = model(x).float().square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("trained_before", [0, 2])
+def test_round_trip_and_the_next_steps(optimizer, dtype, trained_before):
+    model, opt, state = make(optimizer, dtype=dtype)
+    train(model, opt, 3)
+    saved = Saved(state)
+    expected = train(model, opt, 2, seed=6, rows=20)
+
+    other, other_opt, other_state = make(optimizer, seed=9, dtype=dtype)
+    train(other, other_opt, trained_before, seed=8, rows=20)
+    saved.restore(other_state)
+    again = Saved(other_state)
+    assert again.tensors.keys() == saved.tensors.keys()
+    assert all(torch.equal(again.tensors[k], v) for k, v in saved.tensors.items())
+    assert again.metas == saved.metas
+    assert str(again.plain) == str(saved.plain)
+    assert [torch.equal(a, b) for a, b in zip(train(other, other_opt, 2, seed=6, rows=20), expected, strict=True)] == [
+        True,
+        True,
+    ]
+    for (name, a), b in zip(other.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_an_expert_never_used_has_no_state_and_gets_none():
+    model, opt, state = make("adamw foreach")
+    with torch.no_grad():
+        for block in model.blocks:
+            block["moe"].gate.weight[3] = -1e4 * torch.sign(block["norm"].bias + 1e-9)
+            block["moe"].choose = lambda x: (torch.ones(len(x), 2), torch.zeros(len(x), 2, dtype=torch.int64))
+    train(model, opt, 2)
+    keys = [t.key for t in state.tensors()]
+    assert any(k.startswith("optim/0/blocks.0.moe.experts.0.") for k in keys)
+    assert not any(k.startswith("optim/0/blocks.0.moe.experts.3.") for k in keys)
+    saved = Saved(state)
+    other, other_opt, other_state = make("adamw foreach", seed=3)
+    train(other, other_opt, 3, rows=30)
+    assert other_opt.state[other.blocks[0]["moe"].experts[3][0].weight]
+    saved.restore(other_state)
+    assert other.blocks[0]["moe"].experts[3][0].weight not in other_opt.state
+    train(other, other_opt, 1, rows=30)
+    assert other_opt.state[other.blocks[0]["moe"].experts[3][0].weight]["step"] == 1
+
+
+def test_tensors_are_views_and_no_copies():
+    model, opt, state = make("adamw fused")
+    train(model, opt, 1)
+    for tensor in state.tensors():
+        tensor.local.fill_(0.5)
+    assert all((p == 0.5).all() for p in model.parameters())
+    assert all((v == 0.5).all() for s in opt.state.values() for v in s.values())
+    assert not any(t.local.requires_grad for t in state.tensors())
+
+
+def test_keys_shapes_and_ownership():
+    model, opt, state = make("adafactor")
+    train(model, opt, 1)
+    tensors = {t.key: t for t in state.tensors()}
+    row = tensors["optim/0/embed.weight/row_var"]
+    assert (row.parameter, row.global_shape, row.offsets) == ("embed.weight", (8, 1), (0, 0))
+    step = tensors["optim/0/embed.weight/step"]
+    assert (step.global_shape, step.offsets, step.replicated, step.duplicate) == ((), (), True, False)
+    assert "model/blocks.1.moe.experts.3.1.bias" in tensors
+
+
+def test_prepare_keeps_the_memory_of_state_that_fits():
+    model, opt, state = make("adamw foreach")
+    train(model, opt, 1)
+    before = {t.key: t.local.data_ptr() for t in state.tensors()}
+    state.prepare(Saved(state).metas)
+    assert {t.key: t.local.data_ptr() for t in state.tensors()} == before
+
+
+def test_prepare_replaces_state_of_another_dtype_and_drops_what_is_not_wanted():
+    model, opt, state = make("adamw foreach", dtype=torch.bfloat16)
+    train(model, opt, 1)
+    model_meta = {"model/embed.weight": TensorMeta("BF16", (8, 8))}
+    state.prepare({**model_meta, "optim/0/embed.weight/exp_avg": TensorMeta("F32", (8, 8))})
+    assert {t.key for t in state.tensors() if t.key.startswith("optim/")} == {"optim/0/embed.weight/exp_avg"}
+    assert opt.state[model.embed.weight]["exp_avg"].dtype == torch.float32
+    assert len(opt.state) == 1
+
+
+def test_implementation_flags_stay_and_hyperparameters_return():
+    model, opt, state = make("adamw fused")
+    opt.param_groups[0].update(lr=0.5, weight_decay=0.25, betas=(0.8, 0.9), initial_lr=1.0)
+    train(model, opt, 2)
+    saved = Saved(state)
+    other, other_opt, other_state = make("adamw for-loop")
+    saved.restore(other_state)
+    group = other_opt.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"], group["initial_lr"]) == (0.5, 0.25, (0.8, 0.9), 1.0)
+    assert (group["fused"], group["foreach"]) == (None, False)
+    assert group["amsgrad"] is False
+    train(other, other_opt, 1)
+
+
+def test_a_tensor_learning_rate_stays_the_same_tensor():
+    model, opt, state = make("adam tensor lr")
+    train(model, opt, 1)
+    opt.param_groups[0]["lr"].fill_(0.125)
+    saved = Saved(state)
+    _, other_opt, other_state = make("adam tensor lr")
+    lr = other_opt.param_groups[0]["lr"]
+    saved.restore(other_state)
+    assert other_opt.param_groups[0]["lr"] is lr
+    assert lr == 0.125
+    _, float_opt, float_state = make("adamw foreach")
+    float_state.load_plain(saved.plain)
+    assert float_opt.param_groups[0]["lr"] == 0.125
+    assert isinstance(float_opt.param_groups[0]["lr"], float)
+
+
+def test_several_optimizers_and_groups():
+    def build(seed):
+        model = Stack(ListMoE, seed=seed)
+        groups = [{"params": model.embed.parameters(), "lr": 0.1}, {"params": model.head.parameters()}]
+        first = torch.optim.AdamW(groups)
+        second = torch.optim.SGD(model.blocks.parameters(), lr=0.01, momentum=0.5)
+        return model, first, second, TorchTrainingState(model, [first, second])
+
+    model, first, second, state = build(0)
+    model(torch.randn(9, 8)).square().mean().backward()
+    first.step()
+    second.step()
+    keys = {t.key for t in state.tensors()}
+    assert {"optim/0/head.bias/exp_avg", "optim/1/blocks.0.norm.weight/momentum_buffer"} <= keys
+    saved = Saved(state)
+    saved.restore(build(4)[3])
+    *_, swapped = build(4)
+    swapped._optimizers = swapped._optimizers[:1]
+    with pytest.raises(ConfigError, match="holds 2 optimizers, this run has 1"):
+        swapped.load_plain(saved.plain)
+    with pytest.raises(ConfigError, match="has no optimizer 1"):
+        swapped.prepare(saved.metas)
+
+
+def test_groups_that_differ_are_named_and_nothing_is_changed():
+    model, opt, state = make("sgd momentum")
+    train(model, opt, 1)
+    saved = Saved(state)
+    other = Stack(ListMoE, seed=2)
+    two = torch.optim.SGD([{"params": [other.embed.weight]}, {"params": [other.head.weight]}], lr=0.5, momentum=0.9)
+    with pytest.raises(ConfigError, match="checkpoint has 1 param groups, this run has 2"):
+        TorchTrainingState(other, [two]).load_plain(saved.plain)
+    one = torch.optim.SGD([other.embed.weight, other.head.weight], lr=0.5, momentum=0.9)
+    with pytest.raises(ConfigError, match=r"only in the checkpoint: \['blocks.0.moe.experts.0.0.bias'"):
+        TorchTrainingState(other, [one]).load_plain(saved.plain)
+    assert one.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ConfigError, match="not given it that parameter"):
+        TorchTrainingState(other, [one]).prepare(saved.metas)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused():
+    model = Stack(ListMoE)
+    stray = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UnsupportedError, match=re.escape("optimizer 0 (SGD) holds a parameter of shape (3,)")):
+        TorchTrainingState(model, [torch.optim.SGD([*model.parameters(), stray], lr=0.1)])
+
+
+def test_a_group_value_that_is_no_plain_data_is_named():
+    _, opt, state = make("sgd")
+    opt.param_groups[0]["schedule"] = [1, object()]
+    with pytest.raises(UnencodableStateError, match=r"optimizers/0/param_groups/0/schedule/1.*object"):
+        state.plain()
+
+
+def test_optimizer_state_in_tensor_subclasses_is_refused():
+    model, opt, state = make("sgd")
+    opt.state[model.embed.weight]["sparse"] = torch.zeros(8, 8).to_sparse()
+    with pytest.raises(UnsupportedError, match=r"optim/0/embed\.weight/sparse"):
+        state.tensors()
+
+
+class WithExtras(nn.Module):
+    def __init__(self, value: int = 0) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("seen", torch.tensor(value))
+        self.value = value
+
+    def get_extra_state(self):
+        return {"value": self.value, "pair": (1, 2)}
+
+    def set_extra_state(self, state):
+        self.value = state["value"]
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def test_buffers_and_extra_state():
+    def build(value):
+        model = nn.Sequential(nn.Linear(8, 8), WithExtras(value))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, opt, TorchTrainingState(model, [opt])
+
+    model, _, state = build(7)
+    model(torch.randn(5, 8))
+    saved = Saved(state)
+    assert set(saved.plain["buffers"]) == {
+        "1.seen",
+        "1.norm.running_mean",
+        "1.norm.running_var",
+        "1.norm.num_batches_tracked",
+    }
+    other, _, other_state = build(1)
+    held = other[1].norm.running_mean
+    saved.restore(other_state)
+    assert other[1].norm.running_mean is held
+    assert torch.equal(held, model[1].norm.running_mean)
+    assert (other[1].seen.item(), other[1].value) == (7, 7)
+    assert other[1].norm.num_batches_tracked == 1
+
+    bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with pytest.raises(ConfigError, match=r"buffers differ; only in the checkpoint: \['1.norm"):
+        TorchTrainingState(bare, []).load_plain({**saved.plain, "optimizers": []})
+
+
+def test_states_of_torchmetrics_return():
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def build():
+        model = nn.Module()
+        model.layer = nn.Linear(2, 2)
+        model.mean = torchmetrics.MeanMetric()
+        model.mean.persistent(True)
+        return model, TorchTrainingState(model, [])
+
+    model, state = build()
+    model.mean.update(torch.tensor([1.0, 5.0]))
+    saved = Saved(state)
+    other, other_state = build()
+    other.mean.update(torch.tensor(100.0))
+    saved.restore(other_state)
+    assert other.mean.compute() == 3.0
+
+
+def test_a_parameter_shared_by_two_modules_is_handed_out_once():
+    model = Stack(ListMoE)
+    model.head.weight = model.embed.weight
+    state = TorchTrainingState(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    keys = [t.key for t in state.tensors()]
+    assert keys.count("model/embed.weight") == 1
+    assert "model/head.weight" not in keys
+
+
+def test_a_compiled_model_has_the_same_keys():
+    model = Stack(ListMoE)
+    eager = TorchTrainingState(model, [])
+    compiled = TorchTrainingState(torch.compile(model), [])
+    assert [t.key for t in compiled.tensors()] == [t.key for t in eager.tensors()]

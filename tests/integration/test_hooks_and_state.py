@@ -138,7 +138,7 @@ def test_partial_checkpoints_stay_whole_when_optimizer_state_appears(tmp_path, s
     assert checkpoint.restored_step == 8
 
 
-def test_the_last_checkpoint_holds_the_weights_that_training_goes_on_with(tmp_path):
+def test_the_last_checkpoint_holds_the_weights_that_training_goes_on_with(tmp_path, slow_copy):
     """Not the averages that an averaging callback leaves in the module when training ends."""
     whole, first, second = seeded(), seeded(), seeded()
 
@@ -151,6 +151,38 @@ def test_the_last_checkpoint_holds_the_weights_that_training_goes_on_with(tmp_pa
     assert checkpoint.restored_step == 9
     assert checkpoint.last.lost_tokens == 0
     assert same(state_of(whole, reference.optimizers[0]), state_of(second, again.optimizers[0])) == []
+
+
+class SkipsRestOfEpoch(TinyMoE):
+    """Ends an epoch where no hook of the last batch could tell."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 3 else None
+
+
+class Flips(pl.Callback):
+    """Has other weights in the module for a moment at the end of an epoch."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        for parameter in pl_module.parameters():
+            parameter.data.neg_()
+        time.sleep(0.05)
+        for parameter in pl_module.parameters():
+            parameter.data.neg_()
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == trainer.max_epochs - 1:
+            raise Stopped
+
+
+def test_weights_put_in_at_the_end_of_an_epoch_are_never_copied(tmp_path, slow_copy):
+    model = seeded(SkipsRestOfEpoch)
+    fit(tmp_path, model, Dense(1), callbacks=[Flips()], stop=99, max_steps=-1, max_epochs=2)
+    stored = seeded(SkipsRestOfEpoch)
+    pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, plugins=[MoECheckpointIO()]).validate(
+        stored, loader(8, shuffle=False), ckpt_path=str(tmp_path / "step_00000003"), verbose=False
+    )
+    assert same(dict(model.named_parameters()), dict(stored.named_parameters())) == []
 
 
 def test_a_run_that_was_stopped_early_can_be_extended(tmp_path):

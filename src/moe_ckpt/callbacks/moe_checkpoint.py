@@ -7,6 +7,8 @@ Which hook does what, and why there:
     on_before_optimizer_step join the copy: the first moment after which parameters may change
     on_train_batch_end       of the module, when it and all callbacks are through: the step is final, book its
                              tokens and start the next copy; join at once if an epoch or validation hook is next
+    on_train_epoch_end, on_validation_start, on_train_end
+                             of a callback in front of all others: join, for they may put other weights in
     on_validation_end        put the RNG back where the last batch left it, so that training draws the same
                              numbers whether or not a validation came between
     on_train_end             leave a complete last checkpoint
@@ -31,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, is_step_path
 from moe_ckpt.callbacks.data_position import take_position_again
+from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.rng import capture_rng, restore_rng
 from moe_ckpt.callbacks.support import check_strategy, inexact
@@ -117,6 +120,7 @@ class MoECheckpoint(Checkpoint):
         }
         Settings(**self._limits)
         self._on_phase = on_phase
+        self._front = InFront(self._join)
         self._session: CheckpointSession | None = None
         self._counter: RoutingCounter | None = None
         self._state: TorchTrainingState | None = None
@@ -148,7 +152,8 @@ class MoECheckpoint(Checkpoint):
         check_strategy(trainer)
         # Behind the others: Lightning takes the first checkpoint callback for the one that knows the best model.
         # A new list, because Lightning is walking over the old one.
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
+        others = [callback for callback in trainer.callbacks if callback is not self and callback is not self._front]
+        trainer.callbacks = [self._front, *others, self]
         if isinstance(trainer.strategy, ModelParallelStrategy):
             self._load_sharded(trainer, trainer.strategy)
         elif not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
@@ -300,7 +305,7 @@ class MoECheckpoint(Checkpoint):
         self._join()
 
     def _join(self) -> None:
-        if self._session is not None:
+        if self._session is not None and self._session.is_open:  # not when evaluating after a fit
             self._session.before_update()
 
     def _after_batch(self, trainer: pl.Trainer) -> None:

@@ -189,6 +189,11 @@ class CheckpointSession:
         """Newest committed step that this rank knows of."""
         return self._committed_step
 
+    @property
+    def is_open(self) -> bool:
+        """True between ``open`` and ``finish`` or ``close``."""
+        return self._pipeline is not None
+
     def continue_books(self, tokens: Mapping[str, Any], index: int) -> None:
         """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
         self.book = TokenBook.from_dict(tokens, self.book.layers, self.book.experts)

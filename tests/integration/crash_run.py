@@ -223,7 +223,7 @@ def _body(sealed: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _books(callback: MoECheckpoint) -> dict[str, Any]:
     """The library's own claims, for a test to compare with its recount."""
-    book = callback._session.book
+    book = callback._session.books.tokens
     return {
         "applied": book.applied.tolist(),
         "faults": [[f.restored_step, f.lost_tokens, f.stale_experts] for f in book.faults],

@@ -43,7 +43,7 @@ def test_a_failed_partial_checkpoint_leaves_its_experts_unsaved(tmp_path, write)
     """The second checkpoint fails, at each of its files in turn."""
     with Life(failing(tmp_path, write)) as life:
         life.go(3, settle=True)
-        saved = life.session.book.saved[Tier.STORAGE]
+        saved = life.session.books.tokens.saved[Tier.STORAGE]
         assert np.array_equal(saved, life.counts), "only step 1 is in the books"
         life.go(2, settle=True)
     found = manifests(tmp_path)

@@ -98,7 +98,7 @@ def test_two_ranks_write_disjoint_shares_of_one_view(tmp_path):
     assert [replace(r, stall_secs=0, agree_secs=0, nbytes=0) for r in first.records] == [
         replace(r, stall_secs=0, agree_secs=0, nbytes=0) for r in second.records
     ]
-    assert np.array_equal(first.session.book.applied, 4 * 2 * first.counts), "both ranks' tokens"
+    assert np.array_equal(first.session.books.tokens.applied, 4 * 2 * first.counts), "both ranks' tokens"
     order = [0, 2, 1, 3]  # interleaved over two owners
     found = manifests(tmp_path)
     assert [m.world_size for m in found] == [2] * 4
@@ -114,7 +114,7 @@ def test_two_ranks_write_disjoint_shares_of_one_view(tmp_path):
 
 def test_the_books_follow_commits(tmp_path):
     with Life(LocalStorage(tmp_path)) as life:
-        counts, book = life.counts, life.session.book
+        counts, book = life.counts, life.session.books.tokens
         life.go(1, settle=True)
         assert book.unsaved().sum() == counts.sum(), "nobody has agreed on the commit yet"
         assert life.records[0].committed_step is None
@@ -156,7 +156,7 @@ def test_a_second_life_goes_on_and_books_the_loss(tmp_path):
         fault = second.session.adopt(newest)
         second.step = 3
         assert (fault.restored_step, fault.lost_tokens, fault.stale_experts) == (3, lacking, 6)
-        assert second.session.book.unsaved().sum() == 0
+        assert second.session.books.tokens.unsaved().sum() == 0
         assert second.session.committed_directory == step_dir(3, 0)
         record = second.go(settle=True)
         assert (record.committed_step, record.experts_saved) == (3, 2)

@@ -241,7 +241,7 @@ class MoECheckpoint(Checkpoint):
             os.path.join(self.dirpath, restored.manifest.directory),
             fault.stale_experts,
             fault.lost_tokens,
-            session.book.plt,
+            session.books.tokens.plt,
         )
 
     def _take_rng(self, rng: Mapping[str, Any]) -> None:
@@ -404,7 +404,7 @@ class MoECheckpoint(Checkpoint):
         """Token counts only: small, so that any checkpoint can carry them."""
         if self._session is None:
             return {}
-        return {"tokens": self._session.book.to_dict(), "index": self._session.index}
+        return {"tokens": self._session.books.tokens.to_dict(), "index": self._session.books.index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._books = state_dict

@@ -36,13 +36,21 @@ class PlanItem:
 class SnapshotPlan:
     """The decision of a policy for one step; equal on every rank.
 
-    An empty plan means: no checkpoint at this step. ``wait`` asks the engine to finish the checkpoint
-    before training goes on (the synchronous baseline).
+    An empty plan means: no checkpoint at this step. Items of the HOST tier are kept in host memory beside
+    those of the STORAGE tier, which pass through it anyway.
+
+    wait: the engine finishes the checkpoint before training goes on (the synchronous baseline).
+    k: experts per layer that the policy sends to storage at present, where it counts them so (MoC).
+    plt_budget: portion of lost tokens that the policy keeps to, if it does.
+    halt: why training should end in good order after this step, if it should.
     """
 
     step: int
     items: tuple[PlanItem, ...] = ()
     wait: bool = False
+    k: int | None = None
+    plt_budget: float | None = None
+    halt: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.items)
@@ -55,6 +63,9 @@ def save_nothing(step: int) -> SnapshotPlan:
     return SnapshotPlan(step)
 
 
-def save_full(step: int, operators: tuple[str, ...], *, wait: bool = False) -> SnapshotPlan:
-    """A plan that sends ``operators`` to storage at full fidelity."""
-    return SnapshotPlan(step, tuple(PlanItem(op) for op in operators), wait)
+def save_full(
+    step: int, operators: tuple[str, ...], *, held: tuple[str, ...] = (), wait: bool = False
+) -> SnapshotPlan:
+    """A plan that sends ``operators`` to storage at full fidelity, and keeps ``held`` in host memory besides."""
+    stored = tuple(PlanItem(op) for op in operators)
+    return SnapshotPlan(step, stored + tuple(PlanItem(op, tier=Tier.HOST) for op in held), wait)

@@ -24,11 +24,15 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """One recovery: where it returned to, and the tokens whose updates its experts lack."""
+    """One recovery: where it returned to, and the tokens whose updates its experts lack.
+
+    routed_tokens: tokens routed in the run up to ``restored_step``, so that the loss can be judged as of then.
+    """
 
     restored_step: int
     lost_tokens: int
     stale_experts: int
+    routed_tokens: int = 0
 
 
 @dataclass
@@ -62,23 +66,40 @@ class TokenBook:
         ``at`` is a copy of ``applied`` taken when the snapshot began; the commit comes later.
         """
         saved = self.saved.setdefault(tier, self._zeros())
-        for layer, expert in experts:
-            saved[layer, expert] = max(saved[layer, expert], at[layer, expert])
+        where = tuple(np.asarray(list(experts), dtype=np.int64).reshape(-1, 2).T)
+        saved[where] = np.maximum(saved[where], at[where])
 
     def unsaved(self, tier: Tier = Tier.STORAGE) -> Counts:
-        """``U[l][e]``: tokens routed to the expert since it was last saved in ``tier``."""
-        return self.applied - self.saved.get(tier, self._zeros())
+        """``U[l][e]``: tokens routed to the expert since the newest copy that a fault leaving ``tier`` returns to."""
+        saved = self.saved[Tier.STORAGE]
+        return self.applied - (np.maximum(saved, self.saved[tier]) if tier in self.saved else saved)
 
-    def recover(self, restored_step: int, tier: Tier = Tier.STORAGE) -> FaultRecord:
-        """Book the loss of a recovery from ``tier`` at ``restored_step``, the step of this very book.
+    def expecting(self, under_way: Iterable[tuple[Iterable[tuple[int, int]], Counts]]) -> Counts:
+        """``U[l][e]`` of the storage tier as it will be once the saves ``(experts, at)`` are committed."""
+        later = TokenBook(self.layers, self.experts)
+        later.applied, later.saved = self.applied, {Tier.STORAGE: self.saved[Tier.STORAGE].copy()}
+        for experts, at in under_way:
+            later.mark_saved(Tier.STORAGE, experts, at)
+        return later.unsaved()
 
-        The experts now in memory are their saved copies, so nothing is unsaved any more.
+    def mark_held(self, experts: Iterable[tuple[int, int]], at: Counts) -> None:
+        """Note what this node's memory holds now: ``experts`` as of ``at``, and nothing older."""
+        self.saved[Tier.HOST] = self.saved[Tier.STORAGE].copy()
+        self.mark_saved(Tier.HOST, experts, at)
+
+    def recover(self, restored_step: int, held: Counts | None = None) -> FaultRecord:
+        """Book the loss of a recovery at ``restored_step``, the step of this very book.
+
+        held: ``[L, E]`` tokens that the copies which came from surviving host memory have seen, 0 where an
+            expert came from storage.
+
+        What the copies lack is gone. What they have seen but storage has not stays unsaved.
         """
-        lacking = self.unsaved(tier)
-        record = FaultRecord(restored_step, int(lacking.sum()), int((lacking > 0).sum()))
+        stored = self.saved[Tier.STORAGE]
+        lacking = self.applied - (stored if held is None else np.maximum(stored, held))
+        record = FaultRecord(restored_step, int(lacking.sum()), int((lacking > 0).sum()), self.routed_tokens)
         self.faults.append(record)
-        for counts in self.saved.values():
-            counts[:] = self.applied
+        self.saved = {Tier.STORAGE: stored + lacking}
         return record
 
     @property
@@ -105,7 +126,7 @@ class TokenBook:
         return {
             "applied": self.applied.tolist(),
             "saved": {tier.value: counts.tolist() for tier, counts in self.saved.items()},
-            "faults": [[f.restored_step, f.lost_tokens, f.stale_experts] for f in self.faults],
+            "faults": [[f.restored_step, f.lost_tokens, f.stale_experts, f.routed_tokens] for f in self.faults],
         }
 
     @classmethod
@@ -114,7 +135,7 @@ class TokenBook:
         book = cls(layers, experts)
         book.applied = book._checked(data["applied"])
         book.saved = {Tier(tier): book._checked(counts) for tier, counts in data["saved"].items()}
-        book.faults = [FaultRecord(int(step), int(lost), int(stale)) for step, lost, stale in data["faults"]]
+        book.faults = [FaultRecord(*(int(value) for value in fault)) for fault in data["faults"]]
         return book
 
     def _checked(self, counts: Any) -> Counts:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.agreement import Facts, agree
+from moe_ckpt.engine.books import Books, Pending
 from moe_ckpt.engine.collect import clean_start, collect
 from moe_ckpt.engine.commit import Committer, experts_among
 from moe_ckpt.engine.layout import Layout
@@ -31,7 +31,7 @@ from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, step_dir
-from moe_ckpt.policies.base import Policy, PolicyContext
+from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
@@ -47,6 +47,10 @@ class StepRecord:
     """What checkpointing did at one step. Bytes are this rank's tensor bytes.
 
     begun, skipped: a snapshot began, or was due but dropped because earlier ones were still being written.
+    waited: training waited for earlier snapshots, because no buffer was free.
+    k: experts per layer that the policy sends to storage, where it counts them so.
+    plt_budget_left: what of the policy's PLT budget is left, if it has one.
+    oldest_expert_steps: steps since the state of the expert whose newest committed copy is the oldest.
     stall_secs: time that training waited for checkpointing since the last record.
     agree_secs: time in the ranks' agreement. Nearly all of it is waiting for the slowest rank, which the
         next gradient reduction would have waited for instead, so it is not counted as a stall.
@@ -57,8 +61,12 @@ class StepRecord:
     step: int
     begun: bool = False
     skipped: bool = False
+    waited: bool = False
     nbytes: int = 0
     experts_saved: int = 0
+    k: int | None = None
+    plt_budget_left: float | None = None
+    oldest_expert_steps: int = 0
     stall_secs: float = 0.0
     agree_secs: float = 0.0
     plt: float = 0.0
@@ -67,17 +75,7 @@ class StepRecord:
     routed_tokens: int = 0
     committed_step: int | None = None
     failed_checkpoints: int = 0
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A snapshot whose outcome the ranks have not agreed on yet."""
-
-    step: int
-    generation: int
-    operators: tuple[str, ...]
-    applied: Counts
-    relaid: Mapping[str, int]
+    halt: str | None = None
 
 
 class CheckpointSession:
@@ -98,9 +96,7 @@ class CheckpointSession:
     ) -> None:
         policy.check(catalog)
         self.catalog = catalog
-        self.book = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
-        self.ledger = Ledger()
-        self.index = 0
+        self.books = Books(catalog)
         self.generation = 0
         self.committed_directory: str | None = None
         self._storage = storage
@@ -113,15 +109,12 @@ class CheckpointSession:
         self._manifests: dict[str, Manifest] = {}
         self._on_phase = on_phase
         self._meter = Meter()
-        self._pending: dict[int, _Pending] = {}
         self._settled = -1
-        self._newest: _Pending | None = None
-        self._last_step: int | None = None
-        self._committed_step: int | None = None
         self._failures = 0
         self._failures_in_row = 0
         self._stall = 0.0
-        self._at_risk_tokens = 0
+        self._k: int | None = None
+        self._plt_budget: float | None = None
         self._layout = Layout(catalog)
         self._committer: Committer | None = None
         self._pipeline: Pipeline | None = None
@@ -141,7 +134,7 @@ class CheckpointSession:
                 opened.run_id,
                 self._comm.world_size,
                 self._aliases,
-                self.book.saved[Tier.STORAGE].copy(),
+                self.books.tokens.saved[Tier.STORAGE].copy(),
             )
         self._pipeline = Pipeline(
             self._storage,
@@ -162,24 +155,20 @@ class CheckpointSession:
         except OSError as error:
             log.warning("what dead writers left in %s could not be removed: %s", self._storage.root, error)
 
-    def adopt(self, manifest: Manifest, *, same_store: bool = True) -> FaultRecord:
+    def adopt(self, manifest: Manifest, *, same_store: bool = True, held: Counts | None = None) -> FaultRecord:
         """Go on from a restored checkpoint, and book the tokens that its experts lack.
+
+        held: ``[L, E]`` tokens seen by experts that came back from host memory instead of from storage.
 
         Called on every rank, after the state was restored and before the first step. A checkpoint of
         another store lends its history, but not its files: the next checkpoint is then dense.
         """
-        self.book = TokenBook.from_dict(manifest.tokens, self.book.layers, self.book.experts)
-        fault = self.book.recover(manifest.step)
-        self.index = manifest.index + 1
-        self._last_step = manifest.step
+        fault = self.books.adopt(manifest, same_store=same_store, held=held)
         if self._committer is not None:
-            self._committer.saved = self.book.saved[Tier.STORAGE].copy()
+            self._committer.saved = self.books.tokens.saved[Tier.STORAGE].copy()
         if same_store:
-            self._committed_step = manifest.step
             self._layout.update(self._state.tensors())
             self.committed_directory = manifest.directory
-            for op, record in manifest.operators.items():
-                self.ledger.record(Tier.STORAGE, record.step, [op])
             if self._committer is not None:
                 self._committer.adopt(manifest)
         return fault
@@ -187,7 +176,7 @@ class CheckpointSession:
     @property
     def committed_step(self) -> int | None:
         """Newest committed step that this rank knows of."""
-        return self._committed_step
+        return self.books.committed_step
 
     @property
     def is_open(self) -> bool:
@@ -196,12 +185,9 @@ class CheckpointSession:
 
     def continue_books(self, tokens: Mapping[str, Any], index: int) -> None:
         """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
-        self.book = TokenBook.from_dict(tokens, self.book.layers, self.book.experts)
-        for saved in self.book.saved.values():
-            saved[:] = self.book.applied
-        self.index = index
+        self.books.continue_from(tokens, index)
         if self._committer is not None:
-            self._committer.saved = self.book.saved[Tier.STORAGE].copy()
+            self._committer.saved = self.books.tokens.saved[Tier.STORAGE].copy()
 
     # --- every optimizer step ---
 
@@ -228,28 +214,35 @@ class CheckpointSession:
         pipeline = self._running
         pipeline.raise_fatal()
         pipeline.join()
-        self._meter.lap(began, loaded=bool(self._pending))
+        self._meter.lap(began, loaded=bool(self.books.pending))
         asked = time.perf_counter()
         popularity, facts = agree(
             self._comm, counts, pipeline.busy, pipeline.resolutions(self._settled), self._meter.measured()
         )
         agree_secs = time.perf_counter() - asked
-        self.book.apply(popularity)
+        self.books.tokens.apply(popularity)
         self._settle(facts)
-        plan = self._policy.plan(self._context(step, popularity, facts))
+        plan = self._policy.plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
         record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)
+        record = replace(record, halt=plan.halt, **self._budget(plan))
         stall, self._stall = self._stall + time.perf_counter() - began - agree_secs, 0.0
         return self._completed(replace(record, stall_secs=stall, agree_secs=agree_secs))
+
+    def _budget(self, plan: SnapshotPlan) -> dict[str, Any]:
+        """K and the budget left, by the newest plan that told them."""
+        if plan:
+            self._k, self._plt_budget = plan.k, plan.plt_budget
+        left = None if self._plt_budget is None else self._plt_budget - self.books.tokens.plt
+        return {"k": self._k, "plt_budget_left": left}
 
     def _settle(self, facts: Facts) -> None:
         """Book the snapshots that rank 0 has resolved since the last step, alike on every rank."""
         for sequence, committed in facts.resolved:
-            pending = self._pending.pop(sequence)
             self._settled = sequence
             self._meter.resolved(facts.persist_secs)
+            self._book(sequence, committed)
             if committed:
                 self._failures_in_row = 0
-                self._book_commit(pending)
             else:
                 self._failures_in_row += 1
                 self._failures += 1
@@ -259,75 +252,58 @@ class CheckpointSession:
                 facts.last_failed_step, (f"{self._failures_in_row} checkpoints failed in a row", *causes[-1:])
             )
 
-    def _book_commit(self, pending: _Pending) -> None:
-        self.ledger.record(Tier.STORAGE, pending.step, pending.operators)
-        self._layout.settle(pending.relaid)
-        self.book.mark_saved(Tier.STORAGE, experts_among(self.catalog, pending.operators), pending.applied)
-        self._at_risk_tokens = int((pending.applied - self.book.saved[Tier.STORAGE]).clip(min=0).sum())
-        self._committed_step = pending.step
-        self.committed_directory = step_dir(pending.step, pending.generation)
-
-    def _context(self, step: int, popularity: Counts, facts: Facts) -> PolicyContext:
-        running = {op for pending in self._pending.values() for op in pending.operators}
-        never_saved = self.ledger.missing(op.id for op in self.catalog.operators)
-        return PolicyContext(
-            step=step,
-            catalog=self.catalog,
-            last_step=self._last_step,
-            index=self.index,
-            ranks=self._comm.world_size,
-            missing=tuple(op for op in never_saved if op not in running),
-            unsaved={Tier.STORAGE: self.book.unsaved()},
-            popularity=popularity,
-            measured=facts.measured,
-            faults=len(self.book.faults),
-            lost_tokens=self.book.lost_tokens,
-            routed_tokens=self.book.routed_tokens,
-        )
+    def _book(self, sequence: int, committed: bool) -> None:
+        pending = self.books.resolved(sequence, committed=committed)
+        if committed:
+            self._layout.settle(pending.relaid)
+            self.committed_directory = step_dir(pending.step, pending.generation)
 
     def _carry_out(self, plan: SnapshotPlan, capture: Capture, *, busy: bool) -> StepRecord:
         if busy and not plan.wait and self._settings.when_busy == "skip":
             log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
             return StepRecord(plan.step, skipped=True)
-        snapshot = self._begin(plan.step, plan.operators(), capture)
+        snapshot = self._begin(plan.step, plan.operators(), capture, plan.operators(Tier.HOST))
         if plan.wait:
             self._running.join()
             self._running.wait(plan.step)
         saved = len(experts_among(self.catalog, snapshot.operators))
         return StepRecord(plan.step, begun=True, nbytes=snapshot.nbytes, experts_saved=saved)
 
-    def _begin(self, step: int, operators: tuple[str, ...], capture: Capture) -> Snapshot:
+    def _begin(
+        self, step: int, operators: tuple[str, ...], capture: Capture, held: tuple[str, ...] = ()
+    ) -> Snapshot:
         tensors = self._state.tensors()
         relaid = self._layout.update(tensors)
         if relaid:
             chosen = relaid.keys() | set(operators)
             operators = tuple(op.id for op in self.catalog.operators if op.id in chosen)
-        pending = _Pending(step, self.generation, operators, self.book.applied.copy(), relaid)
+            held = tuple(op for op in held if op not in chosen)
+        tokens = self.books.tokens
+        pending = Pending(self.catalog, step, self.generation, operators, held, tokens.applied.copy(), relaid)
         order = Order(
             step=step,
             generation=self.generation,
-            index=self.index,
+            index=self.books.index,
             operators=operators,
             applied=pending.applied,
-            faults=tuple(self.book.faults),
+            faults=tuple(tokens.faults),
             policy=self._policy.describe(),
         )
         snapshot = self._running.begin(order, tensors, capture)
-        self._pending[snapshot.sequence] = self._newest = pending
-        self.index += 1
-        self._last_step = step
+        self.books.begun(snapshot.sequence, pending)
         return snapshot
 
     def _completed(self, record: StepRecord) -> StepRecord:
-        routed = self.book.routed_tokens
+        tokens = self.books.tokens
         return replace(
             record,
-            plt=self.book.plt,
-            at_risk_plt=(self.book.lost_tokens + self._at_risk_tokens) / routed if routed else 0.0,
-            lost_tokens=self.book.lost_tokens,
-            routed_tokens=routed,
-            committed_step=self._committed_step,
+            plt=tokens.plt,
+            at_risk_plt=self.books.at_risk_plt,
+            lost_tokens=tokens.lost_tokens,
+            routed_tokens=tokens.routed_tokens,
+            committed_step=self.books.committed_step,
             failed_checkpoints=self._failures,
+            oldest_expert_steps=self.books.oldest_expert_steps(record.step),
         )
 
     # --- once, at the end ---
@@ -339,7 +315,7 @@ class CheckpointSession:
         weights (averaging) before ``finish``.
         """
         complete = tuple(op.id for op in self.catalog.operators)
-        newest = self._newest
+        newest = self.books.newest
         if newest is not None and newest.step == step:
             if newest.operators == complete:
                 return
@@ -361,9 +337,8 @@ class CheckpointSession:
         ended = pipeline.resolutions(-1)
         # No step follows whose agreement could book these, and none is needed: every rank has seen all.
         for resolution in ended:
-            pending = self._pending.pop(resolution.sequence, None)
-            if pending is not None and resolution.committed:
-                self._book_commit(pending)
+            if resolution.sequence in self.books.pending:
+                self._book(resolution.sequence, resolution.committed)
         self.close()
         if ended and not ended[-1].committed:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.errors import ConfigError
 
 
@@ -34,6 +34,10 @@ class Measured:
     persist_secs: float | None = None
 
 
+def _nothing() -> Counts:
+    return np.zeros((0, 0), dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class PolicyContext:
     """Everything a policy may know at one step. All counts are already reduced over ranks.
@@ -41,9 +45,11 @@ class PolicyContext:
     step: optimizer steps done (the state to be saved is the one after this step).
     last_step: step of the newest checkpoint that was begun, or None.
     index: checkpoints begun so far in this run, across restarts.
+    chosen_at: ``[L, E]`` step of the newest checkpoint, committed or under way, that holds the expert; -1 if none.
     ranks: ranks that share the writing of experts.
     missing: operators that no committed or running checkpoint of the storage tier holds.
-    unsaved: per tier, ``U[l][e]``.
+    unsaved: per tier, ``U[l][e]`` as of what is committed. A fault that leaves this tier loses these tokens.
+    expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
     popularity: ``A[l][e]``, tokens assigned in this step.
     faults, lost_tokens, routed_tokens: history of the run (for Dynamic-K).
     """
@@ -54,10 +60,12 @@ class PolicyContext:
     index: int = 0
     ranks: int = 1
     missing: tuple[str, ...] = ()
+    chosen_at: Counts = field(default_factory=_nothing)
     unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
-    popularity: Counts = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    expected_unsaved: Counts = field(default_factory=_nothing)
+    popularity: Counts = field(default_factory=_nothing)
     measured: Measured = Measured()
-    faults: int = 0
+    faults: tuple[FaultRecord, ...] = ()
     lost_tokens: int = 0
     routed_tokens: int = 0
 

@@ -168,7 +168,7 @@ def test_a_second_life_goes_on_and_books_the_loss(tmp_path):
     history = [(s, sequential(s - 1)) for s in range(1, 6)]
     assert_view(tmp_path, MODEL, found[-1], versions_after(history))
     assert found[-1].parent == step_dir(3, 0)
-    assert found[-1].tokens["faults"] == [[3, lacking, 6]]
+    assert found[-1].tokens["faults"] == [[3, lacking, 6, 3 * counts.sum()]]
 
 
 def test_adopting_from_another_store_writes_dense_first(tmp_path):

@@ -95,7 +95,7 @@ def test_plt_by_hand():
     assert book.unsaved().tolist() == [[0, 3, 0], [0, 0, 2]]
     assert book.plt == 0
     assert book.plt_if_failed_now() == 5 / 16
-    assert book.recover(2) == FaultRecord(restored_step=2, lost_tokens=5, stale_experts=2)
+    assert book.recover(2) == FaultRecord(restored_step=2, lost_tokens=5, stale_experts=2, routed_tokens=16)
     assert book.plt == book.plt_if_failed_now() == 5 / 16
     assert book.unsaved().sum() == 0
 
@@ -121,12 +121,29 @@ def test_an_older_commit_does_not_take_back_a_newer_one():
 def test_tiers_are_kept_apart():
     book = TokenBook(1, 2)
     book.apply(counts([3, 4]))
-    book.mark_saved(Tier.HOST, [(0, 0), (0, 1)], book.applied.copy())
     book.mark_saved(Tier.STORAGE, [(0, 0)], book.applied.copy())
+    book.mark_held([(0, 0), (0, 1)], book.applied.copy())
     assert book.unsaved(Tier.STORAGE).tolist() == [[0, 4]]
     assert book.unsaved(Tier.HOST).tolist() == [[0, 0]]
-    assert book.unsaved(Tier.PEER).tolist() == [[3, 4]]
-    assert book.recover(1, Tier.HOST).lost_tokens == 0
+    assert book.unsaved(Tier.PEER).tolist() == [[0, 4]], "a tier that holds nothing leaves storage"
+
+
+def test_host_memory_holds_one_checkpoint_only():
+    book = TokenBook(1, 2)
+    book.apply(counts([3, 4]))
+    book.mark_held([(0, 0)], book.applied.copy())
+    book.mark_held([(0, 1)], book.applied.copy())
+    assert book.unsaved(Tier.HOST).tolist() == [[3, 0]]
+
+
+def test_what_came_from_host_memory_is_not_lost_but_storage_still_lacks_it():
+    book = TokenBook(1, 3)
+    book.apply(counts([3, 4, 5]))
+    book.mark_saved(Tier.STORAGE, [(0, 0)], book.applied.copy())
+    fault = book.recover(1, held=counts([0, 4, 0]))
+    assert (fault.lost_tokens, fault.stale_experts) == (5, 1)
+    assert book.unsaved().tolist() == [[0, 4, 0]]
+    assert book.recover(1).lost_tokens == 4, "a second fault, and now the memory is gone too"
 
 
 def test_nothing_routed_is_nothing_lost():

@@ -44,7 +44,11 @@ class Pending:
 
 
 class Books:
-    """Token book, ledger and the snapshots under way."""
+    """Token book, ledger and the snapshots under way.
+
+    popularity: ``[L, E]`` tokens routed in the newest step, summed over ranks.
+    at_risk_tokens: what the experts of the newest committed step lack.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -56,7 +60,8 @@ class Books:
         self.newest: Pending | None = None
         self.pending: dict[int, Pending] = {}
         self._committed_at = self._never()
-        self._at_risk_tokens = 0
+        self.at_risk_tokens = 0
+        self.popularity = self.tokens.applied.copy()
 
     def _never(self) -> Counts:
         return np.full((self.tokens.layers, self.tokens.experts), -1, dtype=np.int64)
@@ -79,6 +84,11 @@ class Books:
         self.tokens.saved = {Tier.STORAGE: self.tokens.applied.copy()}
         self.index = index
 
+    def routed(self, popularity: Counts) -> None:
+        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran."""
+        self.tokens.apply(popularity)
+        self.popularity = popularity
+
     def begun(self, sequence: int, pending: Pending) -> None:
         self.pending[sequence] = self.newest = pending
         self.index += 1
@@ -93,7 +103,7 @@ class Books:
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
             self.tokens.mark_held(pending.experts + experts_among(self.catalog, pending.held), pending.applied)
             stored = self.tokens.saved[Tier.STORAGE]
-            self._at_risk_tokens = int((pending.applied - stored).clip(min=0).sum())
+            self.at_risk_tokens = int((pending.applied - stored).clip(min=0).sum())
             self.committed_step = pending.step
         return pending
 
@@ -141,4 +151,4 @@ class Books:
     def at_risk_plt(self) -> float:
         """PLT if the run failed now and came back to the newest committed step."""
         routed = self.tokens.routed_tokens
-        return (self.tokens.lost_tokens + self._at_risk_tokens) / routed if routed else 0.0
+        return (self.tokens.lost_tokens + self.at_risk_tokens) / routed if routed else 0.0

@@ -220,7 +220,7 @@ class CheckpointSession:
             self._comm, counts, pipeline.busy, pipeline.resolutions(self._settled), self._meter.measured()
         )
         agree_secs = time.perf_counter() - asked
-        self.books.tokens.apply(popularity)
+        self.books.routed(popularity)
         self._settle(facts)
         plan = self._policy.plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
         record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -85,7 +86,7 @@ def command(arm: Arm, seed: int, options: Options, run_dir: Path) -> list[str]:
 
 def run(arm: Arm, seed: int, options: Options, home: Path) -> RunSummary:
     """One run to its end. Raises ``RuntimeError`` with the end of its output when it fails."""
-    run_dir = home / f"{arm.name.replace(' ', '_')}_{seed}"
+    run_dir = home / re.sub(r"\W+", "_", f"{arm.name} {seed}")
     run_dir.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     output = run_dir / "output.log"

@@ -15,7 +15,7 @@ PACKAGE = "moe_ckpt"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 
-LAYERS = ("core", "policies", "format", "storage", "engine", "recovery", "modeling", "interop", "callbacks")
+LAYERS = ("core", "policies", "format", "storage", "engine", "recovery", "modeling", "interop", "metrics", "callbacks")
 """Each may import itself and what stands before it."""
 ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
@@ -36,6 +36,7 @@ IMPURE_MODULES = frozenset(
 HOMES = {
     "lightning": ("callbacks", "interop"),
     "pytorch_lightning": (),
+    "torchmetrics": ("metrics",),
     "hydra": ("conf", "cli"),
     "omegaconf": ("conf", "cli"),
 }

@@ -53,6 +53,7 @@ def test_source_keeps(rule):
         (rules.frameworks, "callbacks.x", "from hydra.utils import instantiate", "only conf and cli may"),
         (rules.frameworks, "storage.x", "import omegaconf", "only conf and cli may"),
         (rules.frameworks, "callbacks.x", "import pytorch_lightning", "only nobody may"),
+        (rules.frameworks, "callbacks.x", "from torchmetrics import Metric", "only metrics may"),
         (rules.ports_without_torch, "ports", "import torch", "outside TYPE_CHECKING"),
         (rules.ports_without_torch, "ports", "from torch import Tensor", "outside TYPE_CHECKING"),
         (rules.no_pickle, "engine.x", "import pickle", "imports pickle"),

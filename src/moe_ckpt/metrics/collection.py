@@ -1,0 +1,50 @@
+"""One of each metric, fed together from a step's record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchmetrics import Metric, MetricCollection
+
+from moe_ckpt.engine.books import Books
+from moe_ckpt.engine.session import StepRecord
+from moe_ckpt.metrics.cost import CheckpointBytes, CheckpointStall
+from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
+from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens
+
+
+def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> MetricCollection:
+    """One of each, by name: ``collection.update(**facts)`` gives each what it asks for.
+
+    experts: number of experts of each MoE layer; None if all have the same.
+    kwargs: of ``torchmetrics.Metric``, for each; ``sync_on_compute=False`` makes ``compute`` this rank's own affair.
+    """
+    metrics: dict[str, Metric | MetricCollection] = {
+        "plt": PortionOfLostTokens(**kwargs),
+        "at_risk": PortionAtRisk(**kwargs),
+        "k": ExpertsPerLayer(**kwargs),
+        "skewness": ExpertLoadSkewness(experts, **kwargs),
+        "bytes": CheckpointBytes(**kwargs),
+        "stall": CheckpointStall(**kwargs),
+        "oldest_expert_steps": OldestExpertAge(**kwargs),
+        "expert_ages": ExpertAges(experts, **kwargs),
+        "unsaved_tokens": UnsavedTokens(experts, **kwargs),
+    }
+    return MetricCollection(metrics, compute_groups=False)
+
+
+def facts(record: StepRecord, books: Books) -> dict[str, Any]:
+    """What the metrics ask for, of the step that ``record`` is about."""
+    return {
+        "lost_tokens": record.lost_tokens,
+        "routed_tokens": record.routed_tokens,
+        "at_risk_tokens": books.at_risk_tokens,
+        "k": record.k,
+        "popularity": books.popularity,
+        "nbytes": record.nbytes,
+        "stall_secs": record.stall_secs,
+        "oldest_expert_steps": record.oldest_expert_steps,
+        "ages": books.expert_ages(record.step),
+        "unsaved": books.tokens.unsaved(),
+    }

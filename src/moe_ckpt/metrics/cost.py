@@ -1,0 +1,65 @@
+"""What checkpointing costs training: bytes and time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_ckpt.metrics.base import StepMetric
+
+
+class CheckpointBytes(StepMetric):
+    """Bytes written per iteration, all ranks together: the mean over the updates since ``reset``."""
+
+    higher_is_better = False
+    plot_lower_bound = 0.0
+    label, scale = "written per iteration (MB)", 1e-6
+    bytes_total: torch.Tensor
+    bytes_iterations: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._state("bytes_total", torch.tensor(0), "sum")
+        self._state("bytes_iterations", torch.tensor(0), "max")  # the same iterations on every rank
+
+    def update(self, nbytes: Any) -> None:
+        """nbytes: of this rank in one iteration; 0 if nothing was saved."""
+        self.bytes_total = self.bytes_total + self._tensor(nbytes, torch.int64)
+        self.bytes_iterations = self.bytes_iterations + 1
+
+    def compute(self) -> torch.Tensor:
+        return self.bytes_total / self.bytes_iterations.clamp(min=1)
+
+
+class CheckpointStall(StepMetric):
+    """Milliseconds per iteration that training waited for checkpointing, since ``reset``.
+
+    ``compute`` gives ``stall_ms_mean`` and ``stall_ms_worst``, over ranks those of the rank that waited most: all
+    others wait for it in the next gradient reduction.
+    """
+
+    higher_is_better = False
+    plot_lower_bound = 0.0
+    label = "stall per iteration (ms)"
+    stall_total: torch.Tensor
+    stall_worst: torch.Tensor
+    stall_iterations: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # Whole nanoseconds: a sum of floats would no longer grow after some hours.
+        self._state("stall_total", torch.tensor(0), "max")
+        self._state("stall_worst", torch.tensor(0), "max")
+        self._state("stall_iterations", torch.tensor(0), "max")
+
+    def update(self, stall_secs: Any) -> None:
+        """stall_secs: of this rank in one iteration."""
+        nanos = self._tensor(round(float(stall_secs) * 1e9), torch.int64)
+        self.stall_total = self.stall_total + nanos
+        self.stall_worst = torch.maximum(self.stall_worst, nanos)
+        self.stall_iterations = self.stall_iterations + 1
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        mean = self.stall_total / self.stall_iterations.clamp(min=1)
+        return {"stall_ms_mean": mean / 1e6, "stall_ms_worst": self.stall_worst / 1e6}

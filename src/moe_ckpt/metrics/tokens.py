@@ -1,0 +1,122 @@
+"""Tokens lost and at risk, how many experts are saved, and how unevenly the tokens fall on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.metrics.base import StepMetric
+
+
+class PortionOfLostTokens(StepMetric):
+    """PLT of the run so far: tokens whose updates recovered experts lack, over tokens * k (PEC, section 3).
+
+    ``update`` takes the run's totals, which survive restarts in the checkpoints, so PLT is that of the whole run
+    and not of this process. 0 before anything was routed. Model quality is unharmed up to 3.75 % (MoC) or
+    7.5 % (PEC).
+    """
+
+    higher_is_better = False
+    plot_lower_bound = 0.0
+    label, scale = "lost tokens (%)", 100.0
+    lost_total: torch.Tensor
+    lost_routed_total: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._state("lost_total", torch.tensor(0), "max")
+        self._state("lost_routed_total", torch.tensor(0), "max")
+
+    def update(self, lost_tokens: Any, routed_tokens: Any) -> None:
+        """lost_tokens, routed_tokens: token-expert pairs since the run began, summed over ranks."""
+        self.lost_total = self._tensor(lost_tokens, torch.int64)
+        self.lost_routed_total = self._tensor(routed_tokens, torch.int64)
+
+    def compute(self) -> torch.Tensor:
+        return self.lost_total / self.lost_routed_total.clamp(min=1)
+
+
+class PortionAtRisk(StepMetric):
+    """What a failure right now would add to PLT, were the run to come back to its newest committed step."""
+
+    higher_is_better = False
+    plot_lower_bound = 0.0
+    label, scale = "tokens at risk (%)", 100.0
+    at_risk_total: torch.Tensor
+    at_risk_routed_total: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._state("at_risk_total", torch.tensor(0), "max")
+        self._state("at_risk_routed_total", torch.tensor(0), "max")
+
+    def update(self, at_risk_tokens: Any, routed_tokens: Any) -> None:
+        """Token-expert pairs that the experts of the newest committed step lack, and all since the run began."""
+        self.at_risk_total = self._tensor(at_risk_tokens, torch.int64)
+        self.at_risk_routed_total = self._tensor(routed_tokens, torch.int64)
+
+    def compute(self) -> torch.Tensor:
+        return self.at_risk_total / self.at_risk_routed_total.clamp(min=1)
+
+
+class ExpertsPerLayer(StepMetric):
+    """K: how many experts of each MoE layer a checkpoint saves. NaN for policies that do not count so."""
+
+    plot_lower_bound = 0.0
+    label = "experts per layer"
+    experts_per_layer: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._state("experts_per_layer", torch.tensor(torch.nan), "max")
+
+    def update(self, k: Any) -> None:
+        """k: of the newest plan; None if the policy has none."""
+        self.experts_per_layer = self._tensor(torch.nan if k is None else k, torch.float32)
+
+    def compute(self) -> torch.Tensor:
+        return self.experts_per_layer
+
+
+class ExpertLoadSkewness(StepMetric):
+    """How unevenly tokens fall on experts: normalised HHI, mean over layers (MoEvement, appendix D).
+
+    0: every expert gets the same; 1: one expert gets everything. Over all updates since ``reset``; ``forward``
+    gives that of one step. Layers without tokens count as 0.
+
+    experts: number of experts of each layer, where they differ.
+    """
+
+    higher_is_better = False
+    plot_lower_bound, plot_upper_bound = 0.0, 1.0
+    label = "skewness of expert load"
+    load: torch.Tensor
+
+    def __init__(self, experts: Sequence[int] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.experts = None if experts is None else tuple(int(number) for number in experts)
+        # Shares of a sum over ranks: right for counts of this rank, and for counts that are reduced already.
+        self._state("load", torch.zeros(0, 0, dtype=torch.int64), "sum")
+
+    def update(self, popularity: Any) -> None:
+        """popularity: ``[L, E]`` tokens per expert of one step. Raises ``ConfigError`` if the shape has changed."""
+        counts = self._tensor(popularity, torch.int64)
+        if self.load.numel() and counts.shape != self.load.shape:
+            raise ConfigError(
+                f"ExpertLoadSkewness.update: shape {tuple(counts.shape)} after {tuple(self.load.shape)}; "
+                "call reset() before another model's counts"
+            )
+        self.load = self.load + counts if self.load.numel() else counts.clone()
+
+    @property
+    def per_layer(self) -> torch.Tensor:
+        """``[L]``, of this rank's counts."""
+        return torch.from_numpy(normalized_hhi(self.load.cpu().numpy(), self.experts if self.load.numel() else None))
+
+    def compute(self) -> torch.Tensor:
+        skews = self.per_layer.float()
+        return (skews.mean() if skews.numel() else torch.tensor(0.0)).to(self.device)

@@ -23,7 +23,11 @@ SURFACE = {
     "moe_ckpt": "__version__ register_moe",
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO",
     "moe_ckpt.conf": "build_callback register",
-    "moe_ckpt.policies": "CheckFreq Dense Measured MoC Policy PolicyContext",
+    "moe_ckpt.metrics": (
+        "CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge PortionAtRisk "
+        "PortionOfLostTokens UnsavedTokens checkpoint_metrics"
+    ),
+    "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC Policy PolicyContext",
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
 }
@@ -38,7 +42,7 @@ ERRORS = (
 POLICY_OPTIONS = {
     "Dense": "every_n_steps sync",
     "CheckFreq": "max_overhead profile_steps max_interval",
-    "MoC": "k every_n_steps selector",
+    "MoC": "k every_n_steps selector snapshot_k plt_budget",
 }
 
 RECORDS = {
@@ -61,7 +65,7 @@ RECORDS = {
 CONFIG_GROUPS = {
     "callbacks": "moe_ckpt",
     "moe_ckpt": "default",
-    "moe_ckpt/policy": "checkfreq dense moc",
+    "moe_ckpt/policy": "checkfreq dense moc moc_dynamic",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
 }

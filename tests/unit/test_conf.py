@@ -62,7 +62,7 @@ def test_groups_are_those_that_are_documented():
     groups = {p.parent.relative_to(SHIPPED).as_posix(): choices(p.parent) for p in SHIPPED.rglob("*.yaml")}
     assert groups == {
         "moe_ckpt": ["default"],
-        "moe_ckpt/policy": ["checkfreq", "dense", "moc"],
+        "moe_ckpt/policy": ["checkfreq", "dense", "moc", "moc_dynamic"],
         "moe_ckpt/store": ["local", "remote"],
         "moe_ckpt/retention": ["milestones", "recent"],
         "callbacks": ["moe_ckpt"],
@@ -79,6 +79,19 @@ def test_policies_build_with_the_defaults_of_their_classes(user_app, name, polic
 def test_values_reach_the_policy(user_app):
     cfg = user_app("moe_ckpt/policy=moc", "moe_ckpt.policy.k=2", "moe_ckpt.policy.every_n_steps=5")
     assert instantiate(cfg.moe_ckpt.policy) == MoC(k=2, every_n_steps=5)
+
+
+def test_two_levels_and_a_budget_reach_moc(user_app):
+    def policy(*overrides):
+        return instantiate(user_app("moe_ckpt/policy=moc", *overrides).moe_ckpt.policy)
+
+    several = ("moe_ckpt.policy.selector=load_aware", "moe_ckpt.policy.snapshot_k=4")
+    assert policy(*several, "moe_ckpt.policy.plt_budget=strict") == MoC(
+        selector="load_aware", snapshot_k=4, plt_budget="strict"
+    )
+    assert policy("moe_ckpt.policy.plt_budget=0.02").budget == 0.02
+    dynamic = instantiate(user_app("moe_ckpt/policy=moc_dynamic", "moe_ckpt.policy.k=2").moe_ckpt.policy)
+    assert dynamic == MoC(k=2, selector="load_aware", plt_budget="default")
 
 
 def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
@@ -111,6 +124,7 @@ def test_remote_store_wants_a_place(user_app):
         ("moe_ckpt/store=nope", ["nope", "local", "remote"]),
         ("moe_ckpt.policy.kk=3", ["moe_ckpt.policy.kk", "MoCConfig"]),
         ("moe_ckpt.policy.k=two", ["two", "Integer", "moe_ckpt.policy.k"]),
+        ("moe_ckpt.policy.snapshot_k=most", ["most", "Integer", "moe_ckpt.policy.snapshot_k"]),
         ("moe_ckpt.dirpth=x", ["dirpth", "CheckpointConfig"]),
     ],
 )

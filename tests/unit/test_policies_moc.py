@@ -1,81 +1,27 @@
-"""MoC: which experts a partial checkpoint holds, how even the ranks are, and what is refused."""
+"""MoC: what a partial checkpoint holds, in which tier, within which budget; and what is refused."""
 
 from __future__ import annotations
 
-from collections import Counter
-
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.placement import expert_owner
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.errors import ConfigError, NoMoELayerError, UserError
 from moe_ckpt.policies import MoC, Policy
-from moe_ckpt.policies.selectors import sequential
 from tests.unit.builders import catalog, context, experts_in
 
 ALWAYS = {"non_expert/embed", "gate/0", "gate/1"}
 
 
-@st.composite
-def shapes(draw):
-    """(L, E, K, ranks) with ranks dividing E."""
-    ranks = draw(st.integers(1, 8))
-    experts = ranks * draw(st.integers(1, 6))
-    return draw(st.integers(1, 6)), experts, draw(st.integers(1, experts)), ranks
-
-
-def chosen(model, k, index, ranks):
-    return sequential(context(model, index=index, ranks=ranks), k)
-
-
-@settings(max_examples=200)
-@given(shapes(), st.integers(0, 1000))
-def test_no_rank_saves_more_than_its_share(shape, index):
-    layers, experts, k, ranks = shape
-    pairs = chosen(catalog(layers, experts), k, index, ranks)
-    load = Counter(expert_owner(expert, experts, ranks) for _, expert in pairs)
-    assert max(load.values()) <= -(-layers * k // ranks)
-
-
-@given(experts=st.integers(1, 24), ranks=st.integers(1, 8), index=st.integers(0, 99), d=st.data())
-def test_every_layer_saves_k_different_experts(experts, ranks, index, d):
-    layers = 3
-    k = d.draw(st.integers(1, experts))
-    pairs = chosen(catalog(layers, experts), k, index, ranks)
-    assert len(set(pairs)) == layers * k
-    assert Counter(layer for layer, _ in pairs) == dict.fromkeys(range(layers), k)
-
-
-@given(experts=st.integers(1, 24), ranks=st.integers(1, 8), start=st.integers(0, 99), d=st.data())
-def test_every_expert_is_saved_within_e_over_k_checkpoints(experts, ranks, start, d):
-    k = d.draw(st.integers(1, experts))
-    model = catalog(2, experts)
-    window = range(start, start + -(-experts // k))
-    saved = {pair for index in window for pair in chosen(model, k, index, ranks)}
-    assert saved == {(layer, expert) for layer in range(2) for expert in range(experts)}
-
-
-def test_selection_by_hand():
-    """8 experts on 4 ranks: the order is 0 2 4 6 1 3 5 7; layer l is K positions ahead of layer l - 1."""
-    model = catalog(2, 8)
-    assert chosen(model, 2, 0, 4) == ((0, 0), (0, 2), (1, 4), (1, 6))
-    assert chosen(model, 2, 1, 4) == ((0, 4), (0, 6), (1, 1), (1, 3))
-    assert chosen(model, 2, 3, 4) == ((0, 5), (0, 7), (1, 0), (1, 2))
-    assert chosen(model, 2, 4, 4) == chosen(model, 2, 0, 4)
-
-
-def test_layers_may_differ_in_size():
-    small, large = catalog(1, 2), catalog(1, 4, first_index=1)
-    model = Catalog(
-        (*small.operators, *(op for op in large.operators if op.layer == 1)),
-        small.layers + large.layers,
-        {**small.parameters, **large.parameters},
-    )
-    pairs = [chosen(model, 2, index, 2) for index in range(2)]
-    experts_of = {layer: {e for p in pairs for at, e in p if at == layer} for layer in (0, 1)}
-    assert experts_of == {0: {0, 1}, 1: {0, 1, 2, 3}}
+def older(model, *newer, step=1):
+    """``chosen_at`` in which all but ``newer`` were saved at step 0."""
+    at = np.zeros((len(model.layers), model.layers[0].experts), dtype=np.int64)
+    for pair in newer:
+        at[pair] = step
+    return at
 
 
 def test_the_first_checkpoint_is_dense():
@@ -86,7 +32,8 @@ def test_the_first_checkpoint_is_dense():
 
 def test_later_checkpoints_hold_gates_non_experts_and_k_experts_per_layer():
     model = catalog(2, 4)
-    operators = MoC(k=1).plan(context(model, step=2, last_step=1, index=1)).operators()
+    at = older(model, (0, 0), (1, 1))
+    operators = MoC(k=1).plan(context(model, step=2, last_step=1, chosen_at=at)).operators()
     assert set(operators) >= ALWAYS
     assert experts_in(operators) == {(0, 1), (1, 2)}
     assert len(operators) == len(ALWAYS) + 2
@@ -94,7 +41,9 @@ def test_later_checkpoints_hold_gates_non_experts_and_k_experts_per_layer():
 
 def test_an_expert_that_no_checkpoint_holds_is_added():
     model = catalog(2, 4)
-    operators = MoC(k=1).plan(context(model, step=2, last_step=1, index=1, missing=("expert/0/3",))).operators()
+    at = older(model, (0, 0), (1, 1))
+    facts = {"last_step": 1, "chosen_at": at, "missing": ("expert/0/3",)}
+    operators = MoC(k=1).plan(context(model, step=2, **facts)).operators()
     assert experts_in(operators) == {(0, 1), (1, 2), (0, 3)}
 
 
@@ -130,7 +79,7 @@ def test_fewer_than_one_is_refused_by_name(k):
 
 
 def test_an_unknown_selector_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match=r"selector='loudest'.*choose from \['sequential'\]"):
+    with pytest.raises(ConfigError, match=r"selector='loudest'.*choose from \['load_aware', 'sequential'\]"):
         MoC(selector="loudest")
 
 
@@ -142,4 +91,77 @@ def test_a_model_without_moe_layers_is_refused_with_what_to_do():
 
 def test_it_is_a_policy_that_says_what_it_is():
     assert isinstance(MoC(), Policy)
-    assert MoC(k=2).describe() == {"name": "moc", "k": 2, "every_n_steps": 1, "selector": "sequential"}
+    said = {"name": "moc", "k": 2, "every_n_steps": 1, "selector": "sequential", "snapshot_k": 2, "plt_budget": None}
+    assert MoC(k=2).describe() == said
+    named = MoC(k=2, snapshot_k=4, plt_budget="strict").describe()
+    assert (named["snapshot_k"], named["plt_budget"]) == (4, 0.0375)
+
+
+def test_the_plan_tells_k_and_keeps_no_budget_by_itself():
+    plan = MoC(k=2).plan(context(catalog(1, 4)))
+    assert (plan.k, plan.plt_budget, plan.operators(Tier.HOST)) == (2, None, ())
+
+
+def test_snapshot_k_experts_stay_in_host_memory_besides():
+    model = catalog(2, 4)
+    plan = MoC(k=1, snapshot_k=3).plan(context(model, step=2, last_step=1, chosen_at=older(model, (0, 0), (1, 1))))
+    assert experts_in(plan.operators()) == {(0, 1), (1, 2)}
+    assert experts_in(plan.operators(Tier.HOST)) == {(0, 2), (0, 3), (1, 3), (1, 0)}
+
+
+def test_what_is_stored_anyway_is_not_held_twice():
+    model = catalog(1, 4)
+    facts = {"chosen_at": older(model, (0, 0)), "missing": ("expert/0/2",)}
+    plan = MoC(k=1, snapshot_k=3).plan(context(model, step=2, last_step=1, **facts))
+    assert experts_in(plan.operators()) == {(0, 1), (0, 2)}
+    assert experts_in(plan.operators(Tier.HOST)) == {(0, 3)}
+
+
+def test_load_aware_saves_what_has_most_unsaved_tokens():
+    unsaved = np.array([[1, 5, 9, 2]])
+    plan = MoC(k=2, selector="load_aware").plan(context(catalog(1, 4), step=2, last_step=1, expected_unsaved=unsaved))
+    assert experts_in(plan.operators()) == {(0, 1), (0, 2)}
+
+
+def lost(tokens, routed):
+    return FaultRecord(1, tokens, 1, routed)
+
+
+def test_k_doubles_with_the_faults_and_snapshot_k_with_it_where_it_must():
+    model = catalog(1, 8)
+    policy = MoC(k=1, snapshot_k=3, plt_budget=0.04)
+    facts = {"routed_tokens": 1000, "step": 9, "last_step": 8}
+    for faults, k, held in (
+        ((), 1, 2),
+        ((lost(20, 1000),), 1, 2),
+        ((lost(21, 1000),), 2, 1),
+        ((lost(21, 1000), lost(11, 1000)), 4, 0),
+    ):
+        plan = policy.plan(context(model, faults=faults, lost_tokens=sum(f.lost_tokens for f in faults), **facts))
+        assert (plan.k, plan.plt_budget) == (k, 0.04)
+        assert len(experts_in(plan.operators())) == k
+        assert len(experts_in(plan.operators(Tier.HOST))) == held
+
+
+def test_a_checkpoint_that_would_break_the_budget_saves_more():
+    """10 of 100 tokens may be lost, 3 are: of the 15 unsaved ones at most 7 may stay."""
+    unsaved = np.array([[1, 8, 0, 6]])
+    facts = {"routed_tokens": 100, "lost_tokens": 3, "unsaved": {Tier.STORAGE: unsaved}, "step": 9, "last_step": 8}
+    plan = MoC(k=1, snapshot_k=2, plt_budget=0.1).plan(context(catalog(1, 4), **facts))
+    assert experts_in(plan.operators()) == {(0, 0), (0, 1)}
+    assert experts_in(plan.operators(Tier.HOST)) == set()
+
+
+@pytest.mark.parametrize("budget", [0, 1, -0.1, "lenient", True, "0.05"])
+def test_a_budget_that_is_none_is_refused_with_the_choices(budget):
+    with pytest.raises(ConfigError, match=r"MoC: plt_budget=.*between 0 and 1.*'default' \(5\.00%\)"):
+        MoC(plt_budget=budget)
+
+
+def test_two_levels_out_of_order_are_refused_naming_both():
+    with pytest.raises(ConfigError, match=r"MoC\(k=3, snapshot_k=2\).*at least k"):
+        MoC(k=3, snapshot_k=2)
+    with pytest.raises(ConfigError, match=r"MoC\(snapshot_k=5\): layer 'layers\.0\.moe' has only 4 experts"):
+        MoC(k=2, snapshot_k=5).check(catalog(2, 4))
+    with pytest.raises(ConfigError, match=r"snapshot_k must be a whole number"):
+        MoC(snapshot_k=1.5)

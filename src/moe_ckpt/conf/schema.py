@@ -7,7 +7,7 @@ They are kept out of the groups themselves, so that an error about an unknown po
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional  # Optional: OmegaConf reads these annotations at run time, on Python 3.10 too
+from typing import Any, Optional, Union  # OmegaConf reads these annotations at run time, on Python 3.10 too
 
 MISSING: Any = "???"
 """A value that the user must give (OmegaConf's marker)."""
@@ -34,6 +34,8 @@ class MoCConfig:
     k: int = 1
     every_n_steps: int = 1
     selector: str = "sequential"
+    snapshot_k: Optional[int] = None  # noqa: UP045
+    plt_budget: Optional[Union[float, str]] = None  # noqa: UP007, UP045
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from moe_ckpt.policies.base import Measured, Policy, PolicyContext
 from moe_ckpt.policies.checkfreq import CheckFreq
 from moe_ckpt.policies.dense import Dense
+from moe_ckpt.policies.guard import Guarded
 from moe_ckpt.policies.moc import MoC
 
-__all__ = ["CheckFreq", "Dense", "Measured", "MoC", "Policy", "PolicyContext"]
+__all__ = ["CheckFreq", "Dense", "Guarded", "Measured", "MoC", "Policy", "PolicyContext"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import PolicyContext, interval_passed, require_positive
+from moe_ckpt.policies.budget import level_k, resolve_budget, top_up
+from moe_ckpt.policies.selection import Request, experts_of
 from moe_ckpt.policies.selectors import SELECTORS
 
 
@@ -21,17 +23,38 @@ class MoC:
     The first checkpoint of a run is dense, since there is no older copy to fall back on.
 
     k: experts saved per MoE layer, 1 <= k <= E.
-    selector: name of the selection rule, see ``policies.selectors``.
+    selector: which ones: ``sequential`` (the oldest) or ``load_aware`` (those with most unsaved tokens).
+    snapshot_k: experts per MoE layer that are copied to host memory, k <= snapshot_k <= E (two-level PEC). Those that
+        are not written stay there until the next checkpoint, for a recovery that finds this memory alive. None: k.
+    plt_budget: portion of lost tokens to stay within, a number or a name in ``policies.budget.PLT_BUDGETS``. K then
+        doubles as faults use it up (``level_k``), snapshot_k with it where it must, and a checkpoint that would let
+        one more fault break the budget saves more experts (``top_up``). None: K stays as it is.
     """
 
     k: int = 1
     every_n_steps: int = 1
     selector: str = "sequential"
+    snapshot_k: int | None = None
+    plt_budget: float | str | None = None
 
     def __post_init__(self) -> None:
         require_positive("MoC", k=self.k, every_n_steps=self.every_n_steps)
         if self.selector not in SELECTORS:
             raise ConfigError(f"MoC(selector={self.selector!r}): no such selector; choose from {sorted(SELECTORS)}")
+        if self.snapshot_k is not None:
+            require_positive("MoC", snapshot_k=self.snapshot_k)
+            if self.snapshot_k < self.k:
+                raise ConfigError(
+                    f"MoC(k={self.k}, snapshot_k={self.snapshot_k}): what goes to storage passes through host memory, "
+                    "so snapshot_k must be at least k; raise snapshot_k or lower k"
+                )
+        if self.plt_budget is not None:
+            resolve_budget(self.plt_budget, "MoC: plt_budget")
+
+    @property
+    def budget(self) -> float | None:
+        """``plt_budget`` as a number; None if there is none."""
+        return None if self.plt_budget is None else resolve_budget(self.plt_budget)
 
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
@@ -40,16 +63,31 @@ class MoC:
                 "Register the layer's class with moe_ckpt.register_moe(...), or use the Dense policy."
             )
         for layer in catalog.layers:
-            if self.k > layer.experts:
-                raise ConfigError(f"MoC(k={self.k}): layer {layer.name!r} has only {layer.experts} experts")
+            for name, value in (("k", self.k), ("snapshot_k", self.snapshot_k or self.k)):
+                if value > layer.experts:
+                    raise ConfigError(f"MoC({name}={value}): layer {layer.name!r} has only {layer.experts} experts")
+
+    def current_k(self, context: PolicyContext) -> int:
+        """Experts per layer that go to storage after the faults so far."""
+        if self.budget is None:
+            return self.k
+        most = max((layer.experts for layer in context.catalog.layers), default=self.k)
+        return level_k(context.faults, self.k, most, self.budget)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):
             return save_nothing(context.step)
-        chosen = {expert_id(layer, expert) for layer, expert in SELECTORS[self.selector](context, self.k)}
-        chosen.update(context.missing)
+        k = self.current_k(context)
+        request = Request(k, max(self.snapshot_k or k, k), self.every_n_steps)
+        selection = SELECTORS[self.selector](context, request)
+        chosen = {expert_id(*expert) for expert in selection.stored} | set(context.missing)
+        if self.budget is not None:
+            chosen.update(expert_id(*expert) for expert in top_up(context, experts_of(context, chosen), self.budget))
         chosen.update(op.id for op in context.catalog.always_saved)
-        return save_full(context.step, tuple(op.id for op in context.catalog.operators if op.id in chosen))
+        stored = tuple(op.id for op in context.catalog.operators if op.id in chosen)
+        held = tuple(op for op in (expert_id(*expert) for expert in selection.held) if op not in chosen)
+        return replace(save_full(context.step, stored, held=held), k=k, plt_budget=self.budget)
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "moc", **asdict(self)}
+        resolved = {"snapshot_k": self.snapshot_k or self.k, "plt_budget": self.budget}
+        return {"name": "moc", **asdict(self), **resolved}

@@ -1,0 +1,103 @@
+"""The budget for lost tokens: how it is split over values of K (Dynamic-K), and how it is never broken (the wall).
+
+PLT, the portion of lost tokens, is the tokens lost in all recoveries over the tokens routed (PEC, section 3). All
+functions are pure, and everything they need is in the manifest, so what they say survives a restart by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from fractions import Fraction
+
+import numpy as np
+
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.policies.selection import Expert, known
+
+PLT_BUDGETS = {"default": 0.05, "strict": 0.0375, "loose": 0.075}
+"""default: PEC's Dynamic-K. strict: MoC-System (ASPLOS'25). loose: where the PEC paper saw no harm to quality yet."""
+
+
+def resolve_budget(value: float | str, owner: str = "plt_budget") -> float:
+    """The portion of lost tokens that ``value`` stands for: a number between 0 and 1, or a name in ``PLT_BUDGETS``.
+
+    owner: what the message calls the setting, such as ``MoC(plt_budget=``.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if isinstance(value, str) and value in PLT_BUDGETS:
+        return PLT_BUDGETS[value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1:
+        return float(value)
+    names = ", ".join(f"{name!r} ({budget:.2%})" for name, budget in PLT_BUDGETS.items())
+    raise ConfigError(
+        f"{owner}={value!r}: the budget for lost tokens must be a number between 0 and 1, both excluded, "
+        f"such as 0.05 for 5 %, or one of {names}"
+    )
+
+
+def level_k(faults: Iterable[FaultRecord], k: int, experts: int, budget: float) -> int:
+    """K after ``faults``, beginning with ``k`` (Dynamic-K, PEC section 3.1).
+
+    The levels are k, 2k, 4k, ... up to ``experts``, where nothing is lost any more. Level i may lose
+    ``budget / 2**(i+1)`` of the tokens routed so far: a geometric split, so all shares together stay below the
+    budget however many levels there are. A fault's loss counts against the level that it happened in; when a level
+    has lost more than its share, the next one begins, with nothing spent.
+    """
+    share, spent = Fraction(budget) / 2, 0
+    for fault in faults:
+        spent += fault.lost_tokens
+        if k < experts and spent > share * fault.routed_tokens:
+            k, share, spent = min(2 * k, experts), share / 2, 0
+    return k
+
+
+def tokens_left(context: PolicyContext, budget: float) -> int:
+    """Tokens that may still be lost at ``context.step``; below 0 when the budget is broken already.
+
+    Exact (``budget`` as the fraction that the float is), so that PLT never exceeds the budget by a rounding.
+    """
+    return int(Fraction(budget) * context.routed_tokens // 1) - context.lost_tokens
+
+
+def at_risk(context: PolicyContext, stored: Collection[Expert]) -> int:
+    """Tokens that a fault would lose which returns to a checkpoint of this step that holds ``stored``.
+
+    As of what is committed: a checkpoint under way may still fail, and then this one must stand without it.
+    """
+    return int(_unsaved_without(context, stored).sum())
+
+
+def top_up(context: PolicyContext, stored: Collection[Expert], budget: float) -> tuple[Expert, ...]:
+    """The wall: experts to save beside ``stored``, so that a fault that returns to this checkpoint keeps the budget.
+
+    A fault returns to a committed checkpoint. If ``lost + unsaved tokens of the experts it does not hold <=
+    budget * routed`` was true when each was planned, PLT is within the budget after any fault, whatever K is.
+    Returns the fewest experts that do it, those with most unsaved tokens first, then by layer and index; every expert
+    with unsaved tokens where even that is not enough.
+
+    Early in a run few tokens were routed, and one round of unsaved tokens is a large share of them, so checkpoints
+    are denser: for about ``every_n_steps * (ceil(E/K) - 1) / (2 * budget)`` steps, since ceil(E/K) checkpoints in turn
+    leave (ceil(E/K) - 1) / 2 intervals' tokens unsaved on average.
+    """
+    unsaved = _unsaved_without(context, stored)
+    excess = int(unsaved.sum()) - max(tokens_left(context, budget), 0)
+    if excess <= 0:
+        return ()
+    flat = unsaved.ravel()
+    order = np.argsort(-flat, kind="stable")
+    needed = int(np.searchsorted(np.cumsum(flat[order]), excess)) + 1
+    rows, experts = np.divmod(order[:needed], unsaved.shape[1])
+    return tuple(sorted(zip(rows.tolist(), experts.tolist(), strict=True)))
+
+
+def _unsaved_without(context: PolicyContext, stored: Collection[Expert]) -> Counts:
+    counts = context.unsaved.get(Tier.STORAGE)
+    unsaved = known(context, np.zeros((0, 0), dtype=np.int64) if counts is None else counts, 0).copy()
+    if stored:
+        unsaved[tuple(np.asarray(list(stored), dtype=np.int64).T)] = 0
+    return unsaved

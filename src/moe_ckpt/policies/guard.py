@@ -1,0 +1,100 @@
+"""A guard around any policy: no planned checkpoint lets the lost tokens exceed a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import Policy, PolicyContext
+from moe_ckpt.policies.budget import at_risk, resolve_budget, tokens_left, top_up
+from moe_ckpt.policies.selection import Expert, experts_of
+
+ACTIONS = ("escalate", "dense", "stop")
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """``policy``, kept within a budget for lost tokens (PLT) whatever it plans.
+
+    Where a fault that returns to the checkpoint planned would break the budget (``budget.top_up``), that checkpoint
+    saves more experts than ``policy`` asked for. When it saves, and that it saves at all, stays the policy's decision.
+
+    budget: a number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
+    action: ``escalate``: the fewest experts that keep the budget are saved besides. ``dense``: all are, in that
+        checkpoint. ``stop``: all are, and training is asked to end, since the policy cannot keep the budget by itself;
+        not while no token was lost yet: every run starts with too few routed tokens for a budget, so it escalates.
+    """
+
+    policy: Policy
+    budget: float | str = "default"
+    action: str = "escalate"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, Policy):
+            raise ConfigError(f"Guarded(policy={self.policy!r}): a policy has plan(), check() and describe()")
+        resolve_budget(self.budget, "Guarded: budget")
+        if self.action not in ACTIONS:
+            raise ConfigError(f"Guarded(action={self.action!r}): no such action; choose from {list(ACTIONS)}")
+
+    @property
+    def plt_budget(self) -> float:
+        """``budget`` as a number."""
+        return resolve_budget(self.budget)
+
+    def check(self, catalog: Catalog) -> None:
+        self.policy.check(catalog)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        """The policy's plan; unchanged if it saves nothing, or all experts without counting in K (Dense)."""
+        plan = self.policy.plan(context)
+        if not plan:
+            return plan
+        stored = experts_of(context, plan.operators())
+        if plan.k is None and len(stored) == len(context.catalog.experts):
+            return plan
+        own = self.plt_budget
+        plan = replace(plan, plt_budget=own if plan.plt_budget is None else min(own, plan.plt_budget))
+        more = top_up(context, stored, own)
+        if not more:
+            return plan
+        if self.action == "escalate" or (self.action == "stop" and not context.lost_tokens):
+            return _adding(plan, context, more)
+        halt = self._why(context, at_risk(context, stored)) if self.action == "stop" else None
+        return replace(_adding_all(plan, context), halt=plan.halt or halt)
+
+    def _why(self, context: PolicyContext, risk_tokens: int) -> str:
+        routed = max(context.routed_tokens, 1)
+        lost = context.lost_tokens
+        if tokens_left(context, self.plt_budget) < 0:
+            found = f"{lost / routed:.2%} of all tokens are lost, over the budget of {self.plt_budget:.2%}"
+        else:
+            found = (
+                f"{lost / routed:.2%} of all tokens are lost, and a failure now would make it "
+                f"{(lost + risk_tokens) / routed:.2%}, over the budget of {self.plt_budget:.2%}"
+            )
+        return (
+            f"{found}, at step {context.step}. All experts are saved. Before going on, save more experts per "
+            f"checkpoint (raise k, or give MoC a plt_budget, by which k rises by itself), save more often, or raise "
+            f"the guard's budget ({self.budget!r}) or change its action from 'stop' to 'escalate'."
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {**self.policy.describe(), "guard_budget": self.plt_budget, "guard_action": self.action}
+
+
+def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, ...]) -> SnapshotPlan:
+    """``plan`` with ``experts`` sent to storage too, in the order of the catalog; what stays in host memory follows."""
+    items = {item.operator: item for item in plan.items if item.tier is Tier.STORAGE}
+    items.update((op, PlanItem(op)) for op in (expert_id(*expert) for expert in experts))
+    stored = tuple(items[op.id] for op in context.catalog.operators if op.id in items)
+    others = tuple(i for i in plan.items if i.tier is not Tier.STORAGE and i.operator not in items)
+    return replace(plan, items=stored + others)
+
+
+def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
+    there = experts_of(context, plan.operators())
+    every = {(op.layer, op.expert) for op in context.catalog.experts if op.layer is not None and op.expert is not None}
+    return _adding(plan, context, tuple(sorted(every - there)))

@@ -1,0 +1,156 @@
+"""Load-aware selection (PEC, arXiv 2408.04307, Algorithm 1): the experts with most unsaved tokens first."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+
+from moe_ckpt.core.placement import expert_owner
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.policies.selection import Expert, Request, Selection, known
+
+STALE_ROUNDS = 4
+"""An expert not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
+
+
+def load_aware(context: PolicyContext, request: Request) -> Selection:
+    """Per layer the K experts with most unsaved tokens whose rank has capacity left (Algorithm 1).
+
+    From the last layer to the first; experts by ``context.expected_unsaved`` (what checkpoints under way save
+    counts as saved), then oldest, then lowest index; taken while their owner rank has capacity left. The paper
+    indexes capacity by expert, as if a rank owned one of each layer: here it is the owner's.
+
+    What the paper leaves open:
+    - Capacity is the smallest one with which all K of all layers can be taken: ceil(L*K/R) where R divides E, and
+      more where some ranks own less than others, or nothing.
+    - Taken as it stands, the algorithm can leave the layers that come last with ranks that own too few of their
+      experts. So an expert is passed over if taking it would leave the layers still to come short. With layers of one
+      size that is exact (see ``Dealer``). What is short nevertheless, among layers of different sizes, is taken
+      from the rank with the least to save, over its capacity.
+    - Nothing bounds the age of an expert that gets few tokens. Its file could never be deleted, and weight decay and
+      momentum change it even without tokens. So an overdue expert goes first, the oldest of all layers before the
+      others, within K and capacity. Where R divides E it waits at most another 2*ceil(E/K) checkpoints: each that
+      passes it over takes either K older ones of its layer or a full capacity of older ones of its rank.
+    """
+    unsaved = known(context, context.expected_unsaved, 0)
+    chosen_at = known(context, context.chosen_at, -1)
+    layers = context.catalog.layers
+    sizes = [layer.experts for layer in layers]
+    orders = [np.lexsort((chosen_at[row, :size], -unsaved[row, :size])).tolist() for row, size in enumerate(sizes)]
+    dealer = Dealer(sizes, orders, context.ranks)
+    dealer.deal(request.k, first=_overdue(context, chosen_at, sizes, request))
+    stored = [list(taken) for taken in dealer.taken]
+    dealer.deal(request.snapshot_k)
+    held = [taken[len(before) :] for taken, before in zip(dealer.taken, stored, strict=True)]
+    return Selection(_pairs(stored), _pairs(held))
+
+
+def _pairs(per_layer: list[list[int]]) -> tuple[Expert, ...]:
+    return tuple((row, expert) for row, experts in enumerate(per_layer) for expert in experts)
+
+
+def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], request: Request) -> list[Expert]:
+    """Experts not chosen for over ``STALE_ROUNDS`` rounds, the oldest first, then from the last layer to the first.
+
+    Rounds are counted in steps: a checkpoint every ``every_n_steps``, or as rarely as the run made them so far,
+    so that a storage that cannot keep up does not make every expert overdue.
+    """
+    interval_steps = max(request.every_n_steps, ceil(context.step / (context.index + 1)))
+    rounds = np.array([[ceil(size / request.k)] for size in sizes], dtype=np.int64).reshape(-1, 1)
+    late = (chosen_at >= 0) & (context.step - chosen_at > STALE_ROUNDS * rounds * interval_steps)
+    late &= np.arange(late.shape[1]) < np.array(sizes, dtype=np.int64).reshape(-1, 1)
+    rows, experts = np.nonzero(late)
+    order = np.lexsort((experts, -rows, chosen_at[rows, experts]))
+    return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
+
+
+@lru_cache(maxsize=64)
+def _owners(experts: int, ranks: int) -> tuple[int, ...]:
+    return tuple(expert_owner(expert, experts, ranks) for expert in range(experts))
+
+
+class Dealer:
+    """Takes experts layer by layer, in a given order, evenly over the ranks that own them.
+
+    sizes: experts per layer. orders: per layer, its experts in the order of preference.
+    taken: per layer, the experts taken so far, in the order they were.
+
+    Why nothing runs short, for layers of one size: let rank r own n_r experts of each layer and have c_r capacity
+    left, with m layers still to come that need K each. They can be served if and only if
+    sum_r min(c_r, m*n_r) >= m*K (deal each rank's share out evenly over the layers; an integral flow exists where
+    that fractional one does). So taking from a rank is free while c_r > m*n_r, and otherwise uses up the slack of
+    that sum by one. Passing over experts when neither is left is a matroid, in which greedy never gets stuck.
+    """
+
+    def __init__(self, sizes: list[int], orders: list[list[int]], ranks: int) -> None:
+        self.taken: list[list[int]] = [[] for _ in sizes]
+        self._orders = orders
+        self._owners = [_owners(size, ranks) for size in sizes]
+        self._load = np.zeros(ranks, dtype=np.int64)
+        owned = {size: np.bincount(_owners(size, ranks), minlength=ranks) for size in set(sizes)}
+        self._owned = np.array([owned[size] for size in sizes], dtype=np.int64).reshape(len(sizes), ranks)
+        """``[L, R]`` experts not taken yet."""
+        self._supply = self._owned.sum(axis=0)
+
+    def deal(self, per_layer: int, first: list[Expert] | None = None) -> None:
+        """Take until every layer has ``per_layer`` experts, or all it has.
+
+        first: experts to begin with, as long as their layer and their rank have room.
+        """
+        wanted = [min(per_layer, len(order)) for order in self._orders]
+        capacity = self._smallest_capacity(sum(wanted))
+        for row, expert in first or ():
+            if len(self.taken[row]) < wanted[row] and self._load[self._owners[row][expert]] < capacity:
+                self._take(row, expert)
+        needs = [want - len(taken) for want, taken in zip(wanted, self.taken, strict=True)]
+        to_come = self._owned.sum(axis=0)
+        needed = sum(needs)
+        for row in reversed(range(len(needs))):
+            to_come -= self._owned[row]
+            needed -= needs[row]
+            self._deal_layer(row, needs[row], capacity, to_come.copy(), needed)
+
+    def _smallest_capacity(self, wanted: int) -> int:
+        """The smallest number of experts per rank with which ``wanted`` experts can be saved at all."""
+        capacity = -(-wanted // len(self._load))
+        while int(np.minimum(capacity, self._supply).sum()) < wanted:
+            capacity += 1
+        return capacity
+
+    def _deal_layer(self, row: int, need: int, capacity: int, to_come: Counts, needed: int) -> None:
+        """Take ``need`` experts of one layer. ``to_come`` [R], ``needed``: supply and need of the layers after it."""
+        left = np.maximum(capacity - self._load, 0)
+        slack = int(np.minimum(left, to_come).sum()) - needed
+        free = np.maximum(left - to_come, 0).tolist()
+        left = left.tolist()
+        owners, over = self._owners[row], []
+        before = set(self.taken[row])
+        for expert in self._orders[row]:
+            if not need:
+                return
+            if expert in before:
+                continue
+            rank = owners[expert]
+            if not left[rank] or (not free[rank] and slack <= 0):
+                over.append(expert)
+                continue
+            if free[rank]:
+                free[rank] -= 1
+            else:
+                slack -= 1
+            left[rank] -= 1
+            need -= 1
+            self._take(row, expert)
+        for _ in range(need):
+            expert = min(over, key=lambda e: self._load[owners[e]])
+            over.remove(expert)
+            self._take(row, expert)
+
+    def _take(self, row: int, expert: int) -> None:
+        rank = self._owners[row][expert]
+        self.taken[row].append(expert)
+        self._load[rank] += 1
+        self._owned[row, rank] -= 1

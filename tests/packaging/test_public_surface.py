@@ -23,6 +23,7 @@ SURFACE = {
     "moe_ckpt": "__version__ register_moe",
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO",
     "moe_ckpt.conf": "build_callback register",
+    "moe_ckpt.data": "RecoverableDistributedSampler",
     "moe_ckpt.metrics": (
         "CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge PortionAtRisk "
         "PortionOfLostTokens UnsavedTokens checkpoint_metrics"

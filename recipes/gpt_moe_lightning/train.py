@@ -43,10 +43,14 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """kill -9 of random ranks at random steps; the same ones for the same seed."""
+    """kill -9 of random ranks at random steps; the same ones for the same seed.
+
+    after: share of the run in which nothing is killed yet.
+    """
 
     kills: int = 0
     seed: int = 0
+    after: float = 0.1
     phases: tuple[str, ...] = ("compute",)
 
 
@@ -83,7 +87,7 @@ def kill_hook(config: RunConfig) -> Any:
         config.faults.seed,
         kills=config.faults.kills,
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
-        first_step=max(2, config.trainer.max_steps // 10),
+        first_step=max(2, int(config.trainer.max_steps * config.faults.after)),
         last_step=config.trainer.max_steps,
         phases=tuple(config.faults.phases),
     )

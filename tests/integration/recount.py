@@ -58,7 +58,7 @@ class Recount:
     def expected_versions(self, step: int) -> dict[Expert, int]:
         """The step at which each expert was saved last, if there is one checkpoint per step from step 1 on.
 
-        The first is complete; after that the K experts of layer l at checkpoint c (from 0) are those at
+        The first is complete; after that the K experts of layer l at the c-th partial one (from 0) are those at
         positions (c + l) K, ... of the order.
         """
         found = {}
@@ -67,7 +67,7 @@ class Recount:
                 turns = [
                     t
                     for t in range(2, step + 1)
-                    if (place - (t - 1 + layer) * self.k) % self.experts < self.k
+                    if (place - (t - 2 + layer) * self.k) % self.experts < self.k
                 ]
                 found[layer, expert] = max(turns, default=1)
         return found

@@ -49,6 +49,7 @@ SAMPLERS = {"stateful": StatefulDistributedSampler, "plain": DistributedSampler}
 class Run:
     """Everything that decides the run. ``store``: None trains without MoECheckpoint.
 
+    policy: its name, and Dense's interval or MoC's K. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase is reached; ("read", n) at the n-th
     read of the store. kills: a schedule of
     ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
@@ -58,6 +59,7 @@ class Run:
     log: str | None = None
     out: str | None = None
     policy: tuple[str, int] = ("dense", 1)
+    options: Mapping[str, Any] = field(default_factory=dict)
     crash: tuple[str, int] | None = None
     kills: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -195,6 +197,7 @@ class Recorder(pl.Callback):
             "step": trainer.global_step,
             "loss": float(pl_module.losses[index]).hex(),
             "acked": acked,
+            "k": None if callback is None or callback.last is None else callback.last.k,
             "routed": [layer.tolist() for layer in self.layers],
         }
         for layer in self.layers:
@@ -295,7 +298,7 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
     callbacks: list[pl.Callback] = [recorder, *(_beside(name, run) for name in run.beside)]
     if run.store is not None:
         name, number = run.policy
-        policy = Dense(number) if name == "dense" else MoC(k=number)
+        policy = Dense(number, **run.options) if name == "dense" else MoC(k=number, **run.options)
         callbacks.append(MoECheckpoint(policy, run.store, on_phase=on_phase, **{**run.callback, **more}))
     options: dict[str, Any] = dict(run.trainer)
     if run.kind == "overflowing":

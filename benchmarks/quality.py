@@ -54,7 +54,7 @@ class Arm:
 QUALITY = (
     Arm("never failing", ("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=100"), failing=False),
     Arm("MoC k=1, budget 5 %", ("moe_ckpt/policy=moc", "moe_ckpt.policy.plt_budget=default")),
-    Arm("MoC k=1, budget broken", ("moe_ckpt/policy=moc", "moe_ckpt.policy.every_n_steps=25")),
+    Arm("MoC k=1, budget broken", ("moe_ckpt/policy=moc", "moe_ckpt.policy.every_n_steps=75")),
 )
 SELECTION = (
     Arm("sequential", ("moe_ckpt/policy=moc", "moe_ckpt.policy.selector=sequential", _UNBALANCED)),
@@ -64,7 +64,7 @@ SELECTION = (
 
 @dataclass
 class Options:
-    steps: int = 400
+    steps: int = 600
     seeds: int = 3
     kills: int = 4
     jobs: int = 2
@@ -76,7 +76,7 @@ def command(arm: Arm, seed: int, options: Options, run_dir: Path) -> list[str]:
     overrides = [*arm.overrides, f"seed={seed}", f"trainer.max_steps={options.steps}", f"run_dir={run_dir}"]
     overrides += ["trainer.progress_bar=false", *options.extra]
     if arm.failing:
-        overrides += ["faults=seeded", f"faults.kills={options.kills}", f"faults.seed={seed}"]
+        overrides += ["faults=seeded", f"faults.kills={options.kills}", f"faults.seed={seed}", "faults.after=0.5"]
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
         f"--max-restarts={options.kills + 2}", "--monitor-interval=0.1",
@@ -209,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="quality.py", description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--steps", type=int, default=Options.steps, help="iterations per run (default 400)")
+    made.add_argument("--steps", type=int, default=Options.steps, help="iterations per run (default 600)")
     made.add_argument("--seeds", type=int, default=Options.seeds, help="runs per arm (default 3)")
     made.add_argument("--kills", type=int, default=Options.kills, help="kill -9 per failing run (default 4)")
     made.add_argument("--jobs", type=int, default=Options.jobs, help="runs at the same time (default 2)")

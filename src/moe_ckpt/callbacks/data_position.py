@@ -1,33 +1,249 @@
-"""The data's order after a resume in the middle of an epoch.
+"""The data's order and position after a resume in the middle of an epoch.
 
-Lightning (2.6) makes the loader's iterator, which goes to the stored position, before it tells the sampler
-which epoch it is. So a sampler that shuffles by epoch (``DistributedSampler``) would go on with the order
-of the first epoch: some samples twice, others not at all.
+Lightning (2.6) makes the loader's iterator before it tells the sampler which epoch it is, so that a sampler which
+shuffles by epoch (``DistributedSampler``) would go on with the order of the first epoch: some samples twice, others
+not at all. And it leaves the position to stateful loaders, which know it for one number of ranks only.
+
+``RecoverableDistributedSampler`` knows its position as one number. What Lightning counts is batches, and how many of
+them an epoch has depends on the number of ranks: ``loop_position`` makes them agree.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from torch.utils.data import BatchSampler
 
-def take_position_again(trainer: Any) -> None:
-    """Make the training loader's iterator anew, with samplers that know their epoch.
+from moe_ckpt.callbacks.loop_position import go_on_at, whole_and_left
+from moe_ckpt.data import RecoverableDistributedSampler
+from moe_ckpt.errors import ConfigError
 
-    Called at ``on_train_start`` of a resumed run. Leaves loaders alone whose samplers know no epochs, or
-    keep their position themselves (those look at the epoch later, and must not be asked in between).
-    """
+log = logging.getLogger("moe_ckpt")
+
+POSITION_KEY = "moe_ckpt_data_position"
+"""In a Lightning checkpoint: one entry for each training loader, the state of its sampler or None."""
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """A loader's recoverable sampler, and how the loader makes batches of what it deals."""
+
+    sampler: RecoverableDistributedSampler
+    batch_size: int
+    drop_last: bool
+
+    def batches(self, samples: int) -> int:
+        """Batches that a rank makes of ``samples``."""
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    @property
+    def whole(self) -> int:
+        """Batches of a whole epoch."""
+        return self.batches(self.sampler.num_samples)
+
+    @property
+    def left(self) -> int:
+        """Batches of this epoch from the sampler's position on."""
+        return self.batches(self.sampler.left)
+
+    def consumed(self, start: int, first: int, batches: int, *, cycled: bool) -> int:
+        """Position after ``batches`` batches from ``start`` on, where ``first`` were left.
+
+        cycled: the epoch is that of a longer loader; at its end this one began anew.
+        """
+        if cycled and batches > first:
+            start, batches = 0, (batches - first - 1) % max(self.whole, 1) + 1
+        return min(self.sampler.length, start + batches * self.batch_size * self.sampler.num_replicas)
+
+
+def dealer_of(loader: object) -> Dealer | None:
+    """The loader's recoverable sampler; None if it has none, or makes batches in a way of its own."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batch_sampler is None:  # batch_size=None: each sample is a batch
+        sampler = getattr(loader, "sampler", None)
+        return Dealer(sampler, 1, False) if isinstance(sampler, RecoverableDistributedSampler) else None
+    sampler = getattr(batch_sampler, "sampler", None)
+    if not isinstance(sampler, RecoverableDistributedSampler) or not _plain(batch_sampler):
+        return None
+    return Dealer(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+
+
+def _plain(batch_sampler: object) -> bool:
+    """Whether every batch is the sampler's next ``batch_size`` samples; torchdata's own does the same."""
+    torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
+    return isinstance(batch_sampler, BatchSampler) and torchs
+
+
+def why_unknown(trainer: Any, loader: object) -> str | None:
+    """Why the position of a loader with a recoverable sampler cannot be known; None if it can, or it has none."""
+    if dealer_of(loader) is not None:
+        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            return "training_step takes batches from the iterator itself, so nobody knows which were trained on"
+        return None
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(inner, RecoverableDistributedSampler):
+        return (
+            f"{type(loader.batch_sampler).__name__} makes batches in a way of its own, so the position of the "  # type: ignore[attr-defined]
+            "RecoverableDistributedSampler in it is not known after each of them (use torch's BatchSampler)"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a run went on in the middle of an epoch: after how many batches, and where each sampler stood."""
+
+    epoch: int
+    batches: int
+    consumed: tuple[int, ...]
+    left: tuple[int, ...]
+
+
+class DataPosition:
+    """Part of ``MoECheckpoint``: writes the samplers' positions into checkpoints and puts them back."""
+
+    def __init__(self) -> None:
+        self._stored: list[dict[str, int] | None] | None = None
+        self._start: _Start | None = None
+
+    def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the positions as of the last batch that was trained on. Called whenever a checkpoint is made."""
+        loader = trainer.fit_loop._combined_loader
+        dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
+        if any(dealers):
+            checkpoint[POSITION_KEY] = [
+                None if dealer is None else self._position(trainer, at, dealer) for at, dealer in enumerate(dealers)
+            ]
+
+    def _position(self, trainer: Any, at: int, dealer: Dealer) -> dict[str, int]:
+        sampler, progress = dealer.sampler, trainer.fit_loop.epoch_loop.batch_progress
+        if progress.is_last_batch:
+            consumed = sampler.length  # also where limit_train_batches or drop_last leaves some out
+        else:
+            start, trained = self._start, progress.current.processed
+            cycled = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
+            if start is None or start.epoch != sampler.epoch:
+                consumed = dealer.consumed(0, dealer.whole, trained, cycled=cycled)
+            else:
+                since = trained - start.batches
+                consumed = dealer.consumed(start.consumed[at], start.left[at], since, cycled=cycled)
+        return sampler.state_dict() | {"consumed": consumed}
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Take the positions out of a checkpoint, for ``put_back``."""
+        self._stored = checkpoint.pop(POSITION_KEY, None)
+
+    def put_back(self, trainer: Any, *, resumed: bool) -> None:
+        """Make samplers stand where the loops stand, and the loaders' iterator anew if it had begun elsewhere.
+
+        Called at ``on_train_start``, before the RNG is restored: a new iterator draws from it. Leaves samplers of
+        others alone that know no epochs, or keep their position themselves (those look at the epoch later, and must
+        not be asked in between).
+
+        resumed: loops and RNG come from a checkpoint of ours.
+
+        Raises:
+            ConfigError: the positions are of other loaders, another dataset, seed or order.
+        """
+        loop = trainer.fit_loop
+        loader, stored = loop._combined_loader, self._stored
+        self._stored = self._start = None
+        if loader is None:
+            return
+        dealers = [dealer_of(each) for each in loader.flattened]
+        epoch = loop.epoch_progress.current.processed
+        setters = [setter for each in loader.flattened for setter in _epoch_setters(each)] if resumed and epoch else []
+        before = [dealer and dealer.sampler.state_dict() for dealer in dealers]
+        states = loader._state_dicts() if setters or any(dealers) else []
+        _move(trainer, dealers, stored)
+        for set_epoch in setters:
+            set_epoch(epoch)
+        if any(dealers) and loop.restarted_mid_epoch:
+            self._start = _go_on(trainer, dealers, known=stored is not None)
+        if setters or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
+            loader._load_state_dicts(_without(states, loader.flattened, dealers))
+            iter(loop._data_fetcher)
+
+
+def _move(trainer: Any, dealers: list[Dealer | None], stored: list[dict[str, int] | None] | None) -> None:
+    """Set the samplers to epoch and position; in a run that does not go on in mid-epoch, to the epoch's beginning."""
+    if stored is not None and len(stored) != len(dealers):
+        raise ConfigError(
+            f"the checkpoint has data positions for {len(stored)} training loaders, this run has {len(dealers)}: "
+            "give the loaders that the saved run had, in their order"
+        )
     loop = trainer.fit_loop
-    loader, epoch = loop._combined_loader, loop.epoch_progress.current.processed
-    if loader is None or not epoch:
-        return
-    setters = [setter for each in loader.flattened for setter in _epoch_setters(each)]
-    if not setters:
-        return
-    position = loader._state_dicts()
-    for set_epoch in setters:
-        set_epoch(epoch)
-    loader._load_state_dicts(position)
-    iter(loop._data_fetcher)
+    for dealer, state in zip(dealers, stored or [None] * len(dealers), strict=True):
+        if dealer is None:
+            if state is not None:
+                log.warning("a data position in the checkpoint is not used: its loader has another sampler now")
+            continue
+        _check_world(trainer, dealer.sampler)
+        if state is not None:
+            dealer.sampler.load_state_dict(state)
+        dealer.sampler.set_epoch(loop.epoch_progress.current.processed)
+        if state is None or not loop.restarted_mid_epoch:
+            dealer.sampler.load_state_dict(dealer.sampler.state_dict() | {"consumed": 0})
+
+
+def _check_world(trainer: Any, sampler: RecoverableDistributedSampler) -> None:
+    """Ranks that hold parts of the same replica must train on the same samples."""
+    wanted = trainer.distributed_sampler_kwargs
+    if sampler.follows_process_group and wanted and wanted["num_replicas"] != sampler.num_replicas:
+        raise ConfigError(
+            f"RecoverableDistributedSampler deals to {sampler.num_replicas} ranks, the process group's, but "
+            f"{type(trainer.strategy).__name__} trains {wanted['num_replicas']} replicas of the model: give it "
+            "num_replicas= and rank= of the data-parallel mesh"
+        )
+
+
+def _go_on(trainer: Any, dealers: list[Dealer | None], *, known: bool) -> _Start:
+    """Let the loops go on where the samplers do."""
+    loop = trainer.fit_loop
+    dealt = [None if dealer is None else (dealer.whole, dealer.left) for dealer in dealers]
+    whole, left = whole_and_left(trainer, dealt)
+    if not known:
+        log.warning(
+            "the checkpoint does not say where the RecoverableDistributedSampler stood: the rest of epoch %d is "
+            "trained on from the beginning of its order",
+            loop.epoch_progress.current.processed,
+        )
+        batches = loop.epoch_loop.batch_progress.current.processed
+    else:
+        batches = go_on_at(trainer, whole, left)
+        _say(trainer, dealers)
+    progress = loop.epoch_loop.batch_progress
+    for dealer in dealers:
+        if dealer is not None and known and progress.is_last_batch:
+            dealer.sampler.load_state_dict(dealer.sampler.state_dict() | {"consumed": dealer.sampler.length})
+    return _Start(
+        epoch=loop.epoch_progress.current.processed,
+        batches=batches,
+        consumed=tuple(dealer.sampler.consumed if dealer else 0 for dealer in dealers),
+        left=tuple(dealer.left if dealer else 0 for dealer in dealers),
+    )
+
+
+def _say(trainer: Any, dealers: list[Dealer | None]) -> None:
+    for dealer in dealers:
+        if dealer is not None and trainer.is_global_zero:
+            sampler = dealer.sampler
+            log.info("the data goes on at sample %d of %d in epoch %d", sampler.consumed, sampler.length, sampler.epoch)
+    loaders = trainer.fit_loop._combined_loader.flattened
+    if all(dealer or isinstance(each, _Stateful) for dealer, each in zip(dealers, loaders, strict=True)):
+        # Lightning looks at the loader only, and would say that this one cannot be resumed.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+
+
+def _without(states: list[dict[str, Any]], loaders: list[Any], dealers: list[Dealer | None]) -> list[dict[str, Any]]:
+    """States of stateful loaders, empty for those whose sampler has the position: they begin where it stands."""
+    ours = [dealer is not None for dealer, each in zip(dealers, loaders, strict=True) if isinstance(each, _Stateful)]
+    return [{} if has else state for has, state in zip(ours, states, strict=True)]
 
 
 def _epoch_setters(loader: object) -> list[Any]:

@@ -3,7 +3,8 @@
 Which hook does what, and why there:
 
     on_fit_start             open the store; load the newest good step, unless ckpt_path says otherwise
-    on_train_start           restore the RNG: the loader's iterator, which draws from it, exists by now
+    on_train_start           put the samplers where they stood, then restore the RNG: the loader's iterator, which
+                             draws from it, exists by now
     on_before_optimizer_step join the copy: the first moment after which parameters may change
     on_train_batch_end       of the module, when it and all callbacks are through: the step is final, book its
                              tokens and start the next copy; join at once if an epoch or validation hook is next
@@ -32,7 +33,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, is_step_path
-from moe_ckpt.callbacks.data_position import take_position_again
+from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.rng import capture_rng, restore_rng
@@ -120,6 +121,7 @@ class MoECheckpoint(Checkpoint):
         }
         Settings(**self._limits)
         self._on_phase = on_phase
+        self._data = DataPosition()
         self._front = InFront(self._join)
         self._session: CheckpointSession | None = None
         self._counter: RoutingCounter | None = None
@@ -284,8 +286,8 @@ class MoECheckpoint(Checkpoint):
         self._seen_global_step = trainer.global_step
         for reason in inexact(trainer):
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
+        self._data.put_back(trainer, resumed=self._rng_to_restore is not None)
         if self._rng_to_restore is not None:
-            take_position_again(trainer)
             restore_rng(self._rng_to_restore)
             self._rng_to_restore = None
 
@@ -409,9 +411,15 @@ class MoECheckpoint(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._books = state_dict
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._data.save(trainer, checkpoint)
+
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self._data.load(checkpoint)
         self._resumed_from = checkpoint.pop(RESUME_KEY, None)
 
     # --- parts ---

@@ -1,7 +1,8 @@
-"""Which Lightning strategies this adapter serves, and why the others are refused."""
+"""What this adapter serves, what it refuses and why, and the name that a job keeps over a restart."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 
+from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import UnsupportedError
 
 _ADVICE = "Use strategy='ddp', ModelParallelStrategy (FSDP2, tensor parallel) or a single device."
@@ -46,15 +48,32 @@ def inexact(trainer: Any) -> list[str]:
     found = []
     for loader in trainer.fit_loop._combined_loader.flattened:
         name = type(loader).__name__
-        if not hasattr(loader, "state_dict"):
-            found.append(f"{name} keeps no position (use torchdata's StatefulDataLoader)")
+        unknown = why_unknown(trainer, loader)
+        if unknown is not None:
+            found.append(unknown)
+        elif dealer_of(loader) is not None:
+            continue
+        elif not hasattr(loader, "state_dict"):
+            found.append(
+                f"{name} keeps no position (give it sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), or "
+                "use torchdata's StatefulDataLoader)"
+            )
         elif isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
             found.append(
                 f"the sampler that Lightning put into {name} draws a new order after a resume (give the loader "
-                "torchdata's StatefulDistributedSampler, and Trainer(use_distributed_sampler=False))"
+                "sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), which Lightning leaves alone)"
             )
         elif sized_len(loader) is None:
             found.append(f"{name} has no length, so Lightning fetches one batch ahead and a resume loses that batch")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append("Lightning does not bring back the metrics that ReduceLROnPlateau looks at")
     return found
+
+
+def job_name() -> str:
+    """Name of this job that outlives a restart, for the store's lock."""
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        value = os.environ.get(variable)
+        if value and value != "none":
+            return f"{variable}={value}"
+    return f"pid {os.getpid()}"

@@ -31,7 +31,8 @@ from benchmarks import report
 from benchmarks.agreement import agreement_secs
 from benchmarks.synthetic import LiveState, synthetic
 from moe_ckpt.engine.copying import Placed, copy_on_cpu, place
-from moe_ckpt.engine.pieces import cut, owners, wanted_boxes
+from moe_ckpt.engine.pieces import cut, wanted_boxes
+from moe_ckpt.engine.shares import Sharder
 from moe_ckpt.engine.snapshot import buffer_bytes, split_shards
 from moe_ckpt.storage.local import LocalStorage
 
@@ -52,7 +53,8 @@ class Prepared:
 def prepare(state: LiveState) -> Prepared:
     catalog = state.catalog
     operators = frozenset(op.id for op in catalog.operators)
-    pieces = cut(catalog, operators, state.tensors(), owners(catalog, 1), 0)
+    tensors = state.tensors()
+    pieces = cut(catalog, operators, tensors, Sharder(catalog, 1, "adaptive").deal(operators, tensors), 0)
     parts = split_shards(catalog, pieces)
     placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
     buffer = torch.zeros(buffer_bytes(parts), dtype=torch.uint8)
@@ -118,16 +120,19 @@ def _memmove(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
 def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str, list[float]]:
     """The steps of ``Pipeline.begin`` on the training thread, tiny tensors, everything saved."""
     state = synthetic(layers, experts, expert_elements=16, listed=listed)
-    catalog, owner = state.catalog, owners(state.catalog, 1)
+    catalog = state.catalog
+    sharder = Sharder(catalog, 1, "adaptive")
     operators = frozenset(op.id for op in catalog.operators)
     tensors = state.tensors()
-    pieces = cut(catalog, operators, tensors, owner, 0)
+    dealt = sharder.deal(operators, tensors)
+    pieces = cut(catalog, operators, tensors, dealt, 0)
     parts = split_shards(catalog, pieces)
     placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
     buffer = torch.zeros(buffer_bytes(parts), dtype=torch.uint8)
     return timed(
         {
-            "cut": lambda: cut(catalog, operators, tensors, owner, 0),
+            "deal": lambda: sharder.deal(operators, tensors),
+            "cut": lambda: cut(catalog, operators, tensors, dealt, 0),
             "layout": lambda: split_shards(catalog, pieces),
             "place": lambda: [item for part in parts for item in place(pieces, part.entries, part.base)],
             "wanted_boxes": lambda: wanted_boxes(catalog, operators, tensors),

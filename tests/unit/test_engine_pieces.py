@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.engine.pieces import cut, owners, shard_kind, wanted_boxes
+from moe_ckpt.engine.pieces import cut, shard_kind, wanted_boxes
+from moe_ckpt.engine.shares import Sharder, expert_owners
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.shard import lay_out
 from moe_ckpt.ports import StateTensor
@@ -82,9 +83,10 @@ def worlds(draw):
     return model, ranks, on_ranks(model, ranks, sharded, frozenset(duplicated)), chosen
 
 
-def shares(model, ranks, tensors, chosen):
-    owner = owners(model, ranks)
-    return [cut(model, chosen, tensors[rank], owner, rank) for rank in range(ranks)]
+def shares(model, ranks, tensors, chosen, sharding="adaptive"):
+    """Every rank's pieces, dealt out by each rank for itself, as in a real run."""
+    dealt = [Sharder(model, ranks, sharding).deal(chosen, tensors[rank]) for rank in range(ranks)]
+    return [cut(model, chosen, tensors[rank], dealt[rank], rank) for rank in range(ranks)]
 
 
 @given(worlds())
@@ -135,10 +137,10 @@ def test_names_in_one_shard_are_unique(world):
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 6))
-def test_every_operator_has_one_owner_and_experts_come_in_blocks(layers, experts, ranks):
+def test_every_expert_has_one_owner_and_they_come_in_blocks(layers, experts, ranks):
     model = catalog(layers, experts)
-    owner = owners(model, ranks)
-    assert owner.keys() == set(model.by_id)
+    owner = expert_owners(model, ranks)
+    assert owner.keys() == {op.id for op in model.experts}
     assert set(owner.values()) <= set(range(ranks))
     for layer in range(layers):
         blocks = [owner[f"expert/{layer}/{e}"] for e in range(experts)]
@@ -179,7 +181,7 @@ def test_state_that_cannot_be_split_goes_with_the_gate(two_ranks):
 
 def test_unstacked_experts_keep_their_own_step():
     model = catalog(1, 3, stacked=False)
-    pieces = cut(model, {"expert/0/1"}, on_ranks(model, 1, {}, frozenset())[0], owners(model, 1), 0)
+    pieces = shares(model, 1, on_ranks(model, 1, {}, frozenset()), {"expert/0/1"})[0]
     name = "layers.0.moe.experts.1.w"
     states = {f"optim/0/{name}/{state}" for state in ("exp_avg", "row", "col", "step")}
     assert {p.entry.key for p in pieces} == {f"model/{name}"} | states
@@ -201,7 +203,7 @@ def test_a_missing_or_doubled_share_is_seen(two_ranks):
 def test_empty_parameters_are_neither_wanted_nor_written():
     model = catalog(1, 2)
     tensor = StateTensor("optim/0/embed.weight/none", "embed.weight", torch.empty(7, 0), (0, 0), (7, 0))
-    assert cut(model, frozenset(model.by_id), [tensor], owners(model, 1), 0) == []
+    assert shares(model, 1, [[tensor]], frozenset(model.by_id)) == [[]]
     assert wanted_boxes(model, frozenset(model.by_id), [tensor]) == {}
 
 

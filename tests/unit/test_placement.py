@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.placement import deal_by_bytes, expert_owner, interleaved_order
+from moe_ckpt.core.placement import expert_owner, interleaved_order
 
 
 def test_owners_are_contiguous_blocks():
@@ -40,29 +39,3 @@ def test_position_says_rank_when_ranks_divide_experts(depth, ranks):
     experts = depth * ranks
     owners = [expert_owner(e, experts, ranks) for e in interleaved_order(experts, ranks)]
     assert owners == [p % ranks for p in range(experts)]
-
-
-def test_dealing_gives_the_biggest_first_to_the_least_loaded():
-    assert deal_by_bytes({"a": 1, "b": 1, "c": 2}, 2) == {"c": 0, "a": 1, "b": 1}
-    assert deal_by_bytes({}, 2) == {}
-
-
-@settings(max_examples=60)
-@given(sizes=st.lists(st.integers(0, 50), max_size=7), ranks=st.integers(1, 3))
-def test_dealing_is_within_four_thirds_of_the_best(sizes, ranks):
-    items = {f"op{i}": n for i, n in enumerate(sizes)}
-    owner = deal_by_bytes(items, ranks)
-    assert owner.keys() == items.keys()
-
-    def peak(assignment):
-        return max(sum(n for n, r in zip(sizes, assignment, strict=True) if r == rank) for rank in range(ranks))
-
-    best = min(peak(choice) for choice in product(range(ranks), repeat=len(sizes)))
-    assert 3 * peak([owner[f"op{i}"] for i in range(len(sizes))]) <= 4 * best
-
-
-@given(st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=12), st.integers(1, 5), st.randoms())
-def test_dealing_does_not_depend_on_order(sizes, ranks, random):
-    shuffled = list(sizes.items())
-    random.shuffle(shuffled)
-    assert deal_by_bytes(sizes, ranks) == deal_by_bytes(dict(shuffled), ranks)

@@ -1,13 +1,11 @@
-"""Who writes what: owner ranks of experts and of the non-expert part.
+"""Owner ranks of experts.
 
 Under plain data parallelism every rank holds everything, so the work is dealt out: experts in contiguous
-blocks (the numbering expert parallelism uses), the rest greedily by bytes. Where the framework shards the
+blocks (the numbering expert parallelism uses), the rest by ``core.sharding``. Where the framework shards the
 state already (FSDP2, ZeRO, expert parallelism), its sharding is kept and this module is not asked.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 
 def expert_owner(expert: int, experts: int, ranks: int) -> int:
@@ -26,18 +24,3 @@ def interleaved_order(experts: int, ranks: int) -> tuple[int, ...]:
         blocks[expert_owner(expert, experts, ranks)].append(expert)
     depth = max((len(block) for block in blocks), default=0)
     return tuple(block[i] for i in range(depth) for block in blocks if i < len(block))
-
-
-def deal_by_bytes(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Give each item to the rank with the fewest bytes so far, biggest first (longest processing time).
-
-    The peak rank stays within 4/3 of the optimum (Graham 1969). Ties go to the lower rank and the
-    lexically first name, so every rank computes the same answer.
-    """
-    loads = [0] * ranks
-    owner: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        rank = min(range(ranks), key=lambda r: (loads[r], r))
-        owner[name] = rank
-        loads[rank] += sizes[name]
-    return owner

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
-from moe_ckpt.core.placement import deal_by_bytes, expert_owner
+from moe_ckpt.core.operators import Catalog, OperatorKind, Span
+from moe_ckpt.engine.shares import Dealt, holders
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.ports import StateTensor
@@ -31,62 +31,28 @@ class Piece:
     source: torch.Tensor
 
 
-def owners(catalog: Catalog, ranks: int) -> dict[str, int]:
-    """Operator -> rank that writes it where every rank holds everything.
-
-    Experts in contiguous blocks, as the selectors assume; everything else dealt out by size.
-    """
-    experts_in = {layer.index: layer.experts for layer in catalog.layers}
-    owner = {
-        op.id: expert_owner(op.expert, experts_in[op.layer], ranks)
-        for op in catalog.experts
-        if op.expert is not None and op.layer is not None
-    }
-    sizes = {op.id: _elements(catalog, op) for op in catalog.always_saved}
-    return owner | deal_by_bytes(sizes, ranks)
-
-
-def _elements(catalog: Catalog, operator: Operator) -> int:
-    total = 0
-    for span in operator.spans:
-        shape = catalog.parameters[span.parameter]
-        start, stop = span.rows(shape)
-        total += (stop - start) * prod(shape[1:])
-    return total
-
-
-def holders(catalog: Catalog, tensor: StateTensor) -> Iterable[tuple[Operator, Span]]:
-    """The operators that share one state tensor, with their rows of it.
-
-    State whose rows match the parameter's (weights, moments, row factors) is cut like the parameter;
-    what has no such rows (Adam's ``step``) goes whole to the parameter's home operator.
-    """
-    shape = catalog.parameters[tensor.parameter]
-    if shape and tensor.global_shape[:1] == shape[:1]:
-        return catalog.spans_of[tensor.parameter]
-    home = catalog.by_id[catalog.home[tensor.parameter]]
-    return ((home, Span(tensor.parameter)),)
-
-
 def cut(
     catalog: Catalog,
     operators: Collection[str],
     tensors: Sequence[StateTensor],
-    owner: Mapping[str, int],
+    dealt: Dealt,
     rank: int,
 ) -> list[Piece]:
-    """The pieces that ``rank`` writes for ``operators``. Views only; nothing is copied here."""
-    pieces = []
+    """The pieces that ``rank`` writes for ``operators``. Views only; nothing is copied here.
+
+    dealt: who writes what of the tensors that all ranks hold, from ``Sharder.deal`` of the same operators and tensors.
+    """
+    pieces: list[Piece] = []
     for tensor in tensors:
         if tensor.duplicate:
             continue
         local = tensor.local.detach()  # once: narrowing a tensor that autograd watches is slow
         for operator, span in holders(catalog, tensor):
-            if operator.id not in operators or (tensor.replicated and owner[operator.id] != rank):
+            if operator.id not in operators:
                 continue
-            piece = _piece(operator.id, span, tensor, local)
-            if piece is not None:
-                pieces.append(piece)
+            mine = dealt.rows(operator, span, tensor, rank) if tensor.replicated else (span,)
+            found = (_piece(operator.id, rows, tensor, local) for rows in mine)
+            pieces.extend(piece for piece in found if piece is not None)
     return pieces
 
 

@@ -18,8 +18,9 @@ from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_b
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.copying import Copier, Copy, place
 from moe_ckpt.engine.persisting import Persister, Resolution
-from moe_ckpt.engine.pieces import Piece, cut, owners, wanted_boxes
+from moe_ckpt.engine.pieces import Piece, cut, wanted_boxes
 from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.shares import Sharder
 from moe_ckpt.engine.snapshot import Snapshot, buffer_bytes, side_pieces, split_shards
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.ports import Communicator, StateTensor
@@ -58,7 +59,7 @@ class Pipeline:
     ) -> None:
         self._catalog = catalog
         self._rank = comm.rank
-        self._owners = owners(catalog, comm.world_size)
+        self._sharder = Sharder(catalog, comm.world_size, settings.sharding)
         self._settings = settings
         budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
         self._pool = HostBufferPool(budget, pinned=settings.pinned)
@@ -102,7 +103,8 @@ class Pipeline:
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         chosen = frozenset(order.operators)
         encoded, side = side_pieces(capture(), self._rank)
-        pieces = [self._steady(p) for p in cut(self._catalog, chosen, tensors, self._owners, self._rank)] + side
+        dealt = self._sharder.deal(chosen, tensors)
+        pieces = [self._steady(p) for p in cut(self._catalog, chosen, tensors, dealt, self._rank)] + side
         parts = split_shards(self._catalog, pieces)
         buffer = self._buffer(order.step, buffer_bytes(parts))
         placed = [item for part in parts for item in place(pieces, part.entries, part.base)]

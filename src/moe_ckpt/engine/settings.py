@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.core.sharding import SHARDINGS
 from moe_ckpt.errors import ConfigError
 
 
@@ -20,6 +21,8 @@ class Settings:
     max_failures: checkpoints that may fail in a row before training is stopped.
     pinned: page-locked buffers, for copies from a GPU.
     local_ranks: ranks that share this host's memory.
+    sharding: how the ranks divide the writing of what all of them hold, experts aside: "none", "equal" or
+        "adaptive", see ``core.sharding``.
     """
 
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -30,10 +33,13 @@ class Settings:
     max_failures: int = 5
     pinned: bool = False
     local_ranks: int = 1
+    sharding: str = "adaptive"
 
     def __post_init__(self) -> None:
         if self.when_busy not in ("skip", "wait"):
             raise ConfigError(f"when_busy={self.when_busy!r}: choose 'skip' or 'wait'")
+        if self.sharding not in SHARDINGS:
+            raise ConfigError(f"sharding={self.sharding!r}: choose from {', '.join(map(repr, SHARDINGS))}")
         for name in ("host_memory_bytes", "max_in_flight", "timeout_secs", "max_failures", "local_ranks"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -1,0 +1,205 @@
+"""Who writes what of the state that every data-parallel rank holds (MoC, arXiv 2408.04307, section 3.2).
+
+Under plain data parallelism all ranks hold the same state, and the slowest rank sets the time of a checkpoint: what
+counts is the peak, the most bytes on one rank. Experts stay with their owner ranks (``core.placement``); the rest is
+dealt out in one of three ways:
+
+    none      rank 0 writes it. (The paper's baseline is worse still: every rank writes a copy of its own. Its peak is
+              the non-expert bytes plus the biggest preload, with R times the bytes on storage.)
+    equal     EDPS: fixed shares, whatever experts a checkpoint holds. Whole tensors, biggest first to the rank with
+              the least bytes so far.
+    adaptive  ADPS: the same for every checkpoint anew, counting the expert bytes that each rank was just given. What
+              does not fit is split by rows, which the paper does not do: the embedding of a small model alone is more
+              than a rank's share.
+
+Every rank computes the same answer from the same plan, so nothing has to be sent. Where the framework shards state
+(FSDP2, ZeRO), its sharding is kept and none of this is asked.
+
+Legend: R ranks, preload: bytes of experts that a rank writes in this checkpoint.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from moe_ckpt.core.operators import Span
+
+SHARDINGS = ("none", "equal", "adaptive")
+
+_LEAST_GRAIN_BYTES = 1 << 16
+"""Tensors up to this size are never split: describing and checksumming a slice costs about as much as copying it."""
+
+_GRAINS_PER_SHARE = 64
+"""What is smaller than this fraction of a rank's share is not worth splitting either: it cannot add 2 % to the peak."""
+
+
+Name = tuple[str, Span]
+"""(operator, its span of one parameter)."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One operator's span of one parameter, that is its rows ``[start, stop)``, with all state that belongs to them.
+
+    row_bytes: bytes of one row: of the parameter and of all optimizer state that is cut like it.
+    whole_bytes: state of the parameter that has no such rows (Adam's step, column factors), which goes with the
+        first rows. A unit may have no rows at all: the step of a stack of experts belongs to the layer's gate.
+    """
+
+    operator: str
+    span: Span
+    start: int = 0
+    stop: int = 0
+    row_bytes: int = 0
+    whole_bytes: int = 0
+
+    @cached_property
+    def name(self) -> Name:
+        return self.operator, self.span
+
+    @cached_property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.row_bytes + self.whole_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """What cannot be split any further, at the end that has the state without rows."""
+        return self.whole_bytes + (self.row_bytes if self.stop > self.start else 0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows ``[start, stop)`` of a unit, and the rank that writes them. The first part has the state without rows."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+Parts = Mapping[Name, tuple[Part, ...]]
+"""Unit -> its parts in row order, which tile its rows."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The answer for one checkpoint.
+
+    parts: of each unit.
+    loads: ``[R]`` bytes that each rank writes, experts included.
+    """
+
+    parts: Parts
+    loads: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.loads)
+
+
+def in_dealing_order(units: Iterable[Unit]) -> list[Unit]:
+    """Biggest first; ties by name, so that the order in which a rank found them does not matter."""
+    return sorted(units, key=lambda unit: (-unit.nbytes, unit.operator, unit.span.parameter, unit.start))
+
+
+def parts_none(units: Iterable[Unit]) -> Parts:
+    """Rank 0 writes every unit, in one copy."""
+    return {unit.name: (Part(0, unit.start, unit.stop),) for unit in units}
+
+
+def parts_equal(ordered: Sequence[Unit], ranks: int) -> Parts:
+    """Fixed shares of a whole model's units, from ``in_dealing_order``: longest processing time, nothing split.
+
+    The peak, experts left out, is within 4/3 of the best that whole tensors allow (Graham 1969).
+    """
+    return _fill(ordered, [0] * ranks, 0, sum(unit.nbytes for unit in ordered))
+
+
+def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) -> Shares:
+    """``parts`` of those ``units`` that a checkpoint holds, and the loads that follow."""
+    loads = list(preload)
+    chosen = {}
+    for unit in units:
+        chosen[unit.name] = parts[unit.name]
+        for number, part in enumerate(parts[unit.name]):
+            loads[part.rank] += (part.stop - part.start) * unit.row_bytes + (0 if number else unit.whole_bytes)
+    return Shares(chosen, tuple(loads))
+
+
+def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes: int | None = None) -> Shares:
+    """Deal units out so that experts and the rest together weigh alike on all ranks.
+
+    ordered: the checkpoint's units from ``in_dealing_order``.
+    preload: ``[R]`` bytes that each rank writes besides.
+    grain_bytes: units up to this size are not split; None chooses. The sum of all splits nothing, as in the paper.
+
+    Let N be the sum of the units, T that of all bytes, and the level the least whole number with
+    ``sum(max(0, level - preload[r])) >= N``: no way of dealing has a peak below it, nor below the biggest preload. Let
+    g be the most that is ever given at once although it does not fit below the level: over the units, the greater of
+    ``least_bytes`` and ``min(grain_bytes, nbytes)``. Then
+
+        peak <= max(biggest preload, level + g - 1)
+        peak <= max(biggest preload, level, T/R + (1 - 1/R) * g)     (list scheduling with preloads, Graham 1966)
+
+    Everything goes to the rank with the least bytes. While anything is left, that rank is below the level, since with
+    all ranks at the level N bytes would have been given. A part that fits ends at most at the level, one that does not
+    adds at most g: the first line. Before such a part p, the least rank has at most the mean of what is given by then,
+    ``(T - p)/R``, and so at most ``(T - p)/R + p`` after it: the second.
+    """
+    level = water_level(preload, sum(unit.nbytes for unit in ordered))
+    if grain_bytes is None:
+        grain_bytes = max(_LEAST_GRAIN_BYTES, level // _GRAINS_PER_SHARE)
+    loads = list(preload)
+    parts = _fill(ordered, loads, level, grain_bytes)
+    return Shares(parts, tuple(loads))
+
+
+def water_level(preload: Sequence[int], nbytes: int) -> int:
+    """The least whole level up to which ranks can be filled so that ``nbytes`` more find room."""
+    given, below = 0, 0
+    levels = sorted(preload)
+    for below, at in enumerate(levels, start=1):
+        given += at
+        level = -(-(nbytes + given) // below)
+        if below == len(levels) or level <= levels[below]:
+            return level
+    raise ValueError("preload: there must be at least one rank")
+
+
+def _fill(ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: int) -> Parts:
+    """Give each unit to the rank with the least bytes, splitting what would rise above ``level``; adds to ``loads``.
+
+    Each split fills a rank, so there are about R of them, however many units.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    found: dict[Name, tuple[Part, ...]] = {}
+    for unit in ordered:
+        parts = []
+        start, left = unit.start, unit.nbytes
+        while True:
+            load, rank = heap[0]
+            stop, nbytes = unit.stop, left
+            if left > max(grain_bytes, level - load):
+                stop, nbytes = _first_rows(unit, start, left, level - load)
+            parts.append(Part(rank, start, stop))
+            heapq.heapreplace(heap, (load + nbytes, rank))
+            start, left = stop, left - nbytes
+            if stop == unit.stop:
+                break
+        found[unit.name] = tuple(parts)
+    for load, rank in heap:
+        loads[rank] = load
+    return found
+
+
+def _first_rows(unit: Unit, start: int, left: int, room: int) -> tuple[int, int]:
+    """(stop, bytes) of the rows from ``start`` on that fit into ``room``; at least one, and never no bytes."""
+    if unit.row_bytes == 0:
+        return unit.stop, left
+    whole = unit.whole_bytes if start == unit.start else 0
+    rows = max(1, (room - whole) // unit.row_bytes)
+    stop = min(unit.stop, start + rows)
+    return stop, (stop - start) * unit.row_bytes + whole

@@ -21,7 +21,7 @@ from moe_ckpt.cli.train import config_directory, entry_point
 from moe_ckpt.cli.train import main as train_main
 from moe_ckpt.conf.schema import SCHEMAS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import CheckFreq, Dense, MoC
+from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = Path(conf.__file__).parent
@@ -99,6 +99,14 @@ def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
     for name, policy in targets.items():
         described = {f.name: f.default for f in fields(SCHEMAS[name]) if f.name != "_target_"}
         assert described == {f.name: f.default for f in fields(policy)}, name
+
+
+def test_the_guard_is_set_by_value(user_app, tmp_path):
+    store = f"moe_ckpt.store.dirpath={tmp_path}"
+    cfg = user_app("moe_ckpt.guard=stop", "moe_ckpt.plt_budget=0.03", "moe_ckpt.policy.k=2", store)
+    assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(k=2), 0.03, "stop")
+    assert instantiate(user_app("moe_ckpt.guard=dense", store).moe_ckpt).policy == Guarded(MoC(), "default", "dense")
+    assert instantiate(user_app(store).moe_ckpt).policy == MoC()
 
 
 @pytest.mark.parametrize("name", ["recent", "milestones"])

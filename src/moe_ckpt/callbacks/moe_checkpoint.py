@@ -7,7 +7,8 @@ Which hook does what, and why there:
                              draws from it, exists by now
     on_before_optimizer_step join the copy: the first moment after which parameters may change
     on_train_batch_end       of the module, when it and all callbacks are through: the step is final, book its
-                             tokens and start the next copy; join at once if an epoch or validation hook is next
+                             tokens and start the next copy; join at once if an epoch or validation hook is next;
+                             end training if the policy asks for it
     on_train_epoch_end, on_validation_start, on_train_end
                              of a callback in front of all others: join, for they may put other weights in
     on_validation_end        put the RNG back where the last batch left it, so that training draws the same
@@ -27,17 +28,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.utils.hooks import RemovableHandle
 
-from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, is_step_path
+from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.rng import capture_rng, restore_rng
-from moe_ckpt.callbacks.support import check_strategy, inexact
+from moe_ckpt.callbacks.sharded_loading import load_steps_into_shards
+from moe_ckpt.callbacks.step_log import StepLog
+from moe_ckpt.callbacks.stopping import guarded, may_stop, refusal, will_stop
+from moe_ckpt.callbacks.support import check_strategy, inexact, job_name
+from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.session import CheckpointSession, StepRecord
@@ -50,7 +53,7 @@ from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.recovery.reader import open_step
-from moe_ckpt.recovery.resume import Restored, load_step, resume_newest
+from moe_ckpt.recovery.resume import Restored, resume_newest
 from moe_ckpt.storage import StoreLock, open_storage
 
 log = logging.getLogger("moe_ckpt")
@@ -66,12 +69,18 @@ class MoECheckpoint(Checkpoint):
     resume: "auto" goes on from the newest good step in ``dirpath`` unless ``fit(ckpt_path=...)`` is
         given; "never" only does what ``ckpt_path`` says.
     save_last: leave a complete checkpoint of the final state when training ends well.
-    retention, host_memory_bytes, when_busy, timeout_secs, max_failures: see ``engine.settings.Settings``.
+    guard: what happens when a failure might lose more tokens than ``plt_budget`` allows. "escalate": the checkpoint
+        holds the experts that are needed besides. "dense": it holds all. "stop": that too, and training ends in good
+        order, with the reason in the log. None: nothing. Short for ``policy=Guarded(policy, plt_budget, guard)``.
+    plt_budget: of the guard: portion of tokens that may be lost, or a name in ``policies.budget.PLT_BUDGETS``;
+        "default" if None.
+    retention, host_memory_bytes, when_busy, timeout_secs, max_failures, sharding: see ``engine.settings.Settings``.
     on_phase: called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this
         rank; for tests that kill processes (``moe_ckpt.testing``).
 
     After each step ``last`` tells what that step cost, and every ``log_every_n_steps`` the same goes to the
-    trainer's loggers as ``moe_ckpt/...``.
+    trainer's loggers as ``moe_ckpt/...``. ``metrics`` holds the same and more for this process as torchmetrics
+    (see ``moe_ckpt.metrics``): ``metrics.compute()``, ``metrics["expert_ages"].plot()``.
 
     It does not monitor metrics: put an ordinary ``ModelCheckpoint`` beside it to keep the best model.
     """
@@ -91,21 +100,25 @@ class MoECheckpoint(Checkpoint):
         *,
         resume: str = "auto",
         save_last: bool = True,
+        guard: str | None = None,
+        plt_budget: float | str | None = None,
         retention: RetentionPolicy | None = None,
         host_memory_bytes: int | None = None,
         when_busy: str = "skip",
         timeout_secs: float = 600.0,
         max_failures: int = 5,
+        sharding: str = "adaptive",
         on_phase: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__()
         if resume not in ("auto", "never"):
             raise ConfigError(f"MoECheckpoint(resume={resume!r}): choose 'auto' or 'never'")
-        self.policy: Policy = MoC() if policy is None else policy
-        if isinstance(self.policy, type) or not isinstance(self.policy, Policy):
+        policy = MoC() if policy is None else policy
+        if isinstance(policy, type) or not isinstance(policy, Policy):
             raise ConfigError(
                 f"MoECheckpoint(policy={policy!r}): give a policy such as MoC(k=1) or Dense(every_n_steps=10)"
             )
+        self.policy: Policy = guarded(policy, guard, plt_budget)
         self.dirpath = os.fspath(dirpath)
         self.resume = resume
         self.save_last = save_last
@@ -118,6 +131,7 @@ class MoECheckpoint(Checkpoint):
             "when_busy": when_busy,
             "timeout_secs": timeout_secs,
             "max_failures": max_failures,
+            "sharding": sharding,
         }
         Settings(**self._limits)
         self._on_phase = on_phase
@@ -126,8 +140,8 @@ class MoECheckpoint(Checkpoint):
         self._session: CheckpointSession | None = None
         self._counter: RoutingCounter | None = None
         self._state: TorchTrainingState | None = None
-        self._hooks: list[RemovableHandle] = []
-        self._updates = 0
+        self._watch: UpdateWatch | None = None
+        self._step_log = StepLog()
         self._saved_updates = 0
         self._seen_global_step = 0
         self._rng: Mapping[str, Any] | None = None
@@ -135,11 +149,19 @@ class MoECheckpoint(Checkpoint):
         self._resumed_from: Mapping[str, Any] | None = None
         self._books: Mapping[str, Any] | None = None
         self._kept: tuple[int, Mapping[str, Any]] | None = None
-        self._unwatch: Callable[[], None] = lambda: None
 
     @property
     def state_key(self) -> str:
         return "moe_ckpt.MoECheckpoint"
+
+    @property
+    def metrics(self) -> Any:
+        """A torchmetrics ``MetricCollection`` of ``moe_ckpt.metrics``, updated at each step; a new one in each fit.
+
+        It is this rank's own: ``compute`` asks no other rank. Bytes and stalls are those of this rank in this
+        process, tokens those of all ranks and the whole run.
+        """
+        return self._step_log.metrics
 
     @property
     def last_model_path(self) -> str:
@@ -157,33 +179,13 @@ class MoECheckpoint(Checkpoint):
         others = [callback for callback in trainer.callbacks if callback is not self and callback is not self._front]
         trainer.callbacks = [self._front, *others, self]
         if isinstance(trainer.strategy, ModelParallelStrategy):
-            self._load_sharded(trainer, trainer.strategy)
+            load_steps_into_shards(trainer, trainer.strategy)
         elif not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
             trainer.strategy.checkpoint_io = MoECheckpointIO(trainer.strategy.checkpoint_io)
 
-    def _load_sharded(self, trainer: pl.Trainer, strategy: ModelParallelStrategy) -> None:
-        """ModelParallelStrategy loads into its own shards and asks no CheckpointIO, so step in before it."""
-        lightnings_own = strategy.load_checkpoint
-
-        def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-            if not is_step_path(path):
-                return lightnings_own(path, weights_only)
-            reader, manifest = open_step(path)
-            fitting = trainer.state.fn == "fit"
-            state = TorchTrainingState(trainer.lightning_module, trainer.optimizers if fitting else ())
-            restored = load_step(reader, manifest, trainer.global_rank, state, model_only=not fitting)
-            plain = restored.plain["plain"]
-            state.load_plain(plain if fitting else {**plain, "optimizers": []})
-            checkpoint = dict(restored.plain["checkpoint"])
-            checkpoint.update(state_dict={}, optimizer_states=[])
-            resumed = {"root": reader.storage.root, "directory": manifest.directory, "rng": restored.plain["rng"]}
-            return checkpoint | {RESUME_KEY: resumed}
-
-        strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
-
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         previous, self._session = self._session, None
-        self._updates = self._saved_updates = 0
+        self._saved_updates = 0
         self._rng = self._rng_to_restore = self._kept = None
         if trainer.fast_dev_run:
             return  # like Lightning's own checkpoint callbacks: a dry run leaves nothing behind
@@ -207,12 +209,13 @@ class MoECheckpoint(Checkpoint):
             comm=comm,
             settings=settings,
             aliases=tied_aliases(pl_module),
-            lock=StoreLock(storage, _owner()),
+            lock=StoreLock(storage, job_name()),
             on_phase=self._on_phase,
         )
         session.open()
         self._session = session
-        self._watch(trainer, pl_module)
+        self._step_log = StepLog([layer.experts for layer in catalog.layers], self._step_log.k)
+        self._watch = UpdateWatch(trainer, pl_module, self._join, lambda: self._after_batch(trainer))
         if previous is not None and previous.committed_step == trainer.global_step > 0:
             # The same trainer fits on: its state is the newest checkpoint's, and its loops must not be set back.
             session.adopt(open_step(os.path.join(self.dirpath, str(previous.committed_directory)))[1])
@@ -225,7 +228,7 @@ class MoECheckpoint(Checkpoint):
                     self.dirpath,
                 )
         elif self.resume == "auto":
-            restored = resume_newest(storage, comm, self._state)
+            restored = resume_newest(storage, comm, self._state, session.host_tier)
             if restored is not None:
                 self._go_on(trainer, session, restored)
 
@@ -235,7 +238,7 @@ class MoECheckpoint(Checkpoint):
         restore_checkpoint(trainer, restored.plain["checkpoint"])
         self._resumed_from = self._books = None
         self._take_rng(restored.plain["rng"])
-        fault = session.adopt(restored.manifest)
+        fault = session.adopt(restored.manifest, held=restored.held)
         self.restored_step = restored.manifest.step
         log.info(
             "resumed at step %d from %s: %d experts are older than that, %d tokens lost (PLT %.4f)",
@@ -248,31 +251,6 @@ class MoECheckpoint(Checkpoint):
 
     def _take_rng(self, rng: Mapping[str, Any]) -> None:
         self._rng = self._rng_to_restore = rng
-
-    def _watch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count real updates, and be the last to hear that a batch ended.
-
-        A step that the loss scaler skipped advances global_step, but fires no hook of the optimizer. The
-        module's own ``on_train_batch_end`` runs after all callbacks' and may still change weights or buffers.
-        """
-        name = "on_train_batch_end"
-        theirs, had = getattr(pl_module, name), vars(pl_module).get(name)
-
-        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
-            theirs(*args, **kwargs)
-            self._after_batch(trainer)
-
-        setattr(pl_module, name, on_train_batch_end)
-        self._unwatch = lambda: delattr(pl_module, name) if had is None else setattr(pl_module, name, had)
-        for optimizer in trainer.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._count_update))
-            if not pl_module.automatic_optimization:
-                # Users may call the raw optimizer, past Lightning's hook. Under automatic optimization this
-                # fires before the forward pass (it is wrapped in the closure), where a join would be a stall.
-                self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._join()))
-
-    def _count_update(self, *_: Any) -> None:
-        self._updates += 1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is None:  # fast_dev_run
@@ -318,7 +296,8 @@ class MoECheckpoint(Checkpoint):
         if last_for_now:
             session.before_update()  # what follows may swap or average weights
         stepped, self._seen_global_step = trainer.global_step != self._seen_global_step, trainer.global_step
-        if self._updates == self._saved_updates:
+        updates = 0 if self._watch is None else self._watch.updates
+        if updates == self._saved_updates:
             if stepped:
                 counter.discard()
             return
@@ -327,19 +306,31 @@ class MoECheckpoint(Checkpoint):
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
             )
-        self._saved_updates = self._updates
+        self._saved_updates = updates
         counts = counter.take().numpy()
         session.add_stall(time.perf_counter() - began)
         self.last = session.after_update(trainer.global_step, counts, lambda: self._capture(trainer))
-        if self.save_last and _will_stop(trainer):
+        self._step_log.note(trainer, self.last, session.books)
+        if self.last.halt is not None:
+            last_for_now = trainer.should_stop = True
+        if self.save_last and will_stop(trainer):
             # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
             # callbacks may have put other weights in.
             session.save_complete(trainer.global_step, lambda: self._capture(trainer))
         if last_for_now:
             session.before_update()
-            if self.save_last and not _will_stop(trainer):  # what follows may yet decide to
+            if self.save_last and not will_stop(trainer):  # what follows may yet decide to
                 self._kept = (trainer.global_step, deepcopy(self._capture(trainer)))
-        self._log(trainer, self.last)
+        if self.last.halt is not None:
+            self._halt(trainer, session, self.last.halt)
+
+    def _halt(self, trainer: pl.Trainer, session: CheckpointSession, reason: str) -> None:
+        """The policy asked for the end, and ``trainer.should_stop`` is set; alike on every rank."""
+        if trainer.is_global_zero:
+            log.warning("training ends at step %d, because the policy asks for it: %s", trainer.global_step, reason)
+        if not may_stop(trainer):
+            session.finish(trainer.global_step, lambda: self._capture(trainer), save_last=self.save_last)
+            raise ConfigError(refusal(trainer, reason))
 
     def _capture(self, trainer: pl.Trainer) -> dict[str, Any]:
         return {
@@ -348,23 +339,6 @@ class MoECheckpoint(Checkpoint):
             "plain": self._require_state().plain(),
             "rng": self._rng,
         }
-
-    def _log(self, trainer: Any, record: StepRecord) -> None:
-        if record.step % trainer.log_every_n_steps:
-            return
-        values = {
-            "moe_ckpt/stall_ms": record.stall_secs * 1e3,
-            "moe_ckpt/agree_ms": record.agree_secs * 1e3,
-            "moe_ckpt/bytes": float(record.nbytes),
-            "moe_ckpt/experts_saved": float(record.experts_saved),
-            "moe_ckpt/plt": record.plt,
-            "moe_ckpt/lost_tokens": float(record.lost_tokens),
-            "moe_ckpt/plt_if_failed_now": record.at_risk_plt,
-            "moe_ckpt/skipped": float(record.skipped),
-            "moe_ckpt/failed_checkpoints": float(record.failed_checkpoints),
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=record.step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._rng is not None and not trainer.sanity_checking:
@@ -379,7 +353,7 @@ class MoECheckpoint(Checkpoint):
         self._session.finish(
             trainer.global_step,
             lambda: kept if step == trainer.global_step else self._capture(trainer),
-            save_last=self.save_last and self._updates > 0,
+            save_last=self.save_last and self._saved_updates > 0,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -389,11 +363,9 @@ class MoECheckpoint(Checkpoint):
         self._close(grace_secs=None)
 
     def _close(self, grace_secs: float | None) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._unwatch()
-        self._unwatch = lambda: None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.close()
@@ -403,13 +375,15 @@ class MoECheckpoint(Checkpoint):
     # --- state inside other checkpoints (ModelCheckpoint beside us) ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Token counts only: small, so that any checkpoint can carry them."""
+        """Token counts and K only: small, so that any checkpoint can carry them."""
         if self._session is None:
             return {}
-        return {"tokens": self._session.books.tokens.to_dict(), "index": self._session.books.index}
+        books, k = self._session.books, self._step_log.k
+        return {"tokens": books.tokens.to_dict(), "index": books.index} | ({} if k is None else {"k": k})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._books = state_dict
+        self._step_log.k = state_dict.get("k")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -438,20 +412,3 @@ class MoECheckpoint(Checkpoint):
         if self._state is None:
             raise ConfigError("MoECheckpoint: training started without on_fit_start; do not call its hooks by hand")
         return self._state
-
-
-def _will_stop(trainer: pl.Trainer) -> bool:
-    """True if, as far as can be told at the end of a batch, this was the last one."""
-    if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
-        return True
-    limit = trainer.max_epochs
-    return trainer.is_last_batch and limit not in (None, -1) and trainer.current_epoch + 1 >= limit
-
-
-def _owner() -> str:
-    """Name of this job that outlives a restart, for the store's lock."""
-    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        value = os.environ.get(variable)
-        if value and value != "none":
-            return f"{variable}={value}"
-    return f"pid {os.getpid()}"

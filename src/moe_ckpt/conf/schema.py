@@ -67,9 +67,12 @@ class CheckpointConfig:
     retention: Any = None
     resume: str = "auto"
     save_last: bool = True
+    guard: Optional[str] = None  # noqa: UP045
+    plt_budget: Optional[Union[float, str]] = None  # noqa: UP007, UP045
     host_memory_bytes: Optional[int] = None  # noqa: UP045
     when_busy: str = "skip"
     max_failures: int = 5
+    sharding: str = "adaptive"
 
 
 SCHEMAS: dict[str, type] = {

@@ -114,4 +114,5 @@ class ExpertMap(StepMetric):
 
 
 def _numpy(table: Any) -> Any:
-    return table.detach().cpu().numpy() if isinstance(table, torch.Tensor) else np.asarray(table)
+    array = table.detach().cpu().numpy() if isinstance(table, torch.Tensor) else np.asarray(table)
+    return array if array.ndim else array.reshape(1, 1)  # torchmetrics makes a number of any tensor with one element

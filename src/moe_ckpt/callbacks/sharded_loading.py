@@ -1,0 +1,35 @@
+"""``ckpt_path=<step directory>`` under ModelParallelStrategy, which asks no CheckpointIO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, is_step_path
+from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.recovery.resume import load_step
+
+
+def load_steps_into_shards(trainer: pl.Trainer, strategy: ModelParallelStrategy) -> None:
+    """ModelParallelStrategy loads into its own shards, so step in before it. Called from ``setup``."""
+    lightnings_own = strategy.load_checkpoint
+
+    def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        if not is_step_path(path):
+            return lightnings_own(path, weights_only)
+        reader, manifest = open_step(path)
+        fitting = trainer.state.fn == "fit"
+        state = TorchTrainingState(trainer.lightning_module, trainer.optimizers if fitting else ())
+        restored = load_step(reader, manifest, trainer.global_rank, state, model_only=not fitting)
+        plain = restored.plain["plain"]
+        state.load_plain(plain if fitting else {**plain, "optimizers": []})
+        checkpoint = dict(restored.plain["checkpoint"])
+        checkpoint.update(state_dict={}, optimizer_states=[])
+        resumed = {"root": reader.storage.root, "directory": manifest.directory, "rng": restored.plain["rng"]}
+        return checkpoint | {RESUME_KEY: resumed}
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]

@@ -1,0 +1,317 @@
+"""Under real Lightning: what reaches loggers and metrics, and a guard that ends training in good order."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import dataclass, field, replace
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.metrics import checkpoint_metrics
+from moe_ckpt.metrics.collection import facts
+from moe_ckpt.policies import Guarded, MoC
+from moe_ckpt.recovery.reader import open_step
+from tests.support import run_ranks
+from tests.support.tiny_moe import TinyMoE, loader
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise Killed
+
+
+def fit(dirpath, policy=None, *, kill=None, logger=False, val=None, checkpoint=None, max_steps=14, **options):
+    pl.seed_everything(5, verbose=False)
+    limits = {name: options.pop(name) for name in ("guard", "plt_budget", "save_last") if name in options}
+    checkpoint = checkpoint or MoECheckpoint(policy or MoC(1), dirpath, when_busy="wait", **limits)
+    trainer = pl.Trainer(
+        callbacks=[checkpoint, *([Kill(kill)] if kill else [])], accelerator="cpu", logger=logger,
+        max_steps=max_steps, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    try:
+        trainer.fit(TinyMoE(), loader(32), val)
+    except Killed:
+        assert kill is not None
+    return trainer, checkpoint
+
+
+def complete(dirpath) -> int:
+    """The newest step, of which nothing may be older."""
+    manifest = open_step(dirpath)[1]
+    assert {record.step for record in manifest.operators.values()} == {manifest.step}
+    return manifest.step
+
+
+# --- loggers and metrics ---
+
+
+class Notes(pl.Callback):
+    """What a user's callback sees of the step before."""
+
+    def __init__(self) -> None:
+        self.records, self.computed = [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        checkpoint = trainer.callbacks[-1]
+        if checkpoint.last is not None:
+            self.records.append(checkpoint.last)
+            self.computed.append(checkpoint.metrics.compute())
+
+
+def test_a_csv_logger_gets_every_number_and_the_metrics_agree(tmp_path):
+    fit(tmp_path / "store", kill=5)
+    notes = Notes()
+    checkpoint = MoECheckpoint(MoC(1, plt_budget=0.5), tmp_path / "store", when_busy="wait")
+    trainer = pl.Trainer(
+        callbacks=[checkpoint, notes], logger=CSVLogger(tmp_path, name="", version=""), max_steps=13,
+        log_every_n_steps=3, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(TinyMoE(), loader(32))
+    with open(tmp_path / "metrics.csv") as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file) if row["moe_ckpt/plt"]}
+    assert sorted(rows) == [6, 9, 12]
+    seen = {record.step: (record, computed) for record, computed in zip(notes.records, notes.computed, strict=True)}
+    for step, row in rows.items():
+        record, computed = seen[step]
+        told = {name.removeprefix("moe_ckpt/"): float(value) for name, value in row.items() if "moe_ckpt" in name}
+        fields = {
+            "k": record.k, "plt": record.plt, "plt_budget_left": 0.5 - record.plt,
+            "plt_if_failed_now": record.at_risk_plt,
+            "oldest_expert_steps": record.oldest_expert_steps, "lost_tokens": record.lost_tokens,
+            "routed_tokens": record.routed_tokens, "bytes": record.nbytes, "experts_saved": record.experts_saved,
+            "committed_step": record.committed_step, "begun": 1, "skipped": 0, "skips": 0, "failed_checkpoints": 0,
+            "waited": record.waited, "waits": record.waits, "stall_ms": record.stall_secs * 1e3,
+            "agree_ms": record.agree_secs * 1e3,
+        }  # fmt: skip
+        assert {name: told[name] for name in fields} == pytest.approx(
+            {name: float(value) for name, value in fields.items()}
+        )
+        assert set(told) == {*fields, "skewness"}
+        assert 0 < told["skewness"] < 1
+        assert told["lost_tokens"] > 0
+        assert computed["plt"] == pytest.approx(told["plt"])
+        assert computed["at_risk"] == pytest.approx(told["plt_if_failed_now"] - told["plt"])
+        assert computed["k"] == told["k"]
+        assert computed["oldest_expert_steps"] == computed["expert_ages"].max() == told["oldest_expert_steps"]
+        assert computed["stall_ms_worst"] >= told["stall_ms"] * 0.999
+        assert computed["bytes"] == np.mean([r.nbytes for r in notes.records if r.step <= step])
+        assert computed["unsaved_tokens"].shape == (2, 4)
+    assert checkpoint.metrics["expert_ages"].plot()[1].images[0].get_array().shape == (2, 4)
+
+
+def test_skewness_is_that_of_the_steps_routing(tmp_path):
+    """Every token to the first two experts: of 4 with p = 1/2, 1/2, 0, 0 the skewness is 1/3."""
+
+    class Skewed(TinyMoE):
+        def training_step(self, batch, batch_idx):
+            for block in self.blocks:
+                block.moe.gate.forward = lambda x, gate=block.moe.gate: (
+                    x.new_full((len(x), 2), 0.5), x.new_zeros(len(x), 2).long() + x.new_tensor([0, 1]).long()
+                )  # fmt: skip
+            return super().training_step(batch, batch_idx)
+
+    checkpoint = MoECheckpoint(MoC(1), tmp_path, when_busy="wait")
+    trainer = pl.Trainer(
+        callbacks=[checkpoint], logger=False, max_steps=3, accelerator="cpu", enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Skewed(), loader(32))
+    assert checkpoint.metrics["skewness"].compute() == pytest.approx(1 / 3)
+    assert checkpoint.metrics["skewness"].per_layer.tolist() == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_a_k_that_rose_is_told_once_by_the_process_that_comes_back(tmp_path, caplog):
+    caplog.set_level("INFO", "moe_ckpt")
+    policy = MoC(1, plt_budget=0.02)
+    fit(tmp_path, MoC(1), kill=6)  # loses more than that budget allows
+    fit(tmp_path, policy, kill=9)
+    first = [message for message in caplog.messages if "experts of each layer are saved" in message]
+    assert [message.split(";")[0] for message in first] == [
+        "step 7: 2 experts of each layer are saved per checkpoint from now on, 1 before"
+    ]
+    caplog.clear()
+    fit(tmp_path, policy)
+    assert not [message for message in caplog.messages if "experts of each layer are saved" in message]
+
+
+def _ddp(rank: int, world_size: int, root: str) -> dict:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), NODE_RANK="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
+
+    class Both(Notes):
+        """Rank 0 alone computes the callback's metrics, at every step; all ranks compute others at the end."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.together = checkpoint_metrics()
+            self.popularity = []
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            checkpoint = trainer.callbacks[-1]
+            if checkpoint.last is None:
+                return
+            books = checkpoint._session.books
+            self.records.append(checkpoint.last)
+            self.popularity.append(books.popularity.copy())
+            self.together.update(**facts(checkpoint.last, books))
+            if rank == 0:
+                self.computed.append(checkpoint.metrics.compute())
+
+        def on_train_end(self, trainer, pl_module):
+            self.result = self.together.compute()
+
+    pl.seed_everything(7, verbose=False)
+    notes = Both()
+    checkpoint = MoECheckpoint(MoC(1), root, when_busy="wait")
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy=DDPStrategy(process_group_backend="gloo"), max_steps=8,
+        logger=False, callbacks=[notes, checkpoint], enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(TinyMoE(), loader(64, shuffle=False))
+    return {
+        "together": {name: value.tolist() for name, value in notes.result.items()},
+        "own": {name: value.tolist() for name, value in notes.computed[-1].items()} if rank == 0 else {},
+        "bytes": [record.nbytes for record in notes.records],
+        "stall_ms": [record.stall_secs * 1e3 for record in notes.records],
+        "routed": notes.records[-1].routed_tokens,
+        "skewness": float(normalized_hhi(sum(notes.popularity)).mean()),
+    }
+
+
+def test_over_two_ddp_ranks_the_metrics_reduce_rightly(tmp_path):
+    ranks = run_ranks(_ddp, 2, str(tmp_path))
+    together = ranks[0]["together"]
+    assert together == ranks[1]["together"]
+    steps = 7
+    assert ranks[0]["bytes"] != ranks[1]["bytes"]  # the experts are shared out, so a sum is more than twice the one
+    assert together["bytes"] == pytest.approx(sum(sum(rank["bytes"]) for rank in ranks) / steps)
+    assert together["stall_ms_worst"] == pytest.approx(max(max(rank["stall_ms"]) for rank in ranks), rel=1e-4)
+    assert together["stall_ms_mean"] == pytest.approx(max(sum(rank["stall_ms"]) for rank in ranks) / steps, rel=1e-4)
+    assert together["skewness"] == pytest.approx(ranks[0]["skewness"])
+    own = ranks[0]["own"]
+    same = ("plt", "at_risk", "k", "skewness", "oldest_expert_steps", "expert_ages", "unsaved_tokens")
+    assert {name: own[name] for name in same} == {name: together[name] for name in same}
+    assert own["bytes"] == pytest.approx(np.mean(ranks[0]["bytes"]))
+    assert ranks[0]["routed"] == steps * 4 * 2 * 2 * 2  # steps, batch, k, layers, ranks: each token once
+
+
+# --- the guard ---
+
+
+@dataclass(frozen=True)
+class Halts:
+    """MoC that asks for the end after a step."""
+
+    step: int
+    policy: MoC = field(default_factory=MoC)
+
+    def plan(self, context):
+        plan = self.policy.plan(context)
+        return replace(plan, halt="Enough is enough.") if context.step >= self.step else plan
+
+    def check(self, catalog):
+        self.policy.check(catalog)
+
+    def describe(self):
+        return self.policy.describe()
+
+
+@pytest.mark.parametrize("step", [3, 8])  # 8: the last batch of an epoch
+@pytest.mark.parametrize("val", [False, True])
+def test_a_halt_leaves_a_complete_checkpoint_of_the_step(tmp_path, caplog, step, val):
+    options = {"val": loader(8, shuffle=False), "val_check_interval": 2} if val else {}
+    trainer, _ = fit(tmp_path, Halts(step), **options)
+    assert trainer.global_step == step == complete(tmp_path)
+    assert trainer.state.finished
+    said = [record for record in caplog.records if "Enough is enough" in record.message]
+    assert [(record.levelname, record.message) for record in said] == [
+        ("WARNING", f"training ends at step {step}, because the policy asks for it: Enough is enough.")
+    ]
+    again, resumed = fit(tmp_path)  # with another policy it goes on
+    assert (again.global_step, resumed.restored_step, resumed.last.lost_tokens) == (14, step, 0)
+
+
+def test_a_halt_without_save_last_keeps_what_was_due(tmp_path):
+    trainer, _ = fit(tmp_path, Halts(5), save_last=False)
+    manifest = open_step(tmp_path)[1]
+    assert trainer.global_step == manifest.step == 5
+    assert len({record.step for record in manifest.operators.values()}) > 1
+
+
+def test_guard_stop_ends_a_run_that_has_lost_too_much(tmp_path, caplog):
+    fit(tmp_path, kill=8)
+    trainer, checkpoint = fit(tmp_path, guard="stop", plt_budget=0.01)
+    assert checkpoint.last.plt > 0.01
+    assert trainer.global_step == 9 == complete(tmp_path)
+    (said,) = [record.message for record in caplog.records if record.message.startswith("training ends")]
+    assert f"{checkpoint.last.plt:.2%} of all tokens are lost, over the budget of 1.00%" in said
+    assert checkpoint.last.plt_budget_left == pytest.approx(0.01 - checkpoint.last.plt)
+
+
+@pytest.mark.parametrize("guard", ["escalate", "dense"])
+def test_guards_that_save_more_let_the_run_go_on(tmp_path, guard):
+    fit(tmp_path, kill=8)
+    trainer, checkpoint = fit(tmp_path, guard=guard, plt_budget=0.01)
+    assert trainer.global_step == 14
+    assert checkpoint.last.at_risk_plt == checkpoint.last.plt  # nothing more may be lost, and nothing would be
+    assert checkpoint.policy == Guarded(MoC(1), 0.01, guard)
+
+
+@pytest.mark.parametrize("least", [{"min_steps": 12}, {"min_epochs": 2, "max_epochs": 4}])
+def test_where_lightning_would_go_on_an_error_ends_it_after_the_commit(tmp_path, least):
+    with pytest.raises(ConfigError, match=r"Enough is enough.*Trainer\(min_.*step 5") as caught:
+        fit(tmp_path, Halts(5), **least)
+    assert next(iter(least)) in str(caught.value)
+    assert complete(tmp_path) == 5
+    again, resumed = fit(tmp_path)
+    assert (again.global_step, resumed.restored_step) == (14, 5)
+
+
+def test_reached_minimums_do_not_stand_in_the_way(tmp_path):
+    trainer, _ = fit(tmp_path, Halts(8), min_epochs=1, min_steps=8)
+    assert trainer.global_step == 8 == complete(tmp_path)
+
+
+def _halting_ranks(rank: int, world_size: int, root: str) -> tuple[int, bool]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), NODE_RANK="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
+    trainer, _ = fit(
+        root, Halts(4), devices=world_size, strategy=DDPStrategy(process_group_backend="gloo", timeout=None)
+    )
+    return trainer.global_step, trainer.state.finished
+
+
+def test_all_ranks_halt_at_the_same_step(tmp_path):
+    assert run_ranks(_halting_ranks, 2, str(tmp_path)) == [(4, True), (4, True)]
+    assert complete(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"plt_budget": 0.03}, r"plt_budget=0\.03\) without guard"),
+        ({"guard": "panic"}, r"'escalate', 'dense', 'stop'"),
+        ({"guard": "stop", "plt_budget": 5}, "between 0 and 1"),
+        ({"guard": "stop", "policy": Guarded(MoC(1))}, "give the guard once"),
+    ],
+)
+def test_guards_that_contradict_themselves_are_refused(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        MoECheckpoint(dirpath=tmp_path, **options)

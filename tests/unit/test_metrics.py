@@ -1,0 +1,354 @@
+"""The metrics: their numbers, their pictures, and what ranks, checkpoints and collections do to them."""
+
+from __future__ import annotations
+
+import builtins
+import types
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torchmetrics import MetricCollection
+
+from moe_ckpt import metrics as m
+from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.engine.books import Books
+from moe_ckpt.engine.session import StepRecord
+from moe_ckpt.errors import ConfigError, MissingPackageError
+from moe_ckpt.metrics.collection import facts
+from tests.support import run_ranks
+from tests.unit.builders import catalog
+
+mpl.use("Agg")
+
+FIRST = {
+    "lost_tokens": 30, "routed_tokens": 1000, "at_risk_tokens": 50, "k": 2, "popularity": [[8, 0], [4, 4]],
+    "nbytes": 100, "stall_secs": 0.004, "oldest_expert_steps": 3, "ages": [[0, 3], [-1, 1]],
+    "unsaved": [[0, 40], [7, 3]],
+}  # fmt: skip
+SECOND = FIRST | {
+    "lost_tokens": 60, "routed_tokens": 4000, "at_risk_tokens": 20, "k": 4, "popularity": [[0, 8], [4, 4]],
+    "nbytes": 0, "stall_secs": 0.001, "oldest_expert_steps": 2, "ages": [[1, 2], [0, 2]],
+    "unsaved": [[9, 4], [0, 3]],
+}  # fmt: skip
+AFTER_BOTH = {
+    "plt": 0.015, "at_risk": 0.005, "k": 4.0, "skewness": 0.0, "bytes": 50.0, "stall_ms_mean": 2.5,
+    "stall_ms_worst": 4.0, "oldest_expert_steps": 2, "expert_ages": [[1, 2], [0, 2]],
+    "unsaved_tokens": [[9, 4], [0, 3]],
+}  # fmt: skip
+SECOND_ALONE = AFTER_BOTH | {"skewness": 0.5, "bytes": 0.0, "stall_ms_mean": 1.0, "stall_ms_worst": 1.0}
+
+
+def plain(results):
+    return {name: value.tolist() for name, value in results.items()}
+
+
+def same(results, expected):
+    found = plain(results)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.allclose(found[name], value, rtol=1e-6, atol=1e-7), name
+
+
+@pytest.fixture(autouse=True)
+def no_figures_left():
+    yield
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+# --- skewness ---
+
+
+def test_skewness_of_known_loads():
+    counts = np.array([[5, 5, 5, 5], [20, 0, 0, 0], [10, 10, 0, 0], [0, 0, 0, 0]])
+    assert normalized_hhi(counts).tolist() == pytest.approx([0.0, 1.0, 1 / 3, 0.0])
+
+
+def test_skewness_goes_by_each_layers_own_number_of_experts():
+    counts = np.array([[5, 5, 5, 5], [7, 7, 0, 0], [9, 0, 0, 0]])
+    assert normalized_hhi(counts, [4, 2, 1]).tolist() == pytest.approx([0.0, 0.0, 0.0])
+
+
+@given(hnp.arrays(np.int64, (3, 6), elements=st.integers(0, 10**12)))
+def test_skewness_lies_between_even_and_one_expert_and_knows_no_scale(counts):
+    skew = normalized_hhi(counts)
+    assert ((skew >= 0) & (skew <= 1)).all()
+    assert np.allclose(normalized_hhi(counts * 3), skew)
+    assert np.allclose(normalized_hhi(counts[:, ::-1]), skew)
+
+
+def test_skewness_follows_the_papers_expectation():
+    """Appendix D: draws of p from a symmetric Dirichlet(alpha) have E[HHI] = (alpha + 1) / (alpha * E + 1)."""
+    alpha, experts = 0.3, 16
+    shares = np.random.default_rng(0).dirichlet([alpha] * experts, 4000)
+    expected = ((alpha + 1) / (alpha * experts + 1) - 1 / experts) / (1 - 1 / experts)
+    assert normalized_hhi(np.round(shares * 10**9).astype(np.int64)).mean() == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("counts", "experts", "said"),
+    [
+        ([1, 2], None, r"wanted \[layers, experts\]"),
+        ([[1, 2]], [2, 2], "one number between 1 and 2"),
+        ([[1, 2]], [3], "one number between 1 and 2"),
+        ([[1, -2]], None, "negative"),
+        ([[1, 2]], [1], "beyond a layer's experts"),
+    ],
+)
+def test_skewness_refuses_what_makes_no_sense(counts, experts, said):
+    with pytest.raises(ConfigError, match=said):
+        normalized_hhi(np.array(counts), experts)
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize(
+    "collect", [m.checkpoint_metrics, lambda: MetricCollection([*m.checkpoint_metrics().values()])]
+)
+def test_all_of_them_after_two_steps(collect):
+    """Also in a collection that may take equal metrics for one: the first values of some are equal."""
+    collection = collect()
+    zeros = dict.fromkeys(FIRST, 0) | {name: [[0, 0], [0, 0]] for name in ("popularity", "ages", "unsaved")}
+    collection.update(**zeros)
+    collection.compute()
+    collection.reset()
+    collection.update(**FIRST)
+    collection.update(**SECOND)
+    assert sorted(np.ravel(v).sum() for v in plain(collection.compute()).values()) == pytest.approx(
+        sorted(np.ravel(v).sum() for v in AFTER_BOTH.values())
+    )
+
+
+def test_names_and_values_of_the_collection():
+    collection = m.checkpoint_metrics()
+    collection.update(**FIRST)
+    collection.update(**SECOND)
+    same(collection.compute(), AFTER_BOTH)
+
+
+def test_forward_gives_the_value_of_the_step_and_goes_on_with_all():
+    collection = m.checkpoint_metrics()
+    collection(**FIRST)
+    same(collection(**SECOND), SECOND_ALONE)
+    same(collection.compute(), AFTER_BOTH)
+
+
+def test_before_anything_was_routed_nothing_is_lost():
+    plt = m.PortionOfLostTokens()
+    plt.update(0, 0)
+    assert plt.compute() == 0
+
+
+def test_large_counts_are_exact():
+    plt, stall = m.PortionOfLostTokens(), m.CheckpointStall()
+    plt.update(2**53 + 1, 2**54)
+    assert plt.lost_total == 2**53 + 1
+    stall.update(100_000.0)
+    for _ in range(1000):
+        stall.update(1e-6)  # lost in a float that holds 28 hours
+    assert stall.stall_total == 100_000 * 10**9 + 1000 * 1000
+
+
+def test_a_policy_without_k_is_not_a_k_of_zero():
+    k = m.ExpertsPerLayer()
+    k.update(None)
+    assert k.compute().isnan()
+
+
+def test_skewness_per_layer_and_with_padding():
+    skew = m.ExpertLoadSkewness(experts=(4, 2))
+    skew.update(np.array([[4, 0, 0, 0], [3, 3, 0, 0]]))
+    assert skew.per_layer.tolist() == pytest.approx([1.0, 0.0])
+    assert skew.compute() == pytest.approx(0.5)
+    with pytest.raises(ConfigError, match=r"reset\(\)"):
+        skew.update([[1, 2]])
+
+
+def test_tables_are_copies():
+    """The books go on counting in the array that was given."""
+    table = np.array([[1, 2]])
+    ages, skew = m.ExpertAges(), m.ExpertLoadSkewness()
+    ages.update(table)
+    skew.update(table)
+    table += 5
+    assert ages.compute().tolist() == [[1, 2]]
+    assert skew.load.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("kind", [m.ExpertAges, m.UnsavedTokens])
+@pytest.mark.parametrize("table", [[1, 2], [[1, 2], [3, 4], [5, 6]]])
+def test_tables_of_another_shape_are_refused(kind, table):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}.*wanted \[2, experts\]"):
+        kind(experts=(2, 2)).update(table)
+
+
+def test_state_dict_round_trip():
+    collection, other = m.checkpoint_metrics(), m.checkpoint_metrics()
+    collection.update(**FIRST)
+    assert collection.state_dict() == {}  # as with any torchmetrics metric, until asked for
+    collection.persistent(True)
+    state = collection.state_dict()
+    other.persistent(True)
+    other.load_state_dict(state)
+    other.update(**SECOND)
+    same(other.compute(), AFTER_BOTH)
+
+
+def test_what_the_metrics_ask_for_comes_from_record_and_books():
+    books = Books(catalog(layers=2, experts=2))
+    books.routed(np.array([[8, 0], [4, 4]]))
+    books.at_risk_tokens = 5
+    record = StepRecord(1, nbytes=9, k=1, routed_tokens=16, lost_tokens=2, stall_secs=0.5, oldest_expert_steps=1)
+    collection = m.checkpoint_metrics()
+    given = facts(record, books)
+    asked = {name for metric in collection.values() for name in metric._filter_kwargs(**given)}
+    assert asked == set(given) == set(FIRST)
+    collection.update(**given)
+    found = plain(collection.compute())
+    assert found["at_risk"] == pytest.approx(5 / 16)
+    assert found["skewness"] == pytest.approx(0.5)
+    assert found["unsaved_tokens"] == [[8, 0], [4, 4]]
+    assert found["expert_ages"] == [[-1, -1], [-1, -1]]
+
+
+# --- ranks ---
+
+
+def _on_two_ranks(rank: int, world_size: int) -> tuple[dict, dict, dict]:
+    mine = FIRST | {"nbytes": 100 * (rank + 1), "stall_secs": 0.004 / (rank + 1)}
+    together, alone, local = m.checkpoint_metrics(), m.checkpoint_metrics(sync_on_compute=False), m.ExpertLoadSkewness()
+    together.update(**mine)
+    together.update(**FIRST | {"nbytes": 0, "stall_secs": 0.001})
+    alone.update(**mine)
+    local.update([[8, 0]] if rank == 0 else [[0, 8]])  # counts of this rank alone
+    # Only rank 0 computes here: it would wait for ever if that asked rank 1.
+    own = plain(alone.compute()) if rank == 0 else {}
+    return plain(together.compute()), own, local.compute().item()
+
+
+def test_over_ranks_bytes_add_up_stalls_are_the_slowest_and_nothing_counts_twice():
+    first, second = run_ranks(_on_two_ranks, 2)
+    assert first[0] == second[0]
+    expected = {
+        "plt": 0.03, "at_risk": 0.05, "k": 2.0, "skewness": 0.5, "bytes": 150.0, "stall_ms_mean": 2.5,
+        "stall_ms_worst": 4.0, "oldest_expert_steps": 3, "expert_ages": FIRST["ages"],
+        "unsaved_tokens": FIRST["unsaved"],
+    }  # fmt: skip
+    same({name: torch.tensor(value) for name, value in first[0].items()}, expected)
+    assert first[1]["bytes"] == 100
+    assert first[2] == second[2] == 0
+
+
+# --- pictures ---
+
+
+def lines(ax):
+    return {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "drawn", "label"),
+    [
+        (m.PortionOfLostTokens, [0.0, 0.03], [0, 3], "lost tokens (%)"),
+        (m.PortionAtRisk, [0.01, 0.02], [1, 2], "tokens at risk (%)"),
+        (m.ExpertsPerLayer, [1, 2], [1, 2], "experts per layer"),
+        (m.ExpertLoadSkewness, [0.25, 0.5], [0.25, 0.5], "skewness of expert load"),
+        (m.CheckpointBytes, [2e6, 1e6], [2, 1], "written per iteration (MB)"),
+        (m.OldestExpertAge, [3, 4], [3, 4], "age of the oldest expert (steps)"),
+    ],
+)
+def test_curves_show_the_values_in_the_unit_of_the_axis(kind, values, drawn, label):
+    fig, ax = kind().plot([torch.tensor(value) for value in values])
+    (line,) = ax.lines
+    assert line.get_ydata().tolist() == pytest.approx(drawn)
+    assert line.get_xdata().tolist() == [0, 1]
+    assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title()) == (label, "Step", kind.__name__)
+    assert fig is ax.get_figure()
+    again = kind().plot(torch.tensor(values, dtype=torch.float64))[1]  # as a MetricTracker hands them out
+    assert again.lines[0].get_ydata().tolist() == pytest.approx(drawn)
+
+
+def test_the_stall_has_a_line_for_the_mean_and_one_for_the_worst():
+    stall, values = m.CheckpointStall(), []
+    for secs in (0.002, 0.004):
+        stall.update(secs)
+        values.append(stall.compute())
+    assert lines(stall.plot(values)[1]) == {"stall_ms_mean": [2.0, 3.0], "stall_ms_worst": [2.0, 4.0]}
+    assert lines(stall.plot()[1]) == {"stall_ms_mean": [3.0], "stall_ms_worst": [4.0]}
+
+
+def test_plot_draws_the_newest_value_on_the_axes_given():
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots()
+    plt_metric = m.PortionOfLostTokens()
+    plt_metric.update(1, 10)
+    assert plt_metric.plot(ax=axes) == (figure, axes)
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([10.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"), [(m.ExpertAges, "steps since the expert was saved"), (m.UnsavedTokens, "unsaved tokens")]
+)
+def test_a_heat_map_of_now(kind, label):
+    heat = kind(experts=(3, 2))
+    heat.update([[0, 3, 5], [-1, 1, 0]])
+    figure, ax = heat.plot()
+    (image,) = ax.images
+    shown = image.get_array()
+    assert np.asarray(shown.filled(-9)).tolist() == [[0, 3, 5], [-9, 1, -9]]  # never saved, and no such expert
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("expert", "MoE layer")
+    assert figure.axes[1].get_ylabel() == label
+
+
+def test_a_heat_map_over_time_has_a_row_per_expert():
+    tables = [torch.tensor([[t, t + 1, 0], [10 * t, 0, 0]]) for t in range(4)]
+    _, ax = m.UnsavedTokens(experts=(3, 1)).plot(tables)
+    (image,) = ax.images
+    assert np.asarray(image.get_array()).tolist() == [[0, 1, 2, 3], [1, 2, 3, 4], [0] * 4, [0, 10, 20, 30]]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["0 / 0", "0 / 1", "0 / 2", "1 / 0"]
+    assert ax.get_ylim() == (3.5, -0.5)
+
+
+def test_a_heat_map_of_nothing_is_refused():
+    with pytest.warns(UserWarning, match="before the ``update``"), pytest.raises(ConfigError, match="no table"):
+        m.ExpertAges().plot()
+
+
+@pytest.mark.parametrize("kind", [m.CheckpointBytes, m.ExpertAges])
+def test_without_matplotlib_plot_says_what_to_install(kind, monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    metric = kind()
+    metric.update([[1]] if kind is m.ExpertAges else 1)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingPackageError, match=r"moe_ckpt\[plot\]"):
+        metric.plot()
+
+
+def test_step_log_says_when_k_changes(caplog):
+    from moe_ckpt.callbacks.step_log import StepLog
+
+    caplog.set_level("INFO", "moe_ckpt")
+    told = StepLog([2, 2])
+    trainer = types.SimpleNamespace(is_global_zero=True, log_every_n_steps=1, loggers=[])
+    books = Books(catalog(layers=2, experts=2))
+    for step, k in ((1, 1), (2, 1), (3, 2), (4, None), (5, 2)):
+        told.note(trainer, StepRecord(step, k=k, plt_budget_left=0.01, plt=0.04), books)
+    said = [record.message for record in caplog.records]
+    assert said == [
+        "step 3: 2 experts of each layer are saved per checkpoint from now on, 1 before; "
+        "PLT 4.00%, 1.00% of all tokens may still be lost"
+    ]

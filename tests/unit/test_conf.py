@@ -91,7 +91,7 @@ def test_two_levels_and_a_budget_reach_moc(user_app):
     )
     assert policy("moe_ckpt.policy.plt_budget=0.02").budget == 0.02
     dynamic = instantiate(user_app("moe_ckpt/policy=moc_dynamic", "moe_ckpt.policy.k=2").moe_ckpt.policy)
-    assert dynamic == MoC(k=2, selector="load_aware", plt_budget="default")
+    assert dynamic == MoC(k=2, selector="least_loss", plt_budget="default")
 
 
 def test_schemas_have_the_fields_and_defaults_of_what_they_describe():

@@ -79,7 +79,9 @@ def test_fewer_than_one_is_refused_by_name(k):
 
 
 def test_an_unknown_selector_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match=r"selector='loudest'.*choose from \['load_aware', 'sequential'\]"):
+    with pytest.raises(
+        ConfigError, match=r"selector='loudest'.*choose from \['least_loss', 'load_aware', 'sequential'\]"
+    ):
         MoC(selector="loudest")
 
 

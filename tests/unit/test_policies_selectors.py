@@ -18,7 +18,9 @@ from moe_ckpt.policies.selectors import SELECTORS, sequential
 from tests.unit.builders import catalog, context
 
 load_aware = SELECTORS["load_aware"]
-both = pytest.mark.parametrize("selector", [sequential, load_aware], ids=["sequential", "load_aware"])
+least_loss = SELECTORS["least_loss"]
+every = pytest.mark.parametrize("selector", SELECTORS.values(), ids=list(SELECTORS))
+by_load = pytest.mark.parametrize("selector", [load_aware, least_loss], ids=["load_aware", "least_loss"])
 
 
 def mixed(*sizes):
@@ -61,7 +63,7 @@ def shapes(draw):
     return draw(st.integers(1, 6)), experts, draw(st.integers(1, experts)), ranks
 
 
-@both
+@every
 @settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5), ranks=st.integers(1, 9), d=st.data())
 def test_every_layer_gives_k_different_experts_and_holds_others(selector, sizes, ranks, d):
@@ -132,7 +134,7 @@ def test_sequential_by_hand():
     assert rounds.take(2).stored == first.stored
 
 
-@both
+@every
 def test_a_context_that_knows_nothing_will_do(selector):
     assert len(selector(context(catalog(2, 4)), Request(1, 2)).stored) == 2
     assert selector(context(catalog(0, 0)), Request(1, 2)).stored == ()
@@ -161,9 +163,18 @@ def test_equal_loads_go_by_age_and_then_by_index():
     assert ask(model, unsaved([7, 7, 7, 7]), k=2).stored == ((0, 0), (0, 1))
 
 
-def test_a_full_rank_gives_no_more_and_the_last_layer_chooses_first():
-    """2 ranks of 2 experts each, 2 layers, K=1: each rank may save one."""
-    assert ask(catalog(2, 4), unsaved([9, 8, 2, 1], [7, 1, 1, 1]), ranks=2).stored == ((0, 2), (1, 0))
+def test_a_full_rank_gives_no_more_and_the_layer_with_most_at_stake_chooses_first():
+    """2 ranks of 2 experts each, 2 layers, K=1: each rank may save one. Among equals the last layer comes first."""
+    assert ask(catalog(2, 4), unsaved([7, 8, 2, 1], [9, 1, 1, 1]), ranks=2).stored == ((0, 2), (1, 0))
+    assert ask(catalog(2, 4), unsaved([9, 8, 2, 1], [7, 1, 1, 1]), ranks=2).stored == ((0, 0), (1, 2))
+    assert ask(catalog(2, 4), unsaved([7, 6, 2, 1], [7, 1, 3, 1]), ranks=2).stored == ((0, 2), (1, 0))
+
+
+def test_least_loss_weighs_unsaved_tokens_by_age():
+    """8 tokens for 2 steps, 3 for 6, 7 for 2: 16, 18, 14."""
+    facts = {"expected_unsaved": unsaved([8, 3, 7]), "chosen_at": unsaved([8, 4, 8])}
+    assert least_loss(context(catalog(1, 3), 10, **facts), Request(1, 3)).stored == ((0, 1),)
+    assert load_aware(context(catalog(1, 3), 10, **facts), Request(1, 3)).stored == ((0, 0),)
 
 
 def test_a_layer_is_not_left_with_ranks_that_own_too_few():
@@ -198,15 +209,16 @@ def test_load_aware_is_as_even_as_owners_allow(experts, ranks, layers, d):
     assert max(load(chosen.stored, model, ranks).values()) <= fits
 
 
+@by_load
 @settings(max_examples=40, deadline=None)
 @given(
     ranks=st.integers(1, 4), depth=st.integers(1, 3), layers=st.integers(1, 3), k=st.integers(1, 3), skew=st.integers()
 )
-def test_no_expert_waits_for_ever(ranks, depth, layers, k, skew):
+def test_no_expert_waits_for_ever(selector, ranks, depth, layers, k, skew):
     """Experts without tokens are saved all the same: within STALE_ROUNDS + 2 rounds and the checkpoint after."""
     experts, k = ranks * depth, min(k, ranks * depth)
     tokens = np.random.default_rng(abs(skew)).integers(0, 2, (layers, experts)) * 1000
-    rounds = Rounds(load_aware, catalog(layers, experts), ranks, expected_unsaved=tokens)
+    rounds = Rounds(selector, catalog(layers, experts), ranks, expected_unsaved=tokens)
     longest = (STALE_ROUNDS + 2) * ceil(experts / k) + 1
     for _ in range(4 * longest):
         rounds.take(k)

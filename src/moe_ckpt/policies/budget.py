@@ -48,7 +48,7 @@ def level_k(faults: Iterable[FaultRecord], k: int, experts: int, budget: float) 
     budget however many levels there are. A fault's loss counts against the level that it happened in; when a level
     has lost more than its share, the next one begins, with nothing spent.
     """
-    share, spent = Fraction(budget) / 2, 0
+    share, spent = _exactly(budget) / 2, 0
     for fault in faults:
         spent += fault.lost_tokens
         if k < experts and spent > share * fault.routed_tokens:
@@ -59,9 +59,14 @@ def level_k(faults: Iterable[FaultRecord], k: int, experts: int, budget: float) 
 def tokens_left(context: PolicyContext, budget: float) -> int:
     """Tokens that may still be lost at ``context.step``; below 0 when the budget is broken already.
 
-    Exact (``budget`` as the fraction that the float is), so that PLT never exceeds the budget by a rounding.
+    Exact, so that PLT never exceeds the budget by a rounding.
     """
-    return int(Fraction(budget) * context.routed_tokens // 1) - context.lost_tokens
+    return int(_exactly(budget) * context.routed_tokens // 1) - context.lost_tokens
+
+
+def _exactly(budget: float) -> Fraction:
+    """The number as it is written: 0.15, not the binary fraction just below it."""
+    return Fraction(str(budget))
 
 
 def at_risk(context: PolicyContext, stored: Collection[Expert]) -> int:

@@ -23,7 +23,8 @@ class MoC:
     The first checkpoint of a run is dense, since there is no older copy to fall back on.
 
     k: experts saved per MoE layer, 1 <= k <= E.
-    selector: which ones: ``sequential`` (the oldest) or ``load_aware`` (those with most unsaved tokens).
+    selector: which ones: ``sequential`` (the oldest), ``load_aware`` (those with most unsaved tokens, the paper's rule)
+        or ``least_loss`` (unsaved tokens times age).
     snapshot_k: experts per MoE layer that are copied to host memory, k <= snapshot_k <= E (two-level PEC). Those that
         are not written stay there until the next checkpoint, for a recovery that finds this memory alive. None: k.
     plt_budget: portion of lost tokens to stay within, a number or a name in ``policies.budget.PLT_BUDGETS``. K then

@@ -13,7 +13,7 @@ import numpy as np
 from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.load_aware import load_aware
+from moe_ckpt.policies.load_aware import least_loss, load_aware
 from moe_ckpt.policies.selection import Expert, Request, Selection, Selector, known
 
 
@@ -62,4 +62,8 @@ def _order(experts: int, ranks: int) -> Counts:
     return np.asarray(interleaved_order(experts, ranks), dtype=np.int64)
 
 
-SELECTORS: Mapping[str, Selector] = {"sequential": sequential, "load_aware": load_aware}
+SELECTORS: Mapping[str, Selector] = {
+    "sequential": sequential,
+    "load_aware": load_aware,
+    "least_loss": least_loss,
+}

@@ -1,0 +1,171 @@
+"""A run, its checkpoints and its failures, without tensors: the library's own policies and books, driven by counts.
+
+What a real run does around them is repeated here: a checkpoint begun at one step is committed some steps later and
+known to the books later still, it can fail or be skipped, and a failure returns to a committed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_ckpt.core.operators import (
+    Catalog,
+    MoELayer,
+    Operator,
+    OperatorKind,
+    Span,
+    expert_id,
+    gate_id,
+)
+from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.engine.books import Books, Pending
+from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
+from moe_ckpt.policies.base import Measured, Policy
+
+
+def catalog(layers: int, experts: int) -> Catalog:
+    """``layers`` MoE layers of ``experts`` experts, with nothing else but gates."""
+    operators: list[Operator] = []
+    parameters: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        gate, stack = f"{layer}.gate", f"{layer}.experts"
+        parameters |= {gate: (experts, 1), stack: (experts, 1)}
+        operators.append(Operator(gate_id(layer), OperatorKind.GATE, (Span(gate),), layer))
+        operators += [
+            Operator(expert_id(layer, e), OperatorKind.EXPERT, (Span(stack, e, e + 1),), layer, e)
+            for e in range(experts)
+        ]
+    moe = tuple(MoELayer(layer, f"{layer}", experts, 1) for layer in range(layers))
+    return Catalog(tuple(operators), moe, parameters)
+
+
+@dataclass
+class _Writing:
+    """A checkpoint under way. written, told: steps at whose start it is on storage, and the books know."""
+
+    sequence: int
+    pending: Pending
+    faults: tuple[FaultRecord, ...]
+    index: int
+    written: int
+    told: int
+    fails: bool
+
+
+class SimulatedRun:
+    """One run under ``policy``. ``step`` trains one step; ``fail`` ends the process and restarts it.
+
+    store: committed manifests, oldest first. Only the newest ``keep`` stay.
+    """
+
+    def __init__(self, policy: Policy, model: Catalog, ranks: int = 1, keep: int = 8) -> None:
+        policy.check(model)
+        self.policy, self.model, self.ranks, self.keep = policy, model, ranks, keep
+        self.store: list[Manifest] = []
+        self.generation = -1
+        self.sequence = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.books = Books(self.model)
+        self.now = 0
+        self.generation += 1
+        self._writing: list[_Writing] = []
+        self._saved: Counts = self.books.tokens.saved[Tier.STORAGE].copy()
+        self._holdings: Mapping[str, OperatorRecord] = {}
+
+    def step(
+        self, counts: Counts, *, delay: int = 1, tell: int = 0, fails: bool = False, busy: bool = False
+    ) -> SnapshotPlan:
+        """One optimizer step that routed ``counts`` [L, E], then the policy's turn.
+
+        delay: steps until what is begun now is on storage. tell: further steps until the books know. fails: it is not
+        committed. busy: what is planned is skipped.
+        """
+        self.now += 1
+        self._settle()
+        self.books.routed(counts)
+        plan = self.policy.plan(self.books.context(self.now, self.ranks, counts, Measured()))
+        if plan and not busy:
+            self._begin(plan, delay, tell, fails)
+        return plan
+
+    def _begin(self, plan: SnapshotPlan, delay: int, tell: int, fails: bool) -> None:
+        tokens = self.books.tokens
+        stored, held = plan.operators(), plan.operators(Tier.HOST)
+        pending = Pending(self.model, plan.step, self.generation, stored, held, tokens.applied.copy(), {})
+        before = self._writing[-1] if self._writing else None
+        written = max(self.now + delay, before.written if before else 0)
+        told = max(written + tell, before.told if before else 0)
+        index, self.sequence = self.books.index, self.sequence + 1
+        self._writing.append(_Writing(self.sequence, pending, tuple(tokens.faults), index, written, told, fails))
+        self.books.begun(self.sequence, pending)
+        self._commit(self.now)
+
+    def _settle(self) -> None:
+        self._commit(self.now)
+        while self._writing and self._writing[0].told <= self.now:
+            done = self._writing.pop(0)
+            self.books.resolved(done.sequence, committed=not done.fails)
+
+    def _commit(self, now: int) -> None:
+        """As ``engine.commit.Committer`` does it, in the order of the checkpoints."""
+        newest = self.store[-1] if self.store else None
+        for done in self._writing:
+            known = newest is not None and newest.generation == self.generation and newest.step >= done.pending.step
+            if done.written > now or done.fails or known:
+                continue
+            book = TokenBook(*self._saved.shape)
+            book.saved[Tier.STORAGE] = self._saved
+            book.mark_saved(Tier.STORAGE, done.pending.experts, done.pending.applied)
+            book.applied, book.faults = done.pending.applied, list(done.faults)
+            self._holdings = {
+                **self._holdings,
+                **{op: OperatorRecord(done.pending.step, ()) for op in done.pending.operators},
+            }
+            newest = self._manifest(done, book)
+            self.store = [*self.store, newest][-self.keep :]
+
+    def _manifest(self, done: _Writing, book: TokenBook) -> Manifest:
+        return Manifest(
+            run_id="simulated",
+            step=done.pending.step,
+            generation=self.generation,
+            world_size=self.ranks,
+            index=done.index,
+            created_unix_secs=0.0,
+            model=ModelRecord(""),
+            files=(),
+            operators=self._holdings,
+            states=(),
+            policy=self.policy.describe(),
+            tokens=book.to_dict(),
+        )
+
+    def fail(self, back: int = 0, survives: Counts | None = None) -> FaultRecord | None:
+        """Kill the run now. It returns to the newest committed checkpoint, or ``back`` before it.
+
+        survives: ``[L, E]`` of bool, experts whose copy in host memory is still there (only with the newest one).
+        None is returned where nothing was committed and the run begins anew.
+        """
+        self._commit(self.now)
+        newest = self.books.newest
+        self.store = self.store[: len(self.store) - back] if back < len(self.store) else self.store[:1]
+        self._restart()
+        if not self.store:
+            return None
+        manifest = self.store[-1]
+        held = None
+        if survives is not None and newest is not None and newest.step == manifest.step:
+            held = np.zeros_like(newest.applied)
+            for pair in [(self.model.by_id[op].layer, self.model.by_id[op].expert) for op in newest.held]:
+                held[pair] = newest.applied[pair] * survives[pair]
+        fault = self.books.adopt(manifest, same_store=True, held=held)
+        self.now = manifest.step
+        self._saved = self.books.tokens.saved[Tier.STORAGE].copy()
+        self._holdings = manifest.operators
+        return fault

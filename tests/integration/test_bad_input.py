@@ -81,6 +81,7 @@ def store(place):  # noqa: F811
         (lambda: MoECheckpoint(timeout_secs=0), r"timeout_secs=0"),
         (lambda: MoECheckpoint(host_memory_bytes=-1), r"host_memory_bytes=-1"),
         (lambda: MoECheckpoint(max_failures=0), r"max_failures=0"),
+        (lambda: MoECheckpoint(sharding="zero"), r"sharding='zero'.*'none', 'equal', 'adaptive'"),
         (lambda: open_storage(MoECheckpoint(dirpath="nonsense://x").dirpath), r"nonsense"),
     ],
 )

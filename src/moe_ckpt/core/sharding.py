@@ -118,13 +118,12 @@ def parts_equal(ordered: Sequence[Unit], ranks: int) -> Parts:
 
 
 def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) -> Shares:
-    """``parts`` of those ``units`` that a checkpoint holds, and the loads that follow."""
+    """``parts``, each a whole unit, of those ``units`` that a checkpoint holds, and the loads that follow."""
     loads = list(preload)
     chosen = {}
     for unit in units:
-        chosen[unit.name] = parts[unit.name]
-        for number, part in enumerate(parts[unit.name]):
-            loads[part.rank] += (part.stop - part.start) * unit.row_bytes + (0 if number else unit.whole_bytes)
+        chosen[unit.name] = (part,) = parts[unit.name]
+        loads[part.rank] += unit.nbytes
     return Shares(chosen, tuple(loads))
 
 

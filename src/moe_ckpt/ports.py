@@ -82,7 +82,7 @@ class TrainingState(Protocol):
 class Communicator(Protocol):
     """The few collectives that checkpointing needs, on process groups of its own.
 
-    ``agree`` and ``broadcast`` are called by all ranks on the training thread in the same order;
+    ``agree``, ``broadcast`` and ``share`` are called by all ranks on the training thread in the same order;
     ``gather`` and ``announce`` by all ranks on their persist threads in the same order.
     All raise ``RuntimeError`` when a peer is gone or the timeout passed.
     """
@@ -96,6 +96,10 @@ class Communicator(Protocol):
 
     def broadcast(self, payload: bytes) -> bytes:
         """Rank 0's payload, on every rank."""
+        ...
+
+    def share(self, payload: bytes, source: int) -> bytes:
+        """Rank ``source``'s payload, on every rank; what the others give does not count."""
         ...
 
     def gather(self, payload: bytes) -> list[bytes] | None:

@@ -39,9 +39,9 @@ ALL = {op.id for op in MODEL.operators}
 ALWAYS = {op.id for op in MODEL.always_saved}
 
 
-def sequential(index: int) -> set[tuple[int, int]]:
-    """Experts that MoC(k=1) saves in the checkpoint of this index, on one rank."""
-    return {(layer, (index + layer) % 4) for layer in range(2)}
+def sequential(number: int) -> set[tuple[int, int]]:
+    """Experts that MoC(k=1) saves on one rank in the partial checkpoint of this number, from 1, since a dense one."""
+    return {(layer, (number - 1 + layer) % 4) for layer in range(2)}
 
 
 def versions_after(checkpoints: list[tuple[int, set[tuple[int, int]]]]) -> dict[str, int]:
@@ -82,7 +82,7 @@ class TinyState:
         return {}
 
     def prepare(self, wanted: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        assert set(wanted) == {key for key in self.held if key.startswith("optim/")}
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         raise NotImplementedError
@@ -223,6 +223,9 @@ class ThreadCommunicator:
 
     def broadcast(self, payload: bytes) -> bytes:
         return self._ranks.training.exchange(self.rank, payload)[0]
+
+    def share(self, payload: bytes, source: int) -> bytes:
+        return self._ranks.training.exchange(self.rank, payload)[source]
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         found = self._ranks.persist.exchange(self.rank, payload)

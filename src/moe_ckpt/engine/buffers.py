@@ -3,10 +3,15 @@
 Buffers are reused because fresh memory costs more than the copy itself (page faults made a clone 3.5
 times as slow as a warm copy where it was measured), and bounded because a growing queue of snapshots
 would take the host down.
+
+Steady state is three buffers of one size (MoC, "triple buffering"): one is copied into, one is written
+from, and one, the recovery buffer, holds the newest committed checkpoint (``engine.host_tier``). The pool
+knows only which are lent out; the roles are the pipeline's.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from dataclasses import dataclass
@@ -16,7 +21,11 @@ import torch
 from moe_ckpt.errors import HostMemoryError
 
 _SHARE_OF_FREE_MEMORY = 0.5
-_OVERSIZE = 4
+_OVERSIZE = 2
+_SMALL_BYTES = 1 << 20
+"""Up to here a buffer of any size may serve: what it wastes is not worth another allocation."""
+_STEPS_PER_DOUBLING = 16
+"""Buffers come in so many sizes between one power of two and the next."""
 
 
 @dataclass(eq=False)
@@ -31,13 +40,15 @@ class HostBuffer:
 
 
 class HostBufferPool:
-    """Lends byte buffers; never holds more than ``budget_bytes``. Safe to use from several threads."""
+    """Lends byte buffers; never makes more than ``budget_bytes`` of them. Safe to use from several threads."""
 
     def __init__(self, budget_bytes: int, *, pinned: bool = False) -> None:
         self.budget_bytes = budget_bytes
         self._pinned = pinned
         self._free: list[HostBuffer] = []
-        self._held_bytes = 0
+        self._lent: set[HostBuffer] = set()
+        self._making_bytes = 0
+        self._usual_bytes = 0
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> HostBuffer | None:
@@ -49,38 +60,109 @@ class HostBufferPool:
         if nbytes > self.budget_bytes:
             raise HostMemoryError(nbytes, self.budget_bytes)
         with self._lock:
-            fitting = [b for b in self._free if nbytes <= b.nbytes <= max(_OVERSIZE * nbytes, 1 << 20)]
+            fitting = [buffer for buffer in self._free if _serves(buffer, nbytes)]
             if fitting:
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)
+                self._lent.add(best)
                 return best
             # Free buffers of the wrong size go before the budget is called exhausted.
-            while self._free and self._held_bytes + nbytes > self.budget_bytes:
-                self._held_bytes -= self._free.pop(0).nbytes
-            if self._held_bytes + nbytes > self.budget_bytes:
+            while self._free and self._held() + nbytes > self.budget_bytes:
+                self._free.pop(0)
+            left = self.budget_bytes - self._held()
+            if nbytes > left:
                 return None
-            self._held_bytes += nbytes
+            size = min(_roomy(nbytes), left)
+            self._making_bytes += size
+        buffer = self._make(size)
+        with self._lock:
+            self._making_bytes -= size
+            self._lent.add(buffer)
+        return buffer
+
+    def _make(self, size: int) -> HostBuffer:
+        """New memory for bytes that are already counted as being made; the caller counts the buffer instead."""
         try:
-            return HostBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned))
+            return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
         except RuntimeError:
             with self._lock:
-                self._held_bytes -= nbytes
+                self._making_bytes -= size
             raise
 
-    def give_back(self, buffer: HostBuffer) -> None:
+    def adopt(self, buffer: HostBuffer) -> None:
+        """Count a buffer as lent out by this pool although another one made it, even beyond the budget."""
         with self._lock:
-            self._free.append(buffer)
+            self._lent.add(buffer)
 
-    def fits(self, nbytes: int) -> bool:
-        """True if a buffer of ``nbytes`` could be lent out now."""
+    def give_back(self, buffer: HostBuffer) -> None:
+        """The lender no longer reads or writes ``buffer``. One of an unusual size is not kept.
+
+        Raises:
+            ValueError: it is not lent out. Lending it on would give two snapshots the same memory.
+        """
         with self._lock:
-            free = sum(buffer.nbytes for buffer in self._free)
-            return self._held_bytes - free + nbytes <= self.budget_bytes
+            if buffer not in self._lent:
+                raise ValueError("a host buffer was given back twice, or to a pool that did not lend it")
+            self._lent.remove(buffer)
+            if not self._usual_bytes or _serves(buffer, self._usual_bytes):
+                self._free.append(buffer)
+
+    def expect(self, nbytes: int) -> bool:
+        """Say that snapshots of ``nbytes`` are the rule from now on; True if that is more than before.
+
+        Free buffers that cannot serve such a snapshot (that of the dense first one) are let go of.
+        """
+        with self._lock:
+            if nbytes <= self._usual_bytes:
+                return False
+            self._usual_bytes = _roomy(nbytes)
+            self._free = [buffer for buffer in self._free if _serves(buffer, self._usual_bytes)]
+            return True
+
+    def top_up(self, count: int) -> bool:
+        """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
+
+        Slow, and meant for a thread that nobody waits for: its pages are touched here.
+        """
+        with self._lock:
+            size = self._usual_bytes
+            there = sum(_serves(buffer, size) for buffer in (*self._free, *self._lent))
+            if not size or there >= count or self._held() + size > self.budget_bytes:
+                return False
+            self._making_bytes += size
+        buffer = self._make(size)
+        if not self._pinned:
+            ctypes.memset(buffer.memory.data_ptr(), 0, size)
+        with self._lock:
+            self._making_bytes -= size
+            self._free.append(buffer)
+        return True
+
+    def fits(self, nbytes: int, spare: int = 0) -> bool:
+        """True if a buffer of ``nbytes`` could be lent out now, once ``spare`` bytes lent out are given back."""
+        with self._lock:
+            lent = self._held() - sum(buffer.nbytes for buffer in self._free)
+            return lent - spare + nbytes <= self.budget_bytes
 
     @property
     def held_bytes(self) -> int:
         """Memory held now, lent out or free."""
-        return self._held_bytes
+        with self._lock:
+            return self._held()
+
+    def _held(self) -> int:
+        return self._making_bytes + sum(buffer.nbytes for buffer in (*self._free, *self._lent))
+
+
+def _serves(buffer: HostBuffer, nbytes: int) -> bool:
+    """True if the buffer is neither too small nor so large that it is wasted."""
+    return nbytes <= buffer.nbytes <= max(_OVERSIZE * nbytes, _SMALL_BYTES)
+
+
+def _roomy(nbytes: int) -> int:
+    """Up to 1/16 more, so that snapshots that differ by a few bytes use the same buffers."""
+    grain = max(1, (1 << nbytes.bit_length() - 1) // _STEPS_PER_DOUBLING)
+    return -(-nbytes // grain) * grain
 
 
 def default_budget_bytes(local_ranks: int) -> int:

@@ -28,6 +28,9 @@ class SoloCommunicator:
     def broadcast(self, payload: bytes) -> bytes:
         return payload
 
+    def share(self, payload: bytes, source: int) -> bytes:
+        return payload
+
     def gather(self, payload: bytes) -> list[bytes] | None:
         return [payload]
 
@@ -60,10 +63,13 @@ class GlooCommunicator:
         return sums.numpy(), maxima.numpy()
 
     def broadcast(self, payload: bytes) -> bytes:
-        return _broadcast(payload, self.rank, self._training)
+        return self.share(payload, 0)
+
+    def share(self, payload: bytes, source: int) -> bytes:
+        return _broadcast(payload, self.rank, source, self._training)
 
     def announce(self, payload: bytes) -> bytes:
-        return _broadcast(payload, self.rank, self._persist)
+        return _broadcast(payload, self.rank, 0, self._persist)
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         if self.rank:
@@ -84,12 +90,12 @@ class GlooCommunicator:
         collective, at a time when peers may be gone."""
 
 
-def _broadcast(payload: bytes, rank: int, group: dist.ProcessGroup | None) -> bytes:
+def _broadcast(payload: bytes, rank: int, source: int, group: dist.ProcessGroup | None) -> bytes:
     size = torch.tensor([len(payload)])
-    dist.broadcast(size, src=0, group=group)
-    body = _tensor(payload) if rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(size, src=source, group=group)
+    body = _tensor(payload) if rank == source else torch.empty(int(size), dtype=torch.uint8)
     if int(size):
-        dist.broadcast(body, src=0, group=group)
+        dist.broadcast(body, src=source, group=group)
     return body.numpy().tobytes()
 
 

@@ -7,6 +7,7 @@ GPU they move on a side stream, and the join makes the training stream wait, not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
@@ -109,6 +110,14 @@ class Copier:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return done
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do ``work`` on the copying thread when the copies asked for so far are done; its errors are dropped.
+
+        From the thread itself too, even while it is being closed: the work is then left undone.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(work)
 
     def close(self) -> None:
         """End the thread after the copy in hand. Never blocks for longer than that copy takes."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_ckpt.engine.commit import Committer
+from moe_ckpt.engine.host_tier import HostTier, hold
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import Acknowledgement, write_share
 from moe_ckpt.errors import MoECheckpointError, TornSnapshotError
@@ -45,7 +46,7 @@ class Persister:
     """Owns the persist thread of one rank.
 
     committer: on rank 0, who commits; None elsewhere.
-    release: gives the snapshot's buffer back.
+    tier: takes each snapshot's buffer when its outcome is known.
     after_commit: called on rank 0 after each commit (garbage collection); its errors are logged only.
     keep_alive: called on rank 0 about once a minute (renews the lock of a remote store); what it raises
         is kept for ``raise_fatal`` unless it is a passing error of the storage.
@@ -57,7 +58,7 @@ class Persister:
         comm: Communicator,
         run_id: str,
         committer: Committer | None,
-        release: Callable[[Snapshot], None],
+        tier: HostTier,
         after_commit: Callable[[], None],
         keep_alive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -65,7 +66,7 @@ class Persister:
         self._comm = comm
         self._run_id = run_id
         self._committer = committer
-        self._release = release
+        self._tier = tier
         self._after_commit = after_commit
         self._keep_alive = keep_alive
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
@@ -125,7 +126,7 @@ class Persister:
         try:
             while (snapshot := self._next()) is not None:
                 resolution = self._persist(snapshot)
-                self._release(snapshot)
+                self._tier.settle(snapshot.buffer, committed=resolution.committed)
                 with self._changed:
                     self._in_flight -= 1
                     self._resolutions.append(resolution)
@@ -181,7 +182,10 @@ class Persister:
             snapshot.copy.wait_on_host()
             if snapshot.copy.changed:
                 raise TornSnapshotError(snapshot.step, snapshot.copy.changed)
-            return write_share(self._storage, snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+            written = write_share(self._storage, snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+            if snapshot.keep:
+                self._tier.offer(hold(snapshot, self._run_id, tuple(header for _, header in written.files)))
+            return written
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement(self._comm.rank, f"{type(error).__name__}: {error}")
 

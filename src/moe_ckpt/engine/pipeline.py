@@ -1,5 +1,10 @@
 """The snapshot pipeline of one rank: live tensors -> host buffer -> shards -> commit.
 
+Three buffers go round: one is copied into or waits, one is written from, and the newest committed one is
+kept for recovery. None of them is written to before it has been given back, so that a snapshot for
+which none is free is skipped or waited for, as configured; only the recovery buffer is given up before
+training has to do either.
+
 Knows nothing of policies or tokens. ``begin`` and ``join`` are called on the training thread; everything
 else happens on the copy thread and the persist thread.
 """
@@ -14,6 +19,7 @@ from typing import Any
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.copying import Copier, Copy, place
@@ -31,12 +37,16 @@ log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True)
 class Order:
-    """What to save and under which name; frozen facts of one step."""
+    """What to save and under which name; frozen facts of one step.
+
+    operators: go to storage. held: are copied, but stay in host memory; none of ``operators``.
+    """
 
     step: int
     generation: int
     index: int
     operators: tuple[str, ...]
+    held: tuple[str, ...]
     applied: Counts
     faults: tuple[FaultRecord, ...]
     policy: Mapping[str, Any]
@@ -63,13 +73,14 @@ class Pipeline:
         self._settings = settings
         budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
         self._pool = HostBufferPool(budget, pinned=settings.pinned)
+        self.host_tier = host_tier.claim(storage.root, run_id, comm.rank, self._pool)
         self._copier = Copier(on_phase)
         self._persister = Persister(
             storage,
             comm,
             run_id,
             committer,
-            release=lambda snapshot: self._pool.give_back(snapshot.buffer),
+            self.host_tier,
             after_commit=after_commit,
             keep_alive=keep_alive,
         )
@@ -77,11 +88,15 @@ class Pipeline:
         self._restless: set[str] = set()
         self._sequence = 0
         self._last_nbytes = 0
+        self._gave_up = False
+        self._closing = False
 
     @property
     def busy(self) -> bool:
-        """True if another snapshot would have to wait for one under way."""
-        return self._persister.in_flight >= self._settings.max_in_flight or not self._pool.fits(self._last_nbytes)
+        """True if another snapshot, as large as the last one, would have to wait for one under way."""
+        return self._persister.in_flight >= self._settings.max_in_flight or not self._pool.fits(
+            self._last_nbytes, self.host_tier.droppable_bytes
+        )
 
     @property
     def in_flight(self) -> int:
@@ -101,14 +116,17 @@ class Pipeline:
             SaveFailedError: nothing became free within ``timeout_secs``.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        chosen = frozenset(order.operators)
+        chosen, held = frozenset(order.operators), frozenset(order.held)
         encoded, side = side_pieces(capture(), self._rank)
-        dealt = self._sharder.deal(chosen, tensors)
-        pieces = [self._steady(p) for p in cut(self._catalog, chosen, tensors, dealt, self._rank)] + side
-        parts = split_shards(self._catalog, pieces)
-        buffer = self._buffer(order.step, buffer_bytes(parts))
+        dealt = self._sharder.deal(chosen | held, tensors)
+        pieces = [self._steady(p) for p in cut(self._catalog, chosen | held, tensors, dealt, self._rank)] + side
+        parts = split_shards(self._catalog, pieces, held)
+        nbytes = buffer_bytes(parts)
+        buffer, waited = self._buffer(order.step, nbytes)
         placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
         self._copy = self._copier.start(placed, buffer.memory)
+        # What storage holds completely at this very version, memory could add nothing to.
+        partial = len(chosen) < len(self._catalog.operators)
         snapshot = Snapshot(
             sequence=self._sequence,
             step=order.step,
@@ -124,21 +142,62 @@ class Pipeline:
             faults=order.faults,
             policy=order.policy,
             began_at=time.perf_counter(),
+            keep=partial,
+            waited=waited,
         )
         self._sequence += 1
-        self._last_nbytes = buffer.nbytes
+        self._last_nbytes = nbytes
         self._persister.submit(snapshot)
+        if partial and self._pool.expect(nbytes):
+            self._copier.later(self._top_up)
         return snapshot
 
-    def _buffer(self, step: int, nbytes: int) -> HostBuffer:
-        """A buffer, waiting for snapshots under way where needed: peers may have begun already."""
+    def _buffer(self, step: int, nbytes: int) -> tuple[HostBuffer, bool]:
+        """(a buffer, True if snapshots under way had to be waited for).
+
+        It waits where it must even if others are configured to be skipped: peers may have begun already.
+        """
         left = self._settings.max_in_flight - 1
+        waited = False
         while True:
+            waited = waited or self.in_flight > left
             self.wait(step, left)
             buffer = self._pool.acquire(max(nbytes, 1))
+            if buffer is None and self._give_up_recovery(nbytes):
+                buffer = self._pool.acquire(max(nbytes, 1))
             if buffer is not None:
-                return buffer
+                return buffer, waited
             left = max(0, min(left, self.in_flight) - 1)
+
+    def _give_up_recovery(self, nbytes: int) -> bool:
+        """Make room by what only a fault would need; True if there was something to give up."""
+        dropped = self.host_tier.drop()
+        if dropped and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
+            self._gave_up = True
+            log.warning(
+                "host_memory_bytes=%s holds no %d snapshots of %s bytes on rank %d: the newest committed one is not "
+                "kept in memory while others are under way, so that a fault may cost more tokens than it had to",
+                f"{self._pool.budget_bytes:,}",
+                self._buffers,
+                f"{nbytes:,}",
+                self._rank,
+            )
+        return dropped
+
+    @property
+    def _buffers(self) -> int:
+        """Buffers in the steady state: those in flight, and the recovery buffer."""
+        return self._settings.max_in_flight + 1
+
+    def _top_up(self) -> None:
+        """Copy thread: make the buffers that the next snapshots will need, one at a time, copies in between."""
+        try:
+            made = not self._closing and self._pool.top_up(self._buffers)
+        except RuntimeError as error:
+            log.warning("no further host buffer could be made ahead of time, snapshots will try again: %s", error)
+        else:
+            if made:
+                self._copier.later(self._top_up)
 
     def _steady(self, piece: Piece) -> Piece:
         """The piece itself, or a copy taken now of a tensor that was once seen to change at other times."""
@@ -178,11 +237,16 @@ class Pipeline:
         """Raise, once, the error that ended the persist thread."""
         self._persister.raise_fatal()
 
-    def close(self, timeout_secs: float) -> bool:
-        """Stop the threads once what is queued is done; False if writing was still going on."""
+    def close(self, timeout_secs: float, *, keep: bool) -> bool:
+        """Stop the threads once what is queued is done; False if writing was still going on.
+
+        keep: training failed, so leave the recovery buffer in memory for whoever starts it again here.
+        """
+        self._closing = True
         try:
             self.join()
         finally:
             ended = self._persister.close(timeout_secs)
             self._copier.close()
+            host_tier.leave(self.host_tier, keep=keep)
         return ended

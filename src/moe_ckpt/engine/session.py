@@ -5,7 +5,7 @@ Per optimizer step, on every rank and on the training thread:
     before_update()   just before the optimizer changes anything: joins the copy under way
     after_update()    when the step's state is final: agrees, plans, starts the next copy
 
-and once each: ``open`` before training, ``adopt`` after a restore, ``finish`` or ``abort`` at the end.
+and once each: ``open`` before training, ``adopt`` after a restore, ``finish`` or ``close`` at the end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from moe_ckpt.engine.agreement import Facts, agree
 from moe_ckpt.engine.books import Books, Pending
 from moe_ckpt.engine.collect import clean_start, collect
 from moe_ckpt.engine.commit import Committer, experts_among
+from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.opening import open_store
@@ -47,7 +48,8 @@ class StepRecord:
     """What checkpointing did at one step. Bytes are this rank's tensor bytes.
 
     begun, skipped: a snapshot began, or was due but dropped because earlier ones were still being written.
-    waited: training waited for earlier snapshots, because no buffer was free.
+    waited: training waited for earlier snapshots, because no buffer was free on this rank.
+    skips, waits: how often either happened so far in this life of the run.
     k: experts per layer that the policy sends to storage, where it counts them so.
     plt_budget_left: what of the policy's PLT budget is left, if it has one.
     oldest_expert_steps: steps since the state of the expert whose newest committed copy is the oldest.
@@ -62,6 +64,8 @@ class StepRecord:
     begun: bool = False
     skipped: bool = False
     waited: bool = False
+    skips: int = 0
+    waits: int = 0
     nbytes: int = 0
     experts_saved: int = 0
     k: int | None = None
@@ -112,6 +116,7 @@ class CheckpointSession:
         self._settled = -1
         self._failures = 0
         self._failures_in_row = 0
+        self._skips = self._waits = 0
         self._stall = 0.0
         self._k: int | None = None
         self._plt_budget: float | None = None
@@ -177,6 +182,11 @@ class CheckpointSession:
     def committed_step(self) -> int | None:
         """Newest committed step that this rank knows of."""
         return self.books.committed_step
+
+    @property
+    def host_tier(self) -> HostTier:
+        """What this process's memory holds: from an earlier session in it, until this one's first commit."""
+        return self._running.host_tier
 
     @property
     def is_open(self) -> bool:
@@ -261,13 +271,15 @@ class CheckpointSession:
     def _carry_out(self, plan: SnapshotPlan, capture: Capture, *, busy: bool) -> StepRecord:
         if busy and not plan.wait and self._settings.when_busy == "skip":
             log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
+            self._skips += 1
             return StepRecord(plan.step, skipped=True)
         snapshot = self._begin(plan.step, plan.operators(), capture, plan.operators(Tier.HOST))
+        self._waits += snapshot.waited
         if plan.wait:
             self._running.join()
             self._running.wait(plan.step)
         saved = len(experts_among(self.catalog, snapshot.operators))
-        return StepRecord(plan.step, begun=True, nbytes=snapshot.nbytes, experts_saved=saved)
+        return StepRecord(plan.step, begun=True, waited=snapshot.waited, nbytes=snapshot.nbytes, experts_saved=saved)
 
     def _begin(
         self, step: int, operators: tuple[str, ...], capture: Capture, held: tuple[str, ...] = ()
@@ -277,7 +289,8 @@ class CheckpointSession:
         if relaid:
             chosen = relaid.keys() | set(operators)
             operators = tuple(op.id for op in self.catalog.operators if op.id in chosen)
-            held = tuple(op for op in held if op not in chosen)
+        stored = frozenset(operators)
+        held = tuple(op for op in held if op not in stored)
         tokens = self.books.tokens
         pending = Pending(self.catalog, step, self.generation, operators, held, tokens.applied.copy(), relaid)
         order = Order(
@@ -285,6 +298,7 @@ class CheckpointSession:
             generation=self.generation,
             index=self.books.index,
             operators=operators,
+            held=held,
             applied=pending.applied,
             faults=tuple(tokens.faults),
             policy=self._policy.describe(),
@@ -297,6 +311,8 @@ class CheckpointSession:
         tokens = self.books.tokens
         return replace(
             record,
+            skips=self._skips,
+            waits=self._waits,
             plt=tokens.plt,
             at_risk_plt=self.books.at_risk_plt,
             lost_tokens=tokens.lost_tokens,
@@ -339,15 +355,23 @@ class CheckpointSession:
         for resolution in ended:
             if resolution.sequence in self.books.pending:
                 self._book(resolution.sequence, resolution.committed)
-        self.close()
-        if ended and not ended[-1].committed:
+        failed = bool(ended) and not ended[-1].committed
+        self._close(None, keep=failed)
+        if failed:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
 
     def close(self, timeout_secs: float | None = None) -> None:
-        """Finish what is under way if that is quick enough, and stop the threads. Safe to call twice."""
+        """Finish what is under way if that is quick enough, and stop the threads. Safe to call twice.
+
+        Unless ``finish`` came before, training failed: the recovery buffer stays in this process's memory for
+        the next session on the same store (see ``engine.host_tier``).
+        """
+        self._close(timeout_secs, keep=True)
+
+    def _close(self, timeout_secs: float | None, *, keep: bool) -> None:
         pipeline, self._pipeline = self._pipeline, None
         try:
-            ended = pipeline is None or pipeline.close(timeout_secs or self._settings.timeout_secs)
+            ended = pipeline is None or pipeline.close(timeout_secs or self._settings.timeout_secs, keep=keep)
         except BaseException:  # a copy that broke is raised, but must not keep the store locked
             self._lock.release()
             raise

@@ -14,7 +14,8 @@ class Settings:
     """Limits and habits of the engine; every field has a safe default.
 
     retention: which committed checkpoints stay on storage.
-    host_memory_bytes: budget of this rank's snapshot buffers; None takes half of what is free.
+    host_memory_bytes: budget of this rank's snapshot buffers; None takes half of what is free. Where it does not
+        hold ``max_in_flight`` + 1 of them, the newest committed one is given up when room is needed.
     when_busy: "skip" drops a checkpoint for which no buffer is free, "wait" stalls training for it.
     max_in_flight: snapshots copied or being written at the same time.
     timeout_secs: longest wait for a peer, or for the last writes at the end of training.

@@ -22,13 +22,24 @@ from moe_ckpt.format.tree import encode_tree
 _ALIGNMENT = 64
 
 
+HELD = "held"
+"""Kind of the part that stays in host memory and goes into no shard."""
+
+
 @dataclass(frozen=True)
 class ShardPart:
-    """One shard inside the snapshot's buffer: ``entries`` laid out from byte ``base`` on."""
+    """One part of the snapshot's buffer: ``entries`` laid out from byte ``base`` on.
+
+    kind: that of the shard it becomes (see ``shard_path``), or ``HELD``.
+    """
 
     kind: str
     entries: tuple[SliceEntry, ...]
     base: int
+
+    @property
+    def is_written(self) -> bool:
+        return self.kind != HELD
 
     @property
     def nbytes(self) -> int:
@@ -40,9 +51,12 @@ class Snapshot:
     """Facts frozen when the snapshot began, and the handles on its bytes.
 
     sequence: how many snapshots this process began before it.
+    operators: what goes to storage. What is only held in memory is in a part of its own.
     state: JSON-ready trainer state (side tensors are among the slices).
     wanted: the boxes that all ranks together must deliver; filled on rank 0 only.
     applied, faults: the token book as of this step.
+    keep: its buffer becomes the recovery buffer once it is committed (see ``engine.host_tier``).
+    waited: training waited for an earlier snapshot before this one could begin.
     """
 
     sequence: int
@@ -59,6 +73,8 @@ class Snapshot:
     faults: tuple[FaultRecord, ...]
     began_at: float
     policy: Mapping[str, Any] = field(default_factory=dict)
+    keep: bool = False
+    waited: bool = False
 
     @property
     def directory(self) -> str:
@@ -67,14 +83,20 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Tensor bytes that this rank writes."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.written)
+
+    @property
+    def written(self) -> tuple[ShardPart, ...]:
+        """The parts that become shards."""
+        return tuple(part for part in self.parts if part.is_written)
 
 
-def split_shards(catalog: Catalog, pieces: Sequence[Piece]) -> tuple[ShardPart, ...]:
-    """Lay the pieces out as this rank's expert and non-expert shard, one after the other."""
-    by_kind: dict[str, list[SliceEntry]] = {"expert": [], "non_expert": []}
+def split_shards(catalog: Catalog, pieces: Sequence[Piece], held: Collection[str] = ()) -> tuple[ShardPart, ...]:
+    """Lay the pieces out as this rank's expert and non-expert shard, and those of ``held`` operators behind them."""
+    by_kind: dict[str, list[SliceEntry]] = {"expert": [], "non_expert": [], HELD: []}
     for piece in pieces:
-        by_kind[shard_kind(catalog, piece.entry.operator)].append(piece.entry)
+        operator = piece.entry.operator
+        by_kind[HELD if operator in held else shard_kind(catalog, operator)].append(piece.entry)
     parts: list[ShardPart] = []
     base = 0
     for kind, entries in by_kind.items():

@@ -55,7 +55,7 @@ def _decode_file(fields: dict[str, Any], header: str) -> tuple[FileRecord, Shard
 
 def write_share(storage: Storage, snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> Acknowledgement:
     """Write this rank's shards and state durably. Raises ``OSError`` when storage fails."""
-    files = tuple(_write_shard(storage, snapshot, part, run_id, rank) for part in snapshot.parts)
+    files = tuple(_write_shard(storage, snapshot, part, run_id, rank) for part in snapshot.written)
     state = seal(
         {
             "kind": "moe_ckpt.state",

@@ -98,7 +98,7 @@ def _needed(index: TensorIndex, parameters: Sequence[StateTensor], keys: Iterabl
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in parameters:
         fqn = split_key(tensor.key).fqn
-        boxes.setdefault(fqn, []).append(_box(tensor))
+        boxes.setdefault(fqn, []).append(box_of(tensor))
         shapes[fqn] = tuple(tensor.global_shape)
     for key in keys:
         group = index.tensors[key]
@@ -119,7 +119,7 @@ def _verify(reader: StoreReader, needed: Iterable[StoredSlice]) -> None:
 def _copy(reader: StoreReader, index: TensorIndex, tensors: Sequence[StateTensor]) -> None:
     targets: dict[StoredSlice, list[tuple[StateTensor, Box]]] = {}
     for tensor in tensors:
-        for stored, common in index.overlapping(tensor.key, _box(tensor)):
+        for stored, common in index.overlapping(tensor.key, box_of(tensor)):
             if prod(common.shape):
                 targets.setdefault(stored, []).append((tensor, common))
     for stored, values in reader.read_many(targets):
@@ -128,7 +128,8 @@ def _copy(reader: StoreReader, index: TensorIndex, tensors: Sequence[StateTensor
             block(tensor.local.detach(), tensor.offsets, common).copy_(source)
 
 
-def _box(tensor: StateTensor) -> Box:
+def box_of(tensor: StateTensor) -> Box:
+    """The block of the whole tensor that this rank holds."""
     return Box(tuple(tensor.offsets), tuple(tensor.local.shape))
 
 

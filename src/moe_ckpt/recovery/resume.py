@@ -2,7 +2,8 @@
 
 Rank 0 says which checkpoint is tried, each rank loads what it needs and verifies every slice first, and
 one failing rank sends all of them to the next older one. So the ranks never disagree, and a damaged file
-costs the steps between two checkpoints, not the run.
+costs the steps between two checkpoints, not the run. Experts that storage has in older versions only are
+then taken from host memory where the fault left it alive (``recovery.overlay``).
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.errors import CoverageError, DamagedError, NoCheckpointError, StoreError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.recovery.overlay import overlay
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import restore
 from moe_ckpt.storage.base import Storage
@@ -27,16 +31,27 @@ log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True)
 class Restored:
-    """What came back: the manifest, and this rank's plain state (not yet loaded into anything)."""
+    """What came back: the manifest, and this rank's plain state (not yet loaded into anything).
+
+    held: ``[L, E]`` tokens seen by the experts that came from host memory instead of from storage, 0 elsewhere;
+        None if there are none.
+    """
 
     manifest: Manifest
     plain: Mapping[str, Any]
+    held: Counts | None = None
 
 
-def resume_newest(storage: Storage, comm: Communicator, state: TrainingState) -> Restored | None:
+def resume_newest(
+    storage: Storage, comm: Communicator, state: TrainingState, tier: HostTier | None = None
+) -> Restored | None:
     """Load tensors of the newest good checkpoint into ``state``; None when the store has none.
 
     A collective, called by all ranks before training.
+
+    tier: host memory of an earlier life in this process (``CheckpointSession.host_tier``), None if there is none;
+        ranks may differ in that. Only this function looks there: a step that is named (``load_step``) comes from
+        storage alone.
 
     Raises:
         NoCheckpointError: there are checkpoints, but none that every rank can load. Training must not
@@ -55,7 +70,10 @@ def resume_newest(storage: Storage, comm: Communicator, state: TrainingState) ->
             if comm.rank == 0:
                 log.warning("checkpoint %s is passed over; the next older one is tried", directory)
             continue
-        return restored
+        if restored is None:
+            return None
+        manifest = restored.manifest
+        return replace(restored, held=overlay(manifest, reader.index(manifest), comm, state, tier))
     if not directories:
         return None
     raise NoCheckpointError(

@@ -1,0 +1,499 @@
+"""Host memory after a fault: the newest version that survives anywhere comes back, and nothing unverified does."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ckpt.core.operators import expert_id
+from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.host_tier import as_values
+from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.recovery import overlay as overlaying
+from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.storage import LocalStorage
+from tests.support.store_builder import values_at
+from tests.unit.engine_parts import (
+    MODEL,
+    Life,
+    ThreadRanks,
+    _rows_of,
+    failing,
+    manifests,
+    run_threads,
+    sequential,
+    steps_of_experts,
+    versions_after,
+)
+
+EXPERTS = [expert_id(layer, e) for layer in range(2) for e in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    host_tier.release()
+    yield
+    host_tier.release()
+
+
+def moc(snapshot_k: int = 4) -> MoC:
+    return MoC(k=1, snapshot_k=snapshot_k)
+
+
+def held_steps(life: Life) -> list[int]:
+    return [held.step for held in life.session.host_tier._kept]
+
+
+def find(life: Life, step: int, generation: int = 0):
+    run_id = json.loads(bytes(life.storage.read("store.json")))["body"]["run_id"]
+    return life.session.host_tier.find(run_id, step, generation)
+
+
+def assert_state(life: Life, versions: dict[str, int]) -> None:
+    """The live tensors of ``life``, as far as this rank has them, are those of ``versions``."""
+    for tensor in life.state.tensors():
+        whole = torch.full(tensor.global_shape, float("nan"))
+        for rows, operator in _rows_of(MODEL, tensor.key):
+            whole[rows] = values_at(versions[operator], tensor.key, tensor.global_shape, torch.float32)[rows]
+        block = tuple(slice(o, o + n) for o, n in zip(tensor.offsets, tensor.local.shape, strict=True))
+        assert torch.equal(tensor.local, whole[block]), tensor.key
+
+
+def come_back(life: Life, *, empty: bool = True):
+    """What a restarted program does. Returns (Restored, fault)."""
+    if empty:
+        for tensor in life.state.held.values():
+            tensor.local.fill_(float("nan"))
+    restored = resume_newest(life.storage, life.session._comm, life.state, life.session.host_tier)
+    life.step = restored.manifest.step
+    return restored, life.session.adopt(restored.manifest, held=restored.held)
+
+
+def versions_with(stored: dict[str, int], held: set[tuple[int, int]], step: int) -> dict[str, int]:
+    return stored | {expert_id(*expert): step for expert in held}
+
+
+def train_and_fail(root, steps: int = 6, policy=None, comm=None, change=None) -> Life:
+    """One life that ends by a fault which leaves the process alive."""
+    with Life(LocalStorage(root), policy=policy or moc(), comm=comm) as life:
+        if change is not None:
+            life.state.change = change
+        life.go(steps, settle=True)
+    return life
+
+
+# --- what is kept ---
+
+
+def test_the_recovery_buffer_holds_the_newest_commit_and_what_was_only_held(tmp_path):
+    with Life(LocalStorage(tmp_path), policy=moc(3)) as life:
+        life.go(1, settle=True)
+        assert find(life, 1) is None, "of a complete checkpoint storage holds all"
+        for step in range(2, 8):
+            life.go(1, settle=True)
+            held = find(life, step)
+            operators = {entry.operator for entry, _ in held.slices() if entry.operator.startswith("expert")}
+            assert len(operators) == 6, "three of each layer"
+            for entry, data in held.slices():
+                if entry.operator:
+                    whole = values_at(step, entry.key, entry.global_shape, torch.float32)
+                    block = tuple(slice(o, o + n) for o, n in zip(entry.offsets, entry.shape, strict=True))
+                    assert torch.equal(as_values(entry, data), whole[block])
+                assert host_tier.checksum(data) == entry.checksum
+            assert held_steps(life) == [step], "and nothing older"
+    found = manifests(tmp_path)
+    assert [m.step for m in found] == list(range(1, 8))
+    assert all(len([op for op in m.operators if m.operators[op].step == m.step]) == 5 for m in found[1:]), (
+        "what is only held is not written"
+    )
+
+
+def test_a_failed_checkpoint_leaves_the_former_recovery_buffer(tmp_path):
+    with Life(failing(tmp_path, 4 * 3 + 2), policy=moc()) as life:
+        life.go(4, settle=True)
+        assert [m.step for m in manifests(tmp_path)] == [1, 2, 3]
+        assert held_steps(life) == [3]
+        life.go(1, settle=True)
+        assert held_steps(life) == [5]
+
+
+def test_a_budget_for_two_gives_up_the_recovery_buffer_and_says_so_once(tmp_path, caplog):
+    with Life(LocalStorage(tmp_path / "probe"), policy=moc()) as life:
+        life.go(2, settle=True)
+        size = find(life, 2).buffer.nbytes
+    budget = 2 * size + size // 2
+    with Life(LocalStorage(tmp_path / "run"), policy=moc(), host_memory_bytes=budget, when_busy="wait") as life:
+        pool = life.session._running._pool
+        for _ in range(12):
+            life.go()
+            assert pool.held_bytes <= budget
+        life.settle()
+        assert held_steps(life) == [12], "there is room for it when nothing is under way"
+    assert not any(r.skipped for r in life.records)
+    assert len([r for r in caplog.records if "is not kept in memory" in r.getMessage()]) == 1
+
+
+def test_after_a_few_steps_no_snapshot_allocates(tmp_path, monkeypatch):
+    made = []
+    make = HostBufferPool._make
+    monkeypatch.setattr(HostBufferPool, "_make", lambda self, size: made.append(size) or make(self, size))
+    with Life(LocalStorage(tmp_path), policy=moc(), when_busy="wait") as life:
+        life.go(3, settle=True)
+        life.session._running._copier._pool.submit(int).result()
+        life.session._running._copier._pool.submit(int).result()
+        life.session._running._copier._pool.submit(int).result()
+        before = len(made)
+        assert before <= 4, "the dense one's, and three"
+        life.go(30)
+        life.settle()
+        assert len(made) == before
+
+
+# --- one process ---
+
+
+def test_after_a_fault_held_experts_come_back_as_of_the_step(tmp_path):
+    train_and_fail(tmp_path)
+    stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
+    assert len(set(steps_of_experts(stored).flatten())) == 4, "storage has experts of every age"
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        restored, fault = come_back(life)
+        assert_state(life, dict.fromkeys(stored, 6))
+        assert (fault.lost_tokens, fault.stale_experts) == (0, 0)
+        stale = steps_of_experts(stored) < 6
+        assert np.array_equal(restored.held, np.where(stale, 6 * life.counts, 0))
+        # Storage still has the old versions: the books say so, and the next checkpoints are chosen by that.
+        book = life.session.books
+        assert np.array_equal(book.tokens.unsaved(), (6 - steps_of_experts(stored)) * life.counts)
+        assert np.array_equal(book.expert_ages(6), 6 - steps_of_experts(stored))
+        life.go(1, settle=True)
+    assert {op: r.step for op, r in manifests(tmp_path)[-1].operators.items()} == versions_after(
+        [(s, sequential(s - 1)) for s in range(1, 8)]
+    )
+
+
+def test_experts_that_are_not_held_come_from_storage(tmp_path):
+    policy = moc(2)
+    first = train_and_fail(tmp_path, policy=policy)
+    newest = manifests(tmp_path)[-1]
+    stored = {op: record.step for op, record in newest.operators.items()}
+    held = set(first.session.books.newest.held)
+    assert len(held) == 2
+    with Life(LocalStorage(tmp_path), policy=policy) as life:
+        _, fault = come_back(life)
+        now = stored | dict.fromkeys(held, 6)
+        assert_state(life, now)
+        assert fault.lost_tokens == ((6 - steps_of_experts(now)) * life.counts).sum() > 0
+        assert fault.stale_experts == 4
+
+
+def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
+    train_and_fail(tmp_path)
+    for _ in range(2):
+        with Life(LocalStorage(tmp_path), policy=moc()) as life:
+            _, fault = come_back(life)
+            assert_state(life, dict.fromkeys(versions_after([(1, set())]), 6))
+            assert fault.lost_tokens == 0
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        come_back(life)
+        life.go(2, settle=True)
+        assert held_steps(life) == [8], "step 6 is forgotten"
+        assert life.session.host_tier._kept[0].generation == life.session.generation == 1
+        assert life.session._running._pool.held_bytes == 3 * life.session.host_tier.nbytes
+
+
+def test_losses_are_as_counted_without_the_host_tier_once_it_is_released(tmp_path):
+    train_and_fail(tmp_path)
+    assert host_tier.release("/elsewhere") == 0
+    assert host_tier.release(LocalStorage(tmp_path).root) > 0
+    assert host_tier.release() == 0
+    stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        restored, fault = come_back(life)
+        assert restored.held is None
+        assert_state(life, stored)
+        assert fault.lost_tokens == ((6 - steps_of_experts(stored)) * life.counts).sum()
+
+
+def test_a_run_that_ended_well_keeps_no_memory(tmp_path):
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        life.go(3)
+        life.finish(save_last=False)
+    assert host_tier.release() == 0
+
+
+def test_a_run_whose_last_checkpoint_failed_keeps_it(tmp_path):
+    storage = failing(tmp_path, None, persistent=True)
+    with Life(storage, policy=moc()) as life:
+        life.go(3, settle=True)
+        storage.fail_at = 1
+        with pytest.raises(SaveFailedError, match="injected"):
+            life.finish()
+    assert host_tier.release() > 0
+
+
+def test_what_another_run_left_is_freed_when_its_directory_is_used_anew(tmp_path):
+    train_and_fail(tmp_path / "a")
+    train_and_fail(tmp_path / "b")
+    for path in sorted((tmp_path / "a").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with Life(LocalStorage(tmp_path / "a"), policy=Dense()):
+        assert len(host_tier._registry) == 2, "that of the other store, and the one in use"
+    assert host_tier.release(LocalStorage(tmp_path / "a").root) == 0
+
+
+def test_an_older_checkpoint_takes_nothing_from_memory(tmp_path):
+    """The newest is damaged, so the run returns to step 5; memory has step 6, which no longer fits the rest."""
+    train_and_fail(tmp_path)
+    (tmp_path / "step_00000006" / "rank_00000_expert.safetensors").unlink()
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        restored, _ = come_back(life)
+        assert (restored.manifest.step, restored.held) == (5, None)
+        assert_state(life, versions_after([(s, sequential(s - 1)) for s in range(1, 6)]))
+
+
+@pytest.mark.parametrize("key", ["model/layers.1.moe.w", "optim/0/layers.1.moe.w/exp_avg"])
+def test_a_damaged_slice_sends_its_expert_back_to_storage(tmp_path, caplog, key):
+    """One bit, in the weights or in the optimizer state of expert 2 of layer 1: the whole expert is storage's."""
+    train_and_fail(tmp_path)
+    stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
+    assert stored["expert/1/2"] < 6
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        [data] = [d for entry, d in find(life, 6).slices() if (entry.key, entry.operator) == (key, "expert/1/2")]
+        data[7] ^= 4
+        restored, fault = come_back(life)
+        assert_state(life, dict.fromkeys(stored, 6) | {"expert/1/2": stored["expert/1/2"]})
+        assert fault.stale_experts == 1
+        assert fault.lost_tokens == (6 - stored["expert/1/2"]) * life.counts[1, 2]
+        assert restored.held[1, 2] == 0
+        life.go(2, settle=True)
+    assert "is damaged" in caplog.text
+
+
+def test_memory_of_another_checkpoint_by_the_same_name_is_not_used(tmp_path, caplog):
+    train_and_fail(tmp_path)
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        tier = life.session.host_tier
+        [held] = tier._kept
+        first = held.parts[0]
+        assert first.is_written
+        entries = (replace(first.entries[0], checksum="0" * 16), *first.entries[1:])
+        tier._kept = (replace(held, parts=(replace(first, entries=entries), *held.parts[1:])),)
+        restored, _ = come_back(life)
+        assert restored.held is None
+    assert "is not what storage holds" in caplog.text
+
+
+class LostAnnouncement(SoloCommunicator):
+    """The peer dies between the commit of step ``at`` and its announcement."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def announce(self, payload: bytes) -> bytes:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("connection closed by peer")
+        return payload
+
+
+def test_a_commit_that_nobody_heard_of_counts_if_storage_has_it(tmp_path):
+    with Life(LocalStorage(tmp_path), policy=moc(), comm=LostAnnouncement(6)) as life:
+        life.go(5, settle=True)
+        life.go()
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            life.settle()
+    assert [m.step for m in manifests(tmp_path)][-1] == 6
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        assert held_steps(life) == [5, 6]
+        come_back(life)
+        assert_state(life, dict.fromkeys(versions_after([(1, set())]), 6))
+        life.go(1, settle=True)
+        assert held_steps(life) == [7]
+
+
+# --- several ranks (threads here; tests/dist has processes) ---
+
+
+def rows_of(rank: int, world: int, dim: int):
+    """A change of ``TinyState``: tensors sharded along ``dim``, as far as they have it."""
+
+    def change(tensors):
+        found = []
+        for tensor in tensors:
+            if len(tensor.global_shape) <= dim:
+                found.append(tensor)
+                continue
+            size = tensor.global_shape[dim]
+            start, stop = size * rank // world, size * (rank + 1) // world
+            offsets = tuple(start if d == dim else 0 for d in range(len(tensor.global_shape)))
+            local = tensor.local.narrow(dim, start, stop - start)
+            found.append(replace(tensor, local=local, offsets=offsets, replicated=False))
+        return found
+
+    return change
+
+
+LAYOUTS = {
+    "replicated": lambda rank, world: None,
+    "rows": lambda rank, world: rows_of(rank, world, 0),
+    "cols": lambda rank, world: rows_of(rank, world, 1),
+}
+
+
+def two_lives(root, before: str, after: str, *, ranks=(2, 2), survivors=None, comms=None, during=None):
+    """Train on ``ranks[0]`` ranks, lose the memory of some, come back on ``ranks[1]``.
+
+    Returns (life, restored, fault) of each.
+    """
+
+    def train(comm):
+        train_and_fail(root, comm=comm, change=LAYOUTS[before](comm.rank, ranks[0]))
+
+    run_threads(ThreadRanks(ranks[0]), train)
+    survivors = range(ranks[0]) if survivors is None else survivors
+    host_tier._registry[:] = [r for r in host_tier._registry if r.tier.rank in survivors]
+
+    def return_(comm):
+        comm = (comms or {}).get(comm.rank, lambda c: c)(comm)
+        with Life(LocalStorage(root), policy=moc(), comm=comm) as life:
+            if (change := LAYOUTS[after](comm.rank, ranks[1])) is not None:
+                life.state.change = change
+            found = (life, *come_back(life))
+            versions = {op: r.step for op, r in found[1].manifest.operators.items()}
+            held = found[1].held
+            if held is not None:
+                versions |= {expert_id(*at): 6 for at in zip(*np.nonzero(held), strict=True)}
+            assert_state(life, versions)
+            if during is not None:
+                during(life)
+        return found
+
+    return run_threads(ThreadRanks(ranks[1]), return_)
+
+
+def overlaid(result) -> set[tuple[int, int]]:
+    held = result[1].held
+    return set() if held is None else {(int(a), int(b)) for a, b in zip(*np.nonzero(held), strict=True)}
+
+
+def stale(result) -> set[tuple[int, int]]:
+    return {
+        (layer, e) for layer in range(2) for e in range(4) if result[1].manifest.operators[expert_id(layer, e)].step < 6
+    }
+
+
+@pytest.mark.parametrize("survivor", [0, 1])
+def test_all_ranks_get_what_one_still_holds(tmp_path, survivor):
+    """Under data parallelism: the survivor's experts at the newest version, the dead rank's from storage."""
+    first, second = two_lives(tmp_path, "replicated", "replicated", survivors=[survivor])
+    owned = {(layer, e) for layer in range(2) for e in range(4) if e // 2 == survivor}
+    assert overlaid(first) == overlaid(second) == stale(first) & owned
+    assert 0 < len(overlaid(first)) < len(stale(first))
+    assert first[2] == second[2], "the books agree"
+    assert first[2].lost_tokens > 0
+    ours, theirs = (found[0].session.books.tokens.to_dict() for found in (first, second))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 3), (3, 1)])
+def test_any_sharding_to_any_other(tmp_path, before, after, ranks):
+    """All ranks of before survive, or as many of them as there are now."""
+    results = two_lives(tmp_path, before, after, ranks=ranks, survivors=range(min(ranks)))
+    if ranks[1] >= ranks[0]:
+        assert overlaid(results[0]) == stale(results[0]) != set()
+        assert results[0][2].lost_tokens == 0
+    elif before == "cols":
+        assert overlaid(results[0]) == set(), "a third of every expert is of no use"
+    else:
+        assert 0 < len(overlaid(results[0])) < len(stale(results[0]))
+    assert len({tuple(sorted(overlaid(result))) for result in results}) == 1
+    assert len({result[2] for result in results}) == 1
+
+
+@pytest.mark.parametrize("layout", ["rows", "cols"])
+def test_where_every_rank_holds_what_it_needs_nothing_is_sent(tmp_path, layout):
+    sent = []
+
+    class Counting:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def share(self, payload, source):
+            sent.append(len(payload))
+            return self.inner.share(payload, source)
+
+    results = two_lives(tmp_path, layout, layout, comms={0: Counting})
+    assert overlaid(results[0]) == stale(results[0])
+    assert len(sent) == 2, "one list from each rank"
+
+
+def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
+    calls = []
+
+    class Counting(SoloCommunicator):
+        def share(self, payload, source):
+            raise AssertionError("nobody has anything to share")
+
+        def agree(self, summed, largest):
+            calls.append(len(largest))
+            return super().agree(summed, largest)
+
+    train_and_fail(tmp_path)
+    host_tier.release()
+    with Life(LocalStorage(tmp_path), policy=moc(), comm=Counting()) as life:
+        come_back(life)
+    assert calls == [1, 1], "whether all loaded, and whether anything is held"
+
+
+class Flipping:
+    """Delivers one wrong bit to this rank."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.calls = 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def share(self, payload, source):
+        found = bytearray(self.inner.share(payload, source))
+        self.calls += 1
+        if self.calls > 2:  # slices, not the two ranks' lists of them
+            found[5] ^= 1
+        return bytes(found)
+
+
+def test_what_does_not_arrive_whole_on_one_rank_is_used_by_none(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(overlaying, "_BATCH_NBYTES", 1)  # every expert for itself
+    with caplog.at_level(logging.WARNING):
+        first, second = two_lives(tmp_path, "replicated", "replicated", survivors=[0], comms={1: Flipping})
+    assert overlaid(first) == overlaid(second) == set()
+    assert first[2] == second[2]
+    assert "did not arrive whole" in caplog.text
+
+
+def test_after_such_a_return_training_goes_on_and_commits(tmp_path):
+    def go_on(life):
+        life.go(4, settle=True)
+
+    with ExitStack() as stack:
+        stack.callback(host_tier.release)
+        first, _ = two_lives(tmp_path, "replicated", "replicated", survivors=[1], during=go_on)
+    found = manifests(tmp_path)
+    assert [m.step for m in found][-4:] == [7, 8, 9, 10]
+    assert found[-1].tokens["faults"][0][:2] == [6, first[2].lost_tokens]

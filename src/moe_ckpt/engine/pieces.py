@@ -51,8 +51,10 @@ def cut(
             if operator.id not in operators:
                 continue
             mine = dealt.rows(operator, span, tensor, rank) if tensor.replicated else (span,)
-            found = (_piece(operator.id, rows, tensor, local) for rows in mine)
-            pieces.extend(piece for piece in found if piece is not None)
+            for rows in mine:
+                piece = _piece(operator.id, rows, tensor, local)
+                if piece is not None:
+                    pieces.append(piece)
     return pieces
 
 

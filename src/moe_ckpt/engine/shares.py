@@ -89,8 +89,9 @@ class Dealt:
 
     def rows(self, op: Operator, span: Span, tensor: StateTensor, rank: int) -> Sequence[Span]:
         """What ``rank`` writes of the rows ``span`` that ``op`` holds of a replicated tensor."""
-        if op.kind is OperatorKind.EXPERT:
-            return (span,) if self.owners[op.id] == rank else ()
+        owner = self.owners.get(op.id)
+        if owner is not None:
+            return (span,) if owner == rank else ()
         parts = self.shares.parts[op.id, span]
         if len(parts) == 1 or not has_rows(self.catalog, tensor):
             return (span,) if parts[0].rank == rank else ()

@@ -1,8 +1,9 @@
-"""`make demo`: the same GPT-MoE run three times, killed in two of them, and what that cost.
+"""`make demo`: the same GPT-MoE run four times, killed in three of them, and what that cost.
 
 Two processes under torchrun train on real English. Never failing; then with a full checkpoint every 10
 iterations (Dense) and kills; then with a partial checkpoint at every iteration (MoC, k = 1) and the same
-kills. Nothing restarts by hand: torchrun starts the processes again, and they find their checkpoint.
+kills, twice: with the experts in turn, and with those that have most to lose. Nothing restarts by hand:
+torchrun starts the processes again, and they find their checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from recipes.gpt_moe_lightning.heat import heat_text  # noqa: E402
 from recipes.gpt_moe_lightning.report import write_report  # noqa: E402
 from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, summarise, table_cells, verdicts  # noqa: E402
 
@@ -46,7 +48,12 @@ class Scenario:
 SCENARIOS = (
     Scenario("never_failing", "never failing", ("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=10"), False),
     Scenario("dense", "Dense every 10", ("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=10")),
-    Scenario("moc", "MoC k=1 every 1", ("moe_ckpt/policy=moc", "moe_ckpt.policy.k=1")),
+    Scenario("moc", "MoC k=1 in turn", ("moe_ckpt/policy=moc", "moe_ckpt.policy.k=1")),
+    Scenario(
+        "moc_load_aware",
+        "MoC k=1 by load",
+        ("moe_ckpt/policy=moc", "moe_ckpt.policy.k=1", "moe_ckpt.policy.selector=load_aware"),
+    ),
 )
 
 
@@ -204,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch = Watch(console, settings)
     console.print(
         f"A GPT-MoE (2.7 M parameters, 8 experts) on {settings.ranks} processes, {settings.steps} iterations, "
-        f"three times; {settings.kills} kills in each of the last two."
+        f"four times; {settings.kills} kills in each of the last three."
     )
     try:
         with Live(watch, console=console, refresh_per_second=4):
@@ -212,10 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         console.print(Text(str(error), style="red"))
         return 1
-    checks = verdicts(runs[0], runs[1], runs[2], settings.kills)
+    checks = verdicts(*runs, settings.kills)
     print_table(console, runs)
     for check in checks:
         console.print(Text(("yes  " if check.passed else "NO   ") + check.sentence, "green" if check.passed else "red"))
+    console.print(heat_text(runs, console.width))
     report = write_report(settings.out / "report.html", runs, checks, list(facts(settings, runs)))
     console.print(f"Curves: {report}")
     return 0 if all(check.passed for check in checks) else 1
@@ -228,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of the kills (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=Settings.ranks, help="processes (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="directory (default %(default)s)")
-    parser.add_argument("overrides", nargs="*", help="more Hydra overrides, for all three runs")
+    parser.add_argument("overrides", nargs="*", help="more Hydra overrides, for all runs")
     args = parser.parse_args(argv)
     return Settings(args.steps, args.kills, args.seed, args.ranks, args.out.absolute(), tuple(args.overrides))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.gpt_moe_lightning.heat import PANELS, draw_heat, partial_runs
 from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, Verdict, table_cells
 
 # Colours that colour-blind readers can tell apart; widths that show a line under another one.
@@ -17,6 +18,7 @@ LINES = (
     {"color": "#aaaaaa", "linewidth": 5.0},
     {"color": "#0072B2", "linewidth": 2.2},
     {"color": "#D55E00", "linewidth": 1.2},
+    {"color": "#009E73", "linewidth": 1.2},
 )
 
 STYLE = """
@@ -61,8 +63,8 @@ PLOTS = (
         "nats per byte",
         "How well the model predicts the next byte: lower is better. A vertical line marks a kill. Dense comes back "
         "to an older iteration and computes the same numbers again, so its curve lies exactly on that of the run that "
-        "never failed. MoC comes back with some experts a few iterations old, so after the first kill its curve may "
-        "leave the others by a little, and then runs beside them.",
+        "never failed. MoC comes back with some experts a few iterations old, so after the first kill its curves may "
+        "leave the others by a little, and then run beside them.",
         _line("train/loss"),
     ),
     Plot(
@@ -92,6 +94,25 @@ PLOTS = (
 )
 
 
+HEAT_TITLE = "Which experts a failure would throw back"
+HEAT_TEXT = (
+    "One row per expert, time to the right. Left: how many iterations ago the expert was last saved. Right: how many "
+    "tokens it has learnt from since, which is what it loses if a process dies then: a kill (dotted) where the colours "
+    "are bright is a dear one. In turn, all experts age alike, whatever they are worth. By load, those with most "
+    "unsaved tokens go first, so there are fewer bright spots on the right, and rarely used experts may wait longer, "
+    "on the left. A colour means the same number for both runs."
+)
+
+
+def heat(runs: Sequence[RunSummary]) -> bytes:
+    """A PNG of the heat maps of ages and unsaved tokens, one row of pictures per run that saves some experts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.4 * len(partial_runs(runs))), dpi=110, layout="constrained")
+    draw_heat(figure, runs)
+    return _png(figure)
+
+
 def draw(plot: Plot, runs: Sequence[RunSummary]) -> bytes:
     """A PNG of one plot with one line per run, and a mark at each kill."""
     from matplotlib.figure import Figure
@@ -102,27 +123,32 @@ def draw(plot: Plot, runs: Sequence[RunSummary]) -> bytes:
 
 
 def overview(runs: Sequence[RunSummary]) -> bytes:
-    """A PNG of all plots in one picture, without the explanations."""
+    """A PNG of all plots in one picture, without the explanations; below them the unsaved tokens of each expert."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 7.6), dpi=90, layout="constrained")
-    for axes, plot in zip(figure.subplots(2, 2).flat, PLOTS, strict=True):
+    partial = partial_runs(runs)
+    heights = (7.6, 2.9 * len(partial)) if partial else (7.6,)
+    figure = Figure(figsize=(14, sum(heights)), dpi=90, layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, plot in zip(parts[0].subplots(2, 2).flat, PLOTS, strict=True):
         _fill(axes, plot, runs)
         axes.get_legend().remove()
         axes.set_title(plot.title, loc="left", fontsize=11, pad=16)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    parts[0].legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    if partial:
+        draw_heat(parts[1], runs, PANELS)
     return _png(figure)
 
 
 def _fill(axes: Any, plot: Plot, runs: Sequence[RunSummary]) -> None:
     for run, line in zip(runs, LINES, strict=False):
         plot.draw(axes, run, line)
-    for step in runs[1].restart_steps if len(runs) > 1 else ():  # both failing runs have the same kills
+    for step in runs[1].restart_steps if len(runs) > 1 else ():  # all failing runs have the same kills
         axes.axvline(step, color="#888888", linewidth=1, zorder=0)
         axes.annotate("kill", (step, 1), xycoords=("data", "axes fraction"), ha="center", color="#666666", fontsize=9)
     axes.set(xlabel="iteration", ylabel=plot.unit)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1.03))
+    axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1.03))
 
 
 def _png(figure: Any) -> bytes:
@@ -144,20 +170,25 @@ def render(runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequenc
     verdicts = "".join(
         f'<li class="{"yes" if check.passed else "no"}">{html.escape(check.sentence)}</li>' for check in checks
     )
-    plots = "".join(
-        f"<h2>{html.escape(plot.title)}</h2><p>{html.escape(plot.explanation)}</p>"
-        f'<img alt="{html.escape(plot.title)} per iteration" '
-        f'src="data:image/png;base64,{base64.b64encode(draw(plot, runs)).decode()}">'
-        for plot in PLOTS
-    )
+    plots = "".join(_section(plot.title, plot.explanation, draw(plot, runs)) for plot in PLOTS)
+    if partial_runs(runs):
+        plots += _section(HEAT_TITLE, HEAT_TEXT, heat(runs))
     notes = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>moe_ckpt demo</title>'
         f"<style>{STYLE}</style></head><body><h1>A Mixture-of-Experts run, killed and killed again</h1>"
-        "<p>The same training run three times: never failing; failing, with a full checkpoint now and then (Dense); "
-        "failing at the same iterations, with a partial checkpoint at every iteration (MoC).</p>"
+        "<p>The same training run four times: never failing; failing, with a full checkpoint now and then (Dense); "
+        "failing at the same iterations, with a partial checkpoint at every iteration (MoC), once with the experts "
+        "in turn, once with those that have most to lose.</p>"
         f"<ul>{verdicts}</ul><table><tr><th></th>{head}</tr>{rows}</table>{plots}"
         f"<h2>How it was run</h2><ul>{notes}</ul></body></html>\n"
+    )
+
+
+def _section(title: str, explanation: str, png: bytes) -> str:
+    return (
+        f"<h2>{html.escape(title)}</h2><p>{html.escape(explanation)}</p>"
+        f'<img alt="{html.escape(title)} per iteration" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     )
 
 

@@ -2,7 +2,8 @@
 
 A metric line is ``{"step": s, "generation": g, "time": t, "<metric>": value, ...}``, an event line has
 ``"event"`` besides. A step that was computed again after a restart appears once per generation; a line
-torn by a crash is skipped when read. Times are seconds since the epoch.
+torn by a crash is skipped when read. Times are seconds since the epoch. The event ``experts`` carries tables
+``[L, E]``: ``ages`` (steps since each expert's newest committed copy, -1 without one) and ``unsaved`` tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
+
+from moe_ckpt.callbacks import MoECheckpoint
 
 
 def generation() -> int:
@@ -90,6 +93,36 @@ class Diary(Callback):
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.run_log.log_metrics({"train/loss": float(outputs["language_loss"])}, step=trainer.global_step)
+
+
+class ExpertDiary(Callback):
+    """Writes how old and how far behind each expert's newest copy is; on rank 0, for all ranks know the same.
+
+    checkpoint: whose metrics are read. Its step is over only after every other callback's last hook of the batch, so
+    a step is written when the next one begins, or training ends.
+    """
+
+    def __init__(self, log: RunLog, checkpoint: MoECheckpoint, every_n_steps: int = 1) -> None:
+        self.run_log = log
+        self.checkpoint = checkpoint
+        self.every_n_steps = every_n_steps
+        self._written: int | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        record = self.checkpoint.last
+        if record is None or record.step == self._written or record.step % self.every_n_steps:
+            return
+        self._written = record.step
+        if trainer.is_global_zero:
+            metrics = self.checkpoint.metrics
+            ages, unsaved = metrics["expert_ages"].ages, metrics["unsaved_tokens"].unsaved
+            self.run_log.event("experts", step=record.step, ages=ages.tolist(), unsaved=unsaved.tolist())
 
 
 def parameter_hash(module: torch.nn.Module) -> str:

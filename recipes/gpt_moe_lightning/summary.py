@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from recipes.gpt_moe_lightning.runlog import read_lines, read_runlog
 
 Curve = tuple[list[float], list[float]]
+Tables = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,27 @@ class RunSummary:
     def lost_tokens(self) -> int:
         return int(self._last("moe_ckpt/lost_tokens"))
 
+    @property
+    def experts_per_layer(self) -> list[int]:
+        """The values of K that the run went through, in order; empty for a policy that has none."""
+        values = [int(value) for value in self._all("moe_ckpt/k")]
+        return [value for at, value in enumerate(values) if at == 0 or value != values[at - 1]]
+
+    @property
+    def oldest_expert_steps(self) -> int:
+        """The oldest that any expert's newest copy ever was."""
+        return int(max(self._all("moe_ckpt/oldest_expert_steps"), default=0))
+
+    @property
+    def skewness_mean(self) -> float:
+        return _mean(self._all("moe_ckpt/skewness"))
+
+    def tables(self, name: str) -> tuple[list[int], Tables]:
+        """Steps, and ``[T, L, E]``: ``ages`` or ``unsaved`` of all experts; of a step computed twice the last."""
+        by_step = {int(r["step"]): r[name] for r in self.records if r.get("event") == "experts"}
+        steps = sorted(by_step)
+        return steps, np.asarray([by_step[step] for step in steps], dtype=np.int64)
+
     def curve(self, metric: str) -> Curve:
         """Steps and values; of a step computed twice the last execution counts."""
         by_step = self._by_step(metric)
@@ -149,7 +174,11 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("written per checkpoint", "averaged, all ranks together"),
     ("written per iteration", "averaged over all iterations, all ranks together"),
     ("stall per iteration", "mean / worst time that training waited for the checkpoint"),
-    ("lost tokens", "tokens that a restored expert no longer knows; PLT is their share of all tokens"),
+    ("experts per layer", "how many of each layer's experts a checkpoint writes (K)"),
+    ("oldest expert, iterations", "the most iterations that the newest copy of an expert was ever behind"),
+    ("skewness of load", "0: every expert gets as many tokens, 1: one gets all; mean over layers and iterations"),
+    ("lost tokens", "tokens that a restored expert no longer knows"),
+    ("PLT", "portion of lost tokens: their share of all tokens"),
     ("validation loss", "nats per byte on held-out files"),
     ("wall time", "with the start of the processes"),
 )
@@ -165,8 +194,12 @@ def table_cells(run: RunSummary) -> tuple[str, ...]:
         str(run.checkpoints),
         human_bytes(run.bytes_per_checkpoint),
         human_bytes(run.bytes_per_iteration),
-        f"{run.stall_ms_mean:.1f} / {run.stall_ms_max:.1f} ms",
-        f"{run.lost_tokens:,} (PLT {run.plt:.2%})",
+        f"{run.stall_ms_mean:.1f} / {run.stall_ms_max:.0f} ms",
+        " then ".join(map(str, run.experts_per_layer)) or "all",
+        str(run.oldest_expert_steps),
+        f"{run.skewness_mean:.3f}",
+        f"{run.lost_tokens:,}",
+        f"{run.plt:.2%}",
         "not finished" if run.val_loss is None else f"{run.val_loss:.4f}",
         f"{run.wall_secs:.0f} s",
     )
@@ -178,18 +211,21 @@ class Verdict:
     sentence: str
 
 
-def verdicts(baseline: RunSummary, dense: RunSummary, moc: RunSummary, kills: int) -> tuple[Verdict, ...]:
+def verdicts(
+    baseline: RunSummary, dense: RunSummary, sequential: RunSummary, load_aware: RunSummary, kills: int
+) -> tuple[Verdict, ...]:
     """What the demo promises, checked on what was measured."""
     same = baseline.parameters is not None and baseline.parameters == dense.parameters
     losses = baseline.curve("train/loss") == dense.curve("train/loss")
-    drift = abs((moc.val_loss or float("inf")) - (baseline.val_loss or 0.0))
-    survived = all(run.kills == kills and run.val_loss is not None for run in (dense, moc))
+    failing = (dense, sequential, load_aware)
+    survived = all(run.kills == kills and run.val_loss is not None for run in failing)
+    counts = ", ".join(str(run.kills) for run in failing)
     return (
         Verdict(
             survived,
-            f"Both failing runs lost a process to kill -9 {kills} times and came back by themselves."
+            f"All three failing runs lost a process to kill -9 {kills} times and came back by themselves."
             if survived
-            else f"NOT as planned: {dense.kills} and {moc.kills} kills instead of {kills}, or a run did not finish.",
+            else f"NOT as planned: {counts} kills instead of {kills} each, or a run did not finish.",
         ),
         Verdict(
             same and losses,
@@ -197,9 +233,27 @@ def verdicts(baseline: RunSummary, dense: RunSummary, moc: RunSummary, kills: in
             if same and losses
             else f"Dense DIFFERS from the run that never failed (parameters equal: {same}, losses equal: {losses}).",
         ),
-        Verdict(
-            moc.val_loss is not None,
-            f"MoC: {moc.lost_tokens:,} tokens lost (PLT {moc.plt:.2%}), iterations computed again: {moc.recomputed} "
-            f"(Dense: {dense.recomputed}), validation loss {drift:.4f} away from the run that never failed.",
-        ),
+        *(_partial(baseline, dense, run) for run in (sequential, load_aware)),
+        _compared(sequential, load_aware),
+    )
+
+
+def _partial(baseline: RunSummary, dense: RunSummary, run: RunSummary) -> Verdict:
+    drift = abs((run.val_loss or float("inf")) - (baseline.val_loss or 0.0))
+    return Verdict(
+        run.val_loss is not None,
+        f"{run.title}: {run.lost_tokens:,} tokens lost (PLT {run.plt:.2%}), iterations computed again: "
+        f"{run.recomputed} (Dense: {dense.recomputed}), validation loss {drift:.4f} away from the run that never "
+        "failed.",
+    )
+
+
+def _compared(sequential: RunSummary, load_aware: RunSummary) -> Verdict:
+    """Which selection loses less depends on the router's skewness and on the kills, so either may, and is said."""
+    finished = sequential.val_loss is not None and load_aware.val_loss is not None
+    less = load_aware.lost_tokens / sequential.lost_tokens - 1 if sequential.lost_tokens else 0.0
+    return Verdict(
+        finished,
+        f"Experts chosen by load lost {load_aware.lost_tokens:,} tokens, experts in turn "
+        f"{sequential.lost_tokens:,} ({less:+.0%}), through the same kills.",
     )

@@ -18,12 +18,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 
+from moe_ckpt.callbacks import MoECheckpoint
 from recipes.gpt_moe_lightning.data import DataConfig, TextData
 from recipes.gpt_moe_lightning.model import GPTMoEConfig, GPTMoELightning, OptimizerConfig
-from recipes.gpt_moe_lightning.runlog import Diary, RunLog, parameter_hash
+from recipes.gpt_moe_lightning.runlog import Diary, ExpertDiary, RunLog, parameter_hash
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+DIARY_TABLES = 200
+"""About as many tables of all experts are written in a run: what a picture can show."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ def train(config: RunConfig, checkpoint: Callback | None = None, faults: Any = N
     callbacks: list[Callback] = [Diary(log)]
     if faults is not None:
         callbacks.append(Faults(faults.on_step))
+    if isinstance(checkpoint, MoECheckpoint):
+        callbacks.append(ExpertDiary(log, checkpoint, max(1, config.trainer.max_steps // DIARY_TABLES)))
     if checkpoint is not None:
         callbacks.append(checkpoint)
     trainer = make_trainer(config.trainer, log, callbacks)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
 
 from recipes.gpt_moe_lightning import demo
+from recipes.gpt_moe_lightning.heat import draw_heat, heat_text, kill_marks, row_labels, shaded
 from recipes.gpt_moe_lightning.report import render
-from recipes.gpt_moe_lightning.summary import Verdict, over_ranks, summarise, table_cells, verdicts
+from recipes.gpt_moe_lightning.summary import ROWS, Verdict, over_ranks, summarise, table_cells, verdicts
 
 
 def diary(run_dir: Path, rank: int, records: list[dict], torn: str = "") -> None:
@@ -43,24 +48,114 @@ def test_bytes_add_up_over_ranks_and_the_slowest_rank_counts():
 
 
 @pytest.mark.parametrize(
-    ("dense_hash", "dense_loss", "kills", "passed"),
-    [("a", 5.0, 2, [True, True, True]), ("b", 5.0, 2, [True, False, True]), ("a", 5.1, 2, [True, False, True]),
-     ("a", 5.0, 1, [False, True, True])],
-)  # fmt: skip
-def test_the_verdict_tells_a_difference(tmp_path, dense_hash, dense_loss, kills, passed):
-    for name, digest, loss in (("never", "a", 5.0), ("dense", dense_hash, dense_loss), ("moc", "c", 5.0)):
-        end = {"event": "finished", "val_loss": 3.5, "parameters": digest}
-        diary(tmp_path / name, 0, [*lines(1, 3, 0, loss), end])
+    ("dense_hash", "dense_loss", "kills", "by_load", "passed"),
+    [
+        ("a", 5.0, 2, 3.5, [True, True, True, True, True]),
+        ("b", 5.0, 2, 3.5, [True, False, True, True, True]),
+        ("a", 5.1, 2, 3.5, [True, False, True, True, True]),
+        ("a", 5.0, 1, 3.5, [False, True, True, True, True]),
+        ("a", 5.0, 2, None, [False, True, True, False, False]),
+    ],
+)
+def test_the_verdict_tells_a_difference(tmp_path, dense_hash, dense_loss, kills, by_load, passed):
+    ends = {"never": ("a", 5.0, 3.5), "dense": (dense_hash, dense_loss, 3.5), "moc": ("c", 5.0, 3.5)}
+    ends["load"] = ("d", 5.0, by_load)
+    for name, (digest, loss, val_loss) in ends.items():
+        lost = {"moc": 200, "load": 150}.get(name, 0)
+        last = {"step": 3, "moe_ckpt/lost_tokens": lost, "moe_ckpt/plt": lost / 1e4}
+        end = {"event": "finished", "val_loss": val_loss, "parameters": digest}
+        diary(tmp_path / name, 0, [*lines(1, 3, 0, loss), last, end])
         (tmp_path / name / "kills.jsonl").write_text('{"step": 1}\n' * kills)
-    runs = [summarise(name, tmp_path / name) for name in ("never", "dense", "moc")]
-    assert [check.passed for check in verdicts(*runs, kills=2)] == passed
+    runs = [summarise(name, tmp_path / name) for name in ends]
+    checks = verdicts(*runs, kills=2)
+    assert [check.passed for check in checks] == passed
+    assert checks[-1].sentence.startswith("Experts chosen by load lost 150 tokens, experts in turn 200 (-25%)")
 
 
-def test_report_is_one_file_that_loads_nothing(tmp_path):
+def expert_lines() -> list[dict]:
+    """Two layers of three experts; the step after a kill at 3 is computed again, and its table counts."""
+
+    def table(step: int, ages: list, generation: int = 0) -> dict:
+        unsaved = [[100 * max(age, 0) for age in row] for row in ages]
+        return {"event": "experts", "step": step, "ages": ages, "unsaved": unsaved, "generation": generation}
+
+    return [
+        {"event": "process_start", "generation": 0},
+        table(1, [[-1, -1, -1], [-1, -1, -1]]),
+        *lines(2, 2, 0, 5.0),
+        table(2, [[0, 1, 1], [1, 0, 1]]),
+        table(3, [[9, 9, 9], [9, 9, 9]]),
+        {"event": "process_start", "generation": 1},
+        table(3, [[1, 0, 2], [0, 1, 2]], 1),
+        {"step": 3, "generation": 1, "moe_ckpt/k": 1.0, "moe_ckpt/oldest_expert_steps": 2.0, "moe_ckpt/skewness": 0.25},
+        table(4, [[2, 1, 4], [1, 2, 0]], 1),
+        {"step": 4, "generation": 1, "moe_ckpt/k": 2.0, "moe_ckpt/oldest_expert_steps": 4.0, "moe_ckpt/skewness": 0.75},
+    ]
+
+
+@pytest.fixture
+def run_with_experts(tmp_path):
+    diary(tmp_path / "experts", 0, expert_lines())
+    return summarise("MoC", tmp_path / "experts")
+
+
+def test_tables_of_experts_come_back_from_the_diary(run_with_experts):
+    steps, ages = run_with_experts.tables("ages")
+    assert steps == [1, 2, 3, 4]
+    assert ages[2].tolist() == [[1, 0, 2], [0, 1, 2]]
+    cells = dict(zip((title for title, _ in ROWS), table_cells(run_with_experts), strict=True))
+    assert cells["experts per layer"] == "1 then 2"
+    assert cells["oldest expert, iterations"] == "4"
+    assert cells["skewness of load"] == "0.500"
+
+
+def test_heat_maps_as_text(run_with_experts):
+    ages = run_with_experts.tables("ages")[1]
+    assert shaded(ages, 4, 4) == ["· ░▒", "·░ ░", "·░▒█", "·░ ░", "· ░▒", "·░▒ "]
+    assert shaded(ages, 2, 4) == [" ▒", "░░", "░█", "░░", " ▒", "░▒"]  # the largest of each two steps
+    assert row_labels(2, 3) == ["0 / 0", "0 / 1", "0 / 2", "1 / 0", "1 / 1", "1 / 2"]
+    assert kill_marks([1, 2, 3, 4], [2], 4) == " ▾  "
+    assert kill_marks([1, 2, 3, 4], [2], 2) == "▾ "
+
+
+def test_many_experts_share_rows_so_that_the_text_fits_a_screen():
+    tables = np.zeros((3, 4, 64), dtype=np.int64)
+    tables[:, 1, 63] = 8
+    drawn = shaded(tables, 3, 8)
+    assert len(drawn) == len(row_labels(4, 64)) == 32
+    assert [row for row, line in enumerate(drawn) if line.strip()] == [15]
+    assert row_labels(4, 64)[15] == "1 / 56-63"
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_heat_text_fits_the_terminal_and_leaves_out_runs_that_save_everything(run_with_experts, tmp_path, width):
+    diary(tmp_path / "dense", 0, [line for line in expert_lines() if "moe_ckpt/k" not in line])
+    console = Console(width=width, file=StringIO())
+    console.print(heat_text([summarise("Dense", tmp_path / "dense"), run_with_experts], width))
+    text = console.file.getvalue()
+    assert "MoC (▾ = kill)" in text
+    assert "Dense" not in text
+    assert "unsaved tokens, █ = 400" in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_heat_maps_as_a_picture_show_the_same_numbers(run_with_experts):
+    figure = Figure()
+    draw_heat(figure, [run_with_experts])
+    ages, unsaved = (axes for axes in figure.axes if axes.images)
+    shown = ages.images[0].get_array()
+    assert shown.filled(-1).T.reshape(4, 2, 3).tolist() == run_with_experts.tables("ages")[1].tolist()
+    assert unsaved.images[0].get_clim() == (0, 400)
+    assert ages.images[0].get_extent()[:2] == [0.5, 4.5]
+    assert [line.get_xdata()[0] for line in ages.lines if line.get_linestyle() == ":"] == [2]  # the kill
+
+
+def test_report_is_one_file_that_loads_nothing(tmp_path, run_with_experts):
     diary(tmp_path / "r", 0, [{**r, "moe_ckpt/bytes": 1e6, "moe_ckpt/stall_ms": 3.0} for r in lines(1, 5, 0, 2.0)])
     run = summarise("a <b> run", tmp_path / "r")
-    page = render([run, run, run], [Verdict(False, "NOT equal & so on")], ["fact"])
-    assert page.count('src="data:image/png;base64,') == 4
+    page = render([run, run, run, run_with_experts], [Verdict(False, "NOT equal & so on")], ["fact"])
+    assert page.count('src="data:image/png;base64,') == 5
+    assert render([run, run], [], []).count('src="data:image/png;base64,') == 4  # no heat maps of nothing
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert "a &lt;b&gt; run" in page
     assert "NOT equal &amp; so on" in page
@@ -85,13 +180,23 @@ def test_demo_survives_its_kills_and_says_so(tmp_path, capsys):
     code = demo.main(["--steps", "26", "--kills", "2", "--out", str(out), "trainer.val_batches=2"])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    runs = {name: summarise(name, out / name) for name in ("never_failing", "dense", "moc")}
-    assert [runs[name].kills for name in runs] == [0, 2, 2]
+    runs = {name: summarise(name, out / name) for name in ("never_failing", "dense", "moc", "moc_load_aware")}
+    assert [runs[name].kills for name in runs] == [0, 2, 2, 2]
     assert all(run.steps == 26 for run in runs.values())
     assert runs["dense"].parameters == runs["never_failing"].parameters
     assert runs["dense"].lost_tokens == 0
-    assert runs["moc"].lost_tokens > 0
-    assert runs["moc"].recomputed < runs["dense"].recomputed
+    for name in ("moc", "moc_load_aware"):
+        run = runs[name]
+        assert run.lost_tokens > 0
+        assert run.recomputed < runs["dense"].recomputed
+        assert run.experts_per_layer == [1]
+        steps, ages = run.tables("ages")
+        assert steps == list(range(1, 27))
+        oldest = dict(zip(*run.curve("moe_ckpt/oldest_expert_steps"), strict=True))
+        assert [max(0, int(table.max())) for table in ages] == [oldest[step] for step in steps]  # -1: none saved yet
     page = (out / "report.html").read_text()
     assert "bit for bit" in page
     assert "What it cost" in printed
+    assert "Experts chosen by load lost" in printed
+    assert printed.count("unsaved tokens, █ = ") == 2
+    assert (out / "report.png").stat().st_size > 10_000

@@ -1,0 +1,281 @@
+"""What each rank really writes is what was dealt to it, and any number of ranks gets every bit back.
+
+Real gloo ranks, real DDP, AdamW's own state; the embedding is far more than a rank's share, so that it is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.core.sharding import SHARDINGS, water_level
+from moe_ckpt.engine.comm import make_communicator
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.shares import Sharder, expert_owners, weigh
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.policies import MoC
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.storage import LocalStorage
+from tests.support import run_ranks
+
+VOCABULARY, WIDTH, HIDDEN, EXPERTS, STEPS = 3001, 32, 200, 4, 5
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x):
+        weights, indices = F.linear(x, self.weight).softmax(-1).topk(2)
+        return weights, indices
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        every = torch.einsum("tw,ehw->teh", hidden_states, self.up_proj).tanh()
+        every = torch.einsum("teh,ewh->tew", every, self.down_proj)
+        chosen = every.gather(1, top_k_index[..., None].expand(-1, -1, WIDTH))
+        return (chosen * top_k_weights[..., None]).sum(1)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Router()
+        self.experts = Experts()
+
+    def forward(self, x):
+        weights, indices = self.gate(x)
+        return x + self.experts(x, indices, weights)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x) * self.scale, self.embed.weight)
+
+
+def made() -> tuple[Model, torch.optim.AdamW]:
+    torch.manual_seed(5)
+    model = Model()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def state_of(state: TorchTrainingState) -> dict[str, torch.Tensor]:
+    return {tensor.key: tensor.local.detach().clone() for tensor in state.tensors()}
+
+
+def train(rank: int, world_size: int, root: str, sharding: str) -> dict[str, torch.Tensor]:
+    """A few steps with a partial checkpoint each, and a complete last one. Returns the last state."""
+    model, optimizer = made()
+    wrapped = DistributedDataParallel(model)
+    catalog = build_catalog(model, find_moe_layers(model))
+    state = TorchTrainingState(model, [optimizer])
+    session = CheckpointSession(
+        storage=LocalStorage(root),
+        policy=MoC(k=1),
+        catalog=catalog,
+        state=state,
+        comm=make_communicator(60.0),
+        settings=Settings(
+            retention=RetentionPolicy(keep_last=100), when_busy="wait", host_memory_bytes=1 << 28, sharding=sharding
+        ),
+    )
+    session.open()
+    generator = torch.Generator().manual_seed(rank)
+    counts = np.ones((2, EXPERTS), dtype=np.int64)
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(VOCABULARY, (64,), generator=generator)
+        F.cross_entropy(wrapped(tokens), tokens).backward()
+        session.before_update()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.after_update(step, counts, lambda: {"rank": rank, "buffer": torch.ones(3)})
+    session.finish(STEPS, lambda: {"rank": rank, "buffer": torch.ones(3)}, save_last=True)
+    return state_of(state)
+
+
+def resume(root: str) -> dict[str, torch.Tensor]:
+    model, optimizer = made()
+    state = TorchTrainingState(model, [optimizer])
+    comm = make_communicator(60.0)
+    try:
+        restored = resume_newest(LocalStorage(root), comm, state)
+        assert restored is not None
+        assert restored.manifest.step == STEPS
+    finally:
+        comm.close()
+    return state_of(state)
+
+
+def body(rank: int, world_size: int, write: dict[str, str], read: list[str]) -> tuple[dict, dict]:
+    found = {root: resume(root) for root in read}
+    dist.barrier()
+    return {sharding: train(rank, world_size, root, sharding) for sharding, root in write.items()}, found
+
+
+@dataclass(frozen=True)
+class Run:
+    """Stores by sharding, every rank's last state by sharding, and what each rank had restored first, by store."""
+
+    ranks: int
+    stores: dict[str, Path]
+    states: list[dict[str, dict[str, torch.Tensor]]]
+    restored: list[dict[str, dict[str, torch.Tensor]]]
+
+
+def run(tmp_path_factory: pytest.TempPathFactory, ranks: int, before: Run | None = None) -> Run:
+    stores = {how: tmp_path_factory.mktemp(f"{how}_{ranks}") for how in SHARDINGS}
+    written = {how: str(root) for how, root in stores.items()}
+    read = [] if before is None else [str(root) for root in before.stores.values()]
+    states, restored = zip(*run_ranks(body, ranks, written, read, timeout=300), strict=True)
+    return Run(ranks, stores, list(states), list(restored))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(tmp_path_factory, 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, two):
+    return run(tmp_path_factory, 4, two)
+
+
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.slow)])
+def written(request):
+    return request.getfixturevalue(request.param)
+
+
+def manifests(root: Path) -> list[Manifest]:
+    reader = StoreReader(LocalStorage(root))
+    found = [reader.manifest(name) for name in reversed(reader.directories())]
+    for manifest in found:
+        check_checkpoint(reader, manifest)
+    return found
+
+
+def written_bytes(root: Path, manifest: Manifest, ranks: int) -> list[int]:
+    """``[R]`` tensor bytes that lie in each rank's files of this checkpoint; the files hold nothing else."""
+    own = [record for record in manifest.files if record.path.startswith(f"{manifest.directory}/")]
+    on_disk = {path.relative_to(root).as_posix() for path in (root / manifest.directory).glob("*.safetensors")}
+    assert {record.path for record in own} == on_disk
+    headers = StoreReader(LocalStorage(root)).headers(manifest)
+    loads = [0] * ranks
+    for record in own:
+        slices = headers[record.path].slices
+        assert (root / record.path).stat().st_size == record.header_nbytes + sum(entry.nbytes for entry in slices)
+        loads[record.rank] += sum(entry.nbytes for entry in slices if entry.operator)
+    return loads
+
+
+def planned_bytes(manifest: Manifest, ranks: int, sharding: str) -> tuple[list[int], int, int]:
+    """(loads, peak's lower bound, biggest preload) of the operators that the checkpoint saved, on a fresh model."""
+    model, optimizer = made()
+    F.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
+    optimizer.step()
+    tensors = TorchTrainingState(model, [optimizer]).tensors()
+    catalog = build_catalog(model, find_moe_layers(model))
+    saved = {op for op, record in manifest.operators.items() if record.step == manifest.step}
+    dealt = Sharder(catalog, ranks, sharding).deal(saved, tensors)
+    weights, owners = weigh(catalog, tensors), expert_owners(catalog, ranks)
+    preload = [0] * ranks
+    for op in saved & weights.experts.keys():
+        preload[owners[op]] += weights.experts[op]
+    rest = sum(unit.nbytes for unit in weights.units)
+    return list(dealt.shares.loads), water_level(preload, rest), max(preload)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_each_rank_writes_what_was_dealt_to_it(written, sharding):
+    root, ranks = written.stores[sharding], written.ranks
+    found = manifests(root)
+    assert [m.step for m in found] == [*range(1, STEPS + 1), STEPS]
+    partial = 0
+    for manifest in found:
+        planned, level, preload = planned_bytes(manifest, ranks, sharding)
+        assert written_bytes(root, manifest, ranks) == planned
+        partial += sum(record.step < manifest.step for record in manifest.operators.values()) > 0
+        if sharding == "adaptive":
+            assert max(planned) <= max(level * 17 // 16, preload)
+        if sharding == "none":
+            assert planned[0] == max(planned) > 2 * sum(planned[1:]) / ranks
+    assert partial == STEPS - 1
+
+
+def test_the_adaptive_peak_is_below_the_equal_one_and_that_below_none(written):
+    def peaks(how):
+        root = written.stores[how]
+        return [max(written_bytes(root, manifest, written.ranks)) for manifest in manifests(root)]
+
+    for none, equal, adaptive in zip(*(peaks(how) for how in SHARDINGS), strict=True):
+        assert adaptive < equal <= none
+
+
+def test_the_embedding_lies_in_the_files_of_several_ranks(written):
+    files = {}
+    for how in SHARDINGS:
+        newest = manifests(written.stores[how])[-1]
+        files[how] = {newest.files[i].rank for i in newest.operators["non_expert/embed"].files}
+    assert len(files["adaptive"]) >= 2
+    assert len(files["equal"]) == len(files["none"]) == 1
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_one_process_gets_every_bit_back(written, sharding):
+    assert_same(resume(str(written.stores[sharding])), written.states[0][sharding])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_four_ranks_get_every_bit_back_of_two(two, four, sharding):
+    for found in four.restored:
+        assert_same(found[str(two.stores[sharding])], two.states[0][sharding])
+
+
+@pytest.mark.slow
+def test_three_ranks_get_every_bit_back_of_four(four):
+    for _, found in run_ranks(body, 3, {}, [str(root) for root in four.stores.values()], timeout=300):
+        for sharding in SHARDINGS:
+            assert_same(found[str(four.stores[sharding])], four.states[0][sharding])
+
+
+def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == truth.keys()
+    assert [key for key, value in truth.items() if not torch.equal(found[key], value)] == []
+
+
+def test_how_the_state_is_shared_does_not_change_training(written):
+    first, *others = (written.states[0][how] for how in SHARDINGS)
+    for other in others:
+        assert_same(other, first)
+    assert not torch.equal(first["model/embed.weight"], made()[0].embed.weight), "nothing was trained"

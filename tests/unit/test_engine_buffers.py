@@ -127,6 +127,19 @@ def test_the_buffer_of_a_dense_checkpoint_is_let_go_of_once_partial_ones_are_the
     assert pool.held_bytes == partial.nbytes
 
 
+def test_small_snapshots_among_large_ones_use_the_same_buffers():
+    """Otherwise every other checkpoint of a rank that owns experts of only some layers would allocate."""
+    pool = HostBufferPool(100 * MB)
+    first = pool.acquire(20 * MB)
+    pool.expect(20 * MB)
+    pool.give_back(first)
+    for nbytes in (5 * MB, 20 * MB, 2 * MB, 19 * MB):
+        buffer = pool.acquire(nbytes)
+        assert buffer is first
+        pool.give_back(buffer)
+    assert pool.held_bytes == first.nbytes
+
+
 def test_nothing_is_made_ahead_beyond_the_budget():
     pool = HostBufferPool(5 * MB)
     pool.acquire(2 * MB)

@@ -216,14 +216,14 @@ def test_a_step_that_found_a_buffer_did_not_wait(tmp_path):
 
 def test_room_for_two_skips_no_more_than_room_for_three(tmp_path):
     """The recovery buffer is the first to go: it must not cost checkpoints."""
+    policy = MoC(k=1, snapshot_k=4)
+    with Life(LocalStorage(tmp_path / "probe"), policy=policy) as life:
+        life.go(2, settle=True)
+        size = life.session.host_tier.nbytes
     counts = []
-    for name, room in (("three", 3.3), ("two", 2.3)):
-        with Life(LocalStorage(tmp_path / f"{name}_probe"), policy=MoC(k=1)) as life:
-            dense = life.go(1, settle=True).nbytes
-            partial = life.go(1, settle=True).nbytes
-        storage = GatedStorage(tmp_path / name)
-        budget = max(int(room * partial), dense + 4096)
-        with Life(storage, policy=MoC(k=1), when_busy="skip", host_memory_bytes=budget) as life:
+    for room in (3.3, 2.3):
+        storage = GatedStorage(tmp_path / str(room))
+        with Life(storage, policy=policy, when_busy="skip", host_memory_bytes=int(room * size)) as life:
             life.go(3, settle=True)
             storage.gate.clear()
             life.go(4)

@@ -60,7 +60,9 @@ class HostBufferPool:
         if nbytes > self.budget_bytes:
             raise HostMemoryError(nbytes, self.budget_bytes)
         with self._lock:
-            fitting = [buffer for buffer in self._free if _serves(buffer, nbytes)]
+            # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
+            fitting = [b for b in self._free if b.nbytes >= nbytes and _serves(b, max(nbytes, self._usual_bytes))]
+            fitting = fitting or [b for b in self._free if _serves(b, nbytes)]
             if fitting:
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)

@@ -91,6 +91,11 @@ def test_what_loses_nothing_passes_through_untouched():
     assert Guarded(dense, 0.05, "stop").plan(now(lost=90)) == dense.plan(now(lost=90))
 
 
+def test_a_partial_policy_tells_the_budget_even_when_it_saves_everything():
+    missing = tuple(op.id for op in catalog(1, 4).operators)
+    assert Guarded(MoC(), 0.05).plan(now(missing=missing)).plt_budget == 0.05
+
+
 def test_when_to_save_stays_the_policys_decision():
     assert Guarded(Dense(every_n_steps=10)).plan(now(lost=90)) == save_nothing(9)
 

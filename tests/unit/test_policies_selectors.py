@@ -134,6 +134,13 @@ def test_sequential_by_hand():
     assert rounds.take(2).stored == first.stored
 
 
+def test_sequential_goes_by_age_before_position():
+    """Expert 1 was to be saved by a checkpoint that failed, while a later one was committed."""
+    now = context(catalog(1, 4), 5, chosen_at=np.array([[3, 0, 4, 2]]))
+    chosen = sequential(now, Request(1, 4))
+    assert chosen.stored + chosen.held == ((0, 1), (0, 3), (0, 0), (0, 2))
+
+
 @every
 def test_a_context_that_knows_nothing_will_do(selector):
     assert len(selector(context(catalog(2, 4)), Request(1, 2)).stored) == 2
@@ -168,6 +175,21 @@ def test_a_full_rank_gives_no_more_and_the_layer_with_most_at_stake_chooses_firs
     assert ask(catalog(2, 4), unsaved([7, 8, 2, 1], [9, 1, 1, 1]), ranks=2).stored == ((0, 2), (1, 0))
     assert ask(catalog(2, 4), unsaved([9, 8, 2, 1], [7, 1, 1, 1]), ranks=2).stored == ((0, 0), (1, 2))
     assert ask(catalog(2, 4), unsaved([7, 6, 2, 1], [7, 1, 3, 1]), ranks=2).stored == ((0, 2), (1, 0))
+
+
+def test_ranks_that_own_nothing_leave_more_capacity_to_the_others():
+    """2 of 4 ranks own an expert, 4 layers, K=1: capacity 2, for those with most at stake."""
+    chosen = ask(catalog(4, 2), unsaved([9, 1], [8, 1], [3, 2], [3, 2]), ranks=4)
+    assert chosen.stored == ((0, 0), (1, 0), (2, 1), (3, 1))
+
+
+@pytest.mark.parametrize("wishes", [[8, 4], [4, 8]])
+def test_what_is_short_comes_from_the_rank_with_the_least_to_save(wishes):
+    """7, 2, 3 and 2 experts on 4 ranks, capacity 1: the last layer finds rank 2 full, and 0 kept for the second."""
+    model, rest = mixed(7, 2, 3, 2), [0] * 5
+    tokens = unsaved([9, 9, 9, 0, 7, 3, 4], [6, 4, *rest], [8, 4, 9, 0, 0, 0, 0], [*wishes, *rest])
+    chosen = ask(model, tokens, ranks=4)
+    assert chosen.stored == ((0, 2), (1, 0), (2, 2), (3, 0))
 
 
 def test_least_loss_weighs_unsaved_tokens_by_age():

@@ -29,12 +29,8 @@ from moe_ckpt.core.operators import Span
 
 SHARDINGS = ("none", "equal", "adaptive")
 
-_LEAST_GRAIN_BYTES = 1 << 16
+GRAIN_BYTES = 1 << 16
 """Tensors up to this size are never split: describing and checksumming a slice costs about as much as copying it."""
-
-_GRAINS_PER_SHARE = 64
-"""What is smaller than this fraction of a rank's share is not worth splitting either: it cannot add 2 % to the peak."""
-
 
 Name = tuple[str, Span]
 """(operator, its span of one parameter)."""
@@ -127,12 +123,12 @@ def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) ->
     return Shares(chosen, tuple(loads))
 
 
-def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes: int | None = None) -> Shares:
+def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
     """Deal units out so that experts and the rest together weigh alike on all ranks.
 
     ordered: the checkpoint's units from ``in_dealing_order``.
     preload: ``[R]`` bytes that each rank writes besides.
-    grain_bytes: units up to this size are not split; None chooses. The sum of all splits nothing, as in the paper.
+    grain_bytes: units up to this size are not split. The sum of all splits nothing, as in the paper.
 
     Let N be the sum of the units, T that of all bytes, and the level the least whole number with
     ``sum(max(0, level - preload[r])) >= N``: no way of dealing has a peak below it, nor below the biggest preload. Let
@@ -148,8 +144,6 @@ def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes
     ``(T - p)/R``, and so at most ``(T - p)/R + p`` after it: the second.
     """
     level = water_level(preload, sum(unit.nbytes for unit in ordered))
-    if grain_bytes is None:
-        grain_bytes = max(_LEAST_GRAIN_BYTES, level // _GRAINS_PER_SHARE)
     loads = list(preload)
     parts = _fill(ordered, loads, level, grain_bytes)
     return Shares(parts, tuple(loads))

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 import lightning.pytorch as pl
 
-from benchmarks import agreement, copy_speed, stall
+from benchmarks import agreement, copy_speed, lost_tokens, stall
 from benchmarks.contestants import Gate, HookClock
 
 
@@ -43,6 +43,20 @@ def test_copy_speed_runs(tmp_path):
     found = json.loads((tmp_path / "copy_speed.json").read_text())
     assert found["copies_ms"].keys() >= {"memcpy, warm", "moe_ckpt copy_on_cpu", "xxh3 checksum", "write + fsync"}
     assert len(found["begin_ms"]) == 2
+
+
+def test_lost_tokens_compares_the_selectors(tmp_path, capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(lost_tokens, "PLANNED", ((2, 8, 2),))
+    picture = tmp_path / "picture.png"
+    options = f"--seeds 1 --steps 60 --mtbf-steps 15 --shapes 1 --write --out {tmp_path} --picture {picture}"
+    assert lost_tokens.main(options.split()) == 0
+    found = json.loads((tmp_path / "lost_tokens.json").read_text())
+    assert [row["wanted_skewness"] for row in found["rows"]] == list(lost_tokens.SKEWNESS)
+    assert all(row["lost_over_sequential"].keys() == {"load_aware", "least_loss"} for row in found["rows"])
+    assert found["dynamic_k"]["plt_budget = 0.05"]["plt"] <= 0.05 < found["dynamic_k"]["K = 1, no budget"]["plt"]
+    assert picture.stat().st_size > 10_000
+    assert "least_loss" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ SCENARIOS = (
 
 @dataclass
 class Settings:
-    steps: int = 160
+    steps: int = 140
     kills: int = 3
     seed: int = 7
     ranks: int = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import time
 from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
@@ -35,12 +36,14 @@ class Kill(pl.Callback):
             raise Killed
 
 
-def fit(dirpath, policy=None, *, kill=None, logger=False, val=None, checkpoint=None, max_steps=14, **options):
+def fit(
+    dirpath, policy=None, *, kill=None, logger=False, val=None, checkpoint=None, others=(), max_steps=14, **options
+):  # fmt: skip
     pl.seed_everything(5, verbose=False)
     limits = {name: options.pop(name) for name in ("guard", "plt_budget", "save_last") if name in options}
     checkpoint = checkpoint or MoECheckpoint(policy or MoC(1), dirpath, when_busy="wait", **limits)
     trainer = pl.Trainer(
-        callbacks=[checkpoint, *([Kill(kill)] if kill else [])], accelerator="cpu", logger=logger,
+        callbacks=[checkpoint, *others, *([Kill(kill)] if kill else [])], accelerator="cpu", logger=logger,
         max_steps=max_steps, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     try:
@@ -273,12 +276,21 @@ def test_guards_that_save_more_let_the_run_go_on(tmp_path, guard):
     assert checkpoint.policy == Guarded(MoC(1), 0.01, guard)
 
 
+class SeesTheEnd(pl.Callback):
+    """Looks at the store when the error is raised, before MoECheckpoint may wait for anything."""
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.step = complete(trainer.callbacks[-1].dirpath)
+
+
 @pytest.mark.parametrize("least", [{"min_steps": 12}, {"min_epochs": 2, "max_epochs": 4}])
 def test_where_lightning_would_go_on_an_error_ends_it_after_the_commit(tmp_path, least):
+    slow = {"on_phase": lambda phase: time.sleep(0.3) if phase == "manifest" else None, "when_busy": "wait"}
+    checkpoint, witness = MoECheckpoint(Halts(5), tmp_path, **slow), SeesTheEnd()
     with pytest.raises(ConfigError, match=r"Enough is enough.*Trainer\(min_.*step 5") as caught:
-        fit(tmp_path, Halts(5), **least)
+        fit(tmp_path, checkpoint=checkpoint, others=[witness], **least)
     assert next(iter(least)) in str(caught.value)
-    assert complete(tmp_path) == 5
+    assert witness.step == complete(tmp_path) == 5
     again, resumed = fit(tmp_path)
     assert (again.global_step, resumed.restored_step) == (14, 5)
 

@@ -31,7 +31,8 @@ MOC_3_OF_6 = replace(MOC_1, policy=("moc", 3), model={"experts": 6, "layers": 3}
 
 def _check(run: Run, *, every_step_saved: bool = True) -> Recount:
     experts = run.model.get("experts", 4)
-    recount = Recount(run.model.get("layers", 2), experts, run.policy[1], tuple(range(experts)), run.model.get("stacked", True))
+    layers, stacked = run.model.get("layers", 2), run.model.get("stacked", True)
+    recount = Recount(layers, experts, run.policy[1], tuple(range(experts)), stacked)
     check_history(recount, [split_lives(events(run))], every_step_saved=every_step_saved)
     assert_promises_kept(run)
     assert_store_sound(run, ended=True)

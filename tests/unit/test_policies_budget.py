@@ -102,7 +102,9 @@ def test_top_up_keeps_the_budget_with_the_fewest_experts(data):
     budget = 0.07
 
     def kept(more):
-        return lost + sum(int(unsaved[c]) for c in cells if c not in stored | set(more)) <= Fraction(str(budget)) * routed
+        return (
+            lost + sum(int(unsaved[c]) for c in cells if c not in stored | set(more)) <= Fraction(str(budget)) * routed
+        )
 
     more = top_up(at(unsaved, lost, routed), stored, budget)
     assert not set(more) & stored

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -58,6 +58,7 @@ class Recorded(TinyMoE):
         self.validations: list[tuple[int, int]] = []
         self.stepped: list[int] = []
         self.ends: list[int] = []
+        self.left_open: list[int] = []
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_step == self.stop:
@@ -73,7 +74,9 @@ class Recorded(TinyMoE):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.trained.append((self.trainer.current_epoch, batch_idx, self.numbers))
-        self.stepped.append(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+        loop = self.trainer.fit_loop.epoch_loop
+        self.stepped.append(loop._batches_that_stepped)
+        self.left_open.append(loop.val_loop.batch_progress.total.ready - loop.val_loop.batch_progress.total.completed)
         if self.log_path is not None:
             with open(self.log_path, "a") as file:
                 file.write(json.dumps([self.trainer.current_epoch, self.trainer.global_step, self.numbers]) + "\n")
@@ -174,10 +177,10 @@ CASES = [
     (ragged, Recorded, 12, {"accumulate_grad_batches": 1, "val_check_interval": 0.25}),
     (plain, Planned, 4, {"accumulate_grad_batches": 3}),
     (plain, Recorded, 5, {"limit_train_batches": 5}),
-    (plain, Recorded, 8, {"limit_train_batches": 5, "limit_val_batches": 0}),
+    (plain, Recorded, 5, {"limit_train_batches": 5, "limit_val_batches": 0}),
     (batched, Recorded, 10, {}),
     (two, Recorded, 10, {}),
-    (two, Recorded, 15, {}),
+    (two, Recorded, 9, {}),  # the shorter one is in its second round
     (both_keep_a_position, Recorded, 10, {}),
 ]
 
@@ -250,6 +253,7 @@ def test_the_loops_go_on_as_those_of_another_number_of_ranks(
     assert [at for epoch, at, _ in second.trained if epoch == 0] == list(batches)
     assert [at for epoch, at, _ in second.trained if epoch == 1] == list(range(trainer.num_training_batches))
     assert second.validations == validations
+    assert second.left_open[0] == (len(batches) > 0 and (0, batches[0]) in validations)  # as Lightning leaves it
     assert second.ends == [0, 1]
     assert first.stepped + second.stepped == list(range(len(first.trained) + len(second.trained)))
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
@@ -260,6 +264,28 @@ def test_the_loops_go_on_as_those_of_another_number_of_ranks(
     trained = joined(numbers for epoch, _, numbers in second.trained if epoch == 0)
     assert trained == mine[: len(trained)]
     assert len(trained) == len(mine) or "limit_train_batches" in options or drop_last
+
+
+def test_the_position_is_kept_where_no_number_of_whole_batches_leads(tmp_path):
+    """20 samples by one rank, 8 by two, the rest by three; 12 of the next epoch, then one rank again."""
+    fit(tmp_path, functools.partial(plain, 64, (1, 0)), stop=5)
+    fit(tmp_path, functools.partial(plain, 64, (2, 0)), stop=6)
+    module, _, _ = fit(tmp_path, functools.partial(plain, 64, (3, 0)), stop=10)
+    assert [at for epoch, at, _ in module.trained if epoch == 0] == [3, 4, 5]
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(5)).tolist()
+    assert joined(numbers for epoch, _, numbers in module.trained if epoch == 0) == order[28::3]
+    module, _, _ = fit(tmp_path, functools.partial(plain, 64, (1, 0)))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(6)).tolist()
+    assert joined(numbers for _, _, numbers in module.trained) == order[12:]
+
+
+def test_a_validation_made_after_a_restart_is_not_taken_for_one_that_broke_off(tmp_path):
+    """At the end of its epoch, in which none is due, with other ranks by whose count one is."""
+    two_ranks, one = (functools.partial(plain, 40, (world, 0)) for world in (2, 1))
+    lives = [fit(tmp_path, make, stop=stop, **TWO)[0] for make, stop in ((two_ranks, 4), (two_ranks, 5), (one, None))]
+    assert lives[1].validations == [(0, 4)]
+    assert lives[2].validations[0] == (1, 2)
+    assert joined(life.stepped for life in lives) == list(range(15))
 
 
 def test_accumulation_after_a_restart_with_another_number_of_ranks(tmp_path):
@@ -287,8 +313,8 @@ def test_other_loaders_are_refused(tmp_path):
 def test_a_run_from_the_beginning_takes_no_position_from_before(tmp_path):
     """The same loader in another run, which was broken off after a resume."""
     loader = plain()
-    fit(tmp_path / "a", lambda: loader, stop=11)
-    fit(tmp_path / "a", lambda: loader, stop=13)
+    fit(tmp_path / "a", lambda: loader, stop=3)
+    fit(tmp_path / "a", lambda: loader, stop=5)
     module, _, _ = fit(tmp_path / "b", lambda: loader)
     assert module.trained == _uninterrupted(plain, Recorded, ())[0].trained
 
@@ -378,3 +404,28 @@ def test_real_ranks_train_on_each_sample_once(tmp_path, worlds):
     ]
     assert all(lives)
     assert sorted(joined(lives)) == list(range(48))
+
+
+def _tensor_parallel(rank: int, world_size: int, root: str) -> str:
+    """Two ranks that hold one replica of the model, and a sampler that takes them for two replicas."""
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+
+    class Whole(Recorded):
+        def configure_model(self):
+            pass
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world_size, max_epochs=1, logger=False, callbacks=[MoECheckpoint(Dense(1), root)],
+        strategy=ModelParallelStrategy(1, world_size, process_group_backend="gloo"),
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )
+    with pytest.raises(ConfigError) as refused:
+        trainer.fit(Whole(), plain())
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_replica_must_be_told_apart(tmp_path):
+    for message in run_ranks(_tensor_parallel, 2, str(tmp_path)):
+        assert re.search("deals to 2 ranks.* trains 1 replicas.* num_replicas= and rank=", message)

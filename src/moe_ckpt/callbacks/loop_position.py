@@ -54,7 +54,9 @@ def go_on_at(trainer: Any, whole: float, left: float) -> int:
     if math.isinf(whole):
         return int(current.processed)
     done = int(min(whole - left, trainer.fit_loop.max_batches))
-    interrupted, ended = loop.val_loop.restarted_mid_evaluation, progress.is_last_batch
+    # Lightning's own word for it also holds after one that was made again after a restart, and came to its end.
+    interrupted = loop.val_loop.restarted_mid_evaluation and not loop.val_loop.batch_progress.is_last_batch
+    ended = progress.is_last_batch
     over = done >= trainer.fit_loop.max_batches
     if done == current.processed and over == ended:
         return done
@@ -66,7 +68,7 @@ def go_on_at(trainer: Any, whole: float, left: float) -> int:
     due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     if over and not ended and due:
         _interrupt(loop.val_loop)
-    elif interrupted and not due:
+    elif not (interrupted and due):
         _leave_out(loop.val_loop)
     loop.update_restart_stage()
     # The step counter of loggers, which is one behind in checkpoints, save for that of an epoch's last batch.

@@ -362,7 +362,7 @@ def _ranks(rank: int, world_size: int, root: str, log: str, stop: int | None, ki
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     pl.seed_everything(7, verbose=False)
     module = Recorded(stop, kill, f"{log}.{rank}")
-    checkpoint = MoECheckpoint(Dense(1), root, when_busy="wait")
+    checkpoint = MoECheckpoint(Dense(2), root, when_busy="wait")  # of 1, a batch of one might be left
     trainer = pl.Trainer(
         accelerator="cpu", devices=world_size, max_epochs=2, logger=False, callbacks=[checkpoint],
         strategy=DDPStrategy(process_group_backend="gloo") if world_size > 1 else "auto",

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.policies.budget import PLT_BUDGETS, at_risk, level_k, resolve_budget, tokens_left, top_up
+from moe_ckpt.policies.budget import PLT_BUDGETS, at_risk, dynamic_k, resolve_budget, tokens_left, top_up
 from tests.unit.builders import catalog, context
 
 
@@ -22,50 +21,47 @@ def test_budgets_have_the_papers_names():
     assert resolve_budget(0.01) == 0.01
 
 
-def faults(*pairs):
-    return tuple(FaultRecord(step, lost, 1, routed) for step, (lost, routed) in enumerate(pairs))
-
-
 @pytest.mark.parametrize(
-    ("history", "k"),
+    ("lost", "routed", "k"),
     [
-        ((), 1),
-        (((20, 1000),), 1),  # the first level may lose 2 % of 1000, half of the budget
-        (((21, 1000),), 2),
-        (((20, 1000), (20, 2000)), 1),  # 40 of 2000
-        (((20, 1000), (21, 2000)), 2),
-        (((21, 1000), (10, 1000)), 2),  # the second one 1 %, with nothing spent
-        (((21, 1000), (10, 1000), (1, 1000)), 4),
-        (((21, 1000), (11, 1000), (6, 1000)), 6),  # 8 experts would be more than there are
-        (((21, 1000), (11, 1000), (6, 1000), (500, 1000)), 6),
-        (((1, 0),), 2),
+        (0, 0, 1),
+        (1, 0, 6),
+        (20, 1000, 1),  # the first level may lose 2 %, half of the budget
+        (21, 1000, 2),
+        (30, 1000, 2),  # the second one 1 %, half of the rest
+        (31, 1000, 4),
+        (35, 1000, 4),
+        (36, 1000, 6),  # 8 experts would be more than there are
+        (500, 1000, 6),
+        (36, 1199, 4),  # more is routed, and the same loss is a smaller part of it
+        (36, 1200, 2),
+        (36, 1800, 1),
     ],
 )
-def test_k_doubles_when_its_share_is_spent(history, k):
-    assert level_k(faults(*history), 1, 6, 0.04) == k
+def test_k_doubles_when_its_share_is_spent(lost, routed, k):
+    assert dynamic_k(1, 6, lost, routed, 0.04) == k
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 100), st.integers(0, 1000)), max_size=12),
-    st.integers(1, 9),
-    st.integers(1, 70),
-    st.floats(0.001, 0.5),
-)
-def test_k_never_falls_and_never_leaves_its_levels(history, k, experts, budget):
+TOKENS = st.integers(0, 10**15)
+
+
+@given(TOKENS, TOKENS, TOKENS, st.integers(1, 9), st.integers(1, 70), st.floats(0.001, 0.5))
+def test_k_rises_with_lost_tokens_and_falls_with_routed_ones(lost, more, routed, k, experts, budget):
     experts = max(experts, k)
-    ks = [level_k(faults(*history[:n]), k, experts, budget) for n in range(len(history) + 1)]
-    assert ks == sorted(ks)
-    assert set(ks) <= {min(k * 2**i, experts) for i in range(10)}
+    found = dynamic_k(k, experts, lost, routed, budget)
+    assert found in {min(k * 2**i, experts) for i in range(10)}
+    assert found <= dynamic_k(k, experts, lost + more, routed, budget)
+    assert found >= dynamic_k(k, experts, lost, routed + more, budget)
 
 
-@given(st.integers(1, 8), st.floats(0.001, 0.5), st.integers(1, 10**15))
+@given(st.integers(1, 8), st.floats(0.001, 0.5), st.integers(0, 10**15))
 def test_what_levels_may_lose_is_together_below_the_budget(levels, budget, routed):
     """Levels that each lose exactly their share stay where they are; one token more, and K doubles."""
-    shares = [int(Fraction(str(budget)) * routed / 2 ** (i + 1)) for i in range(levels)]
-    assert sum(shares) <= budget * routed
-    history = [(share + 1, routed) for share in shares[:-1]]
-    assert level_k(faults(*history, (shares[-1], routed)), 1, 2**levels, budget) == 2 ** (levels - 1)
-    assert level_k(faults(*history, (shares[-1] + 1, routed)), 1, 2**levels, budget) == 2**levels
+    shares = [Fraction(str(budget)) * routed / 2 ** (i + 1) for i in range(levels)]
+    lost = int(sum(shares))
+    assert lost <= Fraction(str(budget)) * routed
+    assert dynamic_k(1, 2**levels, lost, routed, budget) <= 2 ** (levels - 1)
+    assert dynamic_k(1, 2**levels, lost + 1, routed, budget) == 2**levels
 
 
 def at(unsaved, lost, routed, **facts):

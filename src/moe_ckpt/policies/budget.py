@@ -6,13 +6,13 @@ functions are pure, and everything they need is in the manifest, so what they sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from fractions import Fraction
 
 import numpy as np
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.selection import Expert, known
@@ -40,19 +40,21 @@ def resolve_budget(value: float | str, owner: str = "plt_budget") -> float:
     )
 
 
-def level_k(faults: Iterable[FaultRecord], k: int, experts: int, budget: float) -> int:
-    """K after ``faults``, beginning with ``k`` (Dynamic-K, PEC section 3.1).
+def dynamic_k(k: int, experts: int, lost: int, routed: int, budget: float) -> int:
+    """K once ``lost`` of ``routed`` tokens are lost: it doubles whenever half of the budget's rest is used up.
 
-    The levels are k, 2k, 4k, ... up to ``experts``, where nothing is lost any more. Level i may lose
-    ``budget / 2**(i+1)`` of the tokens routed so far: a geometric split, so all shares together stay below the
-    budget however many levels there are. A fault's loss counts against the level that it happened in; when a level
-    has lost more than its share, the next one begins, with nothing spent.
+    Dynamic-K, PEC section 3.1. The levels are k, 2k, 4k, ... up to ``experts``, where nothing is lost any more; level i
+    may lose ``budget / 2**(i+1)`` of all tokens routed so far. So all levels together stay below the budget, however
+    many there are. Tokens routed since then make room: K falls again, to what the run can afford. (The paper only
+    ever raises it. A long run that fails often then ends with dense checkpoints, most of its budget unspent.)
     """
-    share, spent = _exactly(budget) / 2, 0
-    for fault in faults:
-        spent += fault.lost_tokens
-        if k < experts and spent > share * fault.routed_tokens:
-            k, share, spent = min(2 * k, experts), share / 2, 0
+    allowed, share = Fraction(0), _exactly(budget)
+    while k < experts:
+        share /= 2
+        allowed += share
+        if lost <= allowed * routed:
+            break
+        k = min(2 * k, experts)
     return k
 
 

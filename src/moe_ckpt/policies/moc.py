@@ -9,7 +9,7 @@ from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import PolicyContext, interval_passed, require_positive
-from moe_ckpt.policies.budget import level_k, resolve_budget, top_up
+from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.selection import Request, experts_of
 from moe_ckpt.policies.selectors import SELECTORS
 
@@ -28,8 +28,9 @@ class MoC:
     snapshot_k: experts per MoE layer that are copied to host memory, k <= snapshot_k <= E (two-level PEC). Those that
         are not written stay there until the next checkpoint, for a recovery that finds this memory alive. None: k.
     plt_budget: portion of lost tokens to stay within, a number or a name in ``policies.budget.PLT_BUDGETS``. K then
-        doubles as faults use it up (``level_k``), snapshot_k with it where it must, and a checkpoint that would let
-        one more fault break the budget saves more experts (``top_up``). None: K stays as it is.
+        doubles as faults use it up, and falls as training goes on (``dynamic_k``), snapshot_k with it where it must;
+        and a checkpoint that would let one more fault break the budget saves more experts (``top_up``). None: K stays
+        as it is.
     """
 
     k: int = 1
@@ -69,11 +70,11 @@ class MoC:
                     raise ConfigError(f"MoC({name}={value}): layer {layer.name!r} has only {layer.experts} experts")
 
     def current_k(self, context: PolicyContext) -> int:
-        """Experts per layer that go to storage after the faults so far."""
+        """Experts per layer that go to storage, with what was lost so far."""
         if self.budget is None:
             return self.k
         most = max((layer.experts for layer in context.catalog.layers), default=self.k)
-        return level_k(context.faults, self.k, most, self.budget)
+        return dynamic_k(self.k, most, context.lost_tokens, context.routed_tokens, self.budget)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_ckpt.core.window import Window
 
 
 class Fidelity(str, enum.Enum):
@@ -43,6 +47,8 @@ class SnapshotPlan:
     k: experts per layer that the policy sends to storage at present, where it counts them so (MoC).
     plt_budget: portion of lost tokens that the policy keeps to, if it does.
     halt: why training should end in good order after this step, if it should.
+    window, slot: the sparse window that this step belongs to, and its place in it (MoEvement). Such a step's
+        snapshot is no checkpoint by itself: that exists when the window's last one is committed.
     """
 
     step: int
@@ -51,12 +57,20 @@ class SnapshotPlan:
     k: int | None = None
     plt_budget: float | None = None
     halt: str | None = None
+    window: Window | None = None
+    slot: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.items)
 
     def operators(self, tier: Tier = Tier.STORAGE) -> tuple[str, ...]:
-        return tuple(item.operator for item in self.items if item.tier is tier)
+        """What goes to ``tier`` at full fidelity."""
+        return tuple(item.operator for item in self.items if item.tier is tier and item.fidelity is Fidelity.FULL)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """What goes to storage at compute fidelity."""
+        return tuple(item.operator for item in self.items if item.fidelity is Fidelity.COMPUTE)
 
 
 def save_nothing(step: int) -> SnapshotPlan:

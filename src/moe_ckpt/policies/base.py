@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,33 @@ class Measured:
     checkpoint_cost_secs: time one checkpoint adds to training: stalls plus the slowdown of the
     iterations that ran beside it.
     persist_secs: from the start of a snapshot to its commit.
+    copy_bytes_per_sec, persist_bytes_per_sec: of the slowest rank: from live tensors to host memory, and from there to
+    a commit. Not the maximum but the minimum over ranks.
     """
 
     iteration_secs: float | None = None
     checkpoint_cost_secs: float | None = None
     persist_secs: float | None = None
+    copy_bytes_per_sec: float | None = None
+    persist_bytes_per_sec: float | None = None
 
 
 def _nothing() -> Counts:
     return np.zeros((0, 0), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """How much work each expert got, ``[L, E]`` each, summed over ranks; columns beyond a layer's E are 0.
+
+    hard: tokens routed since the newest window began, or since the run's start.
+    soft: gate probabilities, summed likewise; all 0 where the router does not tell them.
+    decayed: tokens per step, ``A <- 0.9 A + 0.1 count`` at each step.
+    """
+
+    hard: Counts = field(default_factory=_nothing)
+    soft: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    decayed: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,11 @@ class PolicyContext:
     expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
     popularity: ``A[l][e]``, tokens assigned in this step.
     faults, lost_tokens, routed_tokens: history of the run (for Dynamic-K).
+    window, next_slot: the newest sparse window, as long as no snapshot of it failed or was left out, and how many of
+        its slots have begun; None and 0 if there is none.
+    sizes: bytes of every operator, as its tensors are now.
+    activity: what popularity orders go by.
+    snapshot_bytes: most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
     """
 
     step: int
@@ -68,6 +95,11 @@ class PolicyContext:
     faults: tuple[FaultRecord, ...] = ()
     lost_tokens: int = 0
     routed_tokens: int = 0
+    window: Window | None = None
+    next_slot: int = 0
+    sizes: Mapping[str, OperatorBytes] = field(default_factory=dict)
+    activity: Activity = field(default_factory=Activity)
+    snapshot_bytes: int | None = None
 
 
 @runtime_checkable

@@ -74,6 +74,7 @@ class Books:
         self.last_step = manifest.step
         if same_store:
             self.committed_step = manifest.step
+            self.at_risk_tokens = int(self.tokens.unsaved().sum())  # of experts that memory had newer than storage
             for op, record in manifest.operators.items():
                 self._hold(record.step, (op,))
         return fault

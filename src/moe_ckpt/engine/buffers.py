@@ -49,6 +49,7 @@ class HostBufferPool:
         self._lent: set[HostBuffer] = set()
         self._making_bytes = 0
         self._usual_bytes = 0
+        self._retired = False
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> HostBuffer | None:
@@ -97,17 +98,27 @@ class HostBufferPool:
             self._lent.add(buffer)
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """The lender no longer reads or writes ``buffer``. One of an unusual size is not kept.
+        """The lender no longer reads or writes ``buffer``. One of an unusual size, or beyond the budget, is not kept.
 
         Raises:
             ValueError: it is not lent out. Lending it on would give two snapshots the same memory.
         """
         with self._lock:
+            if self._retired:
+                return
             if buffer not in self._lent:
                 raise ValueError("a host buffer was given back twice, or to a pool that did not lend it")
             self._lent.remove(buffer)
-            if not self._usual_bytes or _serves(buffer, self._usual_bytes):
+            usual = not self._usual_bytes or _serves(buffer, self._usual_bytes)
+            if usual and self._held() + buffer.nbytes <= self.budget_bytes:
                 self._free.append(buffer)
+
+    def retire(self) -> None:
+        """Lend and keep nothing any more. What is lent out lives as long as whoever uses it."""
+        with self._lock:
+            self._retired, self.budget_bytes = True, 0
+            self._free.clear()
+            self._lent.clear()
 
     def expect(self, nbytes: int) -> bool:
         """Say that snapshots of ``nbytes`` are the rule from now on; True if that is more than before.
@@ -137,7 +148,8 @@ class HostBufferPool:
             ctypes.memset(buffer.memory.data_ptr(), 0, size)
         with self._lock:
             self._making_bytes -= size
-            self._free.append(buffer)
+            if not self._retired:
+                self._free.append(buffer)
         return True
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:

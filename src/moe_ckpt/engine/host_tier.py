@@ -103,6 +103,10 @@ class HostTier:
         for held in kept:
             pool.adopt(held.buffer)
 
+    def retire(self) -> None:
+        """The session ended: of all its buffers only those held here outlive it."""
+        self._pool.retire()
+
     def surrender(self) -> tuple[HeldCheckpoint, ...]:
         """Hand over everything held. A thread of the old session that is still at work cannot touch it any more."""
         with self._lock:
@@ -167,6 +171,7 @@ class _Registered:
     run_id: str
     tier: HostTier
     in_use: bool = True
+    passed_over: bool = False
 
 
 _registry: list[_Registered] = []
@@ -176,10 +181,13 @@ _registry_lock = threading.Lock()
 def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
     """The tier for a new session on the store at ``root``: what an earlier one left in this process, or an empty one.
 
-    What is left of another run that once used the same directory can never be used again, and is freed.
+    What is left of another run that once used the same directory can never be used again, and is freed. What is
+    left of other stores is passed over: see ``leave``.
     """
     with _registry_lock:
         _registry[:] = [r for r in _registry if r.in_use or r.root != root or r.run_id == run_id]
+        for other in _registry:
+            other.passed_over = other.passed_over or (not other.in_use and other.root != root)
         left = [r for r in _registry if not r.in_use and (r.root, r.run_id) == (root, run_id)]
         kept: tuple[HeldCheckpoint, ...] = ()
         if left:
@@ -192,8 +200,15 @@ def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
 
 
 def leave(tier: HostTier, *, keep: bool) -> None:
-    """The session that claimed ``tier`` ends. keep: it failed, so that what is held may be needed again."""
+    """The session that claimed ``tier`` ends. keep: it failed, so that what is held may be needed again.
+
+    A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
+    last one: what was left before this session began, by a run that was not started again, is freed.
+    """
+    tier.retire()
     with _registry_lock:
+        if keep and tier.nbytes:
+            _registry[:] = [r for r in _registry if r.in_use or not r.passed_over]
         for registered in [r for r in _registry if r.tier is tier]:
             registered.in_use = False
             if keep and tier.nbytes:

@@ -74,7 +74,8 @@ class Persister:
         self._in_flight = 0
         self._resolutions: deque[Resolution] = deque(maxlen=_REMEMBERED)
         self._fatal: BaseException | None = None
-        self._ended = False
+        self._ended = self._through = False
+        self._afterwards: Callable[[], None] = lambda: None
         self._renewed = time.monotonic()
         # A daemon: a peer that is gone must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="moe_ckpt-persist", daemon=True)
@@ -116,11 +117,17 @@ class Persister:
         if error is not None:
             raise error
 
-    def close(self, timeout_secs: float) -> bool:
-        """Stop after what is queued; False if the thread still runs after ``timeout_secs``."""
+    def close(self, timeout_secs: float, afterwards: Callable[[], None]) -> bool:
+        """Stop after what is queued; False if the thread still runs after ``timeout_secs``.
+
+        afterwards: in that case, and only then, called by the thread when it has written its last.
+        """
         self._queue.put(None)
         self._thread.join(timeout_secs)
-        return not self._thread.is_alive()
+        with self._changed:
+            if not self._through:
+                self._afterwards = afterwards
+            return self._through
 
     def _run(self) -> None:
         try:
@@ -135,6 +142,10 @@ class Persister:
             with self._changed:
                 self._fatal, self._ended = error, True
                 self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._through = True
+            self._afterwards()
 
     def _next(self) -> Snapshot | None:
         """The next snapshot, or None at the end; keeps the store's lock alive meanwhile."""

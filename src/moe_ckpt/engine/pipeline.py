@@ -87,15 +87,15 @@ class Pipeline:
         self._copy: Copy | None = None
         self._restless: set[str] = set()
         self._sequence = 0
-        self._last_nbytes = 0
+        self._last_nbytes = self._partial_nbytes = 0
         self._gave_up = False
         self._closing = False
 
     @property
     def busy(self) -> bool:
-        """True if another snapshot, as large as the last one, would have to wait for one under way."""
+        """True if another snapshot, as large as the last one or as any partial one, would wait for one under way."""
         return self._persister.in_flight >= self._settings.max_in_flight or not self._pool.fits(
-            self._last_nbytes, self.host_tier.droppable_bytes
+            max(self._last_nbytes, self._partial_nbytes), self.host_tier.droppable_bytes
         )
 
     @property
@@ -147,6 +147,7 @@ class Pipeline:
         )
         self._sequence += 1
         self._last_nbytes = nbytes
+        self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)
         self._persister.submit(snapshot)
         if partial and self._pool.expect(nbytes):
             self._copier.later(self._top_up)
@@ -237,16 +238,17 @@ class Pipeline:
         """Raise, once, the error that ended the persist thread."""
         self._persister.raise_fatal()
 
-    def close(self, timeout_secs: float, *, keep: bool) -> bool:
+    def close(self, timeout_secs: float, *, keep: bool, afterwards: Callable[[], None]) -> bool:
         """Stop the threads once what is queued is done; False if writing was still going on.
 
         keep: training failed, so leave the recovery buffer in memory for whoever starts it again here.
+        afterwards: see ``Persister.close``.
         """
         self._closing = True
         try:
             self.join()
         finally:
-            ended = self._persister.close(timeout_secs)
+            ended = self._persister.close(timeout_secs, afterwards)
             self._copier.close()
             host_tier.leave(self.host_tier, keep=keep)
         return ended

@@ -269,7 +269,8 @@ class CheckpointSession:
             self.committed_directory = step_dir(pending.step, pending.generation)
 
     def _carry_out(self, plan: SnapshotPlan, capture: Capture, *, busy: bool) -> StepRecord:
-        if busy and not plan.wait and self._settings.when_busy == "skip":
+        last = plan.halt is not None  # nothing comes after it that could make up for it
+        if busy and not (plan.wait or last) and self._settings.when_busy == "skip":
             log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
             self._skips += 1
             return StepRecord(plan.step, skipped=True)
@@ -371,7 +372,9 @@ class CheckpointSession:
     def _close(self, timeout_secs: float | None, *, keep: bool) -> None:
         pipeline, self._pipeline = self._pipeline, None
         try:
-            ended = pipeline is None or pipeline.close(timeout_secs or self._settings.timeout_secs, keep=keep)
+            ended = pipeline is None or pipeline.close(
+                timeout_secs or self._settings.timeout_secs, keep=keep, afterwards=self._lock.release
+            )
         except BaseException:  # a copy that broke is raised, but must not keep the store locked
             self._lock.release()
             raise
@@ -380,7 +383,7 @@ class CheckpointSession:
         elif not ended:
             self._abandoned = True
             # Its thread may still write: whoever comes next in this process must not share the store with it.
-            log.warning("a checkpoint is still being written; it is not waited for, and the store stays locked")
+            log.warning("a checkpoint is still being written; it is not waited for; until then the store stays locked")
         self._comm.close()
 
     @property

@@ -1,0 +1,207 @@
+"""What host memory costs a process that lives on: no more than the recovery buffer outlives a session."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+
+from moe_ckpt.core.operators import expert_id
+from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.errors import StoreInUseError
+from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.storage import LocalStorage
+from tests.unit.engine_parts import PATIENCE_SECS, GatedStorage, Life, manifests, steps_of_experts
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    host_tier.release()
+    yield
+    host_tier.release()
+
+
+@pytest.fixture
+def buffers(monkeypatch):
+    """All buffers made during the test that still exist."""
+    alive: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+    make = HostBufferPool._make
+
+    def made(self, size):
+        buffer = make(self, size)
+        alive.add(buffer)
+        return buffer
+
+    monkeypatch.setattr(HostBufferPool, "_make", made)
+    return alive
+
+
+def nbytes_of(buffers) -> int:
+    gc.collect()
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def fail(root, policy=None, **settings) -> None:
+    """One life that ends by a fault which leaves the process alive, and of which the caller keeps nothing."""
+    with Life(LocalStorage(root), policy=policy or MoC(k=1, snapshot_k=4), **settings) as life:
+        life.go(5, settle=True)
+
+
+def resume(life: Life):
+    restored = resume_newest(life.storage, life.session._comm, life.state, life.session.host_tier)
+    life.step = restored.manifest.step
+    return life.session.adopt(restored.manifest, held=restored.held)
+
+
+def test_after_a_fault_only_the_recovery_buffer_is_left(tmp_path, buffers):
+    fail(tmp_path)
+    kept = host_tier._registry[0].tier.nbytes
+    assert nbytes_of(buffers) == kept > 0, "of three buffers one"
+    assert host_tier.release() == kept
+    assert nbytes_of(buffers) == 0
+
+
+def test_a_snapshot_under_way_when_the_fault_came_leaves_nothing_once_its_thread_ended(tmp_path, buffers):
+    storage = GatedStorage(tmp_path)
+    with Life(storage, policy=MoC(k=1, snapshot_k=4)) as life:
+        life.go(3, settle=True)
+        storage.gate.clear()
+        life.go(2)
+        writer = life.session._running._persister._thread
+        life.session.close(0.2)
+    del life
+    storage.gate.set()
+    writer.join(PATIENCE_SECS)
+    assert [held.step for held in host_tier._registry[0].tier._kept] == [5], "what was committed after all"
+    assert nbytes_of(buffers) == host_tier._registry[0].tier.nbytes > 0
+
+
+@pytest.mark.parametrize("policy", [MoC(k=1, snapshot_k=4), Dense()], ids=["moc", "dense"])
+def test_many_runs_that_end_well_leave_nothing(tmp_path, buffers, policy):
+    for number in range(4):
+        with Life(LocalStorage(tmp_path / str(number)), policy=policy) as life:
+            life.go(3)
+            life.finish()
+        del life
+    assert host_tier._registry == []
+    assert nbytes_of(buffers) == 0
+
+
+def test_many_runs_that_fail_in_stores_of_their_own_leave_the_memory_of_the_last(tmp_path, buffers):
+    """As in a search over hyperparameters, whose trials are ended by an exception."""
+    for number in range(4):
+        fail(tmp_path / str(number))
+        assert [r.root for r in host_tier._registry] == [LocalStorage(tmp_path / str(number)).root]
+    assert nbytes_of(buffers) == host_tier._registry[0].tier.nbytes
+
+
+def test_another_run_in_between_costs_a_run_its_memory_only_if_it_fails_too(tmp_path):
+    fail(tmp_path / "a")
+    with Life(LocalStorage(tmp_path / "b"), policy=MoC(k=1, snapshot_k=4)) as other:
+        other.go(3)
+        other.finish()
+    with Life(LocalStorage(tmp_path / "a"), policy=MoC(k=1, snapshot_k=4)) as life:
+        assert resume(life).lost_tokens == 0
+
+
+def test_two_runs_at_a_time_both_keep_theirs(tmp_path):
+    """Neither began after the other had failed."""
+    with (
+        Life(LocalStorage(tmp_path / "a"), policy=MoC(k=1, snapshot_k=4)) as one,
+        Life(LocalStorage(tmp_path / "b"), policy=MoC(k=1, snapshot_k=4)) as two,
+    ):
+        one.go(4, settle=True)
+        two.go(4, settle=True)
+    with (
+        Life(LocalStorage(tmp_path / "a"), policy=MoC(k=1, snapshot_k=4)) as one,
+        Life(LocalStorage(tmp_path / "b"), policy=MoC(k=1, snapshot_k=4)) as two,
+    ):
+        assert resume(one).lost_tokens == resume(two).lost_tokens == 0
+
+
+def test_a_buffer_of_an_earlier_life_with_a_larger_budget_is_not_used_again(tmp_path):
+    fail(tmp_path)
+    size = host_tier._registry[0].tier.nbytes
+    settings = {"host_memory_bytes": int(size * 0.7), "when_busy": "wait"}
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1), **settings) as life:
+        resume(life)
+        pool = life.session._running._pool
+        for _ in range(3):
+            life.go(1, settle=True)
+            assert pool.held_bytes <= pool.budget_bytes
+
+
+def test_a_session_that_failed_in_the_middle_of_a_write_leaves_the_store_to_the_next_once_that_is_through(tmp_path):
+    """A fault that the process survives must not lock it out of its own run."""
+    storage = GatedStorage(tmp_path)
+    with Life(storage, policy=MoC(k=1, snapshot_k=4)) as life:
+        life.go(3, settle=True)
+        storage.gate.clear()
+        life.go(1)
+        writer = life.session._running._persister._thread
+        life.session.close(0.2)
+        with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
+            pass
+    storage.gate.set()
+    writer.join(PATIENCE_SECS)
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as second:
+        assert resume(second).lost_tokens == 0
+        assert second.step == 4
+        with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
+            pass
+        second.go(1, settle=True)
+    assert [m.step for m in manifests(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_what_only_memory_had_is_at_risk_until_storage_has_it(tmp_path):
+    fail(tmp_path)
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
+        assert resume(life).lost_tokens == 0
+        stored = {op: record.step for op, record in manifests(tmp_path)[-1].operators.items()}
+        lacking = int(((5 - steps_of_experts(stored)) * life.counts).sum())
+        assert life.session.books.at_risk_tokens == lacking > 0
+    host_tier.release()
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
+        assert resume(life).lost_tokens == lacking, "and that is what it would have cost"
+        assert life.session.books.at_risk_tokens == 0
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Everything but the experts at each step; three experts of each layer at every third step, else one."""
+
+    def check(self, catalog) -> None:
+        pass
+
+    def describe(self):
+        return {"name": "uneven"}
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        if context.missing:
+            return save_full(context.step, tuple(op.id for op in context.catalog.operators))
+        number = 3 if context.step % 3 == 1 else 1
+        chosen = {expert_id(layer, e) for layer in range(2) for e in range(number)}
+        chosen |= {op.id for op in context.catalog.always_saved}
+        return save_full(context.step, tuple(op.id for op in context.catalog.operators if op.id in chosen))
+
+
+def test_a_large_snapshot_after_a_small_one_is_skipped_rather_than_waited_for(tmp_path):
+    """There is room for one of each, but the small one may have been given a large one's buffer."""
+    with Life(LocalStorage(tmp_path / "probe"), policy=Uneven()) as life:
+        large = life.go(4, settle=True).nbytes
+    storage = GatedStorage(tmp_path / "run")
+    with Life(storage, policy=Uneven(), host_memory_bytes=int(large * 1.9)) as life:
+        life.go(5, settle=True)
+        storage.gate.clear()
+        records = [life.go(1), life.go(1)]  # with nobody to open the gate, waiting would end in an error
+        storage.gate.set()
+        life.settle()
+        life.go(1, settle=True)
+    assert [(r.begun, r.waited) for r in records] == [(True, False), (False, False)]
+    assert not any(r.waited for r in life.records)

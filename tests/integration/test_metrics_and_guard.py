@@ -117,6 +117,22 @@ def test_a_csv_logger_gets_every_number_and_the_metrics_agree(tmp_path):
     assert checkpoint.metrics["expert_ages"].plot()[1].images[0].get_array().shape == (2, 4)
 
 
+def test_a_trainer_that_logs_nothing_gets_nothing_logged(tmp_path):
+    trainer, checkpoint = fit(tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=0, max_steps=3)
+    assert trainer.global_step == 3
+    assert not trainer.logger.experiment.metrics
+    assert checkpoint.metrics["plt"].compute() == 0
+
+
+def test_a_trainer_that_fits_on_has_lost_nothing(tmp_path):
+    """Its newest checkpoint is partial, but its own experts are not older than its step."""
+    trainer, checkpoint = fit(tmp_path, save_last=False, max_steps=6)
+    assert checkpoint.last.at_risk_plt > 0
+    trainer.fit_loop.epoch_loop.max_steps = 9
+    trainer.fit(trainer.lightning_module, loader(32))
+    assert (checkpoint.last.step, checkpoint.last.lost_tokens) == (9, 0)
+
+
 def test_skewness_is_that_of_the_steps_routing(tmp_path):
     """Every token to the first two experts: of 4 with p = 1/2, 1/2, 0, 0 the skewness is 1/3."""
 
@@ -145,7 +161,7 @@ def test_a_k_that_rose_is_told_once_by_the_process_that_comes_back(tmp_path, cap
     fit(tmp_path, policy, kill=9)
     first = [message for message in caplog.messages if "experts of each layer are saved" in message]
     assert [message.split(";")[0] for message in first] == [
-        "step 7: 2 experts of each layer are saved per checkpoint from now on, 1 before"
+        "step 7: 4 experts of each layer are saved per checkpoint from now on, 1 before"
     ]
     caplog.clear()
     fit(tmp_path, policy)
@@ -255,6 +271,15 @@ def test_a_halt_without_save_last_keeps_what_was_due(tmp_path):
     manifest = open_step(tmp_path)[1]
     assert trainer.global_step == manifest.step == 5
     assert len({record.step for record in manifest.operators.values()}) > 1
+
+
+def test_a_halting_checkpoint_is_never_skipped(tmp_path):
+    """Step 3 finds both earlier checkpoints still being written."""
+    slow = {"on_phase": lambda phase: time.sleep(0.5) if phase == "write" else None, "when_busy": "skip"}
+    trainer, checkpoint = fit(tmp_path, checkpoint=MoECheckpoint(Halts(3), tmp_path, save_last=False, **slow))
+    assert checkpoint.last.begun
+    assert checkpoint.last.waited
+    assert trainer.global_step == open_step(tmp_path)[1].step == 3
 
 
 def test_guard_stop_ends_a_run_that_has_lost_too_much(tmp_path, caplog):

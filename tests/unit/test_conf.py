@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -92,6 +92,14 @@ def test_two_levels_and_a_budget_reach_moc(user_app):
     assert policy("moe_ckpt.policy.plt_budget=0.02").budget == 0.02
     dynamic = instantiate(user_app("moe_ckpt/policy=moc_dynamic", "moe_ckpt.policy.k=2").moe_ckpt.policy)
     assert dynamic == MoC(k=2, selector="least_loss", plt_budget="default")
+
+
+@pytest.mark.parametrize("budget", ["2", "-1", "0", "foo", "nan"])
+def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app, budget):
+    for own in ("moe_ckpt.policy.plt_budget", "moe_ckpt.plt_budget"):
+        cfg = user_app("moe_ckpt.guard=stop", "moe_ckpt.store.dirpath=x", f"{own}={budget}")
+        with pytest.raises(InstantiationException, match=rf"budget='?{budget}'?: .*between 0 and 1.*'default'"):
+            instantiate(cfg.moe_ckpt)
 
 
 def test_schemas_have_the_fields_and_defaults_of_what_they_describe():

@@ -110,5 +110,7 @@ def test_wrong_settings_are_refused_with_the_choices():
         Guarded(MoC(), "none")
     with pytest.raises(ConfigError, match=r"Guarded\(action='shrug'\).*\['escalate', 'dense', 'stop'\]"):
         Guarded(MoC(), action="shrug")
-    with pytest.raises(ConfigError, match=r"Guarded\(policy='moc'\): a policy has plan"):
+    with pytest.raises(ConfigError, match=r"Guarded\(policy='moc'\): give a policy, which has plan"):
         Guarded("moc")
+    with pytest.raises(ConfigError, match=r"Guarded\(policy=<class.*such as MoC\(\)"):
+        Guarded(MoC)

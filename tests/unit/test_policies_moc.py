@@ -83,6 +83,8 @@ def test_an_unknown_selector_is_refused_with_the_choices():
         ConfigError, match=r"selector='loudest'.*choose from \['least_loss', 'load_aware', 'sequential'\]"
     ):
         MoC(selector="loudest")
+    with pytest.raises(ConfigError, match=r"selector=\['sequential'\]"):
+        MoC(selector=["sequential"])
 
 
 def test_a_model_without_moe_layers_is_refused_with_what_to_do():

@@ -170,6 +170,13 @@ def test_equal_loads_go_by_age_and_then_by_index():
     assert ask(model, unsaved([7, 7, 7, 7]), k=2).stored == ((0, 0), (0, 1))
 
 
+@by_load
+def test_priorities_are_whole_numbers_which_are_alike_on_every_rank(selector):
+    """As floats, these two are equal, and a sum of such depends on its order, which differs between processors."""
+    facts = {"expected_unsaved": unsaved([2**60, 2**60 + 1]), "chosen_at": unsaved([8, 8])}
+    assert selector(context(catalog(1, 2), 9, **facts), Request(1, 1)).stored == ((0, 1),)
+
+
 def test_a_full_rank_gives_no_more_and_the_layer_with_most_at_stake_chooses_first():
     """2 ranks of 2 experts each, 2 layers, K=1: each rank may save one. Among equals the last layer comes first."""
     assert ask(catalog(2, 4), unsaved([7, 8, 2, 1], [9, 1, 1, 1]), ranks=2).stored == ((0, 2), (1, 0))

@@ -217,8 +217,10 @@ class MoECheckpoint(Checkpoint):
         self._step_log = StepLog([layer.experts for layer in catalog.layers], self._step_log.k)
         self._watch = UpdateWatch(trainer, pl_module, self._join, lambda: self._after_batch(trainer))
         if previous is not None and previous.committed_step == trainer.global_step > 0:
-            # The same trainer fits on: its state is the newest checkpoint's, and its loops must not be set back.
-            session.adopt(open_step(os.path.join(self.dirpath, str(previous.committed_directory)))[1])
+            # The same trainer fits on: its state is of the newest checkpoint's step, with no expert older than that,
+            # and its loops must not be set back.
+            manifest = open_step(os.path.join(self.dirpath, str(previous.committed_directory)))[1]
+            session.adopt(manifest, held=previous.books.tokens.applied)
         elif trainer.ckpt_path is not None:
             if session.generation and comm.rank == 0:
                 log.warning(

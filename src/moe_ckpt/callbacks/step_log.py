@@ -35,7 +35,8 @@ class StepLog:
             if self.k is not None and trainer.is_global_zero:
                 _say_k(record, self.k)
             self.k = record.k
-        if record.step % trainer.log_every_n_steps:
+        every = trainer.log_every_n_steps
+        if not every or record.step % every:  # 0 switches logging off
             return
         values = {f"moe_ckpt/{name}": value for name, value in self._values(record, books).items()}
         # Not through log(): this runs after the module's own hook, when Lightning takes no more values for the step.

@@ -35,7 +35,7 @@ class MoCConfig:
     every_n_steps: int = 1
     selector: str = "sequential"
     snapshot_k: Optional[int] = None  # noqa: UP045
-    plt_budget: Optional[Union[float, str]] = None  # noqa: UP007, UP045
+    plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
 
 
 @dataclass
@@ -68,7 +68,7 @@ class CheckpointConfig:
     resume: str = "auto"
     save_last: bool = True
     guard: Optional[str] = None  # noqa: UP045
-    plt_budget: Optional[Union[float, str]] = None  # noqa: UP007, UP045
+    plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     host_memory_bytes: Optional[int] = None  # noqa: UP045
     when_busy: str = "skip"
     max_failures: int = 5

@@ -33,8 +33,10 @@ class Guarded:
     action: str = "escalate"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, Policy):
-            raise ConfigError(f"Guarded(policy={self.policy!r}): a policy has plan(), check() and describe()")
+        if isinstance(self.policy, type) or not isinstance(self.policy, Policy):
+            raise ConfigError(
+                f"Guarded(policy={self.policy!r}): give a policy, which has plan, check and describe, such as MoC()"
+            )
         resolve_budget(self.budget, "Guarded: budget")
         if self.action not in ACTIONS:
             raise ConfigError(f"Guarded(action={self.action!r}): no such action; choose from {list(ACTIONS)}")

@@ -6,14 +6,11 @@ from functools import lru_cache
 from math import ceil
 
 import numpy as np
-import numpy.typing as npt
 
 from moe_ckpt.core.placement import expert_owner
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.selection import Expert, Request, Selection, known
-
-Priorities = npt.NDArray[np.float64]
 
 STALE_ROUNDS = 4
 """An expert not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
@@ -40,7 +37,7 @@ def load_aware(context: PolicyContext, request: Request) -> Selection:
       others, within K and capacity. Where R divides E it waits at most another 2*ceil(E/K) checkpoints: each that
       passes it over takes either K older ones of its layer or a full capacity of older ones of its rank.
     """
-    return _by_priority(context, request, known(context, context.expected_unsaved, 0).astype(np.float64))
+    return _by_priority(context, request, known(context, context.expected_unsaved, 0))
 
 
 def least_loss(context: PolicyContext, request: Request) -> Selection:
@@ -54,11 +51,14 @@ def least_loss(context: PolicyContext, request: Request) -> Selection:
     """
     unsaved = known(context, context.expected_unsaved, 0)
     age = context.step - known(context, context.chosen_at, -1)
-    return _by_priority(context, request, unsaved.astype(np.float64) * age)
+    return _by_priority(context, request, unsaved * age)
 
 
-def _by_priority(context: PolicyContext, request: Request, priority: Priorities) -> Selection:
-    """The experts with the highest ``priority`` [L, E], evenly over the ranks."""
+def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> Selection:
+    """The experts with the highest ``priority`` [L, E], evenly over the ranks.
+
+    Whole numbers: sums of floats could differ between ranks with different processors, and so could the plans.
+    """
     chosen_at = known(context, context.chosen_at, -1)
     sizes = [layer.experts for layer in context.catalog.layers]
     orders = [np.lexsort((chosen_at[row, :size], -priority[row, :size])).tolist() for row, size in enumerate(sizes)]

@@ -41,7 +41,7 @@ class MoC:
 
     def __post_init__(self) -> None:
         require_positive("MoC", k=self.k, every_n_steps=self.every_n_steps)
-        if self.selector not in SELECTORS:
+        if not isinstance(self.selector, str) or self.selector not in SELECTORS:
             raise ConfigError(f"MoC(selector={self.selector!r}): no such selector; choose from {sorted(SELECTORS)}")
         if self.snapshot_k is not None:
             require_positive("MoC", snapshot_k=self.snapshot_k)

@@ -7,9 +7,11 @@ of earlier slots are not saved, since replay brings them here from their anchor.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan
 
@@ -69,3 +71,78 @@ def slot_bytes(slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes
         found.append(sum(sizes[op].full for op in ops) + frozen)
         frozen += sum(sizes[op].compute for op in ops)
     return tuple(reversed(found))
+
+
+def pack(
+    order: Sequence[str], sizes: Mapping[str, OperatorBytes], limit_bytes: int, most_slots: int | None = None
+) -> tuple[tuple[str, ...], ...] | None:
+    """``order`` cut into the fewest slots of which none weighs more than ``limit_bytes``; None if there is no such cut.
+
+    Slots are runs of ``order``, each as long as it may be. That is best: a slot that starts later in the order never
+    weighs more, so nothing is gained by ending the one before it early. (MoEvement's Algorithm 1 counts operators as
+    if all had one size, and gives all slots equally many.)
+
+    limit_bytes: of one slot, all ranks together.
+    most_slots: None as well if more are needed.
+    """
+    return _cut(order, _Runs(order, sizes).ends(limit_bytes, most_slots))
+
+
+def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
+    """``order`` cut into at most ``most_slots`` slots, the heaviest of which weighs as little as it can.
+
+    Of all such cuts one with the fewest slots: where a single large operator decides, more slots would make recovery
+    longer and nothing lighter. And of these, one that anchors as early as it can, so that the window's slots together
+    hold the fewest compute weights.
+
+    Raises:
+        ValueError: ``most_slots`` is below 1.
+    """
+    if most_slots < 1:
+        raise ValueError(f"a window of {most_slots} slots")
+    runs = _Runs(order, sizes)
+    too_little, enough = -1, runs.dense_bytes
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        if runs.ends(middle, most_slots) is None:
+            too_little = middle
+        else:
+            enough = middle
+    return _cut(order, runs.ends(enough, most_slots)) or ()
+
+
+class _Runs:
+    """How far a slot may reach, answered in O(log n).
+
+    A slot that anchors ``order[a:b]`` weighs ``full of order[a:b] + compute of order[b:] = reach[b] - done[a]``, where
+    ``done[a]`` is full of ``order[:a]`` and ``reach[b] = done[b] + compute of order[b:]``.
+    """
+
+    def __init__(self, order: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> None:
+        self._done = list(accumulate((sizes[op].full for op in order), initial=0))
+        later = list(accumulate((sizes[op].compute for op in reversed(order)), initial=0))[::-1]
+        reach = [done + frozen for done, frozen in zip(self._done, later, strict=True)]
+        # The least from here on: sorted, even where compute weights outweigh an operator (a copy in a wider dtype).
+        self._reach = list(accumulate(reversed(reach), min))[::-1]
+
+    @property
+    def dense_bytes(self) -> int:
+        return self._done[-1]
+
+    def ends(self, limit_bytes: int, most: int | None = None) -> list[int] | None:
+        """Where each slot ends, the longest slots within the limit; None if there are none, or more than ``most``."""
+        found: list[int] = []
+        at, last = 0, len(self._done) - 1
+        while at < last:
+            end = bisect_right(self._reach, limit_bytes + self._done[at]) - 1
+            if end <= at or len(found) == most:
+                return None
+            found.append(end)
+            at = end
+        return found
+
+
+def _cut(order: Sequence[str], ends: list[int] | None) -> tuple[tuple[str, ...], ...] | None:
+    if ends is None:
+        return None
+    return tuple(tuple(order[start:end]) for start, end in pairwise([0, *ends]))

@@ -1,0 +1,149 @@
+"""Sparse windows: what a slot saves and weighs, and the cuts into slots, against every cut there is."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.core.plan import Fidelity
+from moe_ckpt.core.window import OperatorBytes, Window, balance, pack, slot_bytes, slot_plan
+
+
+def sized(*pairs):
+    """Operators o0, o1, ... of (full, compute) bytes each."""
+    return {f"o{number}": OperatorBytes(*pair) for number, pair in enumerate(pairs)}
+
+
+@st.composite
+def models(draw, min_size=1, max_size=7):
+    """Sizes over orders of magnitude: experts, norms of a few bytes, empty gates, operators without optimizer state."""
+    full = st.one_of(st.integers(0, 20), st.integers(0, 10**9))
+    share = st.sampled_from([0.0, 1 / 6, 1 / 3, 0.5, 1.0])
+    drawn = draw(st.lists(st.tuples(full, share), min_size=min_size, max_size=max_size))
+    return sized(*((n, int(n * part)) for n, part in drawn))
+
+
+def every_cut(order):
+    for count in range(len(order)):
+        for ends in combinations(range(1, len(order)), count):
+            at = [0, *ends, len(order)]
+            yield tuple(tuple(order[a:b]) for a, b in pairwise(at))
+
+
+def brute(order, sizes):
+    return [(max(slot_bytes(cut, sizes)), cut) for cut in every_cut(order)]
+
+
+def test_a_slot_saves_its_anchors_in_full_and_what_comes_later_as_compute():
+    window = Window(10, (("a",), ("b", "c"), ("d",)))
+    plan = slot_plan(window, 1, 11)
+    assert (plan.step, plan.window, plan.slot) == (11, window, 1)
+    assert plan.operators() == ("b", "c")
+    assert plan.frozen == ("d",)
+    assert [item.fidelity for item in plan.items] == [Fidelity.FULL, Fidelity.FULL, Fidelity.COMPUTE]
+    assert slot_plan(window, 2, 12).frozen == ()
+    assert (window.size, window.order, window.frozen(0)) == (3, ("a", "b", "c", "d"), ("b", "c", "d"))
+
+
+def test_bytes_by_hand():
+    sizes = sized((12, 4), (120, 40), (6, 6))
+    assert slot_bytes((("o0",), ("o1",), ("o2",)), sizes) == (12 + 40 + 6, 120 + 6, 6)
+    assert slot_bytes((("o2", "o0"), ("o1",)), sizes) == (6 + 12 + 40, 120)
+    assert slot_bytes((tuple(sizes),), sizes) == (138,)
+
+
+def test_equal_operators_in_fp32_with_adam():
+    """Three times four bytes in full, four as compute; shares of a dense checkpoint at W = 3."""
+    sizes = sized(*[(12, 4)] * 54)
+    order, dense = tuple(sizes), 54 * 12
+    equal_counts = tuple(tuple(order[at : at + 18]) for at in (0, 18, 36))  # MoEvement, Algorithm 1
+    shares = [nbytes / dense for nbytes in slot_bytes(equal_counts, sizes)]
+    assert shares == pytest.approx([5 / 9, 4 / 9, 3 / 9])
+    assert max(shares) == pytest.approx(0.55, abs=0.01)
+    assert sum(shares) / 3 == pytest.approx(0.45, abs=0.01)
+    # Equal weights: the heaviest slot is lighter, but more is saved as compute before it is anchored.
+    balanced = balance(order, sizes, 3)
+    shares = [nbytes / dense for nbytes in slot_bytes(balanced, sizes)]
+    assert [len(slot) for slot in balanced] == [12, 18, 24]
+    assert max(shares) == pytest.approx(0.48, abs=0.01)
+    assert sum(shares) / 3 == pytest.approx(0.47, abs=0.01)
+
+
+def test_packing_needs_fewer_slots_than_equal_counts():
+    sizes = sized(*[(12, 2)] * 24)  # bf16 compute weights
+    order = tuple(sizes)
+    # 5 anchors and 19 frozen weigh 98. Algorithm 1 anchors 5 in each slot: W = ceil(24 / 5) = 5.
+    assert [len(slot) for slot in pack(order, sizes, 98)] == [5, 6, 7, 6]
+    # 1 anchor and 23 frozen weigh 58, the least there is. Algorithm 1: W = 24.
+    assert [len(slot) for slot in pack(order, sizes, 58)] == [1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 3]
+    assert pack(order, sizes, 57) is None
+
+
+@given(models(), st.integers(0, 3 * 10**9), st.randoms(use_true_random=False))
+def test_pack_finds_the_fewest_slots_of_all_cuts(sizes, limit, random):
+    order = random.sample(list(sizes), len(sizes))
+    within = [len(cut) for heaviest, cut in brute(order, sizes) if heaviest <= limit]
+    packed = pack(order, sizes, limit)
+    if not within:
+        assert packed is None
+        return
+    assert [op for slot in packed for op in slot] == order
+    assert all(packed)
+    assert max(slot_bytes(packed, sizes)) <= limit
+    assert len(packed) == min(within)
+    assert pack(order, sizes, limit, len(packed)) == packed
+    assert pack(order, sizes, limit, len(packed) - 1) is None
+
+
+@given(models(), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_balance_finds_the_lightest_heaviest_slot_of_all_cuts(sizes, most, random):
+    order = random.sample(list(sizes), len(sizes))
+    cuts = [(heaviest, len(cut), sum(slot_bytes(cut, sizes)), cut) for heaviest, cut in brute(order, sizes)]
+    best = min(heaviest for heaviest, count, _, _ in cuts if count <= most)
+    balanced = balance(order, sizes, most)
+    assert [op for slot in balanced for op in slot] == order
+    assert max(slot_bytes(balanced, sizes)) == best
+    fewest = min(count for heaviest, count, _, _ in cuts if heaviest == best)
+    assert len(balanced) == fewest <= most
+    lightest = min(total for heaviest, count, total, _ in cuts if (heaviest, count) == (best, fewest))
+    assert sum(slot_bytes(balanced, sizes)) == lightest
+
+
+@given(models(max_size=40), st.integers(1, 40))
+def test_no_window_weighs_more_than_its_formula_and_none_is_lighter_than_what_it_must_hold(sizes, most):
+    order = list(sizes)
+    slots = balance(order, sizes, most)
+    weights = slot_bytes(slots, sizes)
+    for number, slot in enumerate(slots):
+        later = [op for rest in slots[number + 1 :] for op in rest]
+        assert weights[number] == sum(sizes[op].full for op in slot) + sum(sizes[op].compute for op in later)
+    assert max(weights) <= sum(size.full for size in sizes.values())
+    assert max(weights) >= max(size.full for size in sizes.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7), st.integers(0, 60))
+def test_pack_and_balance_hold_where_compute_weights_outweigh_an_operator(pairs, limit):
+    """A copy in a wider dtype than the parameter's: a longer slot may then be lighter than a shorter one."""
+    sizes = sized(*pairs)
+    order = list(sizes)
+    cuts = brute(order, sizes)
+    within = [len(cut) for heaviest, cut in cuts if heaviest <= limit]
+    packed = pack(order, sizes, limit)
+    assert (packed and len(packed)) == (min(within) if within else None)
+    for most in (1, 2, 3):
+        wanted = min(heaviest for heaviest, cut in cuts if len(cut) <= most)
+        assert max(slot_bytes(balance(order, sizes, most), sizes)) == wanted
+
+
+def test_edges():
+    assert pack((), {}, 0) == ()
+    assert balance((), {}, 3) == ()
+    nothing = sized((0, 0), (0, 0))
+    assert pack(tuple(nothing), nothing, 0) == (("o0", "o1"),)
+    giant = sized((1, 1), (1000, 1), (1, 1), (1, 1))
+    assert [len(slot) for slot in balance(tuple(giant), giant, 4)] == [1, 3]  # 1000 + 2 in any further cut
+    with pytest.raises(ValueError, match="0 slots"):
+        balance(("o0",), giant, 0)

@@ -15,6 +15,7 @@ from moe_ckpt.format.manifest import (
     Manifest,
     ModelRecord,
     OperatorRecord,
+    SlotRecord,
     StateRecord,
     is_own_file,
     parse_step_dir,
@@ -100,11 +101,32 @@ def test_state_paths_that_are_not_of_this_format_are_refused(path):
         Manifest.decode(bad.encode(), "m")
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_other_versions_are_refused_with_what_to_do(version):
     raw = seal({**body_of(MANIFEST), "format_version": version})
-    with pytest.raises(FormatVersionError, match=r"m is in on-disk format version .* reads 1\. Open it with"):
+    with pytest.raises(FormatVersionError, match=r"m is in on-disk format version .* reads 1, 2\. Open it with"):
         Manifest.decode(raw, "m")
+
+
+WINDOWED = replace(
+    MANIFEST,
+    window=(SlotRecord(MANIFEST.step - 2, (replace(MANIFEST.states[0], path="step_00000001/rank_00000_state.json"),)),),
+)
+
+
+def test_a_window_is_of_version_2_and_comes_back():
+    assert body_of(WINDOWED)["format_version"] == 2
+    assert Manifest.decode(WINDOWED.encode(), "m") == WINDOWED
+    assert "step_00000001/rank_00000_state.json" in WINDOWED.paths
+    assert body_of(MANIFEST)["format_version"] == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"window": []}, {"format_version": 1}, {"window": [[10**6, []]]}, {"window": [[1, []], [1, []]]}]
+)
+def test_a_window_of_the_wrong_version_or_out_of_order_is_refused(changes):
+    with pytest.raises(DamagedError, match="the steps of its window"):
+        Manifest.decode(seal({**body_of(WINDOWED), **changes}), "m")
 
 
 def test_another_kind_is_refused():

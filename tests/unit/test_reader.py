@@ -167,7 +167,7 @@ def test_stores_of_others_are_refused(tmp_path):
 def test_a_manifest_of_another_format_version_is_not_skipped(tmp_path):
     run = example(tmp_path)
     path = tmp_path / "step_00000003" / MANIFEST_NAME
-    body = unseal(path.read_bytes(), "") | {"format_version": 2}
+    body = unseal(path.read_bytes(), "") | {"format_version": 3}
     path.write_bytes(seal(body))
     with pytest.raises(FormatVersionError):
         newest_good(reader_of(run.root))

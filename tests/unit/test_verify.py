@@ -42,7 +42,8 @@ def test_every_slice_is_read_once_and_attributed(run):
     users: dict[tuple[str, int], set[str]] = {}
     names: dict[tuple[str, int], tuple[str, int, int]] = {}
     for directory, manifest in run.manifests.items():
-        for stored in reader.index(manifest).slices():
+        index = reader.index(manifest)
+        for stored in [*index.live, *index.side.values()]:
             users.setdefault((stored.path, stored.offset), set()).add(directory)
         for path, header in reader.headers(manifest).items():
             record = next(f for f in manifest.files if f.path == path)

@@ -10,6 +10,7 @@ from moe_ckpt.core.coverage import prove_cover
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import Acknowledgement, check_acknowledgements, write_named
 from moe_ckpt.errors import CoverageError, SaveFailedError
@@ -20,11 +21,23 @@ from moe_ckpt.format.manifest import (
     Manifest,
     ModelRecord,
     OperatorRecord,
+    SlotRecord,
 )
+from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.storage.base import Storage
 
 Holding = tuple[int, tuple[FileRecord, ...]]
 """(step, shards) of one operator's newest committed version."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A step of the window under way that all ranks have written, and that no manifest names yet."""
+
+    window: Window
+    record: SlotRecord
+    holdings: Mapping[str, Holding]
+    files: tuple[FileRecord, ...]
 
 
 @dataclass
@@ -44,6 +57,7 @@ class Committer:
     saved: Counts
     holdings: dict[str, Holding] = field(default_factory=dict)
     parent: str | None = None
+    _slots: list[_Slot] = field(default_factory=list)
 
     def adopt(self, manifest: Manifest) -> None:
         """Start from a restored checkpoint: partial checkpoints will refer to its files."""
@@ -51,26 +65,42 @@ class Committer:
         self.holdings = {
             op: (record.step, tuple(manifest.files[i] for i in record.files))
             for op, record in manifest.operators.items()
+            if not manifest.window
         }
 
-    def commit(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> Manifest:
+    def commit(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> Manifest | None:
         """Write the manifest of ``snapshot``; when it returns, the checkpoint exists.
 
+        The steps of a sparse window are only remembered, and None is returned, until its last one: that writes one
+        manifest of all. A life that ends before has no use for them, and garbage collection removes their files.
+
         Raises:
-            SaveFailedError: a rank failed, or the proof of coverage did. Nothing is committed.
+            SaveFailedError: a rank failed, an earlier step of the window did, or the proof of coverage. Nothing is
+                committed.
             OSError: the manifest could not be written.
         """
         causes = check_acknowledgements(acknowledgements)
         if causes:
             raise SaveFailedError(snapshot.step, causes)
-        holdings = self.holdings | self._new_holdings(snapshot, acknowledgements)
+        new = self._new_holdings(snapshot, acknowledgements)
+        if snapshot.window is None:
+            before, holdings = [], self.holdings | new
+        else:
+            before = self._slots_before(snapshot)
+            slot = _slot_of(snapshot, snapshot.window, acknowledgements, new)
+            if snapshot.slot + 1 < snapshot.window.size:
+                self._slots = [*before, slot]
+                return None
+            holdings = {op: held for each in [*before, slot] for op, held in each.holdings.items()}
+        self._slots = []
         missing = tuple(f"{op.id} has never been saved" for op in self.catalog.operators if op.id not in holdings)
         if missing:
             raise CoverageError(f"checkpoint of step {snapshot.step}", missing)
         saved = self._saved_after(snapshot)
-        manifest = self._manifest(snapshot, acknowledgements, holdings, saved)
+        manifest = self._manifest(snapshot, acknowledgements, holdings, saved, before)
         write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
-        self.holdings, self.saved = holdings, saved
+        # What a window holds is of different steps: a partial checkpoint must not build on it.
+        self.holdings, self.saved = {} if manifest.window else holdings, saved
         return manifest
 
     def _new_holdings(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> dict[str, Holding]:
@@ -82,15 +112,27 @@ class Committer:
                     if not entry.operator:
                         continue
                     found.append((entry.key, entry.box))
+                    if entry.key.startswith(REPLAY):
+                        continue
                     holders = files.setdefault(entry.operator, [])
                     if record not in holders:
                         holders.append(record)
         prove_cover(f"checkpoint of step {snapshot.step}", snapshot.wanted, found)
         return {op: (snapshot.step, tuple(records)) for op, records in files.items()}
 
+    def _slots_before(self, snapshot: Snapshot) -> list[_Slot]:
+        """The earlier steps of the snapshot's window. Raises ``SaveFailedError`` if one of them was not written."""
+        before = [] if snapshot.slot == 0 else [slot for slot in self._slots if slot.window == snapshot.window]
+        if len(before) != snapshot.slot:
+            self._slots = []
+            raise SaveFailedError(snapshot.step, ("an earlier step of its window was not saved",))
+        return before
+
     def _saved_after(self, snapshot: Snapshot) -> Counts:
         book = TokenBook(*self.saved.shape)
         book.saved[Tier.STORAGE] = self.saved.copy()
+        if snapshot.window is not None:  # replay brings every expert to this step
+            book.mark_saved(Tier.STORAGE, experts_among(self.catalog, snapshot.window.order), snapshot.applied)
         book.mark_saved(Tier.STORAGE, experts_among(self.catalog, snapshot.operators), snapshot.applied)
         return book.saved[Tier.STORAGE]
 
@@ -100,12 +142,14 @@ class Committer:
         acknowledgements: Sequence[Acknowledgement],
         holdings: Mapping[str, Holding],
         saved: Counts,
+        before: Sequence[_Slot] = (),
     ) -> Manifest:
         files: dict[FileRecord, int] = {}
         for record in (record for _, records in holdings.values() for record in records):
             files.setdefault(record, len(files))
         # Side tensors live in this step's own shards, which hold them even where no operator does.
-        for record in (record for ack in acknowledgements for record, _ in ack.files):
+        own = (record for ack in acknowledgements for record, _ in ack.files)
+        for record in [*(record for slot in before for record in slot.files), *own]:
             files.setdefault(record, len(files))
         book = TokenBook(*saved.shape)
         book.applied, book.saved, book.faults = snapshot.applied, {Tier.STORAGE: saved}, list(snapshot.faults)
@@ -130,7 +174,19 @@ class Committer:
             parent=self.parent,
             policy=dict(snapshot.policy),
             tokens=book.to_dict(),
+            window=tuple(slot.record for slot in before),
         )
+
+
+def _slot_of(
+    snapshot: Snapshot,
+    window: Window,
+    acknowledgements: Sequence[Acknowledgement],
+    holdings: Mapping[str, Holding],
+) -> _Slot:
+    states = tuple(ack.state for ack in acknowledgements if ack.state is not None)
+    files = tuple(record for ack in acknowledgements for record, _ in ack.files)
+    return _Slot(window, SlotRecord(snapshot.step, states), holdings, files)
 
 
 def experts_among(catalog: Catalog, operators: Sequence[str]) -> list[tuple[int, int]]:

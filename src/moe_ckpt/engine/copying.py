@@ -125,11 +125,14 @@ class Copier:
 
 
 def copy_on_cpu(placed: Sequence[Placed], memory: torch.Tensor) -> None:
-    """Copy, joining runs that are adjacent in source and target into one ``memmove``."""
+    """Copy, joining runs that are adjacent in source and target into one ``memmove``.
+
+    Compute weights may have another type than their master; those are converted.
+    """
     run_source, run_target, run_bytes = 0, 0, 0
     base_address = memory.data_ptr()
     for entry, source, base in placed:
-        if not source.is_contiguous():
+        if not source.is_contiguous() or source.dtype is not TORCH_DTYPES[entry.dtype]:
             _target(entry, base, memory).copy_(source)
             continue
         address, target = source.data_ptr(), base_address + base + entry.begin

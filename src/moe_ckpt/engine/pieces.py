@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.core.operators import Catalog, OperatorKind, Span
-from moe_ckpt.engine.shares import Dealt, holders
+from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
+from moe_ckpt.engine.shares import ComputeTypes, Dealt, has_rows, holders, is_weight
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ports import StateTensor
 
 if TYPE_CHECKING:
@@ -58,7 +58,54 @@ def cut(
     return pieces
 
 
-def _piece(operator: str, span: Span, tensor: StateTensor, local: torch.Tensor) -> Piece | None:
+def cut_replay(
+    catalog: Catalog,
+    anchored: Collection[str],
+    frozen: Collection[str],
+    tensors: Sequence[StateTensor],
+    dealt: Dealt,
+    rank: int,
+    compute: ComputeTypes,
+) -> list[Piece]:
+    """What ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
+
+    dealt: of ``anchored`` and ``frozen``. compute: types of the weights of ``frozen``.
+    """
+    pieces: list[Piece] = []
+    for operator, span, tensor in _replayed(catalog, anchored, frozen, tensors):
+        if tensor.duplicate:
+            continue
+        if not has_rows(catalog, tensor):
+            mine: Sequence[Span] = (span,) if rank == 0 or not tensor.replicated else ()
+        else:
+            mine = dealt.rows(operator, span, tensor, rank) if tensor.replicated else (span,)
+        for rows in mine:
+            local = tensor.local.detach()
+            dtype = compute.get(tensor.parameter) if is_weight(tensor) else None
+            piece = _piece(operator.id, rows, tensor, local, REPLAY, dtype)
+            if piece is not None:
+                pieces.append(piece)
+    return pieces
+
+
+def _replayed(
+    catalog: Catalog, anchored: Collection[str], frozen: Collection[str], tensors: Sequence[StateTensor]
+) -> Iterator[tuple[Operator, Span, StateTensor]]:
+    """Weights of the frozen operators, and the state without rows (Adam's ``step``) of parameters that are anchored in
+    part: its home may be anchored in another slot, but the optimizer needs it from here on."""
+    for tensor in tensors:
+        if is_weight(tensor):
+            yield from ((op, span, tensor) for op, span in holders(catalog, tensor) if op.id in frozen)
+        elif not has_rows(catalog, tensor):
+            [(home, span)] = holders(catalog, tensor)
+            parts = catalog.spans_of[tensor.parameter]
+            if home.id not in anchored and any(op.id in anchored for op, _ in parts):
+                yield home, span, tensor
+
+
+def _piece(
+    operator: str, span: Span, tensor: StateTensor, local: torch.Tensor, prefix: str = "", dtype: str | None = None
+) -> Piece | None:
     """The part of the span's rows that lies in this rank's block ``local``, or None if none does."""
     offsets = tensor.offsets
     if tensor.global_shape:
@@ -71,9 +118,9 @@ def _piece(operator: str, span: Span, tensor: StateTensor, local: torch.Tensor) 
         offsets = (first, *offsets[1:])
     if local.numel() == 0:
         return None
-    name = dtype_name(local.dtype)
+    name = dtype or dtype_name(local.dtype)
     entry = _entry(
-        tensor.key, operator, name, offsets, tuple(local.shape), tensor.global_shape, tensor.on_param_device
+        prefix + tensor.key, operator, name, offsets, tuple(local.shape), tensor.global_shape, tensor.on_param_device
     )
     return Piece(entry, local)
 
@@ -103,6 +150,18 @@ def wanted_boxes(
                 continue
             start, stop = span.rows(tensor.global_shape)
             wanted.setdefault(tensor.key, []).append(_box(start, stop, tensor.global_shape))
+    return wanted
+
+
+def wanted_replay(
+    catalog: Catalog, anchored: Collection[str], frozen: Collection[str], tensors: Sequence[StateTensor]
+) -> dict[str, list[Box]]:
+    """What all ranks together must write for ``cut_replay``."""
+    wanted: dict[str, list[Box]] = {}
+    for _, span, tensor in _replayed(catalog, anchored, frozen, tensors):
+        if prod(tensor.global_shape):
+            start, stop = span.rows(tensor.global_shape)
+            wanted.setdefault(REPLAY + tensor.key, []).append(_box(start, stop, tensor.global_shape))
     return wanted
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import is_
 
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
@@ -19,7 +20,12 @@ from moe_ckpt.core.sharding import (
     shares_adaptive,
     shares_fixed,
 )
+from moe_ckpt.core.window import OperatorBytes
+from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.ports import StateTensor
+
+ComputeTypes = Mapping[str, str]
+"""Parameter -> type (as named in headers) in which kernels read it, where that is not its own."""
 
 
 def has_rows(catalog: Catalog, tensor: StateTensor) -> bool:
@@ -52,16 +58,19 @@ class Weights:
     experts: Mapping[str, int]
 
 
-def weigh(catalog: Catalog, tensors: Sequence[StateTensor]) -> Weights:
-    """Equal on every rank: only replicated tensors enter, which are the same everywhere."""
+def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeTypes | None = None) -> Weights:
+    """Equal on every rank: only replicated tensors enter, which are the same everywhere.
+
+    compute: weigh what forward and backward read instead of the whole state, in these types.
+    """
     of_rows: dict[Name, int] = {}
     whole: dict[Name, int] = {}
     experts: dict[str, int] = {}
     for tensor in tensors:
-        if not tensor.replicated:
+        if not tensor.replicated or (compute is not None and not is_weight(tensor)):
             continue
         rows = tensor.global_shape[0] if has_rows(catalog, tensor) else 0
-        nbytes = tensor.local.nbytes
+        nbytes = tensor.local.nbytes if compute is None else compute_bytes(tensor, compute, tensor.local.numel())
         for op, span in holders(catalog, tensor):
             if op.kind is OperatorKind.EXPERT:
                 start, stop = span.rows(tensor.global_shape) if rows else (0, 1)
@@ -70,6 +79,34 @@ def weigh(catalog: Catalog, tensors: Sequence[StateTensor]) -> Weights:
                 found = of_rows if rows else whole
                 found[op.id, span] = found.get((op.id, span), 0) + nbytes // (rows or 1)
     return Weights(tuple(in_dealing_order(_units(catalog, of_rows, whole))), experts)
+
+
+def is_weight(tensor: StateTensor) -> bool:
+    """True for parameters, False for what optimizers keep of them."""
+    return tensor.key.startswith("model/")
+
+
+def compute_bytes(tensor: StateTensor, compute: ComputeTypes, elements: int) -> int:
+    """Bytes of ``elements`` of a parameter as kernels read it."""
+    dtype = compute.get(tensor.parameter)
+    return elements * (tensor.local.element_size() if dtype is None else itemsize(dtype))
+
+
+def operator_bytes(
+    catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeTypes
+) -> dict[str, OperatorBytes]:
+    """What each operator weighs, all ranks together; equal on every rank."""
+    full = dict.fromkeys(catalog.by_id, 0)
+    read = dict.fromkeys(catalog.by_id, 0)
+    for tensor in tensors:
+        size = tensor.local.element_size()
+        for op, span in holders(catalog, tensor):
+            start, stop = span.rows(tensor.global_shape)
+            elements = (stop - start) * prod(tensor.global_shape[1:]) if tensor.global_shape else 1
+            full[op.id] += elements * size
+            if is_weight(tensor):
+                read[op.id] += compute_bytes(tensor, compute, elements)
+    return {op: OperatorBytes(full[op], read[op]) for op in full}
 
 
 def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, int]) -> Iterable[Unit]:
@@ -110,17 +147,34 @@ class Sharder:
         self._sharding = sharding
         self._owners = expert_owners(catalog, ranks)
         self._weighed: tuple[StateTensor, ...] = ()
-        self._weights = Weights((), {})
+        self._weights = self._compute_weights = Weights((), {})
+        self._compute_types: ComputeTypes = {}
         self._fixed: Parts = {}
 
-    def deal(self, operators: Collection[str], tensors: Sequence[StateTensor]) -> Dealt:
-        """The shares of a checkpoint of ``operators``, which is what is balanced: their copies in host memory."""
+    def deal(
+        self,
+        operators: Collection[str],
+        tensors: Sequence[StateTensor],
+        frozen: Collection[str] = (),
+        compute: ComputeTypes | None = None,
+    ) -> Dealt:
+        """The shares of a checkpoint of ``operators``, which is what is balanced: their copies in host memory.
+
+        frozen: operators of which only compute weights are saved, in the types ``compute``.
+        """
         weights = self._weigh(tensors)
         units = [unit for unit in weights.units if unit.operator in operators]
         preload = [0] * self._ranks
         for op in operators:
             if op in weights.experts:
                 preload[self._owners[op]] += weights.experts[op]
+        if frozen:
+            light = self._weigh_compute(tensors, compute or {})
+            units += [unit for unit in light.units if unit.operator in frozen]
+            for op in frozen:
+                if op in light.experts:
+                    preload[self._owners[op]] += light.experts[op]
+            units = in_dealing_order(units)
         if self._sharding == "adaptive":
             shares = shares_adaptive(units, preload)
         else:
@@ -132,12 +186,20 @@ class Sharder:
         same = len(tensors) == len(self._weighed) and all(map(is_, tensors, self._weighed))
         if not same or not self._weights.units:
             self._weights = weigh(self._catalog, tensors)
+            self._compute_weights = Weights((), {})
             self._weighed = tuple(tensors)
             if self._sharding == "none":
                 self._fixed = parts_none(self._weights.units)
             elif self._sharding == "equal":
                 self._fixed = parts_equal(self._weights.units, self._ranks)
         return self._weights
+
+    def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:
+        """After ``_weigh`` of the same tensors, whose memory this shares."""
+        if not self._compute_weights.units or compute != self._compute_types:
+            self._compute_weights = weigh(self._catalog, tensors, compute)
+            self._compute_types = dict(compute)
+        return self._compute_weights
 
 
 def expert_owners(catalog: Catalog, ranks: int) -> dict[str, int]:

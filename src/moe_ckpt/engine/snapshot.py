@@ -11,6 +11,7 @@ import torch
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine.buffers import HostBuffer
 from moe_ckpt.engine.copying import Copy
 from moe_ckpt.engine.pieces import Piece, shard_kind
@@ -52,6 +53,7 @@ class Snapshot:
 
     sequence: how many snapshots this process began before it.
     operators: what goes to storage. What is only held in memory is in a part of its own.
+    window, slot: the sparse window that it belongs to, and its place there (MoEvement).
     state: JSON-ready trainer state (side tensors are among the slices).
     wanted: the boxes that all ranks together must deliver; filled on rank 0 only.
     applied, faults: the token book as of this step.
@@ -73,6 +75,8 @@ class Snapshot:
     faults: tuple[FaultRecord, ...]
     began_at: float
     policy: Mapping[str, Any] = field(default_factory=dict)
+    window: Window | None = None
+    slot: int = 0
     keep: bool = False
     waited: bool = False
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format import FORMAT_VERSION, SUPPORTED_VERSIONS
+from moe_ckpt.format import FORMAT_VERSION, SUPPORTED_VERSIONS, WINDOW_VERSION
 from moe_ckpt.format.sealed import seal, unseal
 
 MANIFEST_NAME = "MANIFEST.json"
@@ -101,12 +101,22 @@ class ModelRecord:
 
 
 @dataclass(frozen=True)
+class SlotRecord:
+    """One step of a sparse window before the last: its step, and the ranks' state files of that step."""
+
+    step: int
+    states: tuple[StateRecord, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about one committed step except the tensors themselves.
 
     parent: directory name of the checkpoint this life of the run returned to, or None.
     index: checkpoints begun before this one in the run (``PolicyContext.index``).
     tokens: ``TokenBook.to_dict()``; policy: ``Policy.describe()``.
+    window: the earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
+        different steps, and only replay makes one state of them.
     """
 
     run_id: str
@@ -122,6 +132,7 @@ class Manifest:
     parent: str | None = None
     policy: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
+    window: tuple[SlotRecord, ...] = ()
 
     @property
     def directory(self) -> str:
@@ -130,24 +141,50 @@ class Manifest:
     @property
     def paths(self) -> frozenset[str]:
         """Every file that this view needs, relative to the store's root."""
-        return frozenset([f.path for f in self.files] + [s.path for s in self.states])
+        states = [state.path for slot in self.window for state in slot.states] + [s.path for s in self.states]
+        return frozenset([f.path for f in self.files] + states)
+
+    @property
+    def slots(self) -> tuple[Manifest, ...]:
+        """The steps of a sparse window, each as a manifest of what was saved at it; just this one without a window."""
+        if not self.window:
+            return (self,)
+        return tuple(self._slot(slot.step, slot.states) for slot in (*self.window, SlotRecord(self.step, self.states)))
+
+    def _slot(self, step: int, states: tuple[StateRecord, ...]) -> Manifest:
+        inside = f"{step_dir(step, self.generation)}/"
+        places = {i: place for place, i in enumerate(i for i, f in enumerate(self.files) if f.path.startswith(inside))}
+        return replace(
+            self,
+            step=step,
+            states=states,
+            files=tuple(self.files[i] for i in places),
+            operators={
+                op: OperatorRecord(step, tuple(places[i] for i in record.files))
+                for op, record in self.operators.items()
+                if record.step == step
+            },
+            window=(),
+        )
 
     def encode(self) -> bytes:
         body = {
             "kind": _KIND,
-            "format_version": FORMAT_VERSION,
-            **{k: v for k, v in asdict(self).items() if k not in ("files", "operators", "states")},
+            "format_version": WINDOW_VERSION if self.window else FORMAT_VERSION,
+            **{k: v for k, v in asdict(self).items() if k not in ("files", "operators", "states", "window")},
             "files": [list(asdict(f).values()) for f in self.files],
             "states": [list(asdict(s).values()) for s in self.states],
             "operators": {op: [record.step, *record.files] for op, record in self.operators.items()},
         }
+        if self.window:
+            body["window"] = [[slot.step, [list(asdict(s).values()) for s in slot.states]] for slot in self.window]
         return seal(body)
 
     @classmethod
     def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Manifest:
         """Raises ``DamagedError`` or ``FormatVersionError``; ``path`` is for messages only."""
         body = unseal(raw, path)
-        check_version(body, path, _KIND)
+        check_version(body, path, _KIND, SUPPORTED_VERSIONS)
         try:
             return cls._from_body(body)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -158,11 +195,16 @@ class Manifest:
         model = body["model"]
         files = tuple(FileRecord(*row) for row in body["files"])
         states = tuple(StateRecord(*row) for row in body["states"])
-        _check_paths(files, states)
+        window = body.get("window", ())
+        slots = tuple(SlotRecord(step, tuple(StateRecord(*row) for row in rows)) for step, rows in window)
+        _check_paths(files, states + tuple(state for slot in slots for state in slot.states))
         operators = {op: OperatorRecord(row[0], tuple(row[1:])) for op, row in body["operators"].items()}
         for op, record in operators.items():
             if any(not 0 <= index < len(files) for index in record.files):
                 raise ValueError(f"{op} names a file that is not listed")
+        steps = [slot.step for slot in slots] + [body["step"]]
+        if steps != sorted(set(steps)) or (len(steps) > 1) != (body["format_version"] == WINDOW_VERSION):
+            raise ValueError(f"the steps of its window are not in order, or not of its version: {steps}")
         return cls(
             run_id=body["run_id"],
             step=body["step"],
@@ -181,15 +223,18 @@ class Manifest:
             files=files,
             states=states,
             operators=operators,
+            window=slots,
         )
 
 
-def check_version(body: Mapping[str, Any], path: str, kind: str) -> None:
+def check_version(
+    body: Mapping[str, Any], path: str, kind: str, supported: tuple[int, ...] = (FORMAT_VERSION,)
+) -> None:
     """Raise unless a sealed body is of ``kind`` and of a version that this package reads."""
     if body.get("kind") != kind:
         raise DamagedError(path, f"is a {body.get('kind')!r}, not a {kind!r}")
-    if body.get("format_version") not in SUPPORTED_VERSIONS:
-        raise FormatVersionError(path, body.get("format_version"), SUPPORTED_VERSIONS)
+    if body.get("format_version") not in supported:
+        raise FormatVersionError(path, body.get("format_version"), supported)
 
 
 def _check_paths(files: tuple[FileRecord, ...], states: tuple[StateRecord, ...]) -> None:

@@ -20,6 +20,8 @@ from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import itemsize
 
 METADATA_KEY = "moe_ckpt"
+REPLAY = "replay/"
+"""Before the keys of slices that are no part of a checkpoint's view, but bring it about (sparse windows)."""
 MAX_HEADER_BYTES = 1 << 28
 
 
@@ -27,7 +29,8 @@ MAX_HEADER_BYTES = 1 << 28
 class SliceEntry:
     """One slice of one tensor inside a shard.
 
-    key: ``model/<fqn>`` | ``optim/<optimizer>/<fqn>/<state>`` | ``side/<rank>/<name>``.
+    key: ``model/<fqn>`` | ``optim/<optimizer>/<fqn>/<state>`` | ``side/<rank>/<name>``, the first two also with
+        ``replay/`` before them.
     operator: owner, or "" for side tensors (per-rank trainer state, outside the coverage proof).
     offsets, shape, global_shape: the block of the whole tensor, in elements.
     begin, end: byte range in the shard's data section.

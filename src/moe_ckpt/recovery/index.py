@@ -8,14 +8,14 @@ operators that a later checkpoint superseded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format.manifest import FileRecord, Manifest
-from moe_ckpt.format.shard import ShardHeader, SliceEntry
+from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry
 from moe_ckpt.ports import TensorMeta
 
 
@@ -71,10 +71,14 @@ def split_key(key: str) -> StateKey:
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """tensors: key -> its live slices, sorted by offsets. side: key -> side tensor of one rank."""
+    """tensors: key -> its live slices, sorted by offsets. side: key -> side tensor of one rank.
+
+    replay: what only brings a sparse window together, by the shard's step; keys without ``replay/``.
+    """
 
     tensors: Mapping[str, tuple[StoredSlice, ...]]
     side: Mapping[str, StoredSlice]
+    replay: Mapping[int, Mapping[str, tuple[StoredSlice, ...]]] = field(default_factory=dict)
 
     def meta(self, key: str) -> TensorMeta:
         """Dtype (as named in headers, see ``format.dtypes``) and global shape of a tensor."""
@@ -88,11 +92,12 @@ class TensorIndex:
             if common is not None:
                 yield stored, common
 
-    def slices(self) -> Iterator[StoredSlice]:
-        """Every slice that a full restore of all ranks reads."""
-        for group in self.tensors.values():
-            yield from group
-        yield from self.side.values()
+    @property
+    def live(self) -> Iterator[StoredSlice]:
+        """Every slice of model and optimizers that a full restore of all ranks reads."""
+        for groups in (self.tensors, *self.replay.values()):
+            for group in groups.values():
+                yield from group
 
 
 def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
@@ -108,11 +113,14 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
     }
     tensors: dict[str, list[StoredSlice]] = {}
     side: dict[str, StoredSlice] = {}
+    replay: dict[int, dict[str, list[StoredSlice]]] = {}
     for record in manifest.files:
         own = record.path.startswith(f"{manifest.directory}/")
         for entry in headers[record.path].slices:
             stored = StoredSlice(entry, record)
-            if entry.operator:
+            if entry.key.startswith(REPLAY):
+                replay.setdefault(record.step, {}).setdefault(entry.key.removeprefix(REPLAY), []).append(stored)
+            elif entry.operator:
                 version = holders.get((entry.operator, record.path))
                 if version is None:
                     continue
@@ -121,10 +129,15 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
                 tensors.setdefault(entry.key, []).append(stored)
             elif own and entry.key.startswith(f"side/{record.rank}/"):
                 side[entry.key] = _checked_side(stored)
+    ordered = _ordered(tensors)
+    return TensorIndex(ordered, side, {step: _ordered(groups) for step, groups in replay.items()})
+
+
+def _ordered(tensors: Mapping[str, list[StoredSlice]]) -> dict[str, tuple[StoredSlice, ...]]:
     ordered = {key: tuple(sorted(group, key=lambda s: s.entry.offsets)) for key, group in tensors.items()}
     for group in ordered.values():
         _check_same_tensor(group)
-    return TensorIndex(ordered, side)
+    return ordered
 
 
 def _checked_side(stored: StoredSlice) -> StoredSlice:
@@ -165,6 +178,16 @@ def prove(manifest: Manifest, index: TensorIndex) -> None:
         if prod(shape):
             wanted[key] = [Box((0,) * len(shape), shape)]
     prove_cover(where, wanted, ((key, s.entry.box) for key in wanted for s in index.tensors[key]))
+    for slot in manifest.window:
+        _prove_replay(f"{where}, step {slot.step} of its window", slot.step, index)
+
+
+def _prove_replay(where: str, step: int, index: TensorIndex) -> None:
+    """Prove that the weights of all that is anchored later than ``step`` are there as of ``step``."""
+    weights = {key: group for key, group in index.tensors.items() if key.startswith("model/")}
+    later = {key: [s.entry.box for s in group if s.file.step > step] for key, group in weights.items()}
+    found = ((key, s.entry.box) for key, group in index.replay.get(step, {}).items() for s in group if key in weights)
+    prove_cover(where, {key: boxes for key, boxes in later.items() if boxes}, found)
 
 
 def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:

@@ -277,13 +277,14 @@ def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = 
         CoverageError: parts are missing.
     """
     reader.prove(manifest)
-    if sorted(record.rank for record in manifest.states) != list(range(manifest.world_size)):
-        raise CoverageError(f"checkpoint {manifest.directory}", ("a rank's state is not listed",))
-    for record in manifest.states:
-        reader.state(manifest, record.rank)
+    for slot in manifest.slots:
+        if sorted(record.rank for record in slot.states) != list(range(manifest.world_size)):
+            raise CoverageError(f"checkpoint {manifest.directory}", (f"step {slot.step} lacks a rank's state",))
+        for record in slot.states:
+            reader.state(slot, record.rank)
     if not slices:
         return
-    live = sorted((s for group in reader.index(manifest).tensors.values() for s in group), key=lambda s: s.path)
+    live = sorted(reader.index(manifest).live, key=lambda s: s.path)
     by_file = [list(group) for _, group in groupby(live, key=lambda s: s.path)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="moe_ckpt-verify") as pool:
         for error in pool.map(lambda group: _first_damage(reader.storage, group), by_file):

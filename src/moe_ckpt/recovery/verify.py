@@ -91,21 +91,31 @@ def _check_step(reader: StoreReader, directory: str, found: _Findings) -> None:
     index = _index(reader, manifest, found)
     if index is None:
         return
-    for stored in index.slices():
+    for stored in index.live:
         found.users.setdefault(stored, []).append(directory)
-    for record in manifest.states:
+    for slot in manifest.slots:
+        _check_states(reader, slot, directory, found)
+    try:
+        prove(manifest, index)
+        for slot in manifest.slots:
+            ranks = sorted(record.rank for record in slot.states)
+            if ranks != list(range(manifest.world_size)):
+                said = f"step {slot.step} has the states of ranks {ranks}, of {manifest.world_size}"
+                raise CoverageError(directory, (said,))
+    except CoverageError as error:
+        found.add(DamagedError(f"{directory}/{MANIFEST_NAME}", str(error), step=manifest.step), [directory])
+
+
+def _check_states(reader: StoreReader, slot: Manifest, directory: str, found: _Findings) -> None:
+    """The ranks' plain states of one step, and the side tensors that they consist of."""
+    for stored in reader.index(slot).side.values():
+        found.users.setdefault(stored, []).append(directory)
+    for record in slot.states:
         try:
-            reader.state(manifest, record.rank)
+            reader.state(slot, record.rank)
         except DamagedError as error:
             if error.path == record.path:  # damage in its side tensors is found with the other slices
                 found.add(error, [directory])
-    ranks = sorted(record.rank for record in manifest.states)
-    try:
-        prove(manifest, index)
-        if ranks != list(range(manifest.world_size)):
-            raise CoverageError(directory, (f"it has the states of ranks {ranks}, of {manifest.world_size}",))
-    except CoverageError as error:
-        found.add(DamagedError(f"{directory}/{MANIFEST_NAME}", str(error), step=manifest.step), [directory])
 
 
 def _index(reader: StoreReader, manifest: Manifest, found: _Findings) -> TensorIndex | None:

@@ -7,16 +7,19 @@ import weakref
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
+from tests.support.store_builder import values_at
 from tests.unit.engine_parts import PATIENCE_SECS, GatedStorage, Life, manifests, steps_of_experts
 
 
@@ -170,6 +173,91 @@ def test_what_only_memory_had_is_at_risk_until_storage_has_it(tmp_path):
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
         assert resume(life).lost_tokens == lacking, "and that is what it would have cost"
         assert life.session.books.at_risk_tokens == 0
+
+
+def test_a_copy_that_breaks_while_an_earlier_checkpoint_is_being_written_leaves_the_lock_to_the_writer(tmp_path):
+    def break_copy(phase):
+        if phase == "copy" and breaking:
+            raise RuntimeError("injected")
+
+    breaking: list[bool] = []
+    storage = GatedStorage(tmp_path)
+    life = Life(storage, policy=MoC(k=1, snapshot_k=4), on_phase=break_copy)
+    life.session.open()
+    life.go(3, settle=True)
+    storage.gate.clear()
+    life.go(1)
+    life.session.before_update()
+    breaking.append(True)
+    life.session.save_complete(life.step, life.capture)
+    writer = life.session._running._persister._thread
+    with pytest.raises(RuntimeError, match="injected"):
+        life.session.close(0.2)
+    life.session.close(0.2)
+    with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
+        pass
+    storage.gate.set()
+    writer.join(PATIENCE_SECS)
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as second:
+        assert resume(second).lost_tokens == 0
+        assert second.step == 4
+
+
+class LosesTheNext(SoloCommunicator):
+    """The peer dies before the commit of step ``at`` (so that it is none), or before its announcement."""
+
+    def __init__(self, at: int, call: str) -> None:
+        self.left, self.call = at, call
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        self._may_break("gather")
+        return super().gather(payload)
+
+    def announce(self, payload: bytes) -> bytes:
+        self._may_break("announce")
+        return payload
+
+    def _may_break(self, call: str) -> None:
+        self.left -= call == self.call
+        if not self.left:
+            raise RuntimeError("connection closed by peer")
+
+
+def test_of_two_lives_that_offered_the_same_step_the_committed_one_counts(tmp_path):
+    """Both offered step 6 and heard of no commit; storage has that of the second, whose state is another one."""
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4), comm=LosesTheNext(6, "gather")) as life:
+        life.go(5, settle=True)
+        life.go(1)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            life.settle()
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4), comm=LosesTheNext(1, "announce")) as life:
+        assert resume(life).restored_step == 5
+        life.session.before_update()
+        life.state.advance(100)
+        life.step = 6
+        life.session.after_update(6, life.counts.copy(), life.capture)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            life.settle()
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
+        held = [(h.step, h.generation) for h in life.session.host_tier._kept]
+        assert held == [(5, 0), (6, 0), (6, 1)]
+        fault = resume(life)
+        assert (fault.restored_step, fault.lost_tokens) == (6, 0)
+        for tensor in life.state.tensors():
+            assert torch.equal(tensor.local, values_at(100, tensor.key, tensor.global_shape, torch.float32))
+        life.step = 6
+        life.go(1, settle=True)
+        assert [h.step for h in life.session.host_tier._kept] == [7], "all others are free"
+
+
+def test_a_former_session_no_longer_has_what_the_next_one_took_over(tmp_path):
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
+        life.go(3, settle=True)
+        former = life.session.host_tier
+    assert former.nbytes > 0
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as second:
+        assert former.nbytes == 0
+        assert second.session.host_tier.nbytes > 0
 
 
 @dataclass(frozen=True)

@@ -120,14 +120,16 @@ class Persister:
     def close(self, timeout_secs: float, afterwards: Callable[[], None]) -> bool:
         """Stop after what is queued; False if the thread still runs after ``timeout_secs``.
 
-        afterwards: in that case, and only then, called by the thread when it has written its last.
+        afterwards: called when the thread has written its last: here, or by the thread itself.
         """
         self._queue.put(None)
         self._thread.join(timeout_secs)
         with self._changed:
             if not self._through:
                 self._afterwards = afterwards
-            return self._through
+                return False
+        afterwards()
+        return True
 
     def _run(self) -> None:
         try:
@@ -145,7 +147,10 @@ class Persister:
         finally:
             with self._changed:
                 self._through = True
-            self._afterwards()
+            try:
+                self._afterwards()
+            except OSError as error:  # nobody waits for this thread any more
+                log.warning("the store could not be let go of: %s", error)
 
     def _next(self) -> Snapshot | None:
         """The next snapshot, or None at the end; keeps the store's lock alive meanwhile."""

@@ -248,7 +248,9 @@ class Pipeline:
         try:
             self.join()
         finally:
-            ended = self._persister.close(timeout_secs, afterwards)
-            self._copier.close()
-            host_tier.leave(self.host_tier, keep=keep)
+            try:
+                ended = self._persister.close(timeout_secs, afterwards)
+            finally:
+                self._copier.close()
+                host_tier.leave(self.host_tier, keep=keep)
         return ended

@@ -123,7 +123,7 @@ class CheckpointSession:
         self._layout = Layout(catalog)
         self._committer: Committer | None = None
         self._pipeline: Pipeline | None = None
-        self._abandoned = False
+        self._left_to_writer = False
 
     # --- once, before training ---
 
@@ -371,19 +371,14 @@ class CheckpointSession:
 
     def _close(self, timeout_secs: float | None, *, keep: bool) -> None:
         pipeline, self._pipeline = self._pipeline, None
-        try:
-            ended = pipeline is None or pipeline.close(
-                timeout_secs or self._settings.timeout_secs, keep=keep, afterwards=self._lock.release
-            )
-        except BaseException:  # a copy that broke is raised, but must not keep the store locked
+        if pipeline is not None:
+            # Its thread may write on: whoever comes next in this process must not share the store with it.
+            self._left_to_writer = True
+            timeout_secs = timeout_secs or self._settings.timeout_secs
+            if not pipeline.close(timeout_secs, keep=keep, afterwards=self._lock.release):
+                log.warning("a checkpoint is still being written; it is not waited for, but keeps the store locked")
+        elif not self._left_to_writer:
             self._lock.release()
-            raise
-        if ended and not self._abandoned:
-            self._lock.release()
-        elif not ended:
-            self._abandoned = True
-            # Its thread may still write: whoever comes next in this process must not share the store with it.
-            log.warning("a checkpoint is still being written; it is not waited for; until then the store stays locked")
         self._comm.close()
 
     @property

@@ -284,6 +284,22 @@ def test_the_stall_has_a_line_for_the_mean_and_one_for_the_worst():
     assert lines(stall.plot()[1]) == {"stall_ms_mean": [3.0], "stall_ms_worst": [4.0]}
 
 
+@pytest.mark.parametrize("prefix", [None, "train_"])
+def test_the_whole_collection_plots_a_picture_of_each(prefix):
+    import matplotlib.pyplot as plt
+
+    collection = m.checkpoint_metrics().clone(prefix)
+    steps = [collection(**FIRST), collection(**SECOND)]
+    for pictures, several in ((collection.plot(), False), (collection.plot(steps), True)):
+        drawn = dict(zip(collection.keys(keep_base=True), (axes for _, axes in pictures), strict=True))
+        ms = {"stall_ms_mean": [4.0, 1.0], "stall_ms_worst": [4.0, 1.0]} if several else AFTER_BOTH
+        assert lines(drawn["stall"]) == {f"{prefix or ''}{name}": pytest.approx(ms[name] if several else [ms[name]])
+                                         for name in ("stall_ms_mean", "stall_ms_worst")}  # fmt: skip
+        assert drawn["expert_ages"].get_title() == "ExpertAges"
+    with pytest.raises(ValueError, match="same length"):
+        collection.plot(ax=[plt.gca()])
+
+
 def test_plot_draws_the_newest_value_on_the_axes_given():
     import matplotlib.pyplot as plt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchmetrics import Metric, MetricCollection
@@ -14,7 +14,23 @@ from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
 from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens
 
 
-def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> MetricCollection:
+class CheckpointMetrics(MetricCollection):
+    """What ``checkpoint_metrics`` gives."""
+
+    def plot(self, val: Any = None, ax: Any = None, together: bool = False) -> Any:
+        """A picture of each metric: see ``MetricCollection.plot``, which cannot find those of several values."""
+        value: Any = self.compute() if val is None else val
+        single = isinstance(value, Mapping)
+        found = [self._by_metric(entry) for entry in ([value] if single else value)]
+        return super().plot(found[0] if single else found, ax, together)
+
+    def _by_metric(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        """``value``, in which a metric of several values has them under its own name."""
+        stalls = {name: number for name, number in value.items() if "stall_ms" in name}
+        return {name: value.get(name, stalls) for name in map(str, self.keys(keep_base=False))}
+
+
+def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> CheckpointMetrics:
     """One of each, by name: ``collection.update(**facts)`` gives each what it asks for.
 
     experts: number of experts of each MoE layer; None if all have the same.
@@ -31,7 +47,7 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> M
         "expert_ages": ExpertAges(experts, **kwargs),
         "unsaved_tokens": UnsavedTokens(experts, **kwargs),
     }
-    return MetricCollection(metrics, compute_groups=False)
+    return CheckpointMetrics(metrics, compute_groups=False)
 
 
 def facts(record: StepRecord, books: Books) -> dict[str, Any]:

@@ -160,6 +160,34 @@ class TornSnapshotError(StoreError, RuntimeError):
         self.keys = keys
 
 
+class SparseWindowError(UnsupportedError):
+    """A checkpoint that only training can bring to one state was asked for as one."""
+
+    def __init__(self, directory: str, first: int, last: int) -> None:
+        super().__init__(
+            f"checkpoint {directory} is a sparse window of the steps {first} to {last}: its operators are of different "
+            "steps, and only computing these steps again makes one state of them. Start the training script again with "
+            "the same dirpath and without ckpt_path, or take a dense checkpoint, such as the last one of a run that "
+            "ended well."
+        )
+        self.directory = directory
+        self.first = first
+        self.last = last
+
+
+class ReplayDivergedError(UserError, RuntimeError):
+    """Steps that were computed again are not those that a sparse window holds."""
+
+    def __init__(self, step: int, found: str) -> None:
+        super().__init__(
+            f"computing step {step} again did not repeat it: {found}. The state is not what the run had, so training "
+            "does not go on. Data, seeds and configuration must be those of the run; to go back to an older dense "
+            "checkpoint, move the newer step directories away."
+        )
+        self.step = step
+        self.found = found
+
+
 class HostMemoryError(UserError, MemoryError):
     """A snapshot does not fit into the declared host-memory budget."""
 

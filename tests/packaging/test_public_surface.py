@@ -36,8 +36,8 @@ SURFACE = {
 
 ERRORS = (
     "ConfigError CoverageError DamagedError ForeignStoreError FormatVersionError HostMemoryError MissingPackageError "
-    "MoECheckpointError NoCheckpointError NoMoELayerError SaveFailedError StoreError StoreInUseError "
-    "StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
+    "MoECheckpointError NoCheckpointError NoMoELayerError ReplayDivergedError SaveFailedError SparseWindowError "
+    "StoreError StoreInUseError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
 
 POLICY_OPTIONS = {
@@ -49,8 +49,10 @@ POLICY_OPTIONS = {
 RECORDS = {
     "moe_ckpt.format.identity.Identity": "run_id fingerprint created_unix_secs",
     "moe_ckpt.format.manifest.Manifest": (
-        "run_id step generation world_size index created_unix_secs model files operators states parent policy tokens"
+        "run_id step generation world_size index created_unix_secs model files operators states parent policy tokens "
+        "window"
     ),
+    "moe_ckpt.format.manifest.SlotRecord": "step states",
     "moe_ckpt.format.manifest.FileRecord": "path nbytes header_nbytes header_digest step rank",
     "moe_ckpt.format.manifest.StateRecord": "path nbytes digest rank",
     "moe_ckpt.format.manifest.OperatorRecord": "step files",

@@ -20,6 +20,8 @@ EXAMPLES = [
     errors.NoCheckpointError("nothing here"),
     errors.StoreUnwritableError("read-only"),
     errors.ConfigError("k"),
+    errors.SparseWindowError("step_00000009", 7, 9),
+    errors.ReplayDivergedError(8, "the next optimizer step was step 9"),
 ]
 
 

@@ -15,6 +15,7 @@ import torch
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.recovery.index import split_key
 from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.replay import require_dense
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     Raises:
         CoverageError: parts are missing.
         DamagedError: a header or the state is damaged. (Slices are checked as they are read.)
+        SparseWindowError: it is no one state of the run.
     """
+    require_dense(manifest)
     reader.prove(manifest)
     index = reader.index(manifest)
     state = reader.state(manifest, rank)

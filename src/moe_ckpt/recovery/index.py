@@ -7,7 +7,7 @@ operators that a later checkpoint superseded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -85,19 +85,20 @@ class TensorIndex:
         entry = self.tensors[key][0].entry
         return TensorMeta(entry.dtype, entry.global_shape, entry.on_param_device)
 
-    def overlapping(self, key: str, box: Box) -> Iterator[tuple[StoredSlice, Box]]:
-        """The slices of ``key`` that share elements with ``box``, each with the common block."""
-        for stored in self.tensors[key]:
-            common = stored.entry.box.overlap(box)
-            if common is not None:
-                yield stored, common
-
     @property
     def live(self) -> Iterator[StoredSlice]:
         """Every slice of model and optimizers that a full restore of all ranks reads."""
         for groups in (self.tensors, *self.replay.values()):
             for group in groups.values():
                 yield from group
+
+
+def overlapping(slices: Iterable[StoredSlice], box: Box) -> Iterator[tuple[StoredSlice, Box]]:
+    """Those that share elements with ``box``, each with the common block."""
+    for stored in slices:
+        common = stored.entry.box.overlap(box)
+        if common is not None:
+            yield stored, common
 
 
 def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:

@@ -8,7 +8,7 @@ would need host memory for a second copy of the state.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -18,10 +18,12 @@ from moe_ckpt.errors import ConfigError, CoverageError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import StateTensor, TrainingState
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex, split_key
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, overlapping, split_key
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slices import find_damage
 
+StoredByKey = Mapping[str, Sequence[StoredSlice]]
+"""Tensor key -> its stored slices."""
 _MODEL = "model/"
 
 
@@ -51,19 +53,19 @@ def restore(
     index = reader.index(manifest)
     parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     weights = [key for key in index.tensors if key.startswith(_MODEL)]
-    _check_match(manifest, index, parameters, weights)
+    check_match(manifest, index, parameters, weights)
     if not verified:
-        _verify(reader, _needed(index, parameters, weights if model_only else index.tensors))
+        verify_needed(reader, {key: index.tensors[key] for key in weights} if model_only else index.tensors, parameters)
     if model_only:
-        _copy(reader, index, parameters)
+        copy_slices(reader, index.tensors, parameters)
         return
     state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(_MODEL)})
     tensors = state.tensors()
-    _check_match(manifest, index, tensors, index.tensors)
-    _copy(reader, index, tensors)
+    check_match(manifest, index, tensors, index.tensors)
+    copy_slices(reader, index.tensors, tensors)
 
 
-def _check_match(
+def check_match(
     manifest: Manifest, index: TensorIndex, tensors: Sequence[StateTensor], stored: Iterable[str]
 ) -> None:
     """Raise unless the live tensors are exactly the stored ones, in shape and dtype."""
@@ -88,8 +90,8 @@ def _check_match(
         raise CoverageError(f"restoring checkpoint {manifest.directory}", tuple(problems))
 
 
-def _needed(index: TensorIndex, parameters: Sequence[StateTensor], keys: Iterable[str]) -> Iterator[StoredSlice]:
-    """The slices of ``keys`` that this rank will read, told before its optimizer state exists.
+def _needed(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
+    """The slices that this rank will read, told before its optimizer state exists.
 
     State shaped like its parameter is taken to be sharded like it. All slices of other state are named:
     it is small (step counts, row and column factors).
@@ -100,26 +102,30 @@ def _needed(index: TensorIndex, parameters: Sequence[StateTensor], keys: Iterabl
         fqn = split_key(tensor.key).fqn
         boxes.setdefault(fqn, []).append(box_of(tensor))
         shapes[fqn] = tuple(tensor.global_shape)
-    for key in keys:
-        group = index.tensors[key]
+    for key, group in stored_of.items():
         fqn = split_key(key).fqn
-        if shapes.get(fqn) == index.meta(key).global_shape:
-            yield from (stored for box in boxes[fqn] for stored, _ in index.overlapping(key, box))
+        if shapes.get(fqn) == group[0].entry.global_shape:
+            yield from (stored for box in boxes[fqn] for stored, _ in overlapping(group, box))
         else:
             yield from group
 
 
-def _verify(reader: StoreReader, needed: Iterable[StoredSlice]) -> None:
-    for _, error in find_damage(reader.storage, needed):
+def verify_needed(reader: StoreReader, stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> None:
+    """Raise ``DamagedError`` unless what this rank will read of ``stored_of`` is as it was written.
+
+    parameters: the model's, as they are sharded now.
+    """
+    for _, error in find_damage(reader.storage, _needed(stored_of, parameters)):
         if error is not None:
             raise error
 
 
 @torch.no_grad()
-def _copy(reader: StoreReader, index: TensorIndex, tensors: Sequence[StateTensor]) -> None:
+def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> None:
+    """Write what is stored into the live tensors, each rank its own part."""
     targets: dict[StoredSlice, list[tuple[StateTensor, Box]]] = {}
     for tensor in tensors:
-        for stored, common in index.overlapping(tensor.key, box_of(tensor)):
+        for stored, common in overlapping(stored_of.get(tensor.key, ()), box_of(tensor)):
             if prod(common.shape):
                 targets.setdefault(stored, []).append((tensor, common))
     for stored, values in reader.read_many(targets):

@@ -23,6 +23,7 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.recovery.overlay import overlay
 from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.replay import Replay, begin_replay, require_dense
 from moe_ckpt.recovery.restore import restore
 from moe_ckpt.storage.base import Storage
 
@@ -35,11 +36,14 @@ class Restored:
 
     held: ``[L, E]`` tokens seen by the experts that came from host memory instead of from storage, 0 elsewhere;
         None if there are none.
+    replay: the checkpoint is a sparse window of which only the first step is loaded, and ``plain`` is of that step. The
+        adapter lets training compute the others again before it calls ``CheckpointSession.adopt``.
     """
 
     manifest: Manifest
     plain: Mapping[str, Any]
     held: Counts | None = None
+    replay: Replay | None = None
 
 
 def resume_newest(
@@ -62,7 +66,7 @@ def resume_newest(
     directories = json.loads(comm.broadcast(json.dumps(_listed(reader) if comm.rank == 0 else []).encode()))
     problems: list[str] = []
     for directory in directories:
-        restored, problem = _try(reader, directory, comm.rank, state)
+        restored, problem = _try(reader, directory, comm, state)
         if problem is not None:
             log.warning("rank %d cannot use checkpoint %s: %s", comm.rank, directory, problem)
             problems.append(f"{directory}: {problem}")
@@ -73,6 +77,8 @@ def resume_newest(
         if restored is None:
             return None
         manifest = restored.manifest
+        if restored.replay is not None:
+            return restored
         return replace(restored, held=overlay(manifest, reader.index(manifest), comm, state, tier))
     if not directories:
         return None
@@ -95,7 +101,11 @@ def _listed(reader: StoreReader) -> list[str]:
 def load_step(
     reader: StoreReader, manifest: Manifest, rank: int, state: TrainingState, *, model_only: bool = False
 ) -> Restored:
-    """Load one given checkpoint into ``state``. Raises ``DamagedError`` or ``CoverageError``; no fallback."""
+    """Load one given checkpoint into ``state``. Raises ``DamagedError`` or ``CoverageError``; no fallback.
+
+    Raises ``SparseWindowError`` for one that is not a state of the run: only ``resume_newest`` goes on from it.
+    """
+    require_dense(manifest)
     plain = reader.state(manifest, rank_of_state(manifest, rank))
     restore(reader, manifest, state, model_only=model_only)
     return Restored(manifest, plain)
@@ -114,10 +124,14 @@ def rank_of_state(manifest: Manifest, rank: int) -> int:
 
 
 def _try(
-    reader: StoreReader, directory: str, rank: int, state: TrainingState
+    reader: StoreReader, directory: str, comm: Communicator, state: TrainingState
 ) -> tuple[Restored | None, str | None]:
     try:
-        return load_step(reader, reader.manifest(directory), rank, state), None
+        manifest = reader.manifest(directory)
+        if manifest.window:
+            plain, replay = begin_replay(reader, manifest, state, comm.rank, comm.world_size)
+            return Restored(manifest, plain, replay=replay), None
+        return load_step(reader, manifest, comm.rank, state), None
     except PermissionError:
         raise  # not damage: an older checkpoint would only hide a mistake in the set-up
     except (DamagedError, CoverageError, OSError) as error:

@@ -1,0 +1,136 @@
+"""Sparse-to-dense conversion: from the first step of a window to one state, by computing its steps again.
+
+A window (MoEvement, section 3.2) holds each operator in full as of one of its steps, and as compute weights as of the
+steps before. Training goes on from the window's first step. After each step that is computed again, whatever the
+window holds of that step replaces what the optimizer made of it: operators that are anchored there, in full, and the
+compute weights of those that come later. An operator that is anchored has had exact gradients ever since, because every
+forward and backward pass read exact weights; so at the window's end all are exact, to the last bit.
+
+What the optimizer does to operators that are not anchored yet is meaningless, and gone before anything reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_ckpt.errors import ConfigError, ReplayDivergedError, SparseWindowError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ports import TensorMeta, TrainingState
+from moe_ckpt.recovery.index import TensorIndex, split_key
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.restore import check_match, copy_slices, verify_needed
+
+_MODEL = "model/"
+
+
+def require_dense(manifest: Manifest) -> None:
+    """Raise ``SparseWindowError`` unless the checkpoint is one state of the run."""
+    if manifest.window:
+        raise SparseWindowError(manifest.directory, manifest.window[0].step, manifest.step)
+
+
+def begin_replay(
+    reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int, world_size: int
+) -> tuple[Mapping[str, Any], Replay]:
+    """Load the first step of a window: (this rank's plain state of that step, what brings back the rest).
+
+    Called on every rank, on the training thread, before training. Everything that the replay will read is verified
+    before anything is written.
+
+    Raises:
+        ConfigError: another number of ranks than the window's: they would compute other steps.
+        DamagedError, CoverageError: as ``restore``.
+    """
+    if world_size != manifest.world_size:
+        raise ConfigError(
+            f"checkpoint {manifest.directory} is a sparse window that {manifest.world_size} ranks computed, and this "
+            f"run has {world_size}: the steps in it can only be computed again by as many. Start {manifest.world_size} "
+            "ranks; once the window is dense again (or at the run's end) a dense checkpoint can go on with any number."
+        )
+    reader.prove(manifest)
+    index = reader.index(manifest)
+    plain = reader.state(manifest.slots[0], rank)
+    parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
+    check_match(manifest, index, parameters, [key for key in index.tensors if key.startswith(_MODEL)])
+    for stored_of in (index.tensors, *index.replay.values()):
+        verify_needed(reader, stored_of, parameters)
+    replay = Replay(reader, manifest, index, state, rank)
+    replay.advance(replay.steps[0])
+    return plain, replay
+
+
+@dataclass
+class Replay:
+    """What a window still has to give. Driven by the adapter; all ranks alike.
+
+    steps: of the window. loaded: how many of them are loaded.
+    """
+
+    reader: StoreReader
+    manifest: Manifest
+    index: TensorIndex
+    state: TrainingState
+    rank: int
+    loaded: int = 0
+    steps: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = tuple(slot.step for slot in self.manifest.slots)
+
+    @property
+    def done(self) -> bool:
+        """True when the state is that of the window's last step."""
+        return self.loaded == len(self.steps)
+
+    def advance(self, step: int) -> None:
+        """Step ``step`` was computed again: replace what the window holds of it. Before anything reads weights.
+
+        Raises:
+            ReplayDivergedError: it is not the step that comes next.
+            DamagedError: the window was damaged since the replay began.
+        """
+        expected = self.steps[self.loaded]
+        if step != expected:
+            raise ReplayDivergedError(expected, f"the next optimizer step was step {step}")
+        self.state.prepare(self._optimizer_tensors(step))
+        self._copy(step)
+        self.loaded += 1
+
+    def repeat(self) -> None:
+        """The same as of the step loaded last: what runs at a batch's end may have changed weights once more."""
+        self._copy(self.steps[self.loaded - 1])
+
+    def recorded(self) -> Mapping[str, Any]:
+        """This rank's plain state as it was at the step loaded last, for a comparison."""
+        return self.reader.state(self.manifest.slots[self.loaded - 1], self.rank)
+
+    def frozen_parameters(self) -> frozenset[str]:
+        """Names of the parameters of which no row is anchored yet."""
+        reached = self.steps[self.loaded - 1]
+        return frozenset(
+            split_key(key).fqn
+            for key, group in self.index.tensors.items()
+            if key.startswith(_MODEL) and all(stored.file.step > reached for stored in group)
+        )
+
+    def _optimizer_tensors(self, step: int) -> dict[str, TensorMeta]:
+        """The optimizer state that exists at ``step``: of the parameters that are anchored in part or whole."""
+        known = {
+            split_key(key).fqn
+            for key, group in self.index.tensors.items()
+            if key.startswith(_MODEL) and any(stored.file.step <= step for stored in group)
+        }
+        optimizer = (key for key in self.index.tensors if not key.startswith(_MODEL))
+        return {key: self.index.meta(key) for key in optimizer if split_key(key).fqn in known}
+
+    def _copy(self, step: int) -> None:
+        anchored = {
+            key: those
+            for key, group in self.index.tensors.items()
+            if (those := tuple(stored for stored in group if stored.file.step == step))
+        }
+        tensors = self.state.tensors()
+        copy_slices(self.reader, anchored, tensors)
+        copy_slices(self.reader, self.index.replay.get(step, {}), tensors)

@@ -1,0 +1,205 @@
+"""MoEvement (NSDI'26; arXiv 2412.15411 v5): a dense checkpoint spread over a window of W iterations, exact on recovery.
+
+At each iteration of a window some operators are saved in full and those that come later as compute weights, so that
+every iteration saves about as much as fits beside it. Replaying the window gives the dense state, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, save_nothing
+from moe_ckpt.core.window import OperatorBytes, Window, balance, pack, slot_bytes, slot_plan
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import Measured, PolicyContext, require_positive
+from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
+from moe_ckpt.policies.window_report import WindowReport, time_limit_bytes
+
+PROFILE_STEPS = 10
+"""Steps without a checkpoint after which a dense one is taken to measure rates that are still not known."""
+
+Slots = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class MoEvement:
+    """Save at every step: windows of W steps, each of which is one checkpoint.
+
+    W is the smallest number of slots with which every slot fits in an iteration: its bytes, an even share per rank, at
+    the slower of the measured rates of copying and of committing. It is decided anew at each window's start. Before
+    training (step 0) everything is saved, since the first window has no older state to fall back on; then nothing
+    until iteration time and rates are measured, unless ``window`` is given.
+
+    window: W, or None to size it as above. Of the windows with at most W slots, one whose heaviest slot is lightest.
+    max_window: no window is longer. If even that does not fit in an iteration, training stalls: ``explain`` says by
+        how much. Not for a ``window`` that is given.
+    order, non_experts, reorder_change, reorder_experts: see ``popularity.Ordering``.
+    budget_fraction: portion of an iteration that a snapshot may take.
+    """
+
+    window: int | None = None
+    max_window: int = 32
+    order: str = "hard_count"
+    budget_fraction: float = 1.0
+    non_experts: str = "last"
+    reorder_change: float = 0.10
+    reorder_experts: float = 0.25
+
+    def __post_init__(self) -> None:
+        require_positive("MoEvement", max_window=self.max_window)
+        if self.window is not None:
+            require_positive("MoEvement", window=self.window)
+        for name, choices in (("order", ORDERS), ("non_experts", NON_EXPERTS)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise ConfigError(f"MoEvement({name}={value!r}): no such {name}; choose from {list(choices)}")
+        self._require_number("budget_fraction", 1.0, "the portion of an iteration that a snapshot may take", above=True)
+        self._require_number("reorder_change", None, "the relative change of an expert's activation frequency")
+        self._require_number("reorder_experts", 1.0, "the portion of experts that must have changed")
+
+    def _require_number(self, name: str, most: float | None, meaning: str, *, above: bool = False) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        if not number or value < 0 or (above and value == 0) or (most is not None and value > most):
+            bounds = ("above 0" if above else "of at least 0") + ("" if most is None else f" and at most {most:g}")
+            raise ConfigError(f"MoEvement({name}={value!r}): {name} must be a number {bounds}, {meaning}")
+
+    @property
+    def ordering(self) -> Ordering:
+        return Ordering(self.order, self.non_experts, self.reorder_change, self.reorder_experts)
+
+    def check(self, catalog: Catalog) -> None:
+        """Any model will do, dense ones too, if it has as many operators as the window has slots."""
+        count = len(catalog.operators)
+        if not count:
+            raise ConfigError("MoEvement: the model has no parameters, so there is nothing to save")
+        if self.window is not None and self.window > count:
+            raise ConfigError(
+                f"MoEvement(window={self.window}): the model has only {count} operators, and every slot of a window "
+                f"needs one; give a window of at most {count}"
+            )
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        window = _under_way(context)
+        if window is not None:
+            return slot_plan(window, context.next_slot, context.step)
+        if self._waits(context):
+            return save_nothing(context.step)
+        return slot_plan(self._begin(context), 0, context.step)
+
+    def explain(self, context: PolicyContext) -> WindowReport:
+        """The window that ``context.step`` belongs to, or that would begin at it, with its costs.
+
+        Where a window begins, it is the very one that ``plan`` begins. Where ``plan`` waits for measurements, it is the
+        one that would begin if the wait were over.
+
+        Raises:
+            ConfigError: as ``plan``.
+        """
+        return WindowReport(
+            _under_way(context) or self._begin(context),
+            context.sizes,
+            context.ranks,
+            context.measured.iteration_secs,
+            _rate(context.measured),
+            self.budget_fraction,
+            context.snapshot_bytes,
+        )
+
+    def _waits(self, context: PolicyContext) -> bool:
+        """True while there is nothing to size a window by and a checkpoint to fall back on.
+
+        Not for ever: rates are measured on checkpoints, and a run that was restarted may have made none yet.
+        """
+        if self.window is not None or context.step == 0 or context.last_step is None:
+            return False
+        return self._limit_bytes(context) is None and context.step - context.last_step < PROFILE_STEPS
+
+    def _limit_bytes(self, context: PolicyContext) -> int | None:
+        """Most bytes of a slot, all ranks together, that an iteration leaves time for; None while not known."""
+        measured = context.measured
+        limit = time_limit_bytes(measured.iteration_secs, _rate(measured), self.budget_fraction)
+        return None if limit is None else limit * context.ranks
+
+    def _begin(self, context: PolicyContext) -> Window:
+        order, frequencies = self.ordering.order(context)
+        unknown = [op for op in order if op not in context.sizes]
+        if unknown:
+            raise ConfigError(
+                f"{self._name()}: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are "
+                f"not there, such as {unknown[0]}"
+            )
+        return Window(context.step, self._slots(order, context), frequencies)
+
+    def _slots(self, order: Sequence[str], context: PolicyContext) -> Slots:
+        room = None if context.snapshot_bytes is None else context.snapshot_bytes * context.ranks
+        limit = self._limit_bytes(context)
+        if context.step == 0:
+            slots: Slots = (tuple(order),)
+        elif self.window is not None and context.last_step is not None:
+            slots = balance(order, context.sizes, self.window)
+        elif limit is None or context.last_step is None:
+            # A dense checkpoint, to fall back on or to measure; where host memory is short, as few slots as it allows.
+            slots = self._fewest(order, context.sizes, room)
+        else:
+            slots = self._fewest(order, context.sizes, limit if room is None else min(limit, room))
+        heaviest = max(slot_bytes(slots, context.sizes))
+        if room is not None and heaviest > room:
+            raise ConfigError(self._too_large(order, context, len(slots), heaviest))
+        return slots
+
+    def _fewest(self, order: Sequence[str], sizes: Mapping[str, OperatorBytes], limit: int | None) -> Slots:
+        """The fewest slots that keep within ``limit``, evened out; the best of ``max_window`` slots if none do."""
+        if limit is None:
+            return (tuple(order),)
+        packed = pack(order, sizes, limit, self.max_window)
+        return balance(order, sizes, self.max_window if packed is None else len(packed))
+
+    def _too_large(self, order: Sequence[str], context: PolicyContext, size: int, heaviest: int) -> str:
+        """Why no snapshot of this window fits in host memory, and what to change."""
+        bound = context.snapshot_bytes or 0
+        longest = balance(order, context.sizes, len(order))
+        least = max(slot_bytes(longest, context.sizes))
+        needed = pack(order, context.sizes, bound * context.ranks)
+        if context.step == 0:
+            advice = "raise host_memory_bytes: before training everything is saved at once"
+        elif needed is None:
+            advice = f"no window does: give at least {_per_rank(least, context):,} bytes per rank (host_memory_bytes)"
+        else:
+            name = "max_window" if self.window is None else "window"
+            advice = f"raise host_memory_bytes, or set {name}={len(needed)}, with which it would fit"
+        return (
+            f"{self._name()}: at step {context.step}, the heaviest snapshot of a window of W = {size} has "
+            f"{_per_rank(heaviest, context):,} bytes on each of {context.ranks} ranks, but host memory leaves room for "
+            f"{bound:,}; {advice}"
+        )
+
+    def _name(self) -> str:
+        if self.window is not None:
+            return f"MoEvement(window={self.window})"
+        return f"MoEvement(max_window={self.max_window})"
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "moevement", **asdict(self)}
+
+
+def _under_way(context: PolicyContext) -> Window | None:
+    """The window whose next slot is to be saved at this very step."""
+    window, slot = context.window, context.next_slot
+    if window is None or not 0 < slot < window.size or context.step != window.start + slot:
+        return None
+    return window
+
+
+def _rate(measured: Measured) -> float | None:
+    """Bytes per second of the slowest rank: what is copied each iteration must be committed each iteration too."""
+    copied, persisted = measured.copy_bytes_per_sec, measured.persist_bytes_per_sec
+    return None if not copied or not persisted else min(copied, persisted)
+
+
+def _per_rank(nbytes: int, context: PolicyContext) -> int:
+    return -(-nbytes // context.ranks)

@@ -1,0 +1,171 @@
+"""In which order a sparse window anchors operators, and when that order is made anew (MoEvement, section 3.5).
+
+Experts come in ascending popularity: what is anchored last is frozen longest while a window is replayed, and a frozen
+operator needs no weight gradient and no optimizer step, so the most used experts should be those. Ties go by layer,
+then by index.
+
+Popularity ``A`` of an expert (appendix B of the paper):
+
+- ``hard_count``: tokens routed to it since the newest window began.
+- ``soft_count``: gate probabilities, summed over the same tokens.
+- ``time_decayed``: tokens per step, with weights that fall off with age (``Activity.decayed``).
+- ``capacity_normalised``: ``A / C``, tokens over capacity. ``C`` is the expert's even share of its layer, the layer's
+  tokens times top-k over its number of experts: what a capacity factor of 1 would let it take. Its order differs from
+  that of ``hard_count`` where layers differ in their number of experts or in top-k. Experts of one layer are taken to
+  be alike.
+
+``round_robin`` goes by turns instead, for comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import Any
+
+from moe_ckpt.core.operators import Catalog, Operator
+from moe_ckpt.core.window import Window
+from moe_ckpt.policies.base import Activity, PolicyContext
+
+ORDERS = ("hard_count", "soft_count", "time_decayed", "capacity_normalised", "round_robin")
+NON_EXPERTS = ("last", "spread")
+_ROUNDING = 1e-12
+"""Relative error that a quotient of two shares may carry; a change must exceed its threshold by more."""
+
+Shares = Mapping[str, float]
+"""Operator id of an expert -> its share of its layer's popularity."""
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """How operators are ordered: a value, part of a policy.
+
+    kind: one of ``ORDERS``.
+    non_experts: ``last``: gates and non-experts behind all experts, in the order of the catalog, since every token
+        uses them. ``spread``: dealt out evenly among the experts.
+    change, experts: an order is made anew when the activation frequency of at least the portion ``experts`` of all
+        experts changed by more than the portion ``change`` (``changed``).
+    """
+
+    kind: str = "hard_count"
+    non_experts: str = "last"
+    change: float = 0.10
+    experts: float = 0.25
+
+    def order(self, context: PolicyContext) -> tuple[tuple[str, ...], Shares | None]:
+        """The order for a window that begins now, and the activation frequencies when it was made.
+
+        The order of ``context.window`` is used again, with the frequencies it was made by, unless they changed enough.
+
+        A model without MoE layers has one order: operators from the output side to the input side, the reverse of the
+        catalog (appendix E of the paper). While the front is still frozen, a replay's backward pass may end at the
+        deepest anchored layer; the other way round it would have to run to the input from the first replay on.
+        """
+        catalog, former = context.catalog, _of_this_model(context)
+        if not catalog.experts:
+            return tuple(op.id for op in reversed(catalog.operators)), None
+        if self.kind == "round_robin":
+            return self._with_others(catalog, _next_in_turn(context, former)), None
+        values = popularity(self.kind, catalog, context.activity)
+        now = shares(catalog, values)
+        if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
+            return former.order, former.frequencies
+        places = {op.id: place for op, *place in _by_layer(catalog)}
+        return self._with_others(catalog, sorted(places, key=lambda op: (values[op], places[op]))), now or None
+
+    def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
+        """True when so much has changed that the order should be made anew.
+
+        An expert has changed when its share differs by more than ``change`` of what it was; one that had none, when it
+        has any. Experts of layers that got no token since are not in ``now``, and count as unchanged.
+
+        before: None if the former order was made without knowing any: then anything known is a change.
+        experts: how many the model has.
+        """
+        if before is None:
+            return True
+        moved = sum(_moved(before.get(op, 0.0), share, self.change) for op, share in now.items())
+        return moved >= self.experts * experts - _ROUNDING
+
+    def _with_others(self, catalog: Catalog, experts: Sequence[str]) -> tuple[str, ...]:
+        others = [op.id for op in catalog.always_saved]
+        if self.non_experts == "last":
+            return (*experts, *others)
+        places = [((at + 0.5) / len(group), op) for group in (experts, others) for at, op in enumerate(group)]
+        return tuple(op for _, op in sorted(places, key=lambda place: place[0]))
+
+
+def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, float]:
+    """``A`` of every expert, by its operator id; 0 while nothing is known.
+
+    A measure that shows nothing for a layer that did get tokens (a router that does not tell its probabilities) gives
+    way to ``hard_count``, for all layers alike, so that experts of different layers can be compared.
+    """
+    hard = _table(catalog, activity.hard)
+    found = {"soft_count": activity.soft, "time_decayed": activity.decayed}.get(kind, activity.hard)
+    table = _table(catalog, found)
+    if any(any(tokens) and not any(told) for tokens, told in zip(hard, table, strict=True)):
+        table = hard
+    if kind == "capacity_normalised":
+        table = [_over_even_share(tokens) for tokens in table]
+    rows = {layer.index: row for layer, row in zip(catalog.layers, table, strict=True)}
+    return {
+        op.id: rows[op.layer][op.expert] for op in catalog.experts if op.layer is not None and op.expert is not None
+    }
+
+
+def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
+    """Activation frequency: each expert's share of its layer's popularity. Layers with none are left out."""
+    totals: dict[int | None, list[float]] = {}
+    for op in catalog.experts:
+        totals.setdefault(op.layer, []).append(values[op.id])
+    # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
+    sums = {layer: fsum(found) for layer, found in totals.items()}
+    return {op.id: values[op.id] / sums[op.layer] for op in catalog.experts if sums[op.layer] > 0}
+
+
+def _table(catalog: Catalog, values: Any) -> list[list[float]]:
+    """``[L, E]`` as lists, each as long as its layer has experts; zeros if ``values`` is not of the model's shape."""
+    sizes = [layer.experts for layer in catalog.layers]
+    if values.shape != (len(sizes), max(sizes, default=0)):
+        return [[0.0] * size for size in sizes]
+    return [row[:size] for row, size in zip(values.tolist(), sizes, strict=True)]
+
+
+def _over_even_share(tokens: Sequence[float]) -> list[float]:
+    total = fsum(tokens)
+    return [count * len(tokens) / total if total > 0 else 0.0 for count in tokens]
+
+
+def _moved(before: float, now: float, change: float) -> bool:
+    return abs(now - before) > before * (change + _ROUNDING)
+
+
+def _by_layer(catalog: Catalog) -> list[tuple[Operator, int, int]]:
+    """(expert, layer, index), layer by layer."""
+    found = [(op, op.layer, op.expert) for op in catalog.experts if op.layer is not None and op.expert is not None]
+    return sorted(found, key=lambda row: row[1:])
+
+
+def _of_this_model(context: PolicyContext) -> Window | None:
+    """The newest window, if there is one and it has this model's operators."""
+    window = context.window
+    same = window is not None and set(window.order) == set(context.catalog.by_id)
+    return window if same else None
+
+
+def _next_in_turn(context: PolicyContext, former: Window | None) -> tuple[str, ...]:
+    """Experts, one place further than in the former window: in E·L windows each is in every place once.
+
+    With no former window the step decides who begins, so that a run that fails often does not always begin alike.
+    """
+    experts = context.catalog.by_id.keys() - {op.id for op in context.catalog.always_saved}
+    if former is not None:
+        return _rotated([op for op in former.order if op in experts], 1)
+    return _rotated([op.id for op, *_ in _by_layer(context.catalog)], context.step)
+
+
+def _rotated(ops: Sequence[str], places: int) -> tuple[str, ...]:
+    at = places % len(ops)
+    return (*ops[at:], *ops[:at])

@@ -39,6 +39,14 @@ def catalog(layers: int, experts: int, *, stacked: bool = True, first_index: int
     return Catalog(tuple(operators), tuple(moe), parameters)
 
 
+def mixed(*sizes: int) -> Catalog:
+    """A model whose MoE layers have ``sizes`` experts."""
+    parts = [catalog(1, size, first_index=layer) for layer, size in enumerate(sizes)]
+    operators = [parts[0].operators[0], *(op for part in parts for op in part.operators[1:])]
+    parameters = {name: shape for part in parts for name, shape in part.parameters.items()}
+    return Catalog(tuple(operators), tuple(part.layers[0] for part in parts), parameters)
+
+
 def context(model: Catalog, step: int = 1, **facts: Any) -> PolicyContext:
     return PolicyContext(step=step, catalog=model, **facts)
 

@@ -9,26 +9,28 @@ from hypothesis import strategies as st
 
 from benchmarks.lost_tokens import Workload, simulate
 from benchmarks.moc_sim import SimulatedRun, catalog
-from moe_ckpt.policies import Dense, Guarded, MoC
+from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC
 from moe_ckpt.policies.selectors import SELECTORS
+from tests.unit.builders import mixed
 
 BUDGET = 0.05
 
 
-def troubled(policy, seed, *, layers=2, experts=8, ranks=2, steps=120):
+def troubled(policy, seed, *, sizes=(8, 8), ranks=2, steps=120):
     """A run in which anything happens, yielded after every failure as (run, fault, K of the last plan).
 
     Loads that are skewed, zero or change suddenly; commits 0 to 2 steps late, heard of later still, that fail or are
     skipped; failures at any step, sometimes in a row, that return to older checkpoints, or with host memory alive.
     """
     rng = np.random.default_rng(seed)
-    run = SimulatedRun(policy, catalog(layers, experts), ranks)
+    run = SimulatedRun(policy, mixed(*sizes), ranks)
     fault_rate, trouble = rng.uniform(0.01, 0.3), rng.uniform(0, 0.3)
-    shares = rng.dirichlet(np.full(experts, rng.uniform(0.05, 2)), layers)
+    shares = _shares(rng, sizes)
     for _ in range(steps):
         if rng.random() < 0.05:
-            shares = rng.dirichlet(np.full(experts, rng.uniform(0.05, 2)), layers)
-        counts = rng.multinomial(int(rng.integers(0, 2000)), shares)
+            shares = _shares(rng, sizes)
+        tokens = int(rng.integers(0, 2000)) * (rng.random(len(sizes)) < 0.9)
+        counts = rng.multinomial(tokens, shares)
         run.step(
             counts,
             delay=int(rng.integers(0, 3)),
@@ -38,10 +40,17 @@ def troubled(policy, seed, *, layers=2, experts=8, ranks=2, steps=120):
         )
         while rng.random() < fault_rate:
             back = int(rng.integers(0, 4)) if rng.random() < 0.3 else 0
-            survives = rng.random((layers, experts)) < 0.5 if rng.random() < 0.5 else None
+            survives = rng.random(counts.shape) < 0.5 if rng.random() < 0.5 else None
             fault = run.fail(back, survives)
             if fault is not None:
                 yield run, fault
+
+
+def _shares(rng, sizes):
+    """Of each layer's tokens, one row per layer; a layer has none of the experts beyond its size."""
+    alpha = rng.uniform(0.05, 2)
+    rows = [rng.dirichlet(np.full(size, alpha)) for size in sizes]
+    return np.array([np.pad(row, (0, max(sizes) - len(row))) for row in rows])
 
 
 policies = st.builds(
@@ -54,17 +63,28 @@ policies = st.builds(
 )
 guarded = st.builds(
     Guarded,
-    policy=st.builds(MoC, k=st.sampled_from([1, 3]), selector=st.sampled_from(sorted(SELECTORS))),
+    policy=st.builds(
+        MoC,
+        k=st.sampled_from([1, 3]),
+        selector=st.sampled_from(sorted(SELECTORS)),
+        plt_budget=st.sampled_from([None, 0.5, 0.005]),
+    )
+    | st.just(CheckFreq(profile_steps=2, max_interval=3)),
     budget=st.sampled_from([BUDGET, 0.01]),
     action=st.sampled_from(["escalate", "dense", "stop"]),
 )
 
 
 @settings(max_examples=80, deadline=None)
-@given(policy=policies | guarded, seed=st.integers(0, 2**32), ranks=st.sampled_from([1, 2, 3, 8]))
-def test_no_sequence_of_faults_breaks_the_budget(policy, seed, ranks):
+@given(
+    policy=policies | guarded,
+    seed=st.integers(0, 2**32),
+    ranks=st.sampled_from([1, 2, 3, 8]),
+    sizes=st.sampled_from([(8, 8), (12, 8), (8, 16, 8)]),
+)
+def test_no_sequence_of_faults_breaks_the_budget(policy, seed, ranks, sizes):
     budget = policy.budget if isinstance(policy, MoC) else policy.plt_budget
-    for run, _ in troubled(policy, seed, ranks=ranks):
+    for run, _ in troubled(policy, seed, sizes=sizes, ranks=ranks):
         assert run.books.tokens.plt <= budget
         assert all(fault.lost_tokens <= budget * fault.routed_tokens for fault in run.books.tokens.faults)
 

@@ -11,7 +11,7 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.errors import ConfigError, NoMoELayerError, UserError
 from moe_ckpt.policies import MoC, Policy
-from tests.unit.builders import catalog, context, experts_in
+from tests.unit.builders import catalog, context, experts_in, mixed
 
 ALWAYS = {"non_expert/embed", "gate/0", "gate/1"}
 
@@ -145,6 +145,16 @@ def test_k_doubles_with_the_faults_and_snapshot_k_with_it_where_it_must():
         assert (plan.k, plan.plt_budget) == (k, 0.04)
         assert len(experts_in(plan.operators())) == k
         assert len(experts_in(plan.operators(Tier.HOST))) == held
+
+
+@pytest.mark.parametrize("selector", ["sequential", "load_aware", "least_loss"])
+def test_k_doubles_up_to_the_experts_of_the_largest_layer_and_takes_all_of_a_smaller_one(selector):
+    policy, model = MoC(k=1, selector=selector, plt_budget=0.04), mixed(2, 8)
+    for lost_tokens, k in ((0, 1), (21, 2), (31, 4), (36, 8), (50, 8)):
+        facts = {"routed_tokens": 1000, "lost_tokens": lost_tokens, "step": 9, "last_step": 8}
+        plan = policy.plan(context(model, **facts))
+        assert plan.k == k
+        assert [len({e for la, e in experts_in(plan.operators()) if la == layer}) for layer in (0, 1)] == [min(2, k), k]
 
 
 def test_a_checkpoint_that_would_break_the_budget_saves_more():

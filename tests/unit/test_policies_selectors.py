@@ -10,25 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import expert_owner
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.selection import Request
 from moe_ckpt.policies.selectors import SELECTORS, sequential
-from tests.unit.builders import catalog, context
+from tests.unit.builders import catalog, context, mixed
 
 load_aware = SELECTORS["load_aware"]
 least_loss = SELECTORS["least_loss"]
 every = pytest.mark.parametrize("selector", SELECTORS.values(), ids=list(SELECTORS))
 by_load = pytest.mark.parametrize("selector", [load_aware, least_loss], ids=["load_aware", "least_loss"])
-
-
-def mixed(*sizes):
-    """A model whose MoE layers have ``sizes`` experts."""
-    parts = [catalog(1, size, first_index=layer) for layer, size in enumerate(sizes)]
-    operators = [parts[0].operators[0], *(op for part in parts for op in part.operators[1:])]
-    parameters = {name: shape for part in parts for name, shape in part.parameters.items()}
-    return Catalog(tuple(operators), tuple(part.layers[0] for part in parts), parameters)
 
 
 class Rounds:

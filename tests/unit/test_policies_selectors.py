@@ -175,6 +175,16 @@ def test_a_full_rank_gives_no_more_and_the_layer_with_most_at_stake_chooses_firs
     assert ask(catalog(2, 4), unsaved([7, 6, 2, 1], [7, 1, 3, 1]), ranks=2).stored == ((0, 2), (1, 0))
 
 
+@by_load
+def test_what_stays_in_memory_is_spread_over_the_ranks_too(selector):
+    """All tokens on the experts of rank 0 of 2. 2 layers, 2 of 4 experts each: two of every rank, not three."""
+    facts = {"expected_unsaved": unsaved([9, 8, 2, 1], [7, 6, 2, 1]), "ranks": 2}
+    chosen = selector(context(catalog(2, 4), 1, **facts), Request(1, 2))
+    assert chosen.stored == ((0, 0), (1, 2))
+    assert sorted(load(chosen.stored + chosen.held, catalog(2, 4), 2).items()) == [(0, 2), (1, 2)]
+    assert Counter(layer for layer, _ in chosen.held) == {0: 1, 1: 1}
+
+
 def test_ranks_that_own_nothing_leave_more_capacity_to_the_others():
     """2 of 4 ranks own an expert, 4 layers, K=1: capacity 2, for those with most at stake."""
     chosen = ask(catalog(4, 2), unsaved([9, 1], [8, 1], [3, 2], [3, 2]), ranks=4)

@@ -1,0 +1,74 @@
+"""The books: what a policy is told while snapshots are under way, and after they end or a restore."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.engine.books import Books, Pending
+from moe_ckpt.policies.base import Measured
+from tests.unit.builders import catalog
+
+MODEL = catalog(1, 3)
+EVERYTHING = tuple(op.id for op in MODEL.operators)
+NEVER = [[-1, -1, -1]]
+
+
+def counts(*tokens):
+    return np.array([tokens], dtype=np.int64)
+
+
+def begin(books, sequence, step, operators, held=()):
+    books.begun(sequence, Pending(MODEL, step, 0, operators, held, books.tokens.applied.copy(), {}))
+
+
+def context(books, step):
+    return books.context(step, 1, books.popularity, Measured())
+
+
+def saved_at_one():
+    """Everything is committed at step 1; 5, 3 and 2 tokens came since."""
+    books = Books(MODEL)
+    books.routed(counts(1, 1, 1))
+    begin(books, 0, 1, EVERYTHING)
+    books.resolved(0, committed=True)
+    books.routed(counts(5, 3, 2))
+    return books
+
+
+def test_what_is_under_way_counts_as_saved_only_where_that_is_expected():
+    books = saved_at_one()
+    begin(books, 1, 2, ("expert/0/0",))
+    books.routed(counts(4, 0, 0))
+    now = context(books, 3)
+    assert now.unsaved[Tier.STORAGE].tolist() == [[9, 3, 2]]
+    assert now.expected_unsaved.tolist() == [[4, 3, 2]]
+    assert now.chosen_at.tolist() == [[2, 1, 1]]
+    assert (now.last_step, now.index) == (2, 2)
+
+
+def test_what_failed_counts_for_nothing():
+    books = saved_at_one()
+    begin(books, 1, 2, ("expert/0/0",))
+    books.resolved(1, committed=False)
+    now = context(books, 3)
+    assert now.unsaved[Tier.STORAGE].tolist() == now.expected_unsaved.tolist() == [[5, 3, 2]]
+    assert now.chosen_at.tolist() == [[1, 1, 1]]
+
+
+def test_nothing_is_missing_while_the_first_checkpoint_is_under_way_and_all_of_it_again_when_it_failed():
+    books = Books(MODEL)
+    assert (context(books, 1).missing, context(books, 1).chosen_at.tolist()) == (EVERYTHING, NEVER)
+    begin(books, 0, 1, EVERYTHING)
+    assert context(books, 2).missing == ()
+    books.resolved(0, committed=False)
+    assert (context(books, 2).missing, context(books, 2).chosen_at.tolist()) == (EVERYTHING, NEVER)
+
+
+def test_at_risk_is_what_the_newest_committed_checkpoint_lacks_not_what_was_routed_since():
+    books = saved_at_one()
+    begin(books, 1, 2, ("expert/0/0",), held=("expert/0/1",))
+    books.routed(counts(100, 100, 100))
+    books.resolved(1, committed=True)
+    assert books.at_risk_tokens == 3 + 2
+    assert books.tokens.unsaved(Tier.HOST).tolist() == [[100, 100, 102]]

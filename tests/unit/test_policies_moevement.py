@@ -1,0 +1,397 @@
+"""MoEvement: when windows begin, how long they are, and what they say about themselves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import Activity, Measured, Policy
+from moe_ckpt.policies.moevement import PROFILE_STEPS, MoEvement
+from moe_ckpt.policies.popularity import ORDERS
+from tests.unit.builders import catalog, context
+
+MODEL = catalog(2, 4)  # 8 experts, 2 gates, 1 embedding
+ALL = tuple(op.id for op in MODEL.operators)
+SIZES = {op: OperatorBytes(12, 2) for op in ALL}
+"""11 equal operators, bf16 compute weights: dense 132 bytes, compute weights alone 22."""
+DENSE = 132
+
+
+def at(rate, iteration=1.0):
+    """Measurements with which ``rate * iteration`` bytes fit."""
+    return Measured(iteration_secs=iteration, copy_bytes_per_sec=rate, persist_bytes_per_sec=rate)
+
+
+def facts(step=5, last_step=4, measured=None, model=MODEL, sizes=SIZES, **more):
+    measured = at(1000.0) if measured is None else measured
+    return context(model, step=step, last_step=last_step, measured=measured, sizes=sizes, **more)
+
+
+def counts(*rows):
+    return Activity(np.array(rows, dtype=np.int64))
+
+
+class Run:
+    """Asks a policy step by step and remembers, as the engine does, which window is under way."""
+
+    def __init__(self, policy, **known):
+        self.policy, self.known = policy, known
+        self.window, self.next_slot, self.last_step, self.step = None, 0, None, -1
+        self.plans = []
+
+    def go(self, steps, **known):
+        self.known.update(known)
+        for _ in range(steps):
+            self.step += 1
+            plan = self.policy.plan(self.context())
+            self.plans.append(plan)
+            if plan:
+                assert plan.window is not None
+                self.window, self.next_slot, self.last_step = plan.window, plan.slot + 1, self.step
+        return self.plans[-steps:]
+
+    def context(self):
+        under_way = {"window": self.window, "next_slot": self.next_slot}
+        return facts(**{"step": self.step, "last_step": self.last_step, **under_way, **self.known})
+
+
+def sizes_of(plans):
+    return [plan.window.size if plan else 0 for plan in plans]
+
+
+def is_dense(plan, operators=ALL):
+    return plan.window.size == 1 and sorted(plan.operators()) == sorted(operators) and not plan.frozen
+
+
+def test_step_0_is_dense_and_then_nothing_is_saved_until_there_are_measurements():
+    run = Run(MoEvement(), measured=Measured())
+    plans = run.go(4)
+    assert is_dense(plans[0])
+    assert plans[0].window == Window(0, (plans[0].window.order,), None)
+    assert not any(plans[1:])
+    assert not run.go(1, measured=Measured(iteration_secs=1.0))[0]
+    assert not run.go(1, measured=Measured(iteration_secs=1.0, copy_bytes_per_sec=60.0))[0]
+    assert not run.go(1, measured=Measured(copy_bytes_per_sec=60.0, persist_bytes_per_sec=60.0))[0]
+    plans = run.go(3, measured=at(62.0))
+    assert [plan.slot for plan in plans] == [0, 1, 2]
+    assert all(plan.window == plans[0].window for plan in plans)
+    assert plans[0].window.start == 7
+
+
+def test_a_run_that_never_learns_its_rates_measures_them_by_a_dense_checkpoint():
+    """After a restart nothing is measured, and nothing would be if nothing were saved."""
+    policy, unknown = MoEvement(), Measured(iteration_secs=1.0)
+    assert not policy.plan(facts(100 + PROFILE_STEPS - 1, 100, unknown))
+    assert is_dense(policy.plan(facts(100 + PROFILE_STEPS, 100, unknown)))
+
+
+@pytest.mark.parametrize("policy", [MoEvement(), MoEvement(window=3)])
+@pytest.mark.parametrize("measured", [Measured(), at(50.0)])
+def test_with_no_checkpoint_at_all_the_first_is_dense(policy, measured):
+    assert is_dense(policy.plan(facts(7, None, measured)))
+
+
+def test_windows_follow_one_another_without_a_gap():
+    run = Run(MoEvement(window=3), measured=Measured())
+    plans = run.go(8)
+    assert is_dense(plans[0])
+    assert [(plan.window.start, plan.slot) for plan in plans] == [
+        *[(0, 0), (1, 0), (1, 1), (1, 2)],
+        *[(4, 0), (4, 1), (4, 2), (7, 0)],
+    ]
+    for start in (1, 4):
+        anchored = [op for plan in plans[start : start + 3] for op in plan.operators()]
+        assert sorted(anchored) == sorted(ALL)
+        for number, plan in enumerate(plans[start : start + 3]):
+            later = [op for other in plans[start + number + 1 : start + 3] for op in other.operators()]
+            assert list(plan.frozen) == later
+
+
+def test_a_window_with_a_slot_left_out_is_not_gone_on_with():
+    window = Window(10, (ALL[:4], ALL[4:8], ALL[8:]))
+    policy = MoEvement(window=3)
+    assert policy.plan(facts(11, 10, window=window, next_slot=1)).window == window
+    late = policy.plan(facts(12, 10, window=window, next_slot=1))
+    assert (late.window.start, late.slot) == (12, 0)
+    over = policy.plan(facts(13, 12, window=window, next_slot=3))
+    assert (over.window.start, over.slot) == (13, 0)
+    assert policy.plan(facts(11, 10)).window.start == 11
+
+
+def test_the_smallest_window_that_fits():
+    """By hand: W = 2 anchors 5 and 6 (72, 72 bytes), W = 3: 3, 4, 4 (52, 56, 48), W = 4: 2, 3, 3, 3 (42, 48, 42, 36).
+
+    One anchor and ten frozen operators weigh 32, the least there is; W = 8 does it.
+    """
+    policy = MoEvement()
+    for rate, size in [(132, 1), (131, 2), (72, 2), (71, 3), (56, 3), (55, 4), (48, 4), (32, 8)]:
+        plan = policy.plan(facts(measured=at(rate)))
+        heaviest = max(slot_bytes(plan.window.slots, SIZES))
+        assert (plan.window.size, heaviest <= rate) == (size, True)
+        assert plan.window.slots == balance(plan.window.order, SIZES, size)
+    assert [len(slot) for slot in policy.plan(facts(measured=at(56))).window.slots] == [3, 4, 4]
+
+
+def test_what_fits_is_rate_times_time_times_ranks_by_the_slower_rate():
+    limits = [
+        (MoEvement(), Measured(0.5, copy_bytes_per_sec=144.0, persist_bytes_per_sec=1000.0), 1),
+        (MoEvement(), Measured(0.5, copy_bytes_per_sec=1000.0, persist_bytes_per_sec=144.0), 1),
+        (MoEvement(budget_fraction=0.25), at(72.0, 4.0), 1),
+        (MoEvement(), at(18.0, 1.0), 4),
+    ]
+    for policy, measured, ranks in limits:  # 72 bytes each, all ranks together
+        report = policy.explain(facts(measured=measured, ranks=ranks))
+        assert (report.size, report.heaviest_bytes, report.fits) == (2, 72, True)
+        assert report.limit_bytes * ranks == 72
+        less = replace(measured, iteration_secs=measured.iteration_secs * 0.99)
+        assert policy.plan(facts(measured=less, ranks=ranks)).window.size == 3
+
+
+def test_the_size_changes_at_window_starts_only():
+    run = Run(MoEvement(), measured=at(56.0))
+    assert sizes_of(run.go(3)) == [1, 3, 3]
+    assert sizes_of(run.go(3, measured=at(1000.0))) == [3, 1, 1]
+    assert sizes_of(run.go(3, measured=at(72.0))) == [2, 2, 2]
+    assert sizes_of(run.go(3, measured=at(32.0))) == [2, 8, 8]
+
+
+def test_the_order_changes_at_window_starts_only():
+    run = Run(MoEvement(window=2), measured=Measured(), activity=counts([1, 2, 3, 4], [5, 6, 7, 8]))
+    run.go(2)
+    order = run.window.order
+    assert order[:8] == tuple(op.id for op in MODEL.experts)
+    turned = counts([8, 7, 6, 5], [4, 3, 2, 1])
+    assert run.go(1, activity=turned)[0].window.order == order
+    assert run.go(1)[0].window.order[:8] == tuple(reversed(order[:8]))
+    nearly = counts([8001, 7000, 6000, 5000], [4001, 3000, 2000, 1000])
+    frequencies = run.window.frequencies
+    run.go(2, activity=nearly)
+    assert (run.window.start, run.window.frequencies) == (5, frequencies)
+
+
+def test_a_window_given_is_at_most_that_long_and_needs_no_measurement():
+    giant = {**SIZES, ALL[0]: OperatorBytes(1000, 2)}
+    plan = MoEvement(window=5).plan(facts(measured=Measured(), sizes=giant))
+    # The embedding decides, 1000 bytes and two frozen gates: eight experts before it and two gates behind do not.
+    assert [len(slot) for slot in plan.window.slots] == [8, 1, 2]
+    assert max(slot_bytes(plan.window.slots, giant)) == max(slot_bytes(balance(plan.window.order, giant, 11), giant))
+    assert MoEvement(window=40).plan(facts(measured=at(1e9))).window.size == 8
+    assert is_dense(MoEvement(window=1).plan(facts()))
+
+
+def test_training_that_must_stall_gets_the_longest_window_and_the_report_says_by_how_much():
+    policy = MoEvement(max_window=4)
+    report = policy.explain(facts(measured=at(20.0, 0.5)))
+    assert report.window == policy.plan(facts(measured=at(20.0, 0.5))).window
+    assert report.size == 4
+    assert report.limit_bytes == 10
+    assert report.fits is False
+    assert report.heaviest_bytes == 48  # 42, 48, 42 and 36 bytes
+    assert report.stall_secs == pytest.approx(48 / 20 - 0.5)
+    assert report.mean_stall_secs == pytest.approx((42 + 48 + 42 + 36) / 4 / 20 - 0.5)
+    assert report.warning == (
+        "snapshots of a window of W = 4 do not fit in an iteration (48 bytes per rank at most, 10 would fit); training "
+        "stalls by up to 1.9 s per iteration (380%), 1.6 s on average"
+    )
+    assert "training stalls by up to 1.9 s" in str(report)
+
+
+def test_over_the_budget_but_within_the_iteration_is_no_stall():
+    report = MoEvement(max_window=2, budget_fraction=0.5).explain(facts(measured=at(100.0)))
+    assert (report.limit_bytes, report.heaviest_bytes, report.stall_secs) == (50, 72, 0.0)
+    assert report.warning.endswith(
+        "50% of an iteration (72 bytes per rank at most, 50 would fit); they still end within the iteration"
+    )
+
+
+def test_host_memory_makes_windows_longer():
+    assert MoEvement().plan(facts(snapshot_bytes=132)).window.size == 1
+    assert MoEvement().plan(facts(snapshot_bytes=131)).window.size == 2
+    assert MoEvement().plan(facts(snapshot_bytes=18, ranks=4)).window.size == 2
+    # With nothing to fall back on too: as near to dense as memory allows.
+    assert MoEvement().plan(facts(7, None, Measured(), snapshot_bytes=72)).window.size == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "step", "room", "said"),
+    [
+        (MoEvement(window=2), 5, 71, "window=2.*W = 2 has 72 bytes on each of 1 ranks.*room for 71.*set window=3,"),
+        (MoEvement(max_window=3), 5, 40, "max_window=3.*W = 3 has 56 bytes.*room for 40.*set max_window=6,"),
+        (MoEvement(window=11), 5, 31, "W = 8 has 32 bytes.*no window does: give at least 32 bytes per rank"),
+        (MoEvement(), 0, 131, "at step 0.*has 132 bytes.*before training everything is saved at once"),
+    ],
+)
+def test_what_does_not_fit_in_host_memory_is_refused_with_numbers(policy, step, room, said):
+    with pytest.raises(ConfigError, match=said):
+        policy.plan(facts(step, None if step == 0 else 4, snapshot_bytes=room))
+
+
+def test_the_window_that_a_refusal_names_does_fit():
+    assert max(slot_bytes(MoEvement(window=3).plan(facts(snapshot_bytes=71)).window.slots, SIZES)) <= 71
+    assert max(slot_bytes(MoEvement(max_window=6).plan(facts(snapshot_bytes=40)).window.slots, SIZES)) <= 40
+
+
+def test_sizes_must_be_complete():
+    with pytest.raises(ConfigError, match=r"11 are not there, such as expert/0/0"):
+        MoEvement().plan(facts(sizes={}))
+
+
+@st.composite
+def drawn_facts(draw):
+    model = catalog(draw(st.integers(0, 3)), draw(st.integers(1, 5)))
+    full = st.one_of(st.integers(0, 50), st.integers(0, 10**8))
+    part = st.sampled_from([0.0, 1 / 6, 1 / 3, 1.0])
+    sizes = {}
+    for op in model.operators:
+        nbytes = draw(full)
+        sizes[op.id] = OperatorBytes(nbytes, int(nbytes * draw(part)))
+    shape = (len(model.layers), model.layers[0].experts if model.layers else 0)
+    tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])))
+    rate = draw(st.floats(1.0, 1e9))
+    return facts(
+        measured=draw(st.sampled_from([Measured(), at(rate), Measured(1.0, copy_bytes_per_sec=rate)])),
+        model=model,
+        sizes=sizes,
+        ranks=draw(st.integers(1, 4)),
+        activity=Activity(tokens.reshape(shape).astype(np.int64)),
+        step=draw(st.sampled_from([0, 5, 20])),
+        last_step=draw(st.sampled_from([None, 4])),
+    )
+
+
+policies = st.builds(
+    MoEvement,
+    window=st.one_of(st.none(), st.integers(1, 20)),
+    max_window=st.integers(1, 8),
+    order=st.sampled_from(ORDERS),
+    budget_fraction=st.sampled_from([0.1, 0.5, 1.0]),
+    non_experts=st.sampled_from(["last", "spread"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies, drawn_facts())
+def test_any_window_anchors_every_operator_once_within_its_limits(policy, known):
+    plan = policy.plan(known)
+    assert policy.plan(known) == plan
+    report = policy.explain(known)
+    if not plan:
+        assert policy.window is None
+        assert report.limit_bytes is None
+        return
+    assert report.window == plan.window
+    slots = plan.window.slots
+    assert sorted(plan.window.order) == sorted(op.id for op in known.catalog.operators)
+    assert all(slots)
+    assert [slot.nbytes for slot in report.slots] == list(slot_bytes(slots, known.sizes))
+    assert [len(slots[n + 1 :]) == 0 or slot.frozen > 0 for n, slot in enumerate(report.slots)] == [True] * len(slots)
+    if known.step == 0 or known.last_step is None:
+        assert len(slots) == 1
+    elif policy.window is not None:
+        assert len(slots) <= policy.window
+    else:
+        assert len(slots) <= policy.max_window
+        limit = report.limit_bytes
+        if limit is not None and not report.fits:
+            best = max(slot_bytes(balance(plan.window.order, known.sizes, policy.max_window), known.sizes))
+            assert report.heaviest_bytes == best > limit * known.ranks
+        elif limit is not None and len(slots) > 1:
+            shorter = max(slot_bytes(balance(plan.window.order, known.sizes, len(slots) - 1), known.sizes))
+            assert shorter > limit * known.ranks
+    json.dumps(report.to_dict())
+    assert str(report)
+
+
+def test_the_report_in_numbers():
+    report = MoEvement(window=3).explain(facts(measured=at(100.0, 2.0), ranks=2, snapshot_bytes=50))
+    found = report.to_dict()
+    assert [
+        (len(s["anchors"]), s["frozen_operators"], s["full_bytes"], s["compute_bytes"], s["bytes"], s["rank_bytes"])
+        for s in found["slots"]
+    ] == [(3, 8, 36, 16, 52, 26), (4, 4, 48, 8, 56, 28), (4, 0, 48, 0, 48, 24)]
+    assert (found["window"], found["dense_bytes"], found["heaviest_bytes"]) == (3, DENSE, 56)
+    assert found["mean_bytes"] == pytest.approx(52.0)
+    assert (found["limit_bytes"], found["fits"], found["stall_secs"]) == (200, True, 0.0)
+    assert [s["secs"] for s in found["slots"]] == pytest.approx([0.26, 0.28, 0.24])
+    assert found["recovery"] == {
+        "expected_iterations": 4.5,
+        "most_iterations": 6,
+        "expected_secs": 9.0,
+        "most_secs": 12.0,
+    }
+    assert report.heaviest_by_size(3) == (132, 72, 56)
+    assert report.warning is None
+    text = str(report)
+    assert "heaviest slot 42.4% of that, mean 39.4%" in text
+    assert "recovery trains 4.5 iterations again on average, 6 at most (9 s and 12 s)" in text
+    columns, rows = report.table()
+    assert (columns[-2:], len(rows)) == (("of iteration", "stall"), 3)
+    assert rows[1] == ("1", "4", "4", "48", "8", "56", "42.4%", "28", "14.0%", "0 s")
+
+
+def test_a_report_without_measurements_has_no_times():
+    report = MoEvement(window=2).explain(facts(measured=Measured()))
+    found = report.to_dict()
+    for name in ("limit_bytes", "fits", "stall_secs", "mean_stall_secs", "iteration_secs"):
+        assert found[name] is None
+    assert found["recovery"]["most_secs"] is None
+    assert report.table()[0][-1] == "per rank"
+    assert "limit" not in str(report)
+    assert report.warning is None
+
+
+def test_the_window_under_way_is_what_is_explained():
+    window = Window(4, (ALL[:1], ALL[1:]))
+    assert MoEvement(window=5).explain(facts(5, 4, window=window, next_slot=1)).window is window
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"window": 2.0}, "window=2.0"),
+        ({"window": True}, "window=True"),
+        ({"max_window": 0}, "max_window=0"),
+        ({"order": "popular"}, r"order='popular'.*hard_count"),
+        ({"order": None}, "order=None"),
+        ({"non_experts": "first"}, r"non_experts='first'.*last.*spread"),
+        ({"budget_fraction": 0}, "budget_fraction=0.*above 0 and at most 1"),
+        ({"budget_fraction": 1.01}, "budget_fraction=1.01"),
+        ({"budget_fraction": float("nan")}, "budget_fraction=nan"),
+        ({"budget_fraction": "half"}, "budget_fraction='half'"),
+        ({"reorder_change": -0.1}, "reorder_change=-0.1.*at least 0"),
+        ({"reorder_change": float("inf")}, "reorder_change=inf"),
+        ({"reorder_experts": 1.5}, "reorder_experts=1.5.*at most 1"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(options, said):
+    with pytest.raises(ConfigError, match=said):
+        MoEvement(**options)
+
+
+def test_a_window_longer_than_the_model_is_refused_before_training():
+    MoEvement(window=11).check(MODEL)
+    with pytest.raises(ConfigError, match=r"window=12.*only 11 operators"):
+        MoEvement(window=12).check(MODEL)
+    MoEvement().check(catalog(0, 0))
+
+
+def test_it_is_a_policy_that_says_what_it_is():
+    assert isinstance(MoEvement(), Policy)
+    assert MoEvement(3, order="soft_count").describe() == {
+        "name": "moevement",
+        "window": 3,
+        "max_window": 32,
+        "order": "soft_count",
+        "budget_fraction": 1.0,
+        "non_experts": "last",
+        "reorder_change": 0.10,
+        "reorder_experts": 0.25,
+    }

@@ -17,7 +17,8 @@ import torch
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.comm import SoloCommunicator
-from moe_ckpt.engine.session import CheckpointSession, StepRecord
+from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies import MoC, Policy

@@ -17,7 +17,7 @@ from torchmetrics import MetricCollection
 from moe_ckpt import metrics as m
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.engine.books import Books
-from moe_ckpt.engine.session import StepRecord
+from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.metrics.collection import facts
 from tests.support import run_ranks

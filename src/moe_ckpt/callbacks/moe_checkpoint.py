@@ -43,7 +43,8 @@ from moe_ckpt.callbacks.support import check_strategy, inexact, job_name
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.comm import make_communicator
-from moe_ckpt.engine.session import CheckpointSession, StepRecord
+from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.engine.books import Books
-from moe_ckpt.engine.session import StepRecord
+from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.metrics import checkpoint_metrics
 from moe_ckpt.metrics.collection import facts
 

@@ -16,6 +16,7 @@ from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import Communicator
 
 _NANO = 1e9
+_PICO = 1e12
 _MOST_RESOLVED = 32
 """Resolutions told per step; more than can be in flight, so none is ever left for later."""
 
@@ -55,6 +56,8 @@ def agree(
         sum(1 << i for i, r in enumerate(told) if r.committed),
         max((r.step for r in told if not r.committed), default=0),
         _nanos(max((r.persist_secs for r in told), default=0.0)),
+        _picos_per_byte(measured.copy_bytes_per_sec),
+        _picos_per_byte(measured.persist_bytes_per_sec),
     ]
     summed, largest = comm.agree(counts, np.asarray(numbers, dtype=np.int64))
     values = [int(v) for v in largest]
@@ -64,13 +67,24 @@ def agree(
         resolved=tuple((first + i, bool(mask >> i & 1)) for i in range(count)),
         last_failed_step=values[7],
         persist_secs=values[8] / _NANO,
-        measured=Measured(_secs(values[1]), _secs(values[2]), _secs(values[3])),
+        measured=Measured(
+            _secs(values[1]), _secs(values[2]), _secs(values[3]), _per_sec(values[9]), _per_sec(values[10])
+        ),
     )
     return summed, facts
 
 
 def _nanos(secs: float | None) -> int:
     return 0 if secs is None else max(1, int(secs * _NANO))
+
+
+def _picos_per_byte(bytes_per_sec: float | None) -> int:
+    """So that the slowest rank's is the largest."""
+    return 0 if bytes_per_sec is None else max(1, int(_PICO / bytes_per_sec))
+
+
+def _per_sec(picos_per_byte: int) -> float | None:
+    return _PICO / picos_per_byte if picos_per_byte else None
 
 
 def _secs(nanos: int) -> float | None:

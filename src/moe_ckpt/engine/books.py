@@ -17,9 +17,13 @@ from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine.commit import experts_among
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.policies.base import Measured, PolicyContext
+from moe_ckpt.policies.base import Activity, Measured, PolicyContext
+
+_DECAY = 0.9
+"""Share of the past in the time-decayed activity (see ``policies.base.Activity``)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +31,7 @@ class Pending:
     """A snapshot whose outcome the ranks have not agreed on yet.
 
     operators: go to storage; held: stay in host memory besides. applied: the token book as of ``step``.
+    window, slot: the sparse window that it is a part of.
     """
 
     catalog: Catalog
@@ -36,11 +41,20 @@ class Pending:
     held: tuple[str, ...]
     applied: Counts
     relaid: Mapping[str, int]
+    window: Window | None = None
+    slot: int = 0
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """True if it stands by itself, or ends its sparse window."""
+        return self.window is None or self.slot + 1 == self.window.size
 
     @cached_property
     def experts(self) -> list[tuple[int, int]]:
-        """``(layer, expert)`` of what goes to storage."""
-        return experts_among(self.catalog, self.operators)
+        """``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
+        if self.window is None:
+            return experts_among(self.catalog, self.operators)
+        return experts_among(self.catalog, self.window.order) if self.is_checkpoint else []
 
 
 class Books:
@@ -62,6 +76,10 @@ class Books:
         self._committed_at = self._never()
         self.at_risk_tokens = 0
         self.popularity = self.tokens.applied.copy()
+        self.window: Window | None = None
+        self.next_slot = 0
+        self._hard = self.tokens.applied.copy()
+        self._decayed = np.zeros(self._hard.shape)
 
     def _never(self) -> Counts:
         return np.full((self.tokens.layers, self.tokens.experts), -1, dtype=np.int64)
@@ -76,7 +94,11 @@ class Books:
             self.committed_step = manifest.step
             self.at_risk_tokens = int(self.tokens.unsaved().sum())  # of experts that memory had newer than storage
             for op, record in manifest.operators.items():
-                self._hold(record.step, (op,))
+                step = manifest.step if manifest.window else record.step
+                if not manifest.window:
+                    self.ledger.record(Tier.STORAGE, step, (op,))
+                for layer, expert in experts_among(self.catalog, (op,)):
+                    self._committed_at[layer, expert] = step
         return fault
 
     def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:
@@ -89,17 +111,24 @@ class Books:
         """One step's tokens ``[L, E]``, summed over ranks, whose update really ran."""
         self.tokens.apply(popularity)
         self.popularity = popularity
+        self._hard = self._hard + popularity
+        self._decayed = _DECAY * self._decayed + (1 - _DECAY) * popularity
 
     def begun(self, sequence: int, pending: Pending) -> None:
         self.pending[sequence] = self.newest = pending
         self.index += 1
         self.last_step = pending.step
+        self.window, self.next_slot = pending.window, pending.slot + 1
+        if pending.slot == 0:
+            self._hard = np.zeros_like(self._hard)
 
     def resolved(self, sequence: int, *, committed: bool) -> Pending:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
         pending = self.pending.pop(sequence)
-        if committed:
-            self._hold(pending.step, pending.operators)
+        if not committed and pending.window is not None and pending.window == self.window:
+            self.window, self.next_slot = None, 0
+        if committed and pending.is_checkpoint:
+            self._hold(pending)
             self.tokens.mark_saved(Tier.STORAGE, pending.experts, pending.applied)
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
             self.tokens.mark_held(pending.experts + experts_among(self.catalog, pending.held), pending.applied)
@@ -108,10 +137,12 @@ class Books:
             self.committed_step = pending.step
         return pending
 
-    def _hold(self, step: int, operators: tuple[str, ...]) -> None:
-        self.ledger.record(Tier.STORAGE, step, operators)
-        for layer, expert in experts_among(self.catalog, operators):
-            self._committed_at[layer, expert] = step
+    def _hold(self, pending: Pending) -> None:
+        # A window's parts are of different steps, so that no partial checkpoint may build on one of them.
+        if pending.window is None:
+            self.ledger.record(Tier.STORAGE, pending.step, pending.operators)
+        for layer, expert in pending.experts:
+            self._committed_at[layer, expert] = pending.step
 
     def context(self, step: int, ranks: int, popularity: Counts, measured: Measured) -> PolicyContext:
         """Everything a policy may know at ``step``."""
@@ -137,6 +168,9 @@ class Books:
             faults=tuple(self.tokens.faults),
             lost_tokens=self.tokens.lost_tokens,
             routed_tokens=self.tokens.routed_tokens,
+            window=self.window,
+            next_slot=self.next_slot,
+            activity=Activity(self._hard, np.zeros(self._hard.shape), self._decayed),
         )
 
     def oldest_expert_steps(self, step: int) -> int:

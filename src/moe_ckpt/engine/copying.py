@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -33,18 +34,25 @@ class _Watch:
         return tuple(key for key, (source, version) in self._seen.items() if source._version != version)
 
 
+_Issued = tuple[torch.cuda.Event | None, tuple[str, ...], float]
+"""(event at the end of the copies on a device, what was seen to change, when the host was through)."""
+
+
 class Copy:
     """A copy under way. ``join`` on the training thread; ``wait_on_host`` on the persist thread.
 
     changed: keys of tensors that something changed before the copy was done: the snapshot is torn. Known
     once ``join`` or ``wait_on_host`` has returned.
+    secs: how long it took. Known once ``wait_on_host`` has returned.
     """
 
-    def __init__(self, issued: Future[tuple[torch.cuda.Event | None, tuple[str, ...]]], watch: _Watch) -> None:
+    def __init__(self, issued: Future[_Issued], watch: _Watch) -> None:
         self._issued = issued
         self._watch = watch
         self._joined = threading.Event()
+        self._began = time.perf_counter()
         self.changed: tuple[str, ...] = ()
+        self.secs = 0.0
 
     @property
     def done(self) -> bool:
@@ -52,7 +60,7 @@ class Copy:
 
     def join(self) -> None:
         """Return when the live tensors may change. Raises what the copying thread raised."""
-        event, self.changed = self._issued.result()
+        event, self.changed, _ = self._issued.result()
         if event is not None:
             # The device may still be copying, but what the host has asked for so far can be seen here.
             self.changed = self._watch.changed()
@@ -61,11 +69,12 @@ class Copy:
 
     def wait_on_host(self) -> None:
         """Return when the bytes are in host memory and ``changed`` is known."""
-        event, changed = self._issued.result()
+        event, changed, ended = self._issued.result()
         if event is None:
-            self.changed = changed
+            self.changed, self.secs = changed, ended - self._began
             return
         event.synchronize()
+        self.secs = time.perf_counter() - self._began
         self._joined.wait()
 
 
@@ -89,13 +98,13 @@ class Copier:
 
     def _run(
         self, placed: Sequence[Placed], memory: torch.Tensor, ready: torch.cuda.Event | None, watch: _Watch
-    ) -> tuple[torch.cuda.Event | None, tuple[str, ...]]:
+    ) -> _Issued:
         half = len(placed) // 2
         self._copy(placed[:half], memory, ready)
         if self._on_phase is not None:
             self._on_phase("copy")
         done = self._copy(placed[half:], memory, ready)
-        return done, () if done is not None else watch.changed()
+        return done, () if done is not None else watch.changed(), time.perf_counter()
 
     def _copy(
         self, placed: Sequence[Placed], memory: torch.Tensor, ready: torch.cuda.Event | None

@@ -14,13 +14,16 @@ from moe_ckpt.ports import StateTensor
 
 
 class Layout:
-    """Equal on every rank, since the tensors that exist are."""
+    """Equal on every rank, since the tensors that exist are.
+
+    changes: how often their set was another one than before.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._known: dict[str, frozenset[str]] | None = None
         self._unsettled: dict[str, int] = {}
-        self._changes = 0
+        self.changes = 0
 
     def update(self, tensors: Sequence[StateTensor]) -> Mapping[str, int]:
         """Note the tensors that exist now. Returns the operators to be saved in any case, with the change they owe
@@ -30,10 +33,10 @@ class Layout:
             keys.setdefault(tensor.parameter, set()).add(tensor.key)
         found = {parameter: frozenset(those) for parameter, those in keys.items()}
         if self._known is not None and found != self._known:
-            self._changes += 1
+            self.changes += 1
             for parameter in found.keys() | self._known.keys():
                 if found.get(parameter) != self._known.get(parameter):
-                    self._unsettled.update(dict.fromkeys(self._holders(parameter), self._changes))
+                    self._unsettled.update(dict.fromkeys(self._holders(parameter), self.changes))
         self._known = found
         return dict(self._unsettled)
 

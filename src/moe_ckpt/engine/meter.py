@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
+from moe_ckpt.engine.persisting import Resolution
 from moe_ckpt.policies.base import Measured
 
 _RECENT_LAPS = 50
 _RECENT_CHECKPOINTS = 5
+_TICK_SECS = 1e-6
 
 
 class Meter:
@@ -24,6 +27,9 @@ class Meter:
         self._costs: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._persists: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._extra = 0.0
+        self._copies: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
+        self._writes: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
+        self._moved = -1
 
     def lap(self, now: float, *, loaded: bool) -> None:
         """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
@@ -42,9 +48,19 @@ class Meter:
             self._costs.append(self._extra)
         self._extra = 0.0
 
+    def moved(self, ended: Sequence[Resolution]) -> None:
+        """Snapshots of this rank that ended; those known from before are passed over."""
+        for resolution in ended:
+            if resolution.sequence > self._moved and resolution.committed and resolution.nbytes:
+                self._moved = resolution.sequence
+                self._copies.append(resolution.nbytes / max(resolution.copy_secs, _TICK_SECS))
+                self._writes.append(resolution.nbytes / max(resolution.write_secs, _TICK_SECS))
+
     def measured(self) -> Measured:
         return Measured(
             median(self._clean) if self._clean else None,
             median(self._costs) if self._costs else None,
             median(self._persists) if self._persists else None,
+            median(self._copies) if self._copies else None,
+            median(self._writes) if self._writes else None,
         )

@@ -32,7 +32,11 @@ _KEEP_ALIVE_SECS = 60.0
 
 @dataclass(frozen=True)
 class Resolution:
-    """How one snapshot ended."""
+    """How one snapshot ended.
+
+    persist_secs: from its beginning to its end. nbytes: of this rank's tensors, which took ``copy_secs`` to host memory
+    and ``write_secs`` from there to the end.
+    """
 
     sequence: int
     step: int
@@ -40,6 +44,9 @@ class Resolution:
     committed: bool
     cause: str | None
     persist_secs: float
+    nbytes: int = 0
+    copy_secs: float = 0.0
+    write_secs: float = 0.0
 
 
 class Persister:
@@ -172,6 +179,7 @@ class Persister:
 
     def _persist(self, snapshot: Snapshot) -> Resolution:
         self._renew_lock()
+        taken_at = time.perf_counter()
         acknowledgement = self._write(snapshot)
         gathered = self._comm.gather(acknowledgement.encode())
         cause = self._commit(snapshot, gathered) if gathered is not None else None
@@ -184,13 +192,17 @@ class Persister:
             )
         elif self._comm.rank == 0:
             self._collect_garbage(snapshot.step)
+        ended_at = time.perf_counter()
         return Resolution(
             snapshot.sequence,
             snapshot.step,
             snapshot.directory,
             cause is None,
             cause,
-            time.perf_counter() - snapshot.began_at,
+            ended_at - snapshot.began_at,
+            snapshot.nbytes,
+            snapshot.copy.secs,
+            ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
         )
 
     def _write(self, snapshot: Snapshot) -> Acknowledgement:

@@ -19,14 +19,15 @@ from typing import Any
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.copying import Copier, Copy, place
 from moe_ckpt.engine.persisting import Persister, Resolution
-from moe_ckpt.engine.pieces import Piece, cut, wanted_boxes
+from moe_ckpt.engine.pieces import Piece, cut, cut_replay, wanted_boxes, wanted_replay
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.engine.shares import Sharder
+from moe_ckpt.engine.shares import ComputeTypes, Sharder
 from moe_ckpt.engine.snapshot import Snapshot, buffer_bytes, side_pieces, split_shards
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.ports import Communicator, StateTensor
@@ -40,6 +41,7 @@ class Order:
     """What to save and under which name; frozen facts of one step.
 
     operators: go to storage. held: are copied, but stay in host memory; none of ``operators``.
+    frozen: their weights go to storage, in the types ``compute``, as slot ``slot`` of ``window``.
     """
 
     step: int
@@ -47,6 +49,10 @@ class Order:
     index: int
     operators: tuple[str, ...]
     held: tuple[str, ...]
+    frozen: tuple[str, ...]
+    compute: ComputeTypes
+    window: Window | None
+    slot: int
     applied: Counts
     faults: tuple[FaultRecord, ...]
     policy: Mapping[str, Any]
@@ -99,6 +105,11 @@ class Pipeline:
         )
 
     @property
+    def snapshot_bytes(self) -> int:
+        """The most that one snapshot of this rank may have, where as many as may be under way are of that size."""
+        return self._pool.budget_bytes // self._settings.max_in_flight
+
+    @property
     def in_flight(self) -> int:
         return self._persister.in_flight
 
@@ -116,17 +127,22 @@ class Pipeline:
             SaveFailedError: nothing became free within ``timeout_secs``.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        chosen, held = frozenset(order.operators), frozenset(order.held)
+        chosen, held, frozen = frozenset(order.operators), frozenset(order.held), frozenset(order.frozen)
         encoded, side = side_pieces(capture(), self._rank)
-        dealt = self._sharder.deal(chosen | held, tensors)
-        pieces = [self._steady(p) for p in cut(self._catalog, chosen | held, tensors, dealt, self._rank)] + side
+        dealt = self._sharder.deal(chosen | held, tensors, frozen, order.compute)
+        live = cut(self._catalog, chosen | held, tensors, dealt, self._rank)
+        wanted = wanted_boxes(self._catalog, chosen, tensors) if self._rank == 0 else {}
+        if order.window is not None:
+            live += cut_replay(self._catalog, chosen, frozen, tensors, dealt, self._rank, order.compute)
+            wanted |= wanted_replay(self._catalog, chosen, frozen, tensors) if self._rank == 0 else {}
+        pieces = [self._steady(piece) for piece in live] + side
         parts = split_shards(self._catalog, pieces, held)
         nbytes = buffer_bytes(parts)
         buffer, waited = self._buffer(order.step, nbytes)
         placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
         self._copy = self._copier.start(placed, buffer.memory)
         # What storage holds completely at this very version, memory could add nothing to.
-        partial = len(chosen) < len(self._catalog.operators)
+        partial = len(chosen) < len(self._catalog.operators) and order.window is None
         snapshot = Snapshot(
             sequence=self._sequence,
             step=order.step,
@@ -137,11 +153,13 @@ class Pipeline:
             buffer=buffer,
             copy=self._copy,
             state=encoded,
-            wanted=wanted_boxes(self._catalog, chosen, tensors) if self._rank == 0 else {},
+            wanted=wanted,
             applied=order.applied,
             faults=order.faults,
             policy=order.policy,
             began_at=time.perf_counter(),
+            window=order.window,
+            slot=order.slot,
             keep=partial,
             waited=waited,
         )

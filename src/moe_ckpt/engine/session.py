@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.agreement import Facts, agree
 from moe_ckpt.engine.books import Books, Pending
 from moe_ckpt.engine.collect import clean_start, collect
@@ -28,11 +29,13 @@ from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.opening import open_store
 from moe_ckpt.engine.pipeline import Order, Pipeline
+from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.shares import ComputeTypes, operator_bytes
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, step_dir
-from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.base import Measured, Policy, PolicyContext, uses_windows
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
@@ -41,45 +44,6 @@ log = logging.getLogger("moe_ckpt")
 
 Capture = Callable[[], Mapping[str, Any]]
 """Gives the plain training state of this moment; called only when a snapshot begins."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What checkpointing did at one step. Bytes are this rank's tensor bytes.
-
-    begun, skipped: a snapshot began, or was due but dropped because earlier ones were still being written.
-    waited: training waited for earlier snapshots, because no buffer was free on this rank.
-    skips, waits: how often either happened so far in this life of the run.
-    k: experts per layer that the policy sends to storage, where it counts them so.
-    plt_budget_left: what of the policy's PLT budget is left, if it has one.
-    oldest_expert_steps: steps since the state of the expert whose newest committed copy is the oldest.
-    stall_secs: time that training waited for checkpointing since the last record.
-    agree_secs: time in the ranks' agreement. Nearly all of it is waiting for the slowest rank, which the
-        next gradient reduction would have waited for instead, so it is not counted as a stall.
-    at_risk_plt: PLT if the run failed now and came back to the newest committed step.
-    committed_step: newest committed step, None before the first.
-    """
-
-    step: int
-    begun: bool = False
-    skipped: bool = False
-    waited: bool = False
-    skips: int = 0
-    waits: int = 0
-    nbytes: int = 0
-    experts_saved: int = 0
-    k: int | None = None
-    plt_budget_left: float | None = None
-    oldest_expert_steps: int = 0
-    stall_secs: float = 0.0
-    agree_secs: float = 0.0
-    plt: float = 0.0
-    at_risk_plt: float = 0.0
-    lost_tokens: int = 0
-    routed_tokens: int = 0
-    committed_step: int | None = None
-    failed_checkpoints: int = 0
-    halt: str | None = None
 
 
 class CheckpointSession:
@@ -124,6 +88,9 @@ class CheckpointSession:
         self._committer: Committer | None = None
         self._pipeline: Pipeline | None = None
         self._left_to_writer = False
+        self.compute_types: ComputeTypes = {}
+        self._sizes: Mapping[str, OperatorBytes] = {}
+        self._sized_at = self._window_layout = -1
 
     # --- once, before training ---
 
@@ -225,18 +192,49 @@ class CheckpointSession:
         pipeline.raise_fatal()
         pipeline.join()
         self._meter.lap(began, loaded=bool(self.books.pending))
+        ended = pipeline.resolutions(self._settled)
+        self._meter.moved(ended)
         asked = time.perf_counter()
-        popularity, facts = agree(
-            self._comm, counts, pipeline.busy, pipeline.resolutions(self._settled), self._meter.measured()
-        )
+        popularity, facts = agree(self._comm, counts, pipeline.busy, ended, self._meter.measured())
         agree_secs = time.perf_counter() - asked
         self.books.routed(popularity)
         self._settle(facts)
-        plan = self._policy.plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
+        plan = self._plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
         record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)
         record = replace(record, halt=plan.halt, **self._budget(plan))
         stall, self._stall = self._stall + time.perf_counter() - began - agree_secs, 0.0
         return self._completed(replace(record, stall_secs=stall, agree_secs=agree_secs))
+
+    def begin_run(self, capture: Capture) -> None:
+        """Training begins at step 0: save that state, if the policy wants it. Waits until it is committed.
+
+        Called instead of ``after_update`` by the adapter, before the first step of a run that goes on from nothing.
+        """
+        plan = self._plan(self.books.context(0, self._comm.world_size, self.books.popularity, Measured()))
+        if plan:
+            self._carry_out(replace(plan, wait=True), capture, busy=False)
+
+    def _plan(self, context: PolicyContext) -> SnapshotPlan:
+        """The policy's decision; one about windows needs to know what the operators weigh now."""
+        if not uses_windows(self._policy):
+            return self._policy.plan(context)
+        changes = self._weigh()
+        if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
+            context = replace(context, window=None, next_slot=0)
+        sizes, room = self._sizes, self._running.snapshot_bytes
+        plan = self._policy.plan(replace(context, sizes=sizes, snapshot_bytes=room))
+        if plan.slot == 0:
+            self._window_layout = changes
+        return plan
+
+    def _weigh(self) -> int:
+        """Bring ``_sizes`` up to date; returns how often the set of tensors has changed."""
+        tensors = self._state.tensors()
+        self._layout.update(tensors)
+        if self._sized_at != self._layout.changes:
+            self._sized_at = self._layout.changes
+            self._sizes = operator_bytes(self.catalog, tensors, self.compute_types)
+        return self._layout.changes
 
     def _budget(self, plan: SnapshotPlan) -> dict[str, Any]:
         """K and the budget left, by the newest plan that told them."""
@@ -264,43 +262,58 @@ class CheckpointSession:
 
     def _book(self, sequence: int, committed: bool) -> None:
         pending = self.books.resolved(sequence, committed=committed)
-        if committed:
+        if committed and pending.is_checkpoint:
             self._layout.settle(pending.relaid)
             self.committed_directory = step_dir(pending.step, pending.generation)
 
     def _carry_out(self, plan: SnapshotPlan, capture: Capture, *, busy: bool) -> StepRecord:
         last = plan.halt is not None  # nothing comes after it that could make up for it
-        if busy and not (plan.wait or last) and self._settings.when_busy == "skip":
+        if busy and not (plan.wait or last or plan.slot) and self._settings.when_busy == "skip":
             log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
             self._skips += 1
             return StepRecord(plan.step, skipped=True)
-        snapshot = self._begin(plan.step, plan.operators(), capture, plan.operators(Tier.HOST))
+        snapshot = self._begin(plan, capture)
         self._waits += snapshot.waited
         if plan.wait:
             self._running.join()
             self._running.wait(plan.step)
-        saved = len(experts_among(self.catalog, snapshot.operators))
-        return StepRecord(plan.step, begun=True, waited=snapshot.waited, nbytes=snapshot.nbytes, experts_saved=saved)
+        return StepRecord(
+            plan.step,
+            begun=True,
+            waited=snapshot.waited,
+            nbytes=snapshot.nbytes,
+            experts_saved=len(experts_among(self.catalog, snapshot.operators)),
+            frozen_nbytes=snapshot.frozen_nbytes,
+            window=1 if plan.window is None else plan.window.size,
+            slot=plan.slot,
+        )
 
-    def _begin(
-        self, step: int, operators: tuple[str, ...], capture: Capture, held: tuple[str, ...] = ()
-    ) -> Snapshot:
+    def _begin(self, plan: SnapshotPlan, capture: Capture) -> Snapshot:
         tensors = self._state.tensors()
         relaid = self._layout.update(tensors)
-        if relaid:
+        window = plan.window if plan.window is not None and plan.window.size > 1 else None
+        operators = plan.operators()
+        if relaid and window is None:
             chosen = relaid.keys() | set(operators)
             operators = tuple(op.id for op in self.catalog.operators if op.id in chosen)
         stored = frozenset(operators)
-        held = tuple(op for op in held if op not in stored)
+        held = tuple(op for op in plan.operators(Tier.HOST) if op not in stored)
         tokens = self.books.tokens
-        pending = Pending(self.catalog, step, self.generation, operators, held, tokens.applied.copy(), relaid)
+        applied = tokens.applied.copy()
+        pending = Pending(
+            self.catalog, plan.step, self.generation, operators, held, applied, relaid, window, plan.slot
+        )
         order = Order(
-            step=step,
+            step=plan.step,
             generation=self.generation,
             index=self.books.index,
             operators=operators,
             held=held,
-            applied=pending.applied,
+            frozen=plan.frozen,
+            compute=self.compute_types,
+            window=window,
+            slot=plan.slot,
+            applied=applied,
             faults=tuple(tokens.faults),
             policy=self._policy.describe(),
         )
@@ -337,7 +350,7 @@ class CheckpointSession:
             if newest.operators == complete:
                 return
             self.generation += 1  # a partial checkpoint of this step has taken the name
-        self._begin(step, complete, capture)
+        self._begin(save_full(step, complete), capture)
 
     def finish(self, step: int, capture: Capture, *, save_last: bool) -> None:
         """Training ended well: leave a complete checkpoint of the last state, and wait for it.

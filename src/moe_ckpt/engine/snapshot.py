@@ -17,10 +17,11 @@ from moe_ckpt.engine.copying import Copy
 from moe_ckpt.engine.pieces import Piece, shard_kind
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.format.shard import SliceEntry, lay_out
+from moe_ckpt.format.shard import REPLAY, SliceEntry, lay_out
 from moe_ckpt.format.tree import encode_tree
 
 _ALIGNMENT = 64
+_FROZEN = f"{REPLAY}model/"
 
 
 HELD = "held"
@@ -88,6 +89,12 @@ class Snapshot:
     def nbytes(self) -> int:
         """Tensor bytes that this rank writes."""
         return sum(part.nbytes for part in self.written)
+
+    @property
+    def frozen_nbytes(self) -> int:
+        """Of ``nbytes``, the weights of operators that the window anchors later."""
+        entries = (entry for part in self.written for entry in part.entries)
+        return sum(entry.nbytes for entry in entries if entry.key.startswith(_FROZEN)) if self.window else 0
 
     @property
     def written(self) -> tuple[ShardPart, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from torchmetrics import Metric, MetricCollection
 
 from moe_ckpt.engine.books import Books
-from moe_ckpt.engine.session import StepRecord
+from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.metrics.cost import CheckpointBytes, CheckpointStall
 from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
 from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens

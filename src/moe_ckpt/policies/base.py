@@ -122,6 +122,12 @@ class Policy(Protocol):
         ...
 
 
+def uses_windows(policy: Policy) -> bool:
+    """True for a policy that spreads checkpoints over sparse windows: it must be told the sizes of operators, asked
+    about step 0 too, and recovery is exact only where every step can be computed again."""
+    return bool(getattr(policy, "sparse", False))
+
+
 def interval_passed(step: int, last_step: int | None, every_n_steps: int) -> bool:
     """True when a multiple of ``every_n_steps`` lies in ``(last_step, step]``.
 

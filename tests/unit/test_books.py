@@ -6,6 +6,7 @@ import numpy as np
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.engine.books import Books, Pending
+from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies.base import Measured
 from tests.unit.builders import catalog
 
@@ -72,3 +73,41 @@ def test_at_risk_is_what_the_newest_committed_checkpoint_lacks_not_what_was_rout
     books.resolved(1, committed=True)
     assert books.at_risk_tokens == 3 + 2
     assert books.tokens.unsaved(Tier.HOST).tolist() == [[100, 100, 102]]
+
+
+def restored(same_store=True, held=None):
+    """Books after a return to step 2, which holds expert 0; the others are of step 1."""
+    before = saved_at_one()
+    before.tokens.mark_saved(Tier.STORAGE, [(0, 0)], before.tokens.applied)
+    steps = dict.fromkeys(EVERYTHING, 2) | {"expert/0/1": 1, "expert/0/2": 1}
+    manifest = Manifest(
+        run_id="r", step=2, generation=0, world_size=1, index=7, created_unix_secs=0.0, model=ModelRecord(""),
+        files=(), operators={op: OperatorRecord(step, ()) for op, step in steps.items()}, states=(), policy={},
+        tokens=before.tokens.to_dict(),
+    )  # fmt: skip
+    books = Books(MODEL)
+    return books, books.adopt(manifest, same_store=same_store, held=held)
+
+
+def test_a_restored_run_goes_on_counting_from_its_checkpoint():
+    books, fault = restored()
+    now = context(books, 3)
+    assert (fault.lost_tokens, fault.stale_experts, fault.routed_tokens) == (5, 2, 13)
+    assert (now.last_step, now.index, now.missing) == (2, 8, ())
+    assert now.chosen_at.tolist() == [[2, 1, 1]]
+    assert (now.lost_tokens, now.routed_tokens, now.faults) == (5, 13, (fault,))
+    assert (books.committed_step, books.at_risk_tokens) == (2, 0)  # a return to it again would lose the same tokens
+
+
+def test_what_came_back_from_memory_is_at_risk_until_storage_holds_it():
+    books, fault = restored(held=counts(0, 4, 0))
+    assert fault.lost_tokens == 2
+    assert books.tokens.unsaved().tolist() == [[0, 3, 0]]
+    assert books.at_risk_tokens == 3
+
+
+def test_a_checkpoint_of_another_store_lends_its_history_and_no_copy():
+    books, fault = restored(same_store=False)
+    now = context(books, 3)
+    assert (now.missing, now.chosen_at.tolist(), now.last_step) == (EVERYTHING, NEVER, 2)
+    assert (books.committed_step, fault.lost_tokens) == (None, 5)

@@ -227,7 +227,7 @@ def _on_two_ranks(rank: int, world_size: int) -> tuple[dict, dict, dict]:
     together.update(**mine)
     together.update(**FIRST | {"nbytes": 0, "stall_secs": 0.001})
     alone.update(**mine)
-    local.update([[8, 0]] if rank == 0 else [[0, 8]])  # counts of this rank alone
+    local.update([[8, 4]] if rank == 0 else [[0, 4]])  # counts of this rank alone: 8 and 8 together
     # Only rank 0 computes here: it would wait for ever if that asked rank 1.
     own = plain(alone.compute()) if rank == 0 else {}
     return plain(together.compute()), own, local.compute().item()

@@ -76,6 +76,7 @@ def test_step_0_is_dense_and_then_nothing_is_saved_until_there_are_measurements(
     assert is_dense(plans[0])
     assert plans[0].window == Window(0, (plans[0].window.order,), None)
     assert not any(plans[1:])
+    assert is_dense(MoEvement().plan(facts(0, 0, Measured())))
     assert not run.go(1, measured=Measured(iteration_secs=1.0))[0]
     assert not run.go(1, measured=Measured(iteration_secs=1.0, copy_bytes_per_sec=60.0))[0]
     assert not run.go(1, measured=Measured(copy_bytes_per_sec=60.0, persist_bytes_per_sec=60.0))[0]

@@ -66,6 +66,8 @@ def test_least_popular_experts_come_first_and_everybody_else_last():
 def test_equals_go_by_layer_and_index_and_so_does_everybody_before_anything_is_known():
     for found in (activity([[7, 7, 7], [7, 7, 7]]), Activity(), activity([[0] * 3] * 2)):
         assert experts(order(found)[0]) == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
+    turned = Catalog(tuple(reversed(MODEL.operators)), MODEL.layers, MODEL.parameters)
+    assert experts(order(Activity(), turned)[0]) == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
     assert order(Activity())[1] is None
     assert order(activity([[0] * 3] * 2))[1] is None
 
@@ -108,6 +110,11 @@ def test_spread_deals_the_others_out_among_the_experts():
     assert [op in OTHERS for op in found] == [False, True, False, False, True, False, False, True, False]
     assert experts(found) == ["0/1", "1/0", "1/2", "0/2", "0/0", "1/1"]
     assert tuple(op for op in found if op in OTHERS) == OTHERS
+
+
+def test_spread_where_experts_are_the_fewer():
+    found, _ = order(Activity(), catalog(3, 1), non_experts="spread")
+    assert [op.startswith("expert") for op in found] == [False, True, False, True, False, True, False]
 
 
 def test_a_dense_model_goes_from_the_output_to_the_input():
@@ -176,6 +183,9 @@ def test_thresholds_that_are_no_binary_fractions():
     assert Ordering(experts=0.3).changed(before, now, 30)  # 0.3 of 30 is 9
     assert not Ordering(experts=0.31).changed(before, now, 30)
     assert Ordering(experts=0).changed(before, before, 30)
+    now = {f"e{n}": 0.2 for n in range(7)}
+    assert Ordering(experts=0.07).changed(before, now, 100)  # the nearest binary fraction times 100 is above 7
+    assert not Ordering(experts=0.07).changed(before, now, 101)
 
 
 def test_an_expert_that_had_nothing_changes_with_its_first_token_and_one_that_loses_all_changes_too():

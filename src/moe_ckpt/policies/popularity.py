@@ -71,8 +71,8 @@ class Ordering:
         now = shares(catalog, values)
         if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
             return former.order, former.frequencies
-        places = {op.id: place for op, *place in _by_layer(catalog)}
-        return self._with_others(catalog, sorted(places, key=lambda op: (values[op], places[op]))), now or None
+        # values are in the order of layers and indices, which a stable sort keeps between equals.
+        return self._with_others(catalog, sorted(values, key=lambda op: values[op])), now or None
 
     def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
         """True when so much has changed that the order should be made anew.
@@ -97,7 +97,7 @@ class Ordering:
 
 
 def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, float]:
-    """``A`` of every expert, by its operator id; 0 while nothing is known.
+    """``A`` of every expert, by its operator id, layer by layer; 0 while nothing is known.
 
     A measure that shows nothing for a layer that did get tokens (a router that does not tell its probabilities) gives
     way to ``hard_count``, for all layers alike, so that experts of different layers can be compared.

@@ -110,9 +110,7 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, flo
     if kind == "capacity_normalised":
         table = [_over_even_share(tokens) for tokens in table]
     rows = {layer.index: row for layer, row in zip(catalog.layers, table, strict=True)}
-    return {
-        op.id: rows[op.layer][op.expert] for op in catalog.experts if op.layer is not None and op.expert is not None
-    }
+    return {op.id: rows[layer][expert] for op, layer, expert in _by_layer(catalog)}
 
 
 def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:

@@ -38,10 +38,12 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt.callbacks import MoECheckpoint, moe_checkpoint
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
+POLICIES = {"dense": Dense, "moc": MoC, "moevement": MoEvement}
 SAMPLERS = {"stateful": StatefulDistributedSampler, "plain": DistributedSampler}
 
 
@@ -49,7 +51,7 @@ SAMPLERS = {"stateful": StatefulDistributedSampler, "plain": DistributedSampler}
 class Run:
     """Everything that decides the run. ``store``: None trains without MoECheckpoint.
 
-    policy: its name, and Dense's interval or MoC's K. options: its other arguments.
+    policy: its name, and Dense's interval, MoC's K or MoEvement's W. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase is reached; ("read", n) at the n-th
     read of the store. kills: a schedule of
     ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
@@ -174,7 +176,7 @@ class Recorder(pl.Callback):
         callback = _ours(trainer)
         step = None if callback is None else callback.restored_step
         what: dict[str, Any] = {"event": "start", "step": step}
-        if step is not None and self.run.store is not None:
+        if step is not None and self.run.store is not None and callback.last_model_path:  # no window under way
             directory = os.path.basename(callback.last_model_path)
             manifest = json.loads((Path(self.run.store) / directory / "MANIFEST.json").read_text())
             what |= {"directory": directory, "manifest": _body(manifest), **_books(callback)}
@@ -298,7 +300,7 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
     callbacks: list[pl.Callback] = [recorder, *(_beside(name, run) for name in run.beside)]
     if run.store is not None:
         name, number = run.policy
-        policy = Dense(number, **run.options) if name == "dense" else MoC(k=number, **run.options)
+        policy = POLICIES[name](number, **run.options)
         callbacks.append(MoECheckpoint(policy, run.store, on_phase=on_phase, **{**run.callback, **more}))
     options: dict[str, Any] = dict(run.trainer)
     if run.kind == "overflowing":

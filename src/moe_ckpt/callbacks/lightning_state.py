@@ -72,6 +72,8 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     counted and no batch fetched), and a due validation as interrupted in its first batch (then it runs).
     """
     state = dict(trainer.fit_loop.state_dict())
+    if trainer.global_step == 0:  # nothing was done yet, so nothing is due
+        return state
     due = validation_due(trainer)
     if not due and not trainer.is_last_batch:
         return state
@@ -144,7 +146,7 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any]) -> None:
     precision.on_load_checkpoint(checkpoint)
     if type(precision).__qualname__ in checkpoint:
         precision.load_state_dict(checkpoint[type(precision).__qualname__])
-    if trainer.state.fn is TrainerFn.FITTING:
+    if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
         trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
     go_on_averaging(trainer)
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):

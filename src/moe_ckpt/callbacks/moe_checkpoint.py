@@ -14,6 +14,8 @@ Which hook does what, and why there:
     on_validation_end        put the RNG back where the last batch left it, so that training draws the same
                              numbers whether or not a validation came between
     on_train_end             leave a complete last checkpoint
+
+While a sparse window is brought back, training computes its steps again and nothing is saved; see ``replaying``.
     on_exception, teardown   let go of threads and lock, whatever happened
 """
 
@@ -35,6 +37,7 @@ from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
+from moe_ckpt.callbacks.replaying import Replaying
 from moe_ckpt.callbacks.rng import capture_rng, restore_rng
 from moe_ckpt.callbacks.sharded_loading import load_steps_into_shards
 from moe_ckpt.callbacks.step_log import StepLog
@@ -42,16 +45,18 @@ from moe_ckpt.callbacks.stopping import guarded, may_stop, refusal, will_stop
 from moe_ckpt.callbacks.support import check_strategy, inexact, job_name
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import RoutingCounter
 from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.base import Policy, uses_windows
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import Restored, resume_newest
@@ -137,7 +142,8 @@ class MoECheckpoint(Checkpoint):
         Settings(**self._limits)
         self._on_phase = on_phase
         self._data = DataPosition()
-        self._front = InFront(self._join)
+        self._front = InFront(self._join, self._in_front_of_batch_end)
+        self._replaying: Replaying | None = None
         self._session: CheckpointSession | None = None
         self._counter: RoutingCounter | None = None
         self._state: TorchTrainingState | None = None
@@ -187,7 +193,7 @@ class MoECheckpoint(Checkpoint):
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         previous, self._session = self._session, None
         self._saved_updates = 0
-        self._rng = self._rng_to_restore = self._kept = None
+        self._rng = self._rng_to_restore = self._kept = self._replaying = None
         if trainer.fast_dev_run:
             return  # like Lightning's own checkpoint callbacks: a dry run leaves nothing behind
         layers = find_moe_layers(pl_module)
@@ -241,12 +247,19 @@ class MoECheckpoint(Checkpoint):
         restore_checkpoint(trainer, restored.plain["checkpoint"])
         self._resumed_from = self._books = None
         self._take_rng(restored.plain["rng"])
-        fault = session.adopt(restored.manifest, held=restored.held)
+        if restored.replay is not None:
+            self._replaying = Replaying(restored.replay)
+            first, self.restored_step = self._replaying.steps
+            log.info("resumed at step %d; the sparse window up to %d is computed again", first, self.restored_step)
+            return
         self.restored_step = restored.manifest.step
+        self._say_resumed(session, session.adopt(restored.manifest, held=restored.held), restored.manifest)
+
+    def _say_resumed(self, session: CheckpointSession, fault: FaultRecord, manifest: Manifest) -> None:
         log.info(
             "resumed at step %d from %s: %d experts are older than that, %d tokens lost (PLT %.4f)",
-            restored.manifest.step,
-            os.path.join(self.dirpath, restored.manifest.directory),
+            manifest.step,
+            os.path.join(self.dirpath, manifest.directory),
             fault.stale_experts,
             fault.lost_tokens,
             session.books.tokens.plt,
@@ -265,12 +278,25 @@ class MoECheckpoint(Checkpoint):
             session.continue_books(self._books["tokens"], self._books["index"])
         self._resumed_from = self._books = None
         self._seen_global_step = trainer.global_step
-        for reason in inexact(trainer):
-            log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
+        self._check_exact(trainer)
         self._data.put_back(trainer, resumed=self._rng_to_restore is not None)
         if self._rng_to_restore is not None:
             restore_rng(self._rng_to_restore)
             self._rng_to_restore = None
+        elif trainer.global_step == 0 and uses_windows(self.policy):
+            self._rng = capture_rng()
+            session.begin_run(lambda: self._capture(trainer))
+
+    def _check_exact(self, trainer: pl.Trainer) -> None:
+        """Say now, not after a failure, that a resume will not be exact; where steps are computed again, refuse."""
+        reasons = inexact(trainer)
+        if reasons and uses_windows(self.policy):
+            raise ConfigError(
+                f"{type(self.policy).__name__} computes steps again after a failure, so a resume must be exact, and "
+                f"this one would not be: {'; '.join(reasons)}. Or choose a policy that needs no replay (Dense, MoC)."
+            )
+        for reason in reasons:
+            log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
 
     def _adopt_given(self, session: CheckpointSession, resumed: Mapping[str, Any]) -> None:
         """The user named the step by ``ckpt_path``; Lightning has loaded it already."""
@@ -291,6 +317,21 @@ class MoECheckpoint(Checkpoint):
         if self._session is not None and self._session.is_open:  # not when evaluating after a fit
             self._session.before_update()
 
+    def _in_front_of_batch_end(self, trainer: pl.Trainer) -> None:
+        if self._replaying is not None and self._watch is not None and self._watch.updates != self._saved_updates:
+            self._replaying.in_front(trainer.global_step)
+
+    def _after_replayed(self, trainer: pl.Trainer, replaying: Replaying) -> None:
+        """A step of the window was computed again; with its last one, the run goes on from there."""
+        self._require_counter().discard()
+        replaying.behind(trainer.global_step, self._capture(trainer))
+        session = self._require_session()
+        if replaying.done:
+            self._replaying = None
+            self._say_resumed(session, session.adopt(replaying.manifest), replaying.manifest)
+        self.last = StepRecord(trainer.global_step, replayed=True, committed_step=replaying.manifest.step)
+        self._step_log.note(trainer, self.last, session.books)
+
     def _after_batch(self, trainer: pl.Trainer) -> None:
         began = time.perf_counter()
         session, counter = self._require_session(), self._require_counter()
@@ -309,7 +350,11 @@ class MoECheckpoint(Checkpoint):
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
             )
+        self._check_one_update(trainer, updates - self._saved_updates)
         self._saved_updates = updates
+        if self._replaying is not None:
+            self._after_replayed(trainer, self._replaying)
+            return
         counts = counter.take().numpy()
         session.add_stall(time.perf_counter() - began)
         self.last = session.after_update(trainer.global_step, counts, lambda: self._capture(trainer))
@@ -326,6 +371,14 @@ class MoECheckpoint(Checkpoint):
                 self._kept = (trainer.global_step, deepcopy(self._capture(trainer)))
         if self.last.halt is not None:
             self._halt(trainer, session, self.last.halt)
+
+    def _check_one_update(self, trainer: pl.Trainer, updates: int) -> None:
+        """Between two updates of one batch, replay could not put in place what a window holds."""
+        if updates > len(trainer.optimizers) and uses_windows(self.policy):
+            raise ConfigError(
+                f"{type(self.policy).__name__} needs one update of each optimizer per batch, and this batch made "
+                f"{updates} with {len(trainer.optimizers)} optimizer(s). Step once per batch, or use Dense or MoC."
+            )
 
     def _halt(self, trainer: pl.Trainer, session: CheckpointSession, reason: str) -> None:
         """The policy asked for the end, and ``trainer.should_stop`` is set; alike on every rank."""
@@ -356,7 +409,7 @@ class MoECheckpoint(Checkpoint):
         self._session.finish(
             trainer.global_step,
             lambda: kept if step == trainer.global_step else self._capture(trainer),
-            save_last=self.save_last and self._saved_updates > 0,
+            save_last=self.save_last and self._saved_updates > 0 and self._replaying is None,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

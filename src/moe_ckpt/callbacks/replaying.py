@@ -1,0 +1,85 @@
+"""Steps that are computed again after a failure, to bring a sparse window back (see ``recovery.replay``).
+
+Training itself computes them: the loops go on from the window's first step. What the window holds of a step is put in
+place twice: before any other callback hears that the batch ended, since they may read weights (averaging), and again
+after all of them, since they may change weights as they did the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moe_ckpt.errors import ReplayDivergedError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.recovery.replay import Replay
+
+
+class Replaying:
+    """From ``on_fit_start`` until the window's last step. Drives one ``Replay``."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+
+    @property
+    def manifest(self) -> Manifest:
+        """The window's checkpoint."""
+        return self._replay.manifest
+
+    @property
+    def done(self) -> bool:
+        return self._replay.done
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First and last step of the window."""
+        return self._replay.steps[0], self._replay.steps[-1]
+
+    def in_front(self, step: int) -> None:
+        """Step ``step`` was computed again, and nobody has read its weights yet."""
+        self._replay.advance(step)
+
+    def behind(self, step: int, captured: Mapping[str, Any]) -> None:
+        """Everybody has heard of the step. captured: its plain state, which must be what it was the first time.
+
+        Raises:
+            ReplayDivergedError: it is not.
+        """
+        self._replay.repeat()
+        differing = _first_difference(self._replay.recorded(), captured)
+        if differing is not None:
+            raise ReplayDivergedError(step, f"{differing} is another than it was")
+
+
+def _first_difference(recorded: Mapping[str, Any], captured: Mapping[str, Any]) -> str | None:
+    """What of the state that does not depend on weights differs: random numbers, schedules, hyperparameters."""
+    parts: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
+        ("the state of the random number generators", lambda state: state["rng"]),
+        ("the hyperparameters of the optimizers", lambda state: _groups(state["plain"]["optimizers"])),
+        ("the state of the learning rate schedulers", lambda state: state["checkpoint"]["lr_schedulers"]),
+        ("the number of batches", lambda state: _batches(state["checkpoint"]["loops"]["fit_loop"])),
+    )
+    return next((name for name, part in parts if not _same(part(recorded), part(captured))), None)
+
+
+def _groups(optimizers: list[Mapping[str, Any]]) -> list[Any]:
+    return [optimizer["param_groups"] for optimizer in optimizers]
+
+
+def _batches(loop: Mapping[str, Any]) -> Any:
+    return loop["epoch_loop.batch_progress"]["current"]["processed"]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, (torch.Tensor, Mapping, list, tuple)) or isinstance(other, (torch.Tensor, Mapping, list, tuple)):
+        return False
+    found = one == other
+    return bool(found.all()) if hasattr(found, "all") else bool(found)

@@ -6,7 +6,9 @@ import numpy as np
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.engine.books import Books, Pending
+from moe_ckpt.engine.session import StepRecord
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
+from moe_ckpt.metrics.collection import facts
 from moe_ckpt.policies.base import Measured
 from tests.unit.builders import catalog
 
@@ -111,3 +113,11 @@ def test_a_checkpoint_of_another_store_lends_its_history_and_no_copy():
     now = context(books, 3)
     assert (now.missing, now.chosen_at.tolist(), now.last_step) == (EVERYTHING, NEVER, 2)
     assert (books.committed_step, fault.lost_tokens) == (None, 5)
+
+
+def test_the_metrics_are_told_what_committed_copies_lack():
+    books = saved_at_one()
+    begin(books, 1, 2, ("expert/0/0",))
+    told = facts(StepRecord(3), books)
+    assert told["unsaved"].tolist() == [[5, 3, 2]]
+    assert told["ages"].tolist() == [[2, 2, 2]]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from moe_ckpt import __version__
 from moe_ckpt.errors import MoECheckpointError
 
-COMMANDS = ("inspect", "verify", "export", "train")
+COMMANDS = ("inspect", "verify", "window", "export", "train")
 _PASS_ON = ("train",)
 
 EPILOG = """\

@@ -1,0 +1,188 @@
+"""``moe-ckpt window``: the sparse window that MoEvement would use for a model, from one of its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moe_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_ckpt.policies.base import PolicyContext
+    from moe_ckpt.policies.moevement import MoEvement
+    from moe_ckpt.policies.window_report import WindowReport
+
+EPILOG = """\
+examples:
+  moe-ckpt window runs/x --iteration-secs 0.5 --bandwidth 2GB/s        how long a window has to be
+  moe-ckpt window runs/x --window 3 --compute-dtype bf16               what a window of 3 saves per iteration
+  moe-ckpt window runs/x --window 3 --explain                          also who is saved when, and other lengths
+  moe-ckpt window --explain runs/x/step_00000120 --window 4 --plot window.png
+
+operators, sizes and token counts come from a checkpoint (a store: its newest good one), bandwidth is that of one
+rank; give the slower of what it copies to host memory and what it writes to storage. Nothing is written but --plot.
+"""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?(?:/s)?", re.IGNORECASE)
+_NAMES_SHOWN = 6
+_MORE_SIZES = 3
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "window",
+        help="size and explain MoEvement's sparse window for a model",
+        description="Show the slots of a sparse window, what each saves, and what a recovery costs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", help="store or step directory of the model, or a URL of one")
+    parser.add_argument("--explain", action="store_true", help="name each slot's operators; compare window lengths")
+    parser.add_argument("--iteration-secs", type=_positive, metavar="SECS", help="time of one training iteration")
+    parser.add_argument("--bandwidth", type=_bytes, metavar="2GB/s", help="bytes per second of one rank")
+    parser.add_argument("--ranks", type=_count, help="ranks that share a snapshot (default: as in the checkpoint)")
+    parser.add_argument("--window", type=_count, metavar="W", help="a window of at most W slots, whatever fits")
+    parser.add_argument("--max-window", type=_count, metavar="W", help="no window is longer (default: 32)")
+    parser.add_argument(
+        "--budget-fraction", type=float, metavar="F", help="portion of an iteration to use (default: 1)"
+    )
+    parser.add_argument("--host-memory", type=_bytes, metavar="8GB", help="room for one rank's snapshot")
+    parser.add_argument("--order", help="hard_count (default), capacity_normalised or round_robin")
+    parser.add_argument("--non-experts", help="last (default) or spread")
+    parser.add_argument(
+        "--compute-dtype",
+        choices=("bf16", "fp16", "fp8"),
+        help="what forward and backward read, if narrower than the stored weights (autocast)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw slots by operators, coloured by fidelity")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    """'2GB/s' -> 2,000,000,000; '1.5 GiB' -> 1,610,612,736; '4096' -> 4096."""
+    match = _QUANTITY.fullmatch(text.strip())
+    prefix = match[2].upper() if match else ""
+    if match is None or (match[3] and not prefix):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes such as 800MB/s, 2GB/s or 1.5GiB/s")
+    value = int(float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[prefix])
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
+    return value
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """0 when the window was shown, whether it fits or not."""
+    from moe_ckpt.cli.window_model import context_of
+    from moe_ckpt.recovery.reader import open_step
+
+    policy = _policy(args)
+    reader, manifest = open_step(args.path)
+    context = context_of(reader, manifest, args)
+    policy.check(context.catalog)
+    report = policy.explain(context)
+    if args.plot:
+        _plot(report, args.plot)
+    if args.json:
+        print(json.dumps(_facts(manifest.directory, policy, report, args.explain), indent=2))
+    else:
+        _show(manifest.directory, context, report, args.explain)
+    return 0
+
+
+def _policy(args: argparse.Namespace) -> MoEvement:
+    from moe_ckpt.policies.moevement import MoEvement
+
+    if args.window is None and (args.iteration_secs is None or args.bandwidth is None):
+        raise ConfigError(
+            "give --iteration-secs and --bandwidth, by which a window is sized, or its length by --window"
+        )
+    names = ("window", "max_window", "order", "budget_fraction", "non_experts")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if given.get("order") in ("soft_count", "time_decayed"):
+        raise ConfigError(
+            f"--order {args.order}: checkpoints hold token counts only; give hard_count, capacity_normalised or "
+            "round_robin"
+        )
+    return MoEvement(**given)
+
+
+def _facts(directory: str, policy: MoEvement, report: WindowReport, explain: bool) -> dict[str, Any]:
+    facts = {"checkpoint": directory, "policy": policy.describe(), **report.to_dict()}
+    if explain:
+        facts["heaviest_bytes_by_window"] = list(report.heaviest_by_size(_most(report)))
+    return facts
+
+
+def _most(report: WindowReport) -> int:
+    """How many window lengths are compared: some beyond the one that was chosen."""
+    return min(len(report.window.order), report.size + _MORE_SIZES)
+
+
+def _show(directory: str, context: PolicyContext, report: WindowReport, explain: bool) -> None:
+    from moe_ckpt.cli.output import human_bytes, print_table
+
+    catalog = context.catalog
+    print(f"{directory}: {len(catalog.experts)} experts in {len(catalog.layers)} MoE layers, ", end="")
+    print(f"{len(catalog.always_saved)} other operators; dealt over {report.ranks} rank{'s' * (report.ranks > 1)}")
+    if all(size.full == size.compute for size in context.sizes.values()):
+        print("note: it holds no optimizer state (taken before the first step?), so a dense one would weigh more")
+    print()
+    print_table(*report.table(human_bytes))
+    for sentence in report.sentences(human_bytes):
+        print(sentence)
+    if explain:
+        print()
+        _show_choice(report)
+        print()
+        _show_anchors(report)
+
+
+def _show_choice(report: WindowReport) -> None:
+    """The heaviest slot for windows of other lengths: why W is what it is."""
+    from moe_ckpt.cli.output import human_bytes, print_table
+
+    limit = report.limit_bytes
+    rows = []
+    for size, nbytes in enumerate(report.heaviest_by_size(_most(report)), start=1):
+        share = -(-nbytes // report.ranks)
+        fits = "?" if limit is None else "yes" if share <= limit else "no"
+        dense = f"{nbytes / report.dense_bytes:.1%}" if report.dense_bytes else "-"
+        rows.append((f"{size}{' *' * (size == report.size)}", human_bytes(nbytes), dense, human_bytes(share), fits))
+    print_table(("at most W", "heaviest slot", "of dense", "per rank", "fits"), rows)
+
+
+def _show_anchors(report: WindowReport) -> None:
+    for number, slot in enumerate(report.slots):
+        names = ", ".join(slot.anchors[:_NAMES_SHOWN])
+        more = len(slot.anchors) - _NAMES_SHOWN
+        print(f"slot {number} anchors {names}" + (f" and {more} more" if more > 0 else ""))
+
+
+def _plot(report: WindowReport, path: str) -> None:
+    from moe_ckpt.cli.window_plot import plot_window
+
+    figure, _ = plot_window(report)
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # matplotlib's answer to a suffix that it does not know
+        raise ConfigError(f"--plot {path}: {error}") from error

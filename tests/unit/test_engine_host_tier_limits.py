@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import StoreInUseError
+from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.recovery.resume import resume_newest
@@ -121,6 +123,7 @@ def test_two_runs_at_a_time_both_keep_theirs(tmp_path):
     ):
         one.go(4, settle=True)
         two.go(4, settle=True)
+        one.session.close()
     with (
         Life(LocalStorage(tmp_path / "a"), policy=MoC(k=1, snapshot_k=4)) as one,
         Life(LocalStorage(tmp_path / "b"), policy=MoC(k=1, snapshot_k=4)) as two,
@@ -258,6 +261,54 @@ def test_a_former_session_no_longer_has_what_the_next_one_took_over(tmp_path):
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as second:
         assert former.nbytes == 0
         assert second.session.host_tier.nbytes > 0
+
+
+def test_giving_up_the_recovery_buffer_leaves_what_may_be_committed_next(tmp_path):
+    storage = GatedStorage(tmp_path)
+    with Life(storage, policy=MoC(k=1, snapshot_k=4)) as life:
+        life.go(4, settle=True)
+        tier = life.session.host_tier
+        [held] = tier._kept
+        tier._kept = ()
+        tier.offer(held)
+        assert not tier.drop()
+        assert tier.nbytes == held.buffer.nbytes, "storage may have it by now"
+        tier.settle(held.buffer, committed=True)
+        assert tier.drop()
+        assert tier.nbytes == 0
+
+
+def test_memory_being_made_counts_as_held(monkeypatch):
+    pool = HostBufferPool(1000)
+    make = HostBufferPool._make
+
+    def meanwhile(self, size):
+        assert self.held_bytes == size
+        assert not self.fits(1000 - size + 1)
+        return make(self, size)
+
+    monkeypatch.setattr(HostBufferPool, "_make", meanwhile)
+    pool.acquire(600)
+    assert pool.held_bytes >= 600
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+def test_values_are_read_from_any_place(offset):
+    """Received slices lie one behind the other, of whatever dtypes."""
+    values = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    memory[offset : offset + 24] = values.flatten().view(torch.uint8)
+    entry = SliceEntry("model/w", "expert/0/0", "F32", (0, 0), (2, 3), (2, 3))
+    assert torch.equal(as_values(entry, memory[offset : offset + 24]), values)
+
+
+def test_the_books_know_what_memory_holds(tmp_path):
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
+        life.go(5, settle=True)
+        life.go(1)
+        tokens = life.session.books.tokens
+        assert (tokens.unsaved(Tier.HOST) == life.counts).all(), "all experts as of step 5, and this is step 6"
+        assert (tokens.unsaved(Tier.STORAGE) > life.counts).any()
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
+from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
 POLICIES = {"dense": Dense, "moc": MoC, "moevement": MoEvement}
@@ -84,52 +85,6 @@ class Run:
     @classmethod
     def from_json(cls, text: str) -> Run:
         return cls(**json.loads(text))
-
-
-class ManualMoE(TinyMoE):
-    """Manual optimization: experts under SGD every second batch, the rest under AdamW every batch."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        first, second = self.optimizers()
-        self.manual_backward(loss)
-        first.step()
-        first.zero_grad()
-        if batch_idx % 2:
-            second.step()
-        second.zero_grad()  # gradients carried over to the next batch would be in no checkpoint
-        for scheduler in self.lr_schedulers():
-            scheduler.step()
-
-    def configure_optimizers(self):
-        of_experts = [p for name, p in self.named_parameters() if ".experts." in name]
-        others = [p for name, p in self.named_parameters() if ".experts." not in name]
-        first = torch.optim.AdamW(others, lr=0.01)
-        second = torch.optim.SGD(of_experts, lr=0.05, momentum=0.9)
-        return [first, second], [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in (first, second)]
-
-
-class OverflowingMoE(TinyMoE):
-    """Every fifth batch gives an infinite loss, which the gradient scaler must skip."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("inf") if batch_idx % 5 == 3 else loss
-
-
-class EpochScheduledMoE(TinyMoE):
-    """A scheduler that steps once per epoch, when the last batch's checkpoint has long begun."""
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-KINDS = {"plain": TinyMoE, "manual": ManualMoE, "overflowing": OverflowingMoE, "epoch-scheduled": EpochScheduledMoE}
 
 
 class StopHere(RuntimeError):
@@ -184,9 +139,6 @@ class Recorder(pl.Callback):
                 what["hashes"] = hashes(pl_module, trainer.optimizers[0])
         self.note(trainer, **what)
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_compute(trainer.global_step)
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -215,6 +167,13 @@ class Recorder(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class DeadlyRecorder(Recorder):
+    """Only where it may kill: a callback that could look at gradients keeps replay from leaving any out."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_compute(trainer.global_step)
 
 
 def _ours(trainer: pl.Trainer) -> MoECheckpoint | None:
@@ -296,7 +255,7 @@ def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
 def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Recorder]:
     """Trainer, module and recorder, as a fresh process makes them. ``more``: MoECheckpoint arguments."""
     on_phase, on_compute = _faults(run, rank)
-    recorder = Recorder(run, on_compute)
+    recorder = (Recorder if run.crash is None and run.kills is None else DeadlyRecorder)(run, on_compute)
     callbacks: list[pl.Callback] = [recorder, *(_beside(name, run) for name in run.beside)]
     if run.store is not None:
         name, number = run.policy
@@ -366,7 +325,9 @@ def _beside(name: str, run: Run) -> pl.Callback:
 
 
 def loaders(run: Run) -> tuple[Any, Any]:
-    if run.ranks > 1:
+    if issubclass(KINDS[run.kind], FamilyMoE):
+        train = text_loader(run.samples)
+    elif run.ranks > 1:
         # Lightning's own sampler for several ranks would hide the order of a shuffling loader from its state.
         dataset = Tokens(run.samples)
         sampler = SAMPLERS[run.sampler](dataset, run.ranks, int(os.environ["RANK"]), seed=3)

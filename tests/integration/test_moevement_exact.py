@@ -33,3 +33,15 @@ def test_killed_while_computing(place, step):  # noqa: F811
     assert_store_sound(run, ended=True)
     assert_promises_kept(run)
     assert_same_run(run)
+
+
+FROZEN = replace(BASE, policy=("moevement", 5), model={"stacked": False}, trainer={"gradient_clip_val": 0.3})
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_what_is_left_out_while_replaying_changes_nothing(place, stacked):  # noqa: F811
+    """Gradients of whole experts, updates of all that is not anchored yet, and so the norm that clipping goes by."""
+    run = placed(replace(FROZEN, model={"stacked": stacked}), place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED
+    assert live(run) == 0, output(run)
+    assert_same_run(run)

@@ -35,6 +35,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
+from moe_ckpt.callbacks.freezing import ClipNorms, Freezing, may_leave_out
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
@@ -144,6 +145,7 @@ class MoECheckpoint(Checkpoint):
         self._data = DataPosition()
         self._front = InFront(self._join, self._in_front_of_batch_end)
         self._replaying: Replaying | None = None
+        self._norms: ClipNorms | None = None
         self._session: CheckpointSession | None = None
         self._counter: RoutingCounter | None = None
         self._state: TorchTrainingState | None = None
@@ -221,6 +223,7 @@ class MoECheckpoint(Checkpoint):
         )
         session.open()
         self._session = session
+        self._norms = ClipNorms(trainer) if uses_windows(self.policy) else None
         self._step_log = StepLog([layer.experts for layer in catalog.layers], self._step_log.k)
         self._watch = UpdateWatch(trainer, pl_module, self._join, lambda: self._after_batch(trainer))
         if previous is not None and previous.committed_step == trainer.global_step > 0:
@@ -283,7 +286,11 @@ class MoECheckpoint(Checkpoint):
         if self._rng_to_restore is not None:
             restore_rng(self._rng_to_restore)
             self._rng_to_restore = None
-        elif trainer.global_step == 0 and uses_windows(self.policy):
+        if self._replaying is not None and self._norms is not None:
+            spare = may_leave_out(trainer, pl_module, self._norms, (self, self._front))
+            freezing = Freezing(trainer, pl_module, session.catalog) if spare else None
+            self._replaying.begin(self._norms, freezing)
+        elif trainer.global_step == 0 and self.restored_step is None and uses_windows(self.policy):
             self._rng = capture_rng()
             session.begin_run(lambda: self._capture(trainer))
 
@@ -312,6 +319,8 @@ class MoECheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._join()
+        if self._replaying is not None:
+            self._replaying.before_update()
 
     def _join(self) -> None:
         if self._session is not None and self._session.is_open:  # not when evaluating after a fit
@@ -325,6 +334,7 @@ class MoECheckpoint(Checkpoint):
         """A step of the window was computed again; with its last one, the run goes on from there."""
         self._require_counter().discard()
         replaying.behind(trainer.global_step, self._capture(trainer))
+        self._forget_norms()
         session = self._require_session()
         if replaying.done:
             self._replaying = None
@@ -358,6 +368,7 @@ class MoECheckpoint(Checkpoint):
         counts = counter.take().numpy()
         session.add_stall(time.perf_counter() - began)
         self.last = session.after_update(trainer.global_step, counts, lambda: self._capture(trainer))
+        self._forget_norms()
         self._step_log.note(trainer, self.last, session.books)
         if self.last.halt is not None:
             last_for_now = trainer.should_stop = True
@@ -388,8 +399,13 @@ class MoECheckpoint(Checkpoint):
             session.finish(trainer.global_step, lambda: self._capture(trainer), save_last=self.save_last)
             raise ConfigError(refusal(trainer, reason))
 
+    def _forget_norms(self) -> None:
+        if self._norms is not None:
+            self._norms.taken.clear()
+
     def _capture(self, trainer: pl.Trainer) -> dict[str, Any]:
-        return {
+        recorded = {} if self._norms is None else {"replay": {"norms": list(self._norms.taken)}}
+        return recorded | {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(trainer),
             "plain": self._require_state().plain(),
@@ -422,6 +438,12 @@ class MoECheckpoint(Checkpoint):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        replaying, self._replaying = self._replaying, None
+        if replaying is not None:
+            replaying.close()
+        norms, self._norms = self._norms, None
+        if norms is not None:
+            norms.close()
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_ckpt.callbacks.freezing import ClipNorms, Freezing
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.recovery.replay import Replay
@@ -22,6 +23,35 @@ class Replaying:
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
+        self._freezing: Freezing | None = None
+        self._norms: ClipNorms | None = None
+        self._recorded: Mapping[str, Any] = {}
+
+    def begin(self, norms: ClipNorms, freezing: Freezing | None) -> None:
+        """Training begins. freezing: None where nothing may be left out."""
+        self._norms, self._freezing = norms, freezing
+        self._next_step()
+
+    def _next_step(self) -> None:
+        if self.done:
+            self.close()
+            return
+        self._recorded = self._replay.upcoming()
+        if self._freezing is not None and self._norms is not None:
+            self._freezing.apply(self._replay.frozen_parameters())
+            self._norms.given = list(self._recorded["replay"]["norms"])
+
+    def before_update(self) -> None:
+        """All gradients of a step are there, and nobody has used them yet."""
+        if self._freezing is not None:
+            self._freezing.drop_gradients()
+
+    def close(self) -> None:
+        """Nothing is left out any more. Safe to call twice."""
+        if self._freezing is not None:
+            self._freezing.release()
+        if self._norms is not None:
+            self._norms.given = []
 
     @property
     def manifest(self) -> Manifest:
@@ -48,9 +78,10 @@ class Replaying:
             ReplayDivergedError: it is not.
         """
         self._replay.repeat()
-        differing = _first_difference(self._replay.recorded(), captured)
+        differing = _first_difference(self._recorded, captured)
         if differing is not None:
-            raise ReplayDivergedError(step, f"{differing} is another than it was")
+            raise ReplayDivergedError(step, f"{differing} differs from what was recorded")
+        self._next_step()
 
 
 def _first_difference(recorded: Mapping[str, Any], captured: Mapping[str, Any]) -> str | None:

@@ -102,9 +102,9 @@ class Replay:
         """The same as of the step loaded last: what runs at a batch's end may have changed weights once more."""
         self._copy(self.steps[self.loaded - 1])
 
-    def recorded(self) -> Mapping[str, Any]:
-        """This rank's plain state as it was at the step loaded last, for a comparison."""
-        return self.reader.state(self.manifest.slots[self.loaded - 1], self.rank)
+    def upcoming(self) -> Mapping[str, Any]:
+        """This rank's plain state as it was at the step that is computed next: what was recorded of it."""
+        return self.reader.state(self.manifest.slots[self.loaded], self.rank)
 
     def frozen_parameters(self) -> frozenset[str]:
         """Names of the parameters of which no row is anchored yet."""

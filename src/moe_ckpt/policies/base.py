@@ -73,7 +73,7 @@ class PolicyContext:
     unsaved: per tier, ``U[l][e]`` as of what is committed. A fault that leaves this tier loses these tokens.
     expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
     popularity: ``A[l][e]``, tokens assigned in this step.
-    faults, lost_tokens, routed_tokens: history of the run (for Dynamic-K).
+    faults, lost_tokens, routed_tokens: history of the run.
     window, next_slot: the newest sparse window, as long as no snapshot of it failed or was left out, and how many of
         its slots have begun; None and 0 if there is none.
     sizes: bytes of every operator, as its tensors are now.

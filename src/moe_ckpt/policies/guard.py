@@ -52,7 +52,7 @@ class Guarded:
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """The policy's plan; unchanged if it saves nothing, or all experts without counting in K (Dense)."""
         plan = self.policy.plan(context)
-        if not plan:
+        if not plan or plan.window is not None:  # replay loses nothing
             return plan
         stored = experts_of(context, plan.operators())
         if plan.k is None and len(stored) == len(context.catalog.experts):

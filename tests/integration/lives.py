@@ -76,7 +76,10 @@ def live(run: Run, kill_after_secs: float | None = None) -> int:
 
 
 def live_ranks(run: Run) -> list[int]:
-    """Exit codes of all ranks of a run without torchrun (and so without restarts)."""
+    """Exit codes of all ranks of a run without torchrun (and so without restarts).
+
+    When one rank is killed, the others are killed too, wherever they are: as a launcher does, but at once.
+    """
     port = _free_port()
     processes = []
     for rank in range(run.ranks):
@@ -93,8 +96,14 @@ def live_ranks(run: Run) -> list[int]:
         }
         processes.append(start(run, rank, environment))
     try:
+        deadline = time.monotonic() + LIFE_SECS
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode == KILLED for process in processes):
+                break
+            time.sleep(0.01)
         for process in processes:
-            process.join(LIFE_SECS)
+            process.kill()  # nothing is left to kill after an ordinary end
+            process.join()
         return [process.exitcode for process in processes]
     finally:
         for process in processes:
@@ -226,6 +235,21 @@ def assert_promises_kept(run: Run) -> None:
         restored = life[0]["step"] or 0
         assert restored >= acked, f"step {acked} was reported committed, but the run came back to {restored}"
         acked = max([acked, *(line["acked"] or 0 for line in life if line["event"] == "batch")])
+
+
+def recomputed(run: Run) -> list[int]:
+    """Of each life but the first: optimizer steps computed again, before the run was back where it had been.
+
+    The step that was under way when the kill came is not counted, for it had not been done.
+    """
+    found, reached = [], 0
+    for number, life in enumerate(split_lives(events(run))):
+        batches = [line for line in life if line["event"] == "batch"]
+        steps = [line["step"] for line in batches]
+        if number and steps:
+            found.append(len({step for step in steps if step <= reached}))
+        reached = max([reached, *steps])
+    return found
 
 
 def assert_store_sound(run: Run, *, ended: bool) -> None:

@@ -1,0 +1,136 @@
+"""The modules that ``crash_run`` trains, by name.
+
+Each has ``losses`` (batch index -> loss), and draws random numbers in its forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.support.moe_models import family
+from tests.support.tiny_moe import CLASSES, WIDTH, TinyMoE
+
+
+class ManualMoE(TinyMoE):
+    """Manual optimization: experts under SGD every second batch, the rest under AdamW every batch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.optimizers()
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        if batch_idx % 2:
+            second.step()
+        second.zero_grad()  # gradients carried over to the next batch would be in no checkpoint
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self):
+        of_experts = [p for name, p in self.named_parameters() if ".experts." in name]
+        others = [p for name, p in self.named_parameters() if ".experts." not in name]
+        first = torch.optim.AdamW(others, lr=0.01)
+        second = torch.optim.SGD(of_experts, lr=0.05, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in (first, second)]
+
+
+class ManualOnceMoE(TinyMoE):
+    """Manual optimization with one optimizer that steps once per batch, after a clip of its own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+class OverflowingMoE(TinyMoE):
+    """Every fifth batch gives an infinite loss, which the gradient scaler must skip."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx % 5 == 3 else loss
+
+
+class EpochScheduledMoE(TinyMoE):
+    """A scheduler that steps once per epoch, when the last batch's checkpoint has long begun."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class NoMoE(TinyMoE):
+    """No MoE layer at all: four plain blocks with dropout."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, WIDTH)) for _ in range(4)
+        )
+        assert self.head.out_features == CLASSES
+
+
+class FamilyMoE(pl.LightningModule):
+    """A language model of transformers, freshly initialised, with dropout on its embeddings."""
+
+    name = ""
+
+    def __init__(self, optimizer: str = "adamw", **_: Any) -> None:
+        super().__init__()
+        self.model = family(self.name)
+        self.losses: dict[int, float] = {}
+        self.kind = optimizer
+
+    def training_step(self, batch, batch_idx):
+        embedded = F.dropout(self.model.get_input_embeddings()(batch), 0.1)
+        loss: torch.Tensor = self.model(inputs_embeds=embedded, labels=batch, use_cache=False).loss
+        self.losses[self.trainer.fit_loop.epoch_loop.total_batch_idx] = loss.item()
+        return loss
+
+    def configure_optimizers(self):
+        if self.kind == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class MixtralMoE(FamilyMoE):
+    name = "Mixtral"
+
+
+class Qwen3MoE(FamilyMoE):
+    name = "Qwen3Moe"
+
+
+KINDS: dict[str, type[Any]] = {
+    "plain": TinyMoE,
+    "manual": ManualMoE,
+    "manual-once": ManualOnceMoE,
+    "overflowing": OverflowingMoE,
+    "epoch-scheduled": EpochScheduledMoE,
+    "no-moe": NoMoE,
+    "mixtral": MixtralMoE,
+    "qwen3": Qwen3MoE,
+}
+
+
+def text_loader(samples: int, batch: int = 4, length: int = 8) -> StatefulDataLoader:
+    """Shuffled random token ids ``[batch, length]``, for the language models."""
+    ids = torch.randint(3, 64, (samples, length), generator=torch.Generator().manual_seed(1))
+    return StatefulDataLoader(list(ids), batch_size=batch, shuffle=True)

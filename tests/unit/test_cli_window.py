@@ -73,6 +73,7 @@ def test_sizes_are_those_of_the_slices_that_the_checkpoint_counts(tmp_path, shar
     halved = sizes_of(reader, manifest, 2)
     assert halved[expert_id(0, 1)] == OperatorBytes(72, 12)
     assert halved["non_expert/embed"] == SIZES["non_expert/embed"]  # bf16 as it is
+    assert sizes_of(reader, manifest, 1)["non_expert/embed"] == OperatorBytes(284, 28)
     assert sum(size.compute for size in halved.values()) == sum(2 * prod(t.shape) for t in weights.values())
 
 
@@ -156,6 +157,7 @@ def test_the_table_says_what_json_does(run, capsys, monkeypatch, plain):
         ]
         assert f"{slot['bytes']} B" in row
     heaviest = found["heaviest_bytes_by_window"]
+    assert len(heaviest) == 2 + 3
     assert heaviest[1] == found["heaviest_bytes"]
     assert heaviest == sorted(heaviest, reverse=True)
     for number, nbytes in enumerate(heaviest, start=1):

@@ -82,6 +82,20 @@ def test_packing_needs_fewer_slots_than_equal_counts():
     assert pack(order, sizes, 57) is None
 
 
+@pytest.mark.parametrize(
+    ("compute", "counted", "packed"),
+    [(2, [3, 4, 5, 7, 10, 25], [3, 3, 4, 5, 7, 10]), (4, [4, 10, 42, None, None, None], [3, 5, 8, None, None, None])],
+)
+def test_windows_for_limits_as_docs_moevement_lists_them(compute, counted, packed):
+    sizes = sized(*[(12, compute)] * 1200)
+    for percent, by_count, by_bytes in zip((50, 40, 35, 30, 25, 20), counted, packed, strict=True):
+        limit = 1200 * 12 * percent // 100
+        fitting = [n for n in range(1, 1201) if 12 * n + compute * (1200 - n) <= limit]
+        assert (-(-1200 // max(fitting)) if fitting else None) == by_count
+        found = pack(tuple(sizes), sizes, limit)
+        assert (found and len(found)) == by_bytes
+
+
 @given(models(), st.integers(0, 3 * 10**9), st.randoms(use_true_random=False))
 def test_pack_finds_the_fewest_slots_of_all_cuts(sizes, limit, random):
     order = random.sample(list(sizes), len(sizes))

@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -43,5 +45,21 @@ def test_what_is_left_out_while_replaying_changes_nothing(place, stacked):  # no
     """Gradients of whole experts, updates of all that is not anchored yet, and so the norm that clipping goes by."""
     run = placed(replace(FROZEN, model={"stacked": stacked}), place)
     assert live(replace(run, crash=("compute", 14))) == KILLED
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_compute_weights_are_saved_as_kernels_read_them(place, stacked):  # noqa: F811
+    """Under bf16 autocast: linear layers in 2 bytes, norms in 4, and still equal to the last bit."""
+    run = placed(replace(BASE, model={"stacked": stacked}, trainer={"precision": "bf16-mixed"}), place)
+    assert live(replace(run, crash=("compute", 20))) == KILLED
+    reader = StoreReader(open_storage(run.store))
+    newest = reader.manifest(reader.directories()[0])
+    types = {}
+    for groups in reader.index(newest).replay.values():
+        types |= {key: group[0].entry.dtype for key, group in groups.items() if key.startswith("model/")}
+    assert {key: dtype for key, dtype in types.items() if ".norm." in key}
+    assert all(dtype == ("F32" if ".norm." in key else "BF16") for key, dtype in types.items()), types
     assert live(run) == 0, output(run)
     assert_same_run(run)

@@ -35,7 +35,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
-from moe_ckpt.callbacks.freezing import ClipNorms, Freezing, may_leave_out
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
@@ -45,6 +44,7 @@ from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.stopping import guarded, may_stop, refusal, will_stop
 from moe_ckpt.callbacks.support import check_strategy, inexact, job_name
 from moe_ckpt.callbacks.update_watch import UpdateWatch
+from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.engine.comm import make_communicator
@@ -144,8 +144,7 @@ class MoECheckpoint(Checkpoint):
         self._on_phase = on_phase
         self._data = DataPosition()
         self._front = InFront(self._join, self._in_front_of_batch_end)
-        self._replaying: Replaying | None = None
-        self._norms: ClipNorms | None = None
+        self._windows: Windows | None = None
         self._session: CheckpointSession | None = None
         self._counter: RoutingCounter | None = None
         self._state: TorchTrainingState | None = None
@@ -195,7 +194,7 @@ class MoECheckpoint(Checkpoint):
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         previous, self._session = self._session, None
         self._saved_updates = 0
-        self._rng = self._rng_to_restore = self._kept = self._replaying = None
+        self._rng = self._rng_to_restore = self._kept = self._windows = None
         if trainer.fast_dev_run:
             return  # like Lightning's own checkpoint callbacks: a dry run leaves nothing behind
         layers = find_moe_layers(pl_module)
@@ -223,7 +222,7 @@ class MoECheckpoint(Checkpoint):
         )
         session.open()
         self._session = session
-        self._norms = ClipNorms(trainer) if uses_windows(self.policy) else None
+        self._windows = Windows(trainer, pl_module, catalog) if uses_windows(self.policy) else None
         self._step_log = StepLog([layer.experts for layer in catalog.layers], self._step_log.k)
         self._watch = UpdateWatch(trainer, pl_module, self._join, lambda: self._after_batch(trainer))
         if previous is not None and previous.committed_step == trainer.global_step > 0:
@@ -251,8 +250,9 @@ class MoECheckpoint(Checkpoint):
         self._resumed_from = self._books = None
         self._take_rng(restored.plain["rng"])
         if restored.replay is not None:
-            self._replaying = Replaying(restored.replay)
-            first, self.restored_step = self._replaying.steps
+            self._windows = self._windows or Windows(trainer, trainer.lightning_module, session.catalog)
+            self._windows.replaying = Replaying(restored.replay)
+            first, self.restored_step = self._windows.replaying.steps
             log.info("resumed at step %d; the sparse window up to %d is computed again", first, self.restored_step)
             return
         self.restored_step = restored.manifest.step
@@ -281,29 +281,19 @@ class MoECheckpoint(Checkpoint):
             session.continue_books(self._books["tokens"], self._books["index"])
         self._resumed_from = self._books = None
         self._seen_global_step = trainer.global_step
-        self._check_exact(trainer)
+        if uses_windows(self.policy) and self._windows is not None:
+            self._windows.check(type(self.policy).__name__)
+        for reason in inexact(trainer):
+            log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
         self._data.put_back(trainer, resumed=self._rng_to_restore is not None)
         if self._rng_to_restore is not None:
             restore_rng(self._rng_to_restore)
             self._rng_to_restore = None
-        if self._replaying is not None and self._norms is not None:
-            spare = may_leave_out(trainer, pl_module, self._norms, (self, self._front))
-            freezing = Freezing(trainer, pl_module, session.catalog) if spare else None
-            self._replaying.begin(self._norms, freezing)
-        elif trainer.global_step == 0 and self.restored_step is None and uses_windows(self.policy):
+        if self._windows is not None:
+            self._windows.begin_replay((self, self._front))
+        if trainer.global_step == 0 and self.restored_step is None and uses_windows(self.policy):
             self._rng = capture_rng()
             session.begin_run(lambda: self._capture(trainer))
-
-    def _check_exact(self, trainer: pl.Trainer) -> None:
-        """Say now, not after a failure, that a resume will not be exact; where steps are computed again, refuse."""
-        reasons = inexact(trainer)
-        if reasons and uses_windows(self.policy):
-            raise ConfigError(
-                f"{type(self.policy).__name__} computes steps again after a failure, so a resume must be exact, and "
-                f"this one would not be: {'; '.join(reasons)}. Or choose a policy that needs no replay (Dense, MoC)."
-            )
-        for reason in reasons:
-            log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
 
     def _adopt_given(self, session: CheckpointSession, resumed: Mapping[str, Any]) -> None:
         """The user named the step by ``ckpt_path``; Lightning has loaded it already."""
@@ -319,26 +309,37 @@ class MoECheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._join()
-        if self._replaying is not None:
-            self._replaying.before_update()
+        if self._windows is not None:
+            self._windows.before_update()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._windows is not None:
+            self._windows.batch_begins()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._windows is not None:
+            self._windows.gradients_done()
 
     def _join(self) -> None:
         if self._session is not None and self._session.is_open:  # not when evaluating after a fit
             self._session.before_update()
 
     def _in_front_of_batch_end(self, trainer: pl.Trainer) -> None:
-        if self._replaying is not None and self._watch is not None and self._watch.updates != self._saved_updates:
-            self._replaying.in_front(trainer.global_step)
+        replaying = None if self._windows is None else self._windows.replaying
+        if replaying is not None and self._watch is not None and self._watch.updates != self._saved_updates:
+            replaying.in_front(trainer.global_step)
 
-    def _after_replayed(self, trainer: pl.Trainer, replaying: Replaying) -> None:
+    def _after_replayed(self, trainer: pl.Trainer, windows: Windows, replaying: Replaying) -> None:
         """A step of the window was computed again; with its last one, the run goes on from there."""
         self._require_counter().discard()
         replaying.behind(trainer.global_step, self._capture(trainer))
-        self._forget_norms()
         session = self._require_session()
         if replaying.done:
-            self._replaying = None
+            windows.replaying = None
             self._say_resumed(session, session.adopt(replaying.manifest), replaying.manifest)
+        windows.step_ends(session)
         self.last = StepRecord(trainer.global_step, replayed=True, committed_step=replaying.manifest.step)
         self._step_log.note(trainer, self.last, session.books)
 
@@ -360,15 +361,18 @@ class MoECheckpoint(Checkpoint):
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
             )
-        self._check_one_update(trainer, updates - self._saved_updates)
+        windows = self._windows
+        if windows is not None:
+            windows.check_updates(type(self.policy).__name__, updates - self._saved_updates)
         self._saved_updates = updates
-        if self._replaying is not None:
-            self._after_replayed(trainer, self._replaying)
+        if windows is not None and windows.replaying is not None:
+            self._after_replayed(trainer, windows, windows.replaying)
             return
         counts = counter.take().numpy()
         session.add_stall(time.perf_counter() - began)
         self.last = session.after_update(trainer.global_step, counts, lambda: self._capture(trainer))
-        self._forget_norms()
+        if windows is not None:
+            windows.step_ends(session)
         self._step_log.note(trainer, self.last, session.books)
         if self.last.halt is not None:
             last_for_now = trainer.should_stop = True
@@ -383,14 +387,6 @@ class MoECheckpoint(Checkpoint):
         if self.last.halt is not None:
             self._halt(trainer, session, self.last.halt)
 
-    def _check_one_update(self, trainer: pl.Trainer, updates: int) -> None:
-        """Between two updates of one batch, replay could not put in place what a window holds."""
-        if updates > len(trainer.optimizers) and uses_windows(self.policy):
-            raise ConfigError(
-                f"{type(self.policy).__name__} needs one update of each optimizer per batch, and this batch made "
-                f"{updates} with {len(trainer.optimizers)} optimizer(s). Step once per batch, or use Dense or MoC."
-            )
-
     def _halt(self, trainer: pl.Trainer, session: CheckpointSession, reason: str) -> None:
         """The policy asked for the end, and ``trainer.should_stop`` is set; alike on every rank."""
         if trainer.is_global_zero:
@@ -399,12 +395,8 @@ class MoECheckpoint(Checkpoint):
             session.finish(trainer.global_step, lambda: self._capture(trainer), save_last=self.save_last)
             raise ConfigError(refusal(trainer, reason))
 
-    def _forget_norms(self) -> None:
-        if self._norms is not None:
-            self._norms.taken.clear()
-
     def _capture(self, trainer: pl.Trainer) -> dict[str, Any]:
-        recorded = {} if self._norms is None else {"replay": {"norms": list(self._norms.taken)}}
+        recorded = {} if self._windows is None else {"replay": self._windows.recorded()}
         return recorded | {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(trainer),
@@ -422,10 +414,11 @@ class MoECheckpoint(Checkpoint):
         if self._session is None:  # fast_dev_run
             return
         step, kept = self._kept or (None, {})
+        replaying = self._windows is not None and self._windows.replaying is not None  # no state that ever was
         self._session.finish(
             trainer.global_step,
             lambda: kept if step == trainer.global_step else self._capture(trainer),
-            save_last=self.save_last and self._saved_updates > 0 and self._replaying is None,
+            save_last=self.save_last and self._saved_updates > 0 and not replaying,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -438,12 +431,9 @@ class MoECheckpoint(Checkpoint):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-        replaying, self._replaying = self._replaying, None
-        if replaying is not None:
-            replaying.close()
-        norms, self._norms = self._norms, None
-        if norms is not None:
-            norms.close()
+        windows, self._windows = self._windows, None
+        if windows is not None:
+            windows.close()
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.close()

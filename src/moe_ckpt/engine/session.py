@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
@@ -88,7 +90,7 @@ class CheckpointSession:
         self._committer: Committer | None = None
         self._pipeline: Pipeline | None = None
         self._left_to_writer = False
-        self.compute_types: ComputeTypes = {}
+        self._compute_types: ComputeTypes = {}
         self._sizes: Mapping[str, OperatorBytes] = {}
         self._sized_at = self._window_layout = -1
 
@@ -233,8 +235,18 @@ class CheckpointSession:
         self._layout.update(tensors)
         if self._sized_at != self._layout.changes:
             self._sized_at = self._layout.changes
-            self._sizes = operator_bytes(self.catalog, tensors, self.compute_types)
+            self._sizes = operator_bytes(self.catalog, tensors, self._compute_types)
         return self._layout.changes
+
+    def set_compute_types(self, types: ComputeTypes) -> None:
+        """What kernels read of the parameters, alike on every rank; their own types until this is called."""
+        self._compute_types = dict(types)
+        self._sized_at = -1
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Element-wise maximum over ranks. A collective of the training thread."""
+        _, largest = self._comm.agree(np.zeros(0, dtype=np.int64), np.asarray(numbers, dtype=np.int64))
+        return [int(number) for number in largest]
 
     def _budget(self, plan: SnapshotPlan) -> dict[str, Any]:
         """K and the budget left, by the newest plan that told them."""
@@ -310,7 +322,7 @@ class CheckpointSession:
             operators=operators,
             held=held,
             frozen=plan.frozen,
-            compute=self.compute_types,
+            compute=self._compute_types,
             window=window,
             slot=plan.slot,
             applied=applied,

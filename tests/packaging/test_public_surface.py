@@ -28,7 +28,7 @@ SURFACE = {
         "CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge PortionAtRisk "
         "PortionOfLostTokens UnsavedTokens checkpoint_metrics"
     ),
-    "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC Policy PolicyContext",
+    "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC MoEvement Policy PolicyContext",
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
 }
@@ -44,6 +44,7 @@ POLICY_OPTIONS = {
     "Dense": "every_n_steps sync",
     "CheckFreq": "max_overhead profile_steps max_interval",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
+    "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts",
 }
 
 RECORDS = {
@@ -68,7 +69,7 @@ RECORDS = {
 CONFIG_GROUPS = {
     "callbacks": "moe_ckpt",
     "moe_ckpt": "default",
-    "moe_ckpt/policy": "checkfreq dense moc moc_dynamic",
+    "moe_ckpt/policy": "checkfreq dense moc moc_dynamic moevement",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
 }

@@ -21,7 +21,7 @@ from moe_ckpt.cli.train import config_directory, entry_point
 from moe_ckpt.cli.train import main as train_main
 from moe_ckpt.conf.schema import SCHEMAS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC
+from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEvement
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = Path(conf.__file__).parent
@@ -62,7 +62,7 @@ def test_groups_are_those_that_are_documented():
     groups = {p.parent.relative_to(SHIPPED).as_posix(): choices(p.parent) for p in SHIPPED.rglob("*.yaml")}
     assert groups == {
         "moe_ckpt": ["default"],
-        "moe_ckpt/policy": ["checkfreq", "dense", "moc", "moc_dynamic"],
+        "moe_ckpt/policy": ["checkfreq", "dense", "moc", "moc_dynamic", "moevement"],
         "moe_ckpt/store": ["local", "remote"],
         "moe_ckpt/retention": ["milestones", "recent"],
         "callbacks": ["moe_ckpt"],
@@ -70,7 +70,9 @@ def test_groups_are_those_that_are_documented():
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("moc", MoC()), ("dense", Dense()), ("checkfreq", CheckFreq())], ids=lambda v: str(v)
+    ("name", "policy"),
+    [("moc", MoC()), ("dense", Dense()), ("checkfreq", CheckFreq()), ("moevement", MoEvement())],
+    ids=lambda v: str(v),
 )
 def test_policies_build_with_the_defaults_of_their_classes(user_app, name, policy):
     assert instantiate(user_app(f"moe_ckpt/policy={name}").moe_ckpt.policy) == policy
@@ -94,6 +96,14 @@ def test_two_levels_and_a_budget_reach_moc(user_app):
     assert dynamic == MoC(k=2, selector="least_loss", plt_budget="default")
 
 
+def test_a_window_reaches_moevement(user_app):
+    own = ("moe_ckpt.policy.window=3", "moe_ckpt.policy.order=round_robin", "moe_ckpt.policy.budget_fraction=1")
+    policy = instantiate(user_app("moe_ckpt/policy=moevement", *own).moe_ckpt.policy)
+    assert policy == MoEvement(window=3, order="round_robin")
+    with pytest.raises(InstantiationException, match=r"order='nope'\): no such order; choose from .*'hard_count'"):
+        instantiate(user_app("moe_ckpt/policy=moevement", "moe_ckpt.policy.order=nope").moe_ckpt.policy)
+
+
 @pytest.mark.parametrize("budget", ["2", "-1", "0", "foo", "nan"])
 def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app, budget):
     for own in ("moe_ckpt.policy.plt_budget", "moe_ckpt.plt_budget"):
@@ -103,7 +113,7 @@ def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app
 
 
 def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
-    targets = {"dense": Dense, "checkfreq": CheckFreq, "moc": MoC}
+    targets = {"dense": Dense, "checkfreq": CheckFreq, "moc": MoC, "moevement": MoEvement}
     for name, policy in targets.items():
         described = {f.name: f.default for f in fields(SCHEMAS[name]) if f.name != "_target_"}
         assert described == {f.name: f.default for f in fields(policy)}, name

@@ -39,6 +39,18 @@ class MoCConfig:
 
 
 @dataclass
+class MoEvementConfig:
+    _target_: str = "moe_ckpt.policies.MoEvement"
+    window: Optional[int] = None  # noqa: UP045
+    max_window: int = 32
+    order: str = "hard_count"
+    budget_fraction: float = 1.0
+    non_experts: str = "last"
+    reorder_change: float = 0.10
+    reorder_experts: float = 0.25
+
+
+@dataclass
 class StoreConfig:
     """dirpath: directory or fsspec URL, the same on every rank. timeout_secs: for ranks to answer each other."""
 
@@ -80,6 +92,7 @@ SCHEMAS: dict[str, type] = {
     "dense": DenseConfig,
     "checkfreq": CheckFreqConfig,
     "moc": MoCConfig,
+    "moevement": MoEvementConfig,
     "store": StoreConfig,
     "retention": RetentionConfig,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
@@ -20,7 +20,8 @@ from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
 from moe_ckpt.policies.window_report import WindowReport, time_limit_bytes
 
 PROFILE_STEPS = 10
-"""Steps without a checkpoint after which a dense one is taken to measure rates that are still not known."""
+"""Steps without a checkpoint, to learn the iteration time: after step 0, and where rates are not known before a dense
+checkpoint is taken to measure them."""
 
 Slots = tuple[tuple[str, ...], ...]
 
@@ -32,7 +33,7 @@ class MoEvement:
     W is the smallest number of slots with which every slot fits in an iteration: its bytes, an even share per rank, at
     the slower of the measured rates of copying and of committing. It is decided anew at each window's start. Before
     training (step 0) everything is saved, since the first window has no older state to fall back on; then nothing
-    until iteration time and rates are measured, unless ``window`` is given.
+    for ``PROFILE_STEPS`` steps and until iteration time and rates are measured, unless ``window`` is given.
 
     window: W, or None to size it as above. Of the windows with at most W slots, one whose heaviest slot is lightest.
     max_window: no window is longer. If even that does not fit in an iteration, training stalls: ``explain`` says by
@@ -48,6 +49,8 @@ class MoEvement:
     non_experts: str = "last"
     reorder_change: float = 0.10
     reorder_experts: float = 0.25
+
+    sparse: ClassVar[bool] = True  # see ``policies.base.uses_windows``
 
     def __post_init__(self) -> None:
         require_positive("MoEvement", max_window=self.max_window)
@@ -111,13 +114,16 @@ class MoEvement:
         )
 
     def _waits(self, context: PolicyContext) -> bool:
-        """True while there is nothing to size a window by and a checkpoint to fall back on.
+        """True while a window cannot be sized yet and there is a checkpoint to fall back on.
 
-        Not for ever: rates are measured on checkpoints, and a run that was restarted may have made none yet.
+        Once windows have begun there is a snapshot beside every iteration, so iterations that are slow to start must
+        not be all that was measured. Not for ever: rates are measured on checkpoints, and a run that was restarted may
+        have made none yet.
         """
         if self.window is not None or context.step == 0 or context.last_step is None:
             return False
-        return self._limit_bytes(context) is None and context.step - context.last_step < PROFILE_STEPS
+        unknown = self._limit_bytes(context) is None
+        return (unknown or context.last_step == 0) and context.step - context.last_step < PROFILE_STEPS
 
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot, all ranks together, that an iteration leaves time for; None while not known."""

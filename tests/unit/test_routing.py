@@ -11,7 +11,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling import registry
 from moe_ckpt.modeling.discover import find_moe_layers
 from moe_ckpt.modeling.registry import register_moe
-from moe_ckpt.modeling.routing import RoutingCounter
+from moe_ckpt.modeling.routing import SOFT_UNIT, RoutingCounter
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of
 
 transformers = pytest.importorskip("transformers")
@@ -213,3 +213,39 @@ def test_a_compiled_model_counts_the_same_in_one_graph(counted):
         loss_of(compiled, seed).backward()
     assert torch.equal(first.take(), second.take())
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "ListMoE"])
+def test_soft_counts_are_the_gates_weights(name):
+    """Where a tensor of the indices' shape shows them; else nothing, and hard counts are what there is."""
+    model = nn.Sequential(ListMoE()) if name == "ListMoE" else family(name)
+    model.train()
+    layers = find_moe_layers(model)
+    counter = RoutingCounter(model, layers, soft=True)
+    expected = torch.zeros(len(layers), layers[0].info.experts, dtype=torch.float64)
+    shown = []
+    for at, layer in enumerate(layers):
+        if layer.source.kind == "indices":
+            position, argument = layer.source.argument
+
+            def recount(module, args, kwargs, at=at, position=position, argument=argument):
+                values = [*args, *kwargs.values()]
+                chosen = args[position] if len(args) > position else kwargs[argument]
+                weights = next(v for v in values if v.is_floating_point() and v.shape == chosen.shape)
+                for e, w in zip(chosen.flatten().tolist(), weights.flatten().tolist(), strict=True):
+                    expected[at, e] += w
+                shown.append(at)
+
+            layer.source.modules[0].register_forward_pre_hook(recount, with_kwargs=True)
+    (model(torch.randn(15, 8)).sum() if name == "ListMoE" else loss_of(model)).backward()
+    hard, soft = counter.peek(), counter.take_soft()
+    counter.close()
+    assert hard.sum() > 0
+    assert (soft.double() / SOFT_UNIT - expected).abs().max() < 1e-3
+    assert (name == "ListMoE") == (not shown)
+    assert counter.take_soft().sum() == 0
+
+
+def test_soft_counts_are_only_taken_when_asked_for():
+    model = family("Mixtral")
+    assert RoutingCounter(model, find_moe_layers(model)).take_soft() is None

@@ -57,7 +57,7 @@ from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import RoutingCounter
 from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.policies.base import Policy, uses_windows
+from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import Restored, resume_newest
@@ -200,7 +200,7 @@ class MoECheckpoint(Checkpoint):
         layers = find_moe_layers(pl_module)
         catalog = build_catalog(pl_module, layers)
         self.policy.check(catalog)
-        self._counter = RoutingCounter(pl_module, layers)
+        self._counter = RoutingCounter(pl_module, layers, soft=uses_gate_weights(self.policy))
         self._state = TorchTrainingState(pl_module, trainer.optimizers)
         storage = open_storage(self.dirpath, self._on_phase)
         comm = make_communicator(self._limits["timeout_secs"])
@@ -368,9 +368,12 @@ class MoECheckpoint(Checkpoint):
         if windows is not None and windows.replaying is not None:
             self._after_replayed(trainer, windows, windows.replaying)
             return
+        soft = counter.take_soft()
         counts = counter.take().numpy()
         session.add_stall(time.perf_counter() - began)
-        self.last = session.after_update(trainer.global_step, counts, lambda: self._capture(trainer))
+        self.last = session.after_update(
+            trainer.global_step, counts, lambda: self._capture(trainer), None if soft is None else soft.numpy()
+        )
         if windows is not None:
             windows.step_ends(session)
         self._step_log.note(trainer, self.last, session.books)

@@ -79,6 +79,7 @@ class Books:
         self.window: Window | None = None
         self.next_slot = 0
         self._hard = self.tokens.applied.copy()
+        self._soft = np.zeros(self._hard.shape)
         self._decayed = np.zeros(self._hard.shape)
 
     def _never(self) -> Counts:
@@ -107,11 +108,12 @@ class Books:
         self.tokens.saved = {Tier.STORAGE: self.tokens.applied.copy()}
         self.index = index
 
-    def routed(self, popularity: Counts) -> None:
-        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran."""
+    def routed(self, popularity: Counts, soft: Counts | None = None) -> None:
+        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights."""
         self.tokens.apply(popularity)
         self.popularity = popularity
         self._hard = self._hard + popularity
+        self._soft = self._soft if soft is None else self._soft + soft
         self._decayed = _DECAY * self._decayed + (1 - _DECAY) * popularity
 
     def begun(self, sequence: int, pending: Pending) -> None:
@@ -120,7 +122,7 @@ class Books:
         self.last_step = pending.step
         self.window, self.next_slot = pending.window, pending.slot + 1
         if pending.slot == 0:
-            self._hard = np.zeros_like(self._hard)
+            self._hard, self._soft = np.zeros_like(self._hard), np.zeros_like(self._soft)
 
     def resolved(self, sequence: int, *, committed: bool) -> Pending:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
@@ -170,7 +172,7 @@ class Books:
             routed_tokens=self.tokens.routed_tokens,
             window=self.window,
             next_slot=self.next_slot,
-            activity=Activity(self._hard, np.zeros(self._hard.shape), self._decayed),
+            activity=Activity(self._hard, self._soft, self._decayed),
         )
 
     def oldest_expert_steps(self, step: int) -> int:

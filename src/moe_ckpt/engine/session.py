@@ -180,10 +180,11 @@ class CheckpointSession:
         """Time that the adapter itself made training wait; part of the next record."""
         self._stall += secs
 
-    def after_update(self, step: int, counts: Counts, capture: Capture) -> StepRecord:
+    def after_update(self, step: int, counts: Counts, capture: Capture, soft: Counts | None = None) -> StepRecord:
         """The state after optimizer step ``step`` is final: plan, and start copying.
 
         counts: ``[L, E]`` tokens of this rank whose update this step applied.
+        soft: ``[L, E]`` of their gate weights, in whole numbers of any unit; None if the policy does not go by them.
 
         Raises:
             SaveFailedError: too many checkpoints failed in a row.
@@ -197,9 +198,11 @@ class CheckpointSession:
         ended = pipeline.resolutions(self._settled)
         self._meter.moved(ended)
         asked = time.perf_counter()
-        popularity, facts = agree(self._comm, counts, pipeline.busy, ended, self._meter.measured())
+        told = counts if soft is None else np.concatenate([counts, soft])
+        summed, facts = agree(self._comm, told, pipeline.busy, ended, self._meter.measured())
         agree_secs = time.perf_counter() - asked
-        self.books.routed(popularity)
+        popularity = summed[: len(counts)]
+        self.books.routed(popularity, None if soft is None else summed[len(counts) :])
         self._settle(facts)
         plan = self._plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
         record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)
@@ -296,7 +299,7 @@ class CheckpointSession:
             nbytes=snapshot.nbytes,
             experts_saved=len(experts_among(self.catalog, snapshot.operators)),
             frozen_nbytes=snapshot.frozen_nbytes,
-            window=1 if plan.window is None else plan.window.size,
+            window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,
         )
 

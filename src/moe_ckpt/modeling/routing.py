@@ -3,11 +3,13 @@
 A count is one (token, chosen expert) pair, so a token with top-k routing counts k times. Entries outside
 ``[0, E)`` (padding, dropped tokens, zero-computation experts) are not counted. Counting adds two small
 kernels per layer and never waits for the device; only ``take`` and ``peek`` do.
+
+On request the gate's weights are added up likewise (soft counts), where a module shows them beside the indices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
 from moe_ckpt.modeling.registry import Assignments
 
 _NOT_IN_BACKWARD = -1
+SOFT_UNIT = 1 << 16
+"""Soft counts are told in whole numbers, so many to one token."""
 
 
 def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
@@ -28,6 +32,16 @@ def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
     flat = experts.reshape(-1).to(torch.int64)
     flat = torch.where((flat < 0) | (flat > dropped), dropped, flat)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
+    """Add ``weights``, one for each of ``experts``, to ``counts`` [E + 1], which is float64."""
+    if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
+        return
+    dropped = counts.shape[0] - 1
+    flat = experts.reshape(-1).to(torch.int64)
+    flat = torch.where((flat < 0) | (flat > dropped), dropped, flat)
+    counts.scatter_add_(0, flat, weights.reshape(-1).to(counts.dtype))
 
 
 def count_tokens(counts: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -59,6 +73,7 @@ def _operator(function: Callable[..., None]) -> Callable[..., None]:
 
 
 _count_assignments = _operator(count_assignments)
+_count_weights = _operator(count_weights)
 _count_tokens = _operator(count_tokens)
 _count_rows = _operator(count_rows)
 
@@ -70,14 +85,18 @@ class RoutingCounter:
     micro-batches add up until ``take``. Used on the training thread only.
 
     torch.compile: construct the counter before the first compiled forward pass.
+
+    soft: count the gate's weights too, where a tensor of the shape of the indices shows them: a floating-point one
+        among the arguments or results of the same module.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[FoundLayer]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], *, soft: bool = False) -> None:
         first = next(model.parameters(), None)
         device = first.device if first is not None else torch.device("cpu")
         self._layers = tuple(layers)
         self._width = max((layer.info.experts for layer in layers), default=0)
         self._counts = [torch.zeros(layer.info.experts + 1, dtype=torch.int64, device=device) for layer in layers]
+        self._soft = [c.to(torch.float64) for c in self._counts] if soft else []
         self._handles = [handle for at, layer in enumerate(layers) for handle in self._attach(at, layer)]
 
     def peek(self) -> torch.Tensor:
@@ -94,6 +113,19 @@ class RoutingCounter:
                 total[at, :experts], joined = joined[:experts], joined[experts:]
         return total
 
+    def take_soft(self) -> torch.Tensor | None:
+        """The gate's weights since the last call, in units of 2**-16: int64 ``[L, E_max]``; None if not asked for.
+
+        Whole numbers, so that sums over ranks do not depend on their order. 0 for layers that do not show them.
+        """
+        if not self._soft:
+            return None
+        total = torch.zeros(len(self._soft), self._width, dtype=torch.int64)
+        for at, weights in enumerate(self._soft):
+            total[at, : weights.shape[0] - 1] = (weights[:-1] * SOFT_UNIT).round().to("cpu", torch.int64)
+            weights.zero_()
+        return total
+
     def take(self) -> torch.Tensor:
         """Like ``peek``, then starts again from zero."""
         total = self.peek()
@@ -102,7 +134,7 @@ class RoutingCounter:
 
     def discard(self) -> None:
         """Start again from zero: what was counted did not lead to an optimizer step."""
-        for counts in self._counts:
+        for counts in (*self._counts, *self._soft):
             counts.zero_()
 
     def close(self) -> None:
@@ -145,6 +177,7 @@ class RoutingCounter:
             else:
                 _require_integers(value, layer, name)
                 _count_assignments(self._table(at, value.device), value.detach())
+                self._weigh(at, value, (*args, *kwargs.values()))
 
         return hook
 
@@ -163,8 +196,21 @@ class RoutingCounter:
             if module.training:
                 experts = read(module, args, kwargs, output)
                 _count_assignments(self._table(at, experts.device), experts.detach())
+                shown = output.values() if isinstance(output, Mapping) else output
+                self._weigh(at, experts, shown if isinstance(shown, (tuple, list)) else (shown,))
 
         return hook
+
+    def _weigh(self, at: int, experts: torch.Tensor, shown: Iterable[Any]) -> None:
+        """Add the weights that stand beside the indices, if soft counts are wanted and there are any."""
+        if not self._soft:
+            return
+        for value in shown:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == experts.shape:
+                if self._soft[at].device != value.device:
+                    self._soft[at] = self._soft[at].to(value.device)
+                _count_weights(self._soft[at], experts.detach(), value.detach())
+                return
 
 
 def _integer_output(layer: FoundLayer) -> Assignments:

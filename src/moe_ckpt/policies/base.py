@@ -51,7 +51,7 @@ class Activity:
     """How much work each expert got, ``[L, E]`` each, summed over ranks; columns beyond a layer's E are 0.
 
     hard: tokens routed since the newest window began, or since the run's start.
-    soft: gate probabilities, summed likewise; all 0 where the router does not tell them.
+    soft: gate weights, summed likewise, in a unit of their own; all 0 where the router does not tell them.
     decayed: tokens per step, ``A <- 0.9 A + 0.1 count`` at each step.
     """
 
@@ -126,6 +126,11 @@ def uses_windows(policy: Policy) -> bool:
     """True for a policy that spreads checkpoints over sparse windows: it must be told the sizes of operators, asked
     about step 0 too, and recovery is exact only where every step can be computed again."""
     return bool(getattr(policy, "sparse", False))
+
+
+def uses_gate_weights(policy: Policy) -> bool:
+    """True for a policy that goes by soft counts (``Activity.soft``), which cost a little to take."""
+    return bool(getattr(policy, "soft", False))
 
 
 def interval_passed(step: int, last_step: int | None, every_n_steps: int) -> bool:

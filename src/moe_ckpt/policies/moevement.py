@@ -72,6 +72,11 @@ class MoEvement:
             raise ConfigError(f"MoEvement({name}={value!r}): {name} must be a number {bounds}, {meaning}")
 
     @property
+    def soft(self) -> bool:
+        """See ``policies.base.uses_gate_weights``."""
+        return self.order == "soft_count"
+
+    @property
     def ordering(self) -> Ordering:
         return Ordering(self.order, self.non_experts, self.reorder_change, self.reorder_experts)
 

@@ -17,7 +17,7 @@ from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics import checkpoint_metrics
 from moe_ckpt.metrics.collection import facts
-from moe_ckpt.policies import Guarded, MoC
+from moe_ckpt.policies import Guarded, MoC, MoEvement
 from moe_ckpt.recovery.reader import open_step
 from tests.support import run_ranks
 from tests.support.tiny_moe import TinyMoE, loader
@@ -62,6 +62,9 @@ def complete(dirpath) -> int:
 
 # --- loggers and metrics ---
 
+REPLAYED = ("moe_ckpt/replayed", "epoch")
+"""What a logger hears of a step that is computed again."""
+
 
 class Notes(pl.Callback):
     """What a user's callback sees of the step before."""
@@ -99,7 +102,8 @@ def test_a_csv_logger_gets_every_number_and_the_metrics_agree(tmp_path):
             "routed_tokens": record.routed_tokens, "bytes": record.nbytes, "experts_saved": record.experts_saved,
             "committed_step": record.committed_step, "begun": 1, "skipped": 0, "skips": 0, "failed_checkpoints": 0,
             "waited": record.waited, "waits": record.waits, "stall_ms": record.stall_secs * 1e3,
-            "agree_ms": record.agree_secs * 1e3,
+            "agree_ms": record.agree_secs * 1e3, "bytes_full": record.nbytes, "bytes_compute": 0, "replayed": 0,
+            "window_age": step - record.committed_step,
         }  # fmt: skip
         assert {name: told[name] for name in fields} == pytest.approx(
             {name: float(value) for name, value in fields.items()}
@@ -115,6 +119,40 @@ def test_a_csv_logger_gets_every_number_and_the_metrics_agree(tmp_path):
         assert computed["bytes"] == np.mean([r.nbytes for r in notes.records if r.step <= step])
         assert computed["unsaved_tokens"].shape == (2, 4)
     assert checkpoint.metrics["expert_ages"].plot()[1].images[0].get_array().shape == (2, 4)
+
+
+def test_a_sparse_window_is_told_slot_by_slot_and_its_replay_apart(tmp_path):
+    policy = MoEvement(window=3)
+    fit(tmp_path / "store", policy, kill=9)
+    checkpoint = MoECheckpoint(policy, tmp_path / "store", when_busy="wait")
+    trainer = pl.Trainer(
+        callbacks=[checkpoint], logger=CSVLogger(tmp_path, name="", version=""), max_steps=14,
+        log_every_n_steps=1, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(TinyMoE(), loader(32))
+    with open(tmp_path / "metrics.csv") as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file) if row["moe_ckpt/replayed"]}
+    again = [step for step, row in rows.items() if float(row["moe_ckpt/replayed"])]
+    assert len(again) == policy.window - 1  # of a window its first step is not computed
+    assert not any(rows[step][name] for step in again for name in rows[step] if name not in ("step", *REPLAYED))
+    restored, new = max(again), [step for step in rows if step not in again]
+    assert new == list(range(restored + 1, 15))
+    names = ("bytes", "bytes_full", "bytes_compute", "window_size", "window_slot", "window_age")
+    told = {step: {name: float(rows[step][f"moe_ckpt/{name}"]) for name in names} for step in new}
+    assert [(told[step]["window_size"], told[step]["window_slot"]) for step in new] == [
+        (3, (step - restored - 1) % 3) for step in new
+    ]
+    for step, values in told.items():
+        assert values["bytes_full"] + values["bytes_compute"] == values["bytes"]
+        assert values["bytes_full"] > 0
+        assert (values["bytes_compute"] > 0) == (values["window_slot"] < 2)  # in the last slot nothing is left to come
+        assert values["window_age"] == step - float(rows[step]["moe_ckpt/committed_step"])
+        assert 1 <= values["window_age"] <= 2 * policy.window
+    found = checkpoint.metrics.compute()
+    assert found["bytes_compute"] == pytest.approx(np.mean([values["bytes_compute"] for values in told.values()]))
+    assert found["bytes_full"] == pytest.approx(np.mean([values["bytes_full"] for values in told.values()]))
+    assert [found[name] for name in names[3:]] == [told[14][name] for name in names[3:]]
+    assert 0 < found["skewness"] < 1
 
 
 def test_a_trainer_that_logs_nothing_gets_nothing_logged(tmp_path):
@@ -204,7 +242,7 @@ def _ddp(rank: int, world_size: int, root: str) -> dict:
     )  # fmt: skip
     trainer.fit(TinyMoE(), loader(64, shuffle=False))
     return {
-        "together": {name: value.tolist() for name, value in notes.result.items()},
+        "together": {name: value.nan_to_num(-1).tolist() for name, value in notes.result.items()},
         "own": {name: value.tolist() for name, value in notes.computed[-1].items()} if rank == 0 else {},
         "bytes": [record.nbytes for record in notes.records],
         "stall_ms": [record.stall_secs * 1e3 for record in notes.records],
@@ -217,6 +255,11 @@ def test_over_two_ddp_ranks_the_metrics_reduce_rightly(tmp_path):
     ranks = run_ranks(_ddp, 2, str(tmp_path))
     together = ranks[0]["together"]
     assert together == ranks[1]["together"]
+    assert (together["window_size"], together["window_slot"], together["bytes_compute"]) == (
+        -1,
+        -1,
+        0,
+    )  # NaN: no window
     steps = 7
     assert ranks[0]["bytes"] != ranks[1]["bytes"]  # the experts are shared out, so a sum is more than twice the one
     assert together["bytes"] == pytest.approx(sum(sum(rank["bytes"]) for rank in ranks) / steps)

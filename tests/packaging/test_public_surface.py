@@ -25,8 +25,8 @@ SURFACE = {
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
     "moe_ckpt.metrics": (
-        "CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge PortionAtRisk "
-        "PortionOfLostTokens UnsavedTokens checkpoint_metrics"
+        "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "
+        "PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"
     ),
     "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC MoEvement Policy PolicyContext",
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",

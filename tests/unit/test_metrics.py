@@ -28,19 +28,22 @@ mpl.use("Agg")
 FIRST = {
     "lost_tokens": 30, "routed_tokens": 1000, "at_risk_tokens": 50, "k": 2, "popularity": [[8, 0], [4, 4]],
     "nbytes": 100, "stall_secs": 0.004, "oldest_expert_steps": 3, "ages": [[0, 3], [-1, 1]],
-    "unsaved": [[0, 40], [7, 3]],
+    "unsaved": [[0, 40], [7, 3]], "frozen_nbytes": 40, "window_age": 2, "window_size": 3, "window_slot": 1,
 }  # fmt: skip
 SECOND = FIRST | {
     "lost_tokens": 60, "routed_tokens": 4000, "at_risk_tokens": 20, "k": 4, "popularity": [[0, 8], [4, 4]],
     "nbytes": 0, "stall_secs": 0.001, "oldest_expert_steps": 2, "ages": [[1, 2], [0, 2]],
-    "unsaved": [[9, 4], [0, 3]],
+    "unsaved": [[9, 4], [0, 3]], "frozen_nbytes": 0, "window_age": 1, "window_size": 4, "window_slot": 0,
 }  # fmt: skip
 AFTER_BOTH = {
     "plt": 0.015, "at_risk": 0.005, "k": 4.0, "skewness": 0.0, "bytes": 50.0, "stall_ms_mean": 2.5,
     "stall_ms_worst": 4.0, "oldest_expert_steps": 2, "expert_ages": [[1, 2], [0, 2]],
-    "unsaved_tokens": [[9, 4], [0, 3]],
+    "unsaved_tokens": [[9, 4], [0, 3]], "bytes_full": 30.0, "bytes_compute": 20.0, "window_age": 1.0,
+    "window_size": 4.0, "window_slot": 0.0,
 }  # fmt: skip
-SECOND_ALONE = AFTER_BOTH | {"skewness": 0.5, "bytes": 0.0, "stall_ms_mean": 1.0, "stall_ms_worst": 1.0}
+SECOND_ALONE = AFTER_BOTH | {
+    "skewness": 0.5, "bytes": 0.0, "stall_ms_mean": 1.0, "stall_ms_worst": 1.0, "bytes_full": 0.0, "bytes_compute": 0.0,
+}  # fmt: skip
 
 
 def plain(results):
@@ -162,6 +165,22 @@ def test_a_policy_without_k_is_not_a_k_of_zero():
     assert k.compute().isnan()
 
 
+def test_before_the_first_window_is_complete_it_has_no_age():
+    age = m.WindowAge()
+    age.update(None)
+    assert age.compute().isnan()
+    age.update(5)
+    assert age.compute() == 5
+
+
+def test_a_step_without_a_window_is_in_no_place_of_one():
+    place = m.WindowPlace()
+    place.update(3, 2)
+    assert plain(place.compute()) == {"window_size": 3, "window_slot": 2}
+    place.update(0, 0)
+    assert all(value.isnan() for value in place.compute().values())
+
+
 def test_skewness_per_layer_and_with_padding():
     skew = m.ExpertLoadSkewness(experts=(4, 2))
     skew.update(np.array([[4, 0, 0, 0], [3, 3, 0, 0]]))
@@ -205,7 +224,10 @@ def test_what_the_metrics_ask_for_comes_from_record_and_books():
     books = Books(catalog(layers=2, experts=2))
     books.routed(np.array([[8, 0], [4, 4]]))
     books.at_risk_tokens = 5
-    record = StepRecord(1, nbytes=9, k=1, routed_tokens=16, lost_tokens=2, stall_secs=0.5, oldest_expert_steps=1)
+    record = StepRecord(
+        9, nbytes=9, frozen_nbytes=4, k=1, routed_tokens=16, lost_tokens=2, stall_secs=0.5, oldest_expert_steps=1,
+        window=3, slot=2, committed_step=7,
+    )  # fmt: skip
     collection = m.checkpoint_metrics()
     given = facts(record, books)
     asked = {name for metric in collection.values() for name in metric._filter_kwargs(**given)}
@@ -216,16 +238,19 @@ def test_what_the_metrics_ask_for_comes_from_record_and_books():
     assert found["skewness"] == pytest.approx(0.5)
     assert found["unsaved_tokens"] == [[8, 0], [4, 4]]
     assert found["expert_ages"] == [[-1, -1], [-1, -1]]
+    assert (found["bytes_full"], found["bytes_compute"], found["bytes"]) == (5, 4, 9)
+    assert (found["window_age"], found["window_size"], found["window_slot"]) == (2, 3, 2)
+    assert facts(StepRecord(1), books)["window_age"] is None
 
 
 # --- ranks ---
 
 
 def _on_two_ranks(rank: int, world_size: int) -> tuple[dict, dict, dict]:
-    mine = FIRST | {"nbytes": 100 * (rank + 1), "stall_secs": 0.004 / (rank + 1)}
+    mine = FIRST | {"nbytes": 100 * (rank + 1), "frozen_nbytes": 40 * (rank + 1), "stall_secs": 0.004 / (rank + 1)}
     together, alone, local = m.checkpoint_metrics(), m.checkpoint_metrics(sync_on_compute=False), m.ExpertLoadSkewness()
     together.update(**mine)
-    together.update(**FIRST | {"nbytes": 0, "stall_secs": 0.001})
+    together.update(**FIRST | {"nbytes": 0, "frozen_nbytes": 0, "stall_secs": 0.001})
     alone.update(**mine)
     local.update([[8, 4]] if rank == 0 else [[0, 4]])  # counts of this rank alone: 8 and 8 together
     # Only rank 0 computes here: it would wait for ever if that asked rank 1.
@@ -239,7 +264,8 @@ def test_over_ranks_bytes_add_up_stalls_are_the_slowest_and_nothing_counts_twice
     expected = {
         "plt": 0.03, "at_risk": 0.05, "k": 2.0, "skewness": 0.5, "bytes": 150.0, "stall_ms_mean": 2.5,
         "stall_ms_worst": 4.0, "oldest_expert_steps": 3, "expert_ages": FIRST["ages"],
-        "unsaved_tokens": FIRST["unsaved"],
+        "unsaved_tokens": FIRST["unsaved"], "bytes_full": 90.0, "bytes_compute": 60.0, "window_age": 2.0,
+        "window_size": 3.0, "window_slot": 1.0,
     }  # fmt: skip
     same({name: torch.tensor(value) for name, value in first[0].items()}, expected)
     assert first[1]["bytes"] == 100
@@ -262,6 +288,7 @@ def lines(ax):
         (m.ExpertLoadSkewness, [0.25, 0.5], [0.25, 0.5], "skewness of expert load"),
         (m.CheckpointBytes, [2e6, 1e6], [2, 1], "written per iteration (MB)"),
         (m.OldestExpertAge, [3, 4], [3, 4], "age of the oldest expert (steps)"),
+        (m.WindowAge, [1, 2], [1, 2], "age of the newest complete window (steps)"),
     ],
 )
 def test_curves_show_the_values_in_the_unit_of_the_axis(kind, values, drawn, label):
@@ -284,18 +311,34 @@ def test_the_stall_has_a_line_for_the_mean_and_one_for_the_worst():
     assert lines(stall.plot()[1]) == {"stall_ms_mean": [3.0], "stall_ms_worst": [4.0]}
 
 
+def test_bytes_and_place_have_a_line_for_each_of_their_values():
+    fidelity, place = m.BytesByFidelity(), m.WindowPlace()
+    fidelity.update(5_000_000, 2_000_000)
+    assert lines(fidelity.plot()[1]) == {"bytes_full": [3.0], "bytes_compute": [2.0]}
+    steps = []
+    for slot in (0, 1):
+        place.update(2, slot)
+        steps.append(place.compute())
+    assert lines(place.plot(steps)[1]) == {"window_size": [2.0, 2.0], "window_slot": [0.0, 1.0]}
+
+
 @pytest.mark.parametrize("prefix", [None, "train_"])
 def test_the_whole_collection_plots_a_picture_of_each(prefix):
     import matplotlib.pyplot as plt
 
     collection = m.checkpoint_metrics().clone(prefix)
     steps = [collection(**FIRST), collection(**SECOND)]
-    for pictures, several in ((collection.plot(), False), (collection.plot(steps), True)):
+    for several in (False, True):
+        pictures = collection.plot(steps if several else None)
         drawn = dict(zip(collection.keys(keep_base=True), (axes for _, axes in pictures), strict=True))
         ms = {"stall_ms_mean": [4.0, 1.0], "stall_ms_worst": [4.0, 1.0]} if several else AFTER_BOTH
         assert lines(drawn["stall"]) == {f"{prefix or ''}{name}": pytest.approx(ms[name] if several else [ms[name]])
                                          for name in ("stall_ms_mean", "stall_ms_worst")}  # fmt: skip
         assert drawn["expert_ages"].get_title() == "ExpertAges"
+        sizes = [3.0, 4.0] if several else [4.0]
+        assert lines(drawn["window"])[f"{prefix or ''}window_size"] == sizes
+        assert drawn["window_age"].lines[0].get_ydata().tolist() == ([2.0, 1.0] if several else [1.0])
+        plt.close("all")
     with pytest.raises(ValueError, match="same length"):
         collection.plot(ax=[plt.gca()])
 
@@ -368,3 +411,25 @@ def test_step_log_says_when_k_changes(caplog):
         "step 3: 2 experts of each layer are saved per checkpoint from now on, 1 before; "
         "PLT 4.00%, 1.00% of all tokens may still be lost"
     ]
+
+
+def test_step_log_leaves_out_of_the_metrics_what_is_computed_again():
+    from moe_ckpt.callbacks.step_log import StepLog
+
+    told, heard = StepLog([2, 2]), []
+    logger = types.SimpleNamespace(log_metrics=lambda values, step: heard.append((step, values)))
+    trainer = types.SimpleNamespace(is_global_zero=True, log_every_n_steps=1, loggers=[logger])
+    books = Books(catalog(layers=2, experts=2))
+    for record in (
+        StepRecord(4, nbytes=9, frozen_nbytes=3, window=3, slot=2, committed_step=2, lost_tokens=1, routed_tokens=10),
+        StepRecord(3, replayed=True, committed_step=4),
+        StepRecord(5, committed_step=4, lost_tokens=1, routed_tokens=20),
+    ):
+        told.note(trainer, record, books)
+    assert heard[1] == (3, {"moe_ckpt/replayed": 1.0})
+    names = ("bytes", "bytes_full", "bytes_compute", "window_age", "window_size", "window_slot", "replayed")
+    assert [[values.get(f"moe_ckpt/{name}") for name in names] for _, values in (heard[0], heard[2])] == [
+        [9, 6, 3, 2, 3, 2, 0], [0, 0, 0, 1, None, None, 0],
+    ]  # fmt: skip
+    found = told.metrics.compute()
+    assert (found["bytes"], found["plt"], found["window_age"]) == (4.5, 0.05, 1)  # means over two steps, not three

@@ -10,7 +10,7 @@ from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.engine.books import Books
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.metrics import checkpoint_metrics
-from moe_ckpt.metrics.collection import facts
+from moe_ckpt.metrics.collection import facts, window_age
 
 log = logging.getLogger("moe_ckpt")
 
@@ -29,8 +29,13 @@ class StepLog:
         self.metrics: Any = checkpoint_metrics(self.experts or None, sync_on_compute=False)
 
     def note(self, trainer: Any, record: StepRecord, books: Books) -> None:
-        """Update the metrics; every ``log_every_n_steps`` tell the loggers; say when K has changed."""
-        self.metrics.update(**facts(record, books))
+        """Update the metrics; every ``log_every_n_steps`` tell the loggers; say when K has changed.
+
+        A step that is computed again was counted when it was new, so the metrics leave it out, and the loggers hear
+        only that it was one.
+        """
+        if not record.replayed:
+            self.metrics.update(**facts(record, books))
         if record.k is not None and record.k != self.k:
             if self.k is not None and trainer.is_global_zero:
                 _say_k(record, self.k)
@@ -45,11 +50,15 @@ class StepLog:
 
     def _values(self, record: StepRecord, books: Books) -> dict[str, float]:
         """Numbers of this step; those that are not known, or not kept by the policy, are left out."""
+        if record.replayed:
+            return {"replayed": 1.0}
         skews = normalized_hhi(books.popularity, self.experts)
         values: dict[str, float | None] = {
             "stall_ms": record.stall_secs * 1e3,
             "agree_ms": record.agree_secs * 1e3,
             "bytes": record.nbytes,
+            "bytes_full": record.nbytes - record.frozen_nbytes,
+            "bytes_compute": record.frozen_nbytes,
             "experts_saved": record.experts_saved,
             "k": record.k,
             "oldest_expert_steps": record.oldest_expert_steps,
@@ -66,6 +75,10 @@ class StepLog:
             "waits": record.waits,
             "failed_checkpoints": record.failed_checkpoints,
             "committed_step": record.committed_step,
+            "window_age": window_age(record),
+            "window_size": record.window or None,
+            "window_slot": record.slot if record.window else None,
+            "replayed": False,
         }
         return {name: float(value) for name, value in values.items() if value is not None}
 

@@ -15,11 +15,13 @@ except ImportError as error:
     raise MissingPackageError("torchmetrics", "moe_ckpt.metrics", "lightning") from error
 
 from moe_ckpt.metrics.collection import checkpoint_metrics
-from moe_ckpt.metrics.cost import CheckpointBytes, CheckpointStall
+from moe_ckpt.metrics.cost import BytesByFidelity, CheckpointBytes, CheckpointStall
 from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
 from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens
+from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
 __all__ = [
+    "BytesByFidelity",
     "CheckpointBytes",
     "CheckpointStall",
     "ExpertAges",
@@ -29,5 +31,7 @@ __all__ = [
     "PortionAtRisk",
     "PortionOfLostTokens",
     "UnsavedTokens",
+    "WindowAge",
+    "WindowPlace",
     "checkpoint_metrics",
 ]

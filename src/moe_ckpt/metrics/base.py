@@ -32,6 +32,8 @@ class StepMetric(Metric):
     """What the axis of a plot says, with the unit."""
     scale: ClassVar[float] = 1.0
     """What values are multiplied by in a plot."""
+    parts: ClassVar[tuple[str, ...]] = ()
+    """Names of the values, where ``compute`` gives several."""
 
     def _state(self, name: str, default: torch.Tensor, over_ranks: str) -> None:
         self.add_state(name, default=default, dist_reduce_fx=over_ranks)

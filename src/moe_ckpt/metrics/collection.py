@@ -9,9 +9,10 @@ from torchmetrics import Metric, MetricCollection
 
 from moe_ckpt.engine.books import Books
 from moe_ckpt.engine.record import StepRecord
-from moe_ckpt.metrics.cost import CheckpointBytes, CheckpointStall
+from moe_ckpt.metrics.cost import BytesByFidelity, CheckpointBytes, CheckpointStall
 from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
 from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens
+from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
 
 class CheckpointMetrics(MetricCollection):
@@ -26,8 +27,13 @@ class CheckpointMetrics(MetricCollection):
 
     def _by_metric(self, value: Mapping[str, Any]) -> dict[str, Any]:
         """``value``, in which a metric of several values has them under its own name."""
-        stalls = {name: number for name, number in value.items() if "stall_ms" in name}
-        return {name: value.get(name, stalls) for name in map(str, self.keys(keep_base=False))}
+        metrics = {str(name): metric for name, metric in self.items(keep_base=False)}
+        return {name: value[name] if name in value else _parts(metric, value) for name, metric in metrics.items()}
+
+
+def _parts(metric: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``value`` has of a metric of several values, whose names may have got a prefix."""
+    return {name: number for name, number in value.items() if any(part in name for part in metric.parts)}
 
 
 def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> CheckpointMetrics:
@@ -42,7 +48,10 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
         "k": ExpertsPerLayer(**kwargs),
         "skewness": ExpertLoadSkewness(experts, **kwargs),
         "bytes": CheckpointBytes(**kwargs),
+        "fidelity": BytesByFidelity(**kwargs),
         "stall": CheckpointStall(**kwargs),
+        "window_age": WindowAge(**kwargs),
+        "window": WindowPlace(**kwargs),
         "oldest_expert_steps": OldestExpertAge(**kwargs),
         "expert_ages": ExpertAges(experts, **kwargs),
         "unsaved_tokens": UnsavedTokens(experts, **kwargs),
@@ -51,7 +60,7 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
 
 
 def facts(record: StepRecord, books: Books) -> dict[str, Any]:
-    """What the metrics ask for, of the step that ``record`` is about."""
+    """What the metrics ask for, of the step that ``record`` is about; not for steps that are computed again."""
     return {
         "lost_tokens": record.lost_tokens,
         "routed_tokens": record.routed_tokens,
@@ -59,8 +68,17 @@ def facts(record: StepRecord, books: Books) -> dict[str, Any]:
         "k": record.k,
         "popularity": books.popularity,
         "nbytes": record.nbytes,
+        "frozen_nbytes": record.frozen_nbytes,
         "stall_secs": record.stall_secs,
         "oldest_expert_steps": record.oldest_expert_steps,
         "ages": books.expert_ages(record.step),
         "unsaved": books.tokens.unsaved(),
+        "window_age": window_age(record),
+        "window_size": record.window,
+        "window_slot": record.slot,
     }
+
+
+def window_age(record: StepRecord) -> int | None:
+    """Steps since the newest complete window's last step, or the newest checkpoint; None before the first."""
+    return None if record.committed_step is None else record.step - record.committed_step

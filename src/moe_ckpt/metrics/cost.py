@@ -32,6 +32,39 @@ class CheckpointBytes(StepMetric):
         return self.bytes_total / self.bytes_iterations.clamp(min=1)
 
 
+class BytesByFidelity(StepMetric):
+    """Bytes written per iteration, all ranks together: ``bytes_full`` and ``bytes_compute``, means since ``reset``.
+
+    In full: weights with optimizer state. At compute fidelity: what the forward and backward pass reads of operators
+    that a sparse window saves in full later (MoEvement); 0 under other policies.
+    """
+
+    higher_is_better = False
+    plot_lower_bound = 0.0
+    label, scale = "written per iteration (MB)", 1e-6
+    parts = ("bytes_full", "bytes_compute")
+    full_total: torch.Tensor
+    compute_total: torch.Tensor
+    fidelity_iterations: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._state("full_total", torch.tensor(0), "sum")
+        self._state("compute_total", torch.tensor(0), "sum")
+        self._state("fidelity_iterations", torch.tensor(0), "max")
+
+    def update(self, nbytes: Any, frozen_nbytes: Any) -> None:
+        """Of this rank in one iteration. frozen_nbytes: of ``nbytes``, what is saved at compute fidelity."""
+        frozen = self._tensor(frozen_nbytes, torch.int64)
+        self.full_total = self.full_total + self._tensor(nbytes, torch.int64) - frozen
+        self.compute_total = self.compute_total + frozen
+        self.fidelity_iterations = self.fidelity_iterations + 1
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        iterations = self.fidelity_iterations.clamp(min=1)
+        return dict(zip(self.parts, (self.full_total / iterations, self.compute_total / iterations), strict=True))
+
+
 class CheckpointStall(StepMetric):
     """Milliseconds per iteration that training waited for checkpointing, since ``reset``.
 
@@ -42,6 +75,7 @@ class CheckpointStall(StepMetric):
     higher_is_better = False
     plot_lower_bound = 0.0
     label = "stall per iteration (ms)"
+    parts = ("stall_ms_mean", "stall_ms_worst")
     stall_total: torch.Tensor
     stall_worst: torch.Tensor
     stall_iterations: torch.Tensor

@@ -14,9 +14,9 @@ Which hook does what, and why there:
     on_validation_end        put the RNG back where the last batch left it, so that training draws the same
                              numbers whether or not a validation came between
     on_train_end             leave a complete last checkpoint
-
-While a sparse window is brought back, training computes its steps again and nothing is saved; see ``replaying``.
     on_exception, teardown   let go of threads and lock, whatever happened
+
+While a sparse window is brought back, training computes its steps again and nothing is saved; see ``windows``.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class MoECheckpoint(Checkpoint):
             session.continue_books(self._books["tokens"], self._books["index"])
         self._resumed_from = self._books = None
         self._seen_global_step = trainer.global_step
-        if uses_windows(self.policy) and self._windows is not None:
+        if self._windows is not None:
             self._windows.check(type(self.policy).__name__)
         for reason in inexact(trainer):
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
@@ -318,6 +318,10 @@ class MoECheckpoint(Checkpoint):
         if self._windows is not None:
             self._windows.batch_begins()
 
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self._windows is not None and self._watch is not None and self._watch.updates != self._saved_updates:
+            self._windows.refuse_backward(type(self.policy).__name__)
+
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._windows is not None:
             self._windows.gradients_done()
@@ -338,6 +342,9 @@ class MoECheckpoint(Checkpoint):
         session = self._require_session()
         if replaying.done:
             windows.replaying = None
+            if not uses_windows(self.policy):
+                windows.close()
+                self._windows = None
             self._say_resumed(session, session.adopt(replaying.manifest), replaying.manifest)
         windows.step_ends(session)
         self.last = StepRecord(trainer.global_step, replayed=True, committed_step=replaying.manifest.step)
@@ -361,12 +368,13 @@ class MoECheckpoint(Checkpoint):
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
             )
-        windows = self._windows
-        if windows is not None:
+        if (windows := self._windows) is not None:
             windows.check_updates(type(self.policy).__name__, updates - self._saved_updates)
         self._saved_updates = updates
         if windows is not None and windows.replaying is not None:
             self._after_replayed(trainer, windows, windows.replaying)
+            if windows.replaying is None:
+                self._leave_last(trainer, session, last_for_now)
             return
         soft = counter.take_soft()
         counts = counter.take().numpy()
@@ -379,6 +387,12 @@ class MoECheckpoint(Checkpoint):
         self._step_log.note(trainer, self.last, session.books)
         if self.last.halt is not None:
             last_for_now = trainer.should_stop = True
+        self._leave_last(trainer, session, last_for_now)
+        if self.last.halt is not None:
+            self._halt(trainer, session, self.last.halt)
+
+    def _leave_last(self, trainer: pl.Trainer, session: CheckpointSession, last_for_now: bool) -> None:
+        """Save the state of this batch if training ends with it, and keep what is needed if it may."""
         if self.save_last and will_stop(trainer):
             # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
             # callbacks may have put other weights in.
@@ -387,8 +401,6 @@ class MoECheckpoint(Checkpoint):
             session.before_update()
             if self.save_last and not will_stop(trainer):  # what follows may yet decide to
                 self._kept = (trainer.global_step, deepcopy(self._capture(trainer)))
-        if self.last.halt is not None:
-            self._halt(trainer, session, self.last.halt)
 
     def _halt(self, trainer: pl.Trainer, session: CheckpointSession, reason: str) -> None:
         """The policy asked for the end, and ``trainer.should_stop`` is set; alike on every rank."""
@@ -417,11 +429,11 @@ class MoECheckpoint(Checkpoint):
         if self._session is None:  # fast_dev_run
             return
         step, kept = self._kept or (None, {})
-        replaying = self._windows is not None and self._windows.replaying is not None  # no state that ever was
+        unfinished = self._windows is not None and self._windows.say_unfinished()  # no state that ever was
         self._session.finish(
             trainer.global_step,
             lambda: kept if step == trainer.global_step else self._capture(trainer),
-            save_last=self.save_last and self._saved_updates > 0 and not replaying,
+            save_last=self.save_last and self._saved_updates > 0 and not unfinished,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -460,6 +472,8 @@ class MoECheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._data.save(trainer, checkpoint)
+        if self._windows is not None:
+            self._windows.leave_out_of(checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -6,6 +6,7 @@ steps depended on is written down: the norms that clipping went by, and the type
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
+
+log = logging.getLogger("moe_ckpt")
 
 _PROBED_BATCHES = 4
 """An expert that none of these uses is saved in its own type."""
@@ -45,6 +48,8 @@ class Windows:
     def check(self, policy: str) -> None:
         """Raise ``ConfigError`` if steps could not be computed again exactly, now and not after a failure."""
         reasons = inexact(self._trainer)
+        if self.replaying is not None:
+            policy = "The sparse window that training goes on from"
         if reasons:
             raise ConfigError(
                 f"{policy} computes steps again after a failure, so a resume must be exact, and this one would not be: "
@@ -59,6 +64,40 @@ class Windows:
                 f"{policy} needs one update of each optimizer per batch, and this batch made {updates} with "
                 f"{optimizers} optimizer(s). Step once per batch, or use Dense or MoC."
             )
+
+    def refuse_backward(self, policy: str) -> None:
+        """A backward pass begins, and this batch has updated weights already. Raises: see ``check_updates``."""
+        raise ConfigError(
+            f"{policy} needs all backward passes of a batch to come before its updates, and here an optimizer stepped "
+            "first: when the step is computed again, the pass would read weights that are not yet in place. Step the "
+            "optimizers after the last backward pass, or use Dense or MoC."
+        )
+
+    def leave_out_of(self, checkpoint: dict[str, Any]) -> None:
+        """Another callback saves a checkpoint: while a window is brought back, optimizer state is none of the run's.
+
+        Without it Lightning loads the weights, and refuses to go on training from them.
+        """
+        if self.replaying is not None and checkpoint.pop("optimizer_states", None) is not None:
+            log.warning(
+                "a callback saves step %d while the sparse window of steps %d to %d is computed again: without "
+                "optimizer state, which is not complete before step %d",
+                self._trainer.global_step,
+                *self.replaying.steps,
+                self.replaying.steps[1],
+            )
+
+    def say_unfinished(self) -> bool:
+        """Training ends. True, and a warning, if the window is not back yet."""
+        if self.replaying is not None and self._trainer.is_global_zero:
+            log.warning(
+                "training ended at step %d, before the sparse window of steps %d to %d was computed again: nothing was "
+                "saved, and the optimizer state in memory is incomplete. The store is as it was; the next start goes "
+                "on from that window.",
+                self._trainer.global_step,
+                *self.replaying.steps,
+            )
+        return self.replaying is not None
 
     def begin_replay(self, ours: Collection[Callback]) -> None:
         """Training begins in the middle of a window. ours: callbacks that do not look at gradients."""

@@ -72,6 +72,11 @@ def _show(facts: dict[str, Any]) -> None:
         print()
         print_table(columns, rows)
         print("unsaved: tokens routed to experts since they were saved; returning to the step would lose them")
+    for step in good:
+        if step["window_steps"] is not None:
+            first, *_, last = step["window_steps"]
+            again = f"steps {first + 1} to {last}" if first + 1 < last else f"step {last}"
+            print(f"{step['directory']} is a sparse window: resuming computes {again} again and loses no tokens")
     for step in facts["steps"]:
         if "damage" in step:
             print(f"damaged: {step['damage']}")

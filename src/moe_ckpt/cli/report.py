@@ -51,7 +51,8 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
     ]
     ages = [[None if v is None else manifest.step - v for v in row] for row in versions]
     sizes = {file.path: file.nbytes for file in manifest.files}
-    sizes |= {state.path: state.nbytes for state in manifest.states}
+    sizes |= {state.path: state.nbytes for slot in manifest.slots for state in slot.states}
+    inside = tuple(f"{slot.directory}/" for slot in manifest.slots)  # of a sparse window also its earlier steps
     own = reader.storage.size(f"{directory}/{MANIFEST_NAME}")
     return {
         "directory": directory,
@@ -60,8 +61,9 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
         "committed_unix_secs": manifest.created_unix_secs,
         "policy": dict(manifest.policy),
         "world_size": manifest.world_size,
+        "window_steps": [slot.step for slot in manifest.slots] if manifest.window else None,
         "returned_to": manifest.parent,
-        "written_bytes": own + sum(n for path, n in sizes.items() if path.startswith(f"{directory}/")),
+        "written_bytes": own + sum(n for path, n in sizes.items() if path.startswith(inside)),
         "whole_bytes": own + sum(sizes.values()),
         "layers": [{"name": x.name, "experts": x.experts, "top_k": x.top_k} for x in manifest.model.layers],
         "versions": versions,

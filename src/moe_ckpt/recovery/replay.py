@@ -51,7 +51,7 @@ def begin_replay(
         )
     reader.prove(manifest)
     index = reader.index(manifest)
-    plain = reader.state(manifest.slots[0], rank)
+    plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
     parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     check_match(manifest, index, parameters, [key for key in index.tensors if key.startswith(_MODEL)])
     for stored_of in (index.tensors, *index.replay.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -90,10 +91,12 @@ def test_clean_laps_give_the_iteration_time_and_loaded_ones_the_cost():
     meter = Meter()
     assert meter.measured() == Measured()
     now = laps(meter, [(5.0, False), (1.0, False), (1.0, False), (9.0, False), (1.0, False)])
-    assert meter.measured() == Measured(iteration_secs=1.0), "the first lap has no beginning; one outlier is no matter"
+    recent = Measured(iteration_secs=1.0, recent_iteration_secs=1.0)
+    assert meter.measured() == recent, "the first lap has no beginning; one outlier is no matter"
     laps(meter, [(1.5, True), (1.25, True), (0.5, True)], now)
     meter.resolved(persist_secs=3.25)
-    assert meter.measured() == Measured(1.0, 0.75, 3.25), "a lap that was quicker earns nothing back"
+    found = replace(meter.measured(), recent_iteration_secs=None)
+    assert found == Measured(1.0, 0.75, 3.25), "a lap that was quicker earns nothing back"
 
 
 def test_cost_is_the_median_of_recent_checkpoints():
@@ -110,7 +113,35 @@ def test_no_cost_is_invented_without_a_clean_lap():
     meter = Meter()
     laps(meter, [(1.0, True)] * 5)
     meter.resolved(2.0)
-    assert meter.measured() == Measured(None, None, 2.0)
+    assert meter.measured() == Measured(None, None, 2.0, recent_iteration_secs=1.0)
+
+
+def test_recent_iterations_count_whatever_ran_beside_them_but_not_what_training_waited():
+    meter = Meter()
+    now = laps(meter, [(9.0, False), (1.0, False), (1.5, True)])
+    for _ in range(3):
+        meter.waited(0.5)
+        meter.waited(0.25)
+        now = laps(meter, [(2.0, True)], now)
+    assert meter.measured().recent_iteration_secs == 1.25
+    laps(meter, [(2.0, True)] * 50, now)
+    assert meter.measured().recent_iteration_secs == 2.0, "old laps are forgotten"
+
+
+def test_rates_are_those_of_snapshots_that_were_committed():
+    meter = Meter()
+    ended = [Resolution(n, n, "d", n != 1, None, 9.0, 100 * n, 0.5, 2.0) for n in range(4)]
+    meter.moved(ended[:3])
+    meter.moved(ended)  # the last one is new
+    measured = meter.measured()
+    assert (measured.copy_bytes_per_sec, measured.persist_bytes_per_sec) == (500.0, 125.0)
+
+
+def test_the_slowest_ranks_rates_are_agreed_on():
+    measured = told_of([], copy_bytes_per_sec=2e9, persist_bytes_per_sec=5e8, recent_iteration_secs=0.25).measured
+    assert measured.copy_bytes_per_sec == pytest.approx(2e9)
+    assert measured.persist_bytes_per_sec == pytest.approx(5e8)
+    assert measured.recent_iteration_secs == 0.25
 
 
 # --- CheckFreq on the session, on a clock that the test turns ---

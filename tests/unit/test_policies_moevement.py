@@ -26,7 +26,7 @@ DENSE = 132
 
 def at(rate, iteration=1.0):
     """Measurements with which ``rate * iteration`` bytes fit."""
-    return Measured(iteration_secs=iteration, copy_bytes_per_sec=rate, persist_bytes_per_sec=rate)
+    return Measured(recent_iteration_secs=iteration, copy_bytes_per_sec=rate, persist_bytes_per_sec=rate)
 
 
 def facts(step=5, last_step=4, measured=None, model=MODEL, sizes=SIZES, **more):
@@ -89,9 +89,9 @@ def test_step_0_is_dense_and_then_nothing_is_saved_until_there_are_measurements(
     "measured",
     [
         Measured(),
-        Measured(iteration_secs=1.0),
-        Measured(iteration_secs=1.0, copy_bytes_per_sec=60.0),
-        Measured(iteration_secs=1.0, persist_bytes_per_sec=60.0),
+        Measured(recent_iteration_secs=1.0),
+        Measured(recent_iteration_secs=1.0, copy_bytes_per_sec=60.0),
+        Measured(recent_iteration_secs=1.0, persist_bytes_per_sec=60.0),
         Measured(copy_bytes_per_sec=60.0, persist_bytes_per_sec=60.0),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_window_is_not_sized_by_half_of_what_it_takes(measured):
 
 def test_a_run_that_never_learns_its_rates_measures_them_by_a_dense_checkpoint():
     """After a restart nothing is measured, and nothing would be if nothing were saved."""
-    policy, unknown = MoEvement(), Measured(iteration_secs=1.0)
+    policy, unknown = MoEvement(), Measured(recent_iteration_secs=1.0)
     assert not policy.plan(facts(100 + PROFILE_STEPS - 1, 100, unknown))
     assert is_dense(policy.plan(facts(100 + PROFILE_STEPS, 100, unknown)))
 
@@ -157,8 +157,8 @@ def test_the_smallest_window_that_fits():
 
 def test_what_fits_is_rate_times_time_times_ranks_by_the_slower_rate():
     limits = [
-        (MoEvement(), Measured(0.5, copy_bytes_per_sec=144.0, persist_bytes_per_sec=1000.0), 1),
-        (MoEvement(), Measured(0.5, copy_bytes_per_sec=1000.0, persist_bytes_per_sec=144.0), 1),
+        (MoEvement(), Measured(recent_iteration_secs=0.5, copy_bytes_per_sec=144.0, persist_bytes_per_sec=1000.0), 1),
+        (MoEvement(), Measured(recent_iteration_secs=0.5, copy_bytes_per_sec=1000.0, persist_bytes_per_sec=144.0), 1),
         (MoEvement(budget_fraction=0.25), at(72.0, 4.0), 1),
         (MoEvement(), at(18.0, 1.0), 4),
     ]
@@ -166,7 +166,7 @@ def test_what_fits_is_rate_times_time_times_ranks_by_the_slower_rate():
         report = policy.explain(facts(measured=measured, ranks=ranks))
         assert (report.size, report.heaviest_bytes, report.fits) == (2, 72, True)
         assert report.limit_bytes * ranks == 72
-        less = replace(measured, iteration_secs=measured.iteration_secs * 0.99)
+        less = replace(measured, recent_iteration_secs=measured.recent_iteration_secs * 0.99)
         assert policy.plan(facts(measured=less, ranks=ranks)).window.size == 3
 
 

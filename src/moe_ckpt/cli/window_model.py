@@ -36,7 +36,7 @@ def context_of(reader: StoreReader, manifest: Manifest, args: argparse.Namespace
         last_step=manifest.step,
         ranks=args.ranks or manifest.world_size,
         measured=Measured(
-            iteration_secs=args.iteration_secs,
+            recent_iteration_secs=args.iteration_secs,
             copy_bytes_per_sec=args.bandwidth,
             persist_bytes_per_sec=args.bandwidth,
         ),

@@ -58,6 +58,7 @@ def agree(
         _nanos(max((r.persist_secs for r in told), default=0.0)),
         _picos_per_byte(measured.copy_bytes_per_sec),
         _picos_per_byte(measured.persist_bytes_per_sec),
+        _nanos(measured.recent_iteration_secs),
     ]
     summed, largest = comm.agree(counts, np.asarray(numbers, dtype=np.int64))
     values = [int(v) for v in largest]
@@ -68,7 +69,12 @@ def agree(
         last_failed_step=values[7],
         persist_secs=values[8] / _NANO,
         measured=Measured(
-            _secs(values[1]), _secs(values[2]), _secs(values[3]), _per_sec(values[9]), _per_sec(values[10])
+            _secs(values[1]),
+            _secs(values[2]),
+            _secs(values[3]),
+            _per_sec(values[9]),
+            _per_sec(values[10]),
+            _secs(values[11]),
         ),
     )
     return summed, facts

@@ -24,6 +24,8 @@ class Meter:
     def __init__(self) -> None:
         self._last: float | None = None
         self._clean: deque[float] = deque(maxlen=_RECENT_LAPS)
+        self._all: deque[float] = deque(maxlen=_RECENT_LAPS)
+        self._waited = 0.0
         self._costs: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._persists: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._extra = 0.0
@@ -35,11 +37,16 @@ class Meter:
         """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
         if self._last is not None:
             took = now - self._last
+            self._all.append(max(0.0, took - self._waited))
             if not loaded:
                 self._clean.append(took)
             elif self._clean:
                 self._extra += max(0.0, took - median(self._clean))
-        self._last = now
+        self._last, self._waited = now, 0.0
+
+    def waited(self, secs: float) -> None:
+        """Training waited for checkpointing in the lap under way."""
+        self._waited += secs
 
     def resolved(self, persist_secs: float) -> None:
         """A checkpoint left the pipeline ``persist_secs`` after it began."""
@@ -63,4 +70,5 @@ class Meter:
             median(self._persists) if self._persists else None,
             median(self._copies) if self._copies else None,
             median(self._writes) if self._writes else None,
+            median(self._all) if self._all else None,
         )

@@ -37,7 +37,7 @@ from moe_ckpt.engine.shares import ComputeTypes, operator_bytes
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, step_dir
-from moe_ckpt.policies.base import Measured, Policy, PolicyContext, uses_windows
+from moe_ckpt.policies.base import Measured, Policy, PolicyContext, SparsePolicy, uses_windows
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
@@ -92,7 +92,8 @@ class CheckpointSession:
         self._left_to_writer = False
         self._compute_types: ComputeTypes = {}
         self._sizes: Mapping[str, OperatorBytes] = {}
-        self._sized_at = self._window_layout = -1
+        self._sized_at = self._window_layout = self._window_size = -1
+        self._room: int | None = None
 
     # --- once, before training ---
 
@@ -121,6 +122,9 @@ class CheckpointSession:
             self._lock.refresh,
             self._on_phase,
         )
+        if uses_windows(self._policy):  # of the rank that has least
+            [least] = self.largest([-self._pipeline.snapshot_bytes])
+            self._room = -least
 
     def _clean_start(self) -> None:
         """Rubbish is no reason not to train: its names are never used again."""
@@ -174,11 +178,12 @@ class CheckpointSession:
         """Join the copy under way. Must return before the optimizer changes anything."""
         began = time.perf_counter()
         self._running.join()
-        self._stall += time.perf_counter() - began
+        self.add_stall(time.perf_counter() - began)
 
     def add_stall(self, secs: float) -> None:
-        """Time that the adapter itself made training wait; part of the next record."""
+        """Time that training waited, for this or for the adapter itself; part of the next record."""
         self._stall += secs
+        self._meter.waited(secs)
 
     def after_update(self, step: int, counts: Counts, capture: Capture, soft: Counts | None = None) -> StepRecord:
         """The state after optimizer step ``step`` is final: plan, and start copying.
@@ -207,7 +212,9 @@ class CheckpointSession:
         plan = self._plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
         record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)
         record = replace(record, halt=plan.halt, **self._budget(plan))
-        stall, self._stall = self._stall + time.perf_counter() - began - agree_secs, 0.0
+        waited = time.perf_counter() - began - agree_secs
+        self._meter.waited(waited)
+        stall, self._stall = self._stall + waited, 0.0
         return self._completed(replace(record, stall_secs=stall, agree_secs=agree_secs))
 
     def begin_run(self, capture: Capture) -> None:
@@ -221,16 +228,27 @@ class CheckpointSession:
 
     def _plan(self, context: PolicyContext) -> SnapshotPlan:
         """The policy's decision; one about windows needs to know what the operators weigh now."""
-        if not uses_windows(self._policy):
-            return self._policy.plan(context)
+        policy = self._policy
+        if not uses_windows(policy):
+            return policy.plan(context)
         changes = self._weigh()
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
-        sizes, room = self._sizes, self._running.snapshot_bytes
-        plan = self._policy.plan(replace(context, sizes=sizes, snapshot_bytes=room))
-        if plan.slot == 0:
+        context = replace(context, sizes=self._sizes, snapshot_bytes=self._room)
+        plan = policy.plan(context)
+        if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
+            self._say_window(policy, plan.window.size, context)
         return plan
+
+    def _say_window(self, policy: SparsePolicy, size: int, context: PolicyContext) -> None:
+        """Tell, on one rank, that windows have another length from now on, and whether training will stall for it."""
+        if size != self._window_size and self._comm.rank == 0 and context.step:
+            warning = policy.explain(context).warning
+            log.info("step %d: a sparse window of %d steps begins", context.step, size)
+            if warning is not None:
+                log.warning("%s", warning)
+        self._window_size = size
 
     def _weigh(self) -> int:
         """Bring ``_sizes`` up to date; returns how often the set of tensors has changed."""

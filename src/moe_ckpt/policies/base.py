@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class Measured:
     """What this run's clock has shown so far, the maximum over ranks. None until known.
 
     iteration_secs: median of iterations with no checkpoint work beside them.
+    recent_iteration_secs: median of the last iterations, whatever ran beside them, less what training waited.
     checkpoint_cost_secs: time one checkpoint adds to training: stalls plus the slowdown of the
     iterations that ran beside it.
     persist_secs: from the start of a snapshot to its commit.
@@ -40,6 +41,7 @@ class Measured:
     persist_secs: float | None = None
     copy_bytes_per_sec: float | None = None
     persist_bytes_per_sec: float | None = None
+    recent_iteration_secs: float | None = None
 
 
 def _nothing() -> Counts:
@@ -122,9 +124,22 @@ class Policy(Protocol):
         ...
 
 
-def uses_windows(policy: Policy) -> bool:
-    """True for a policy that spreads checkpoints over sparse windows: it must be told the sizes of operators, asked
-    about step 0 too, and recovery is exact only where every step can be computed again."""
+class SparsePolicy(Policy, Protocol):
+    """A policy that spreads checkpoints over sparse windows (MoEvement).
+
+    It must be told the sizes of operators and asked about step 0 too, and recovery is exact only where every step can
+    be computed again.
+    """
+
+    sparse: bool
+
+    def explain(self, context: PolicyContext) -> Any:
+        """The window of ``context.step`` with its costs: a ``window_report.WindowReport``."""
+        ...
+
+
+def uses_windows(policy: Policy) -> TypeGuard[SparsePolicy]:
+    """Whether the policy is a ``SparsePolicy``."""
     return bool(getattr(policy, "sparse", False))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Policy, PolicyContext
+from moe_ckpt.policies.base import Policy, PolicyContext, uses_gate_weights, uses_windows
 from moe_ckpt.policies.budget import at_risk, resolve_budget, tokens_left, top_up
 from moe_ckpt.policies.selection import Expert, experts_of
 
@@ -45,6 +45,20 @@ class Guarded:
     def plt_budget(self) -> float:
         """``budget`` as a number."""
         return resolve_budget(self.budget)
+
+    @property
+    def sparse(self) -> bool:
+        """See ``policies.base.SparsePolicy``; such a policy loses nothing, so the guard has nothing to do."""
+        return uses_windows(self.policy)
+
+    @property
+    def soft(self) -> bool:
+        """See ``policies.base.uses_gate_weights``."""
+        return uses_gate_weights(self.policy)
+
+    def explain(self, context: PolicyContext) -> Any:
+        """Of the policy, if it has windows."""
+        return self.policy.explain(context) if uses_windows(self.policy) else None
 
     def check(self, catalog: Catalog) -> None:
         self.policy.check(catalog)

@@ -112,7 +112,7 @@ class MoEvement:
             _under_way(context) or self._begin(context),
             context.sizes,
             context.ranks,
-            context.measured.iteration_secs,
+            context.measured.recent_iteration_secs,
             _rate(context.measured),
             self.budget_fraction,
             context.snapshot_bytes,
@@ -133,7 +133,7 @@ class MoEvement:
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot, all ranks together, that an iteration leaves time for; None while not known."""
         measured = context.measured
-        limit = time_limit_bytes(measured.iteration_secs, _rate(measured), self.budget_fraction)
+        limit = time_limit_bytes(measured.recent_iteration_secs, _rate(measured), self.budget_fraction)
         return None if limit is None else limit * context.ranks
 
     def _begin(self, context: PolicyContext) -> Window:

@@ -36,6 +36,8 @@ class StateTensor:
     may write it for all; False when the framework shards it and this rank holds a part.
     duplicate: True when another rank holds this same part and writes it (HSDP): read into, never written.
     on_param_device: False for state kept on the CPU though its parameter is not.
+    mixes_rows: True for a parameter whose optimizer lets its rows act on one another, or may do so: no row's update can
+        be repeated without the state of all. Said of the parameter itself, not of its optimizer state.
     """
 
     key: str
@@ -46,6 +48,7 @@ class StateTensor:
     replicated: bool = True
     on_param_device: bool = True
     duplicate: bool = False
+    mixes_rows: bool = False
 
 
 class TrainingState(Protocol):

@@ -40,6 +40,8 @@ def _run(model: dict[str, Any] | None = None, window: int = 3, order: str = "har
 
 
 LISTED = {"stacked": False}
+LAG = 2
+"""Snapshots that may be under way when a run dies; see ``test_moevement_kills``."""
 FAST = {
     "fused-clipped-by-norm-accumulated": _run(
         {"optimizer": "fused"}, gradient_clip_val=0.1, accumulate_grad_batches=3, epochs=3
@@ -47,7 +49,7 @@ FAST = {
     "sgd-listed-clipped-by-value-2": _run(
         LISTED | {"optimizer": "sgd"}, 2, "round_robin", gradient_clip_val=0.01, gradient_clip_algorithm="value"
     ),
-    "adafactor-bf16-true-5": _run({"optimizer": "adafactor"}, 5, precision="bf16-true"),
+    "adafactor-5": _run({"optimizer": "adafactor"}, 5),
     "forloop-listed-bf16-true-1": _run(LISTED | {"optimizer": "forloop"}, 1, precision="bf16-true"),
     "foreach-listed-bf16-mixed-5-accumulated": _run(
         LISTED, 5, "round_robin", precision="bf16-mixed", gradient_clip_val=0.1, accumulate_grad_batches=3, epochs=3
@@ -60,6 +62,8 @@ FAST = {
     "no-moe": _run(kind="no-moe", window=2),
 }
 SLOW = {
+    "adafactor-listed-3": _run(LISTED | {"optimizer": "adafactor"}, precision="bf16-mixed", gradient_clip_val=0.1),
+    "adafactor-bf16-true-5": _run({"optimizer": "adafactor"}, 5, precision="bf16-true"),
     "validation": _run(validate=True, val_check_interval=3, window=5),
     "average-bf16-mixed": _run(beside=("ema",), precision="bf16-mixed"),
     "average-listed": _run(LISTED, 5, beside=("ema",)),
@@ -101,7 +105,7 @@ def _drawn(precision: str, optimizer: str, seed: int) -> Run:
         rng.choice(("hard_count", "soft_count", "time_decayed", "capacity_normalised", "round_robin")),
         precision=precision,
         accumulate_grad_batches=accumulated,
-        epochs=2 if accumulated == 1 else 4,
+        epochs=4 if accumulated == 1 else 6,
         **clipping,
     )
 
@@ -117,7 +121,9 @@ def _dies_and_comes_back(run: Run, crashes: list[tuple[str, int]]) -> None:
     assert_promises_kept(run)
     assert_same_run(run)
     assert len(split_lives(events(run))) > 1
-    print(f"recomputed {recomputed(run)}")
+    steps_of_batch = 2 if run.kind == "manual" else 1
+    if run.policy[1] is not None and run.callback:
+        assert max(recomputed(run), default=0) <= steps_of_batch * (2 * run.policy[1] - 1 + LAG), recomputed(run)
 
 
 def _moments(run: Run) -> list[tuple[str, int]]:
@@ -145,6 +151,6 @@ def test_any_set_up(precision, optimizer, seed, place):  # noqa: F811
     print(run.policy, run.options, run.model, run.trainer)
     rng = random.Random(seed)
     phases = ("compute", "copy", "write", "fsync", "rename", "manifest", "gc")
-    crashes = [(rng.choice(phases), rng.randint(1, 12)) for _ in range(3)]
+    crashes = [(rng.choice(phases), rng.randint(1, 4)) for _ in range(2)]  # so that none comes after the end
     print(crashes)
     _dies_and_comes_back(run, [("compute", rng.randint(8, 19)), *crashes])

@@ -130,12 +130,13 @@ def test_windows_follow_one_another_without_a_gap():
             assert list(plan.frozen) == later
 
 
-def test_a_window_with_a_slot_left_out_is_not_gone_on_with():
+def test_a_window_goes_on_until_its_last_slot():
+    """Also where steps had no update (a gradient scaler skipped it) or count double (two optimizers)."""
     window = Window(10, (ALL[:4], ALL[4:8], ALL[8:]))
     policy = MoEvement(window=3)
     assert policy.plan(facts(11, 10, window=window, next_slot=1)).window == window
     late = policy.plan(facts(12, 10, window=window, next_slot=1))
-    assert (late.window.start, late.slot) == (12, 0)
+    assert (late.window, late.slot, late.step) == (window, 1, 12)
     over = policy.plan(facts(13, 12, window=window, next_slot=3))
     assert (over.window.start, over.slot) == (13, 0)
     assert policy.plan(facts(11, 10)).window.start == 11
@@ -411,3 +412,16 @@ def test_it_is_a_policy_that_says_what_it_is():
         "reorder_change": 0.10,
         "reorder_experts": 0.25,
     }
+
+
+def test_operators_that_cannot_be_parted_are_anchored_together():
+    """Experts of one layer whose optimizer mixes rows of a stack: one unit, where its most popular member stood."""
+    together = tuple(frozenset(op for op in ALL if op.startswith(f"expert/{layer}/")) for layer in (0, 1))
+    for step in range(1, 12):
+        plan = MoEvement(window=5).plan(facts(step, step - 1, inseparable=together))
+        slots = plan.window.slots
+        assert sorted(plan.window.order) == sorted(ALL)
+        for group in together:
+            assert sum(bool(group & set(slot)) for slot in slots) == 1
+    alone = MoEvement(window=5).plan(facts(1, 0)).window.slots
+    assert any(0 < len(group & set(slot)) < len(group) for slot in alone for group in together)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Fidelity
-from moe_ckpt.core.window import OperatorBytes, Window, balance, pack, slot_bytes, slot_plan
+from moe_ckpt.core.window import OperatorBytes, Window, balance, glue, pack, slot_bytes, slot_plan
 
 
 def sized(*pairs):
@@ -161,3 +161,12 @@ def test_edges():
     assert [len(slot) for slot in balance(tuple(giant), giant, 4)] == [1, 3]  # 1000 + 2 in any further cut
     with pytest.raises(ValueError, match="0 slots"):
         balance(("o0",), giant, 0)
+
+
+def test_glued_operators_are_one_with_the_sum_of_their_bytes():
+    sizes = {op: OperatorBytes(full, full // 4) for op, full in (("a", 4), ("b", 8), ("c", 12), ("d", 16))}
+    order, weights, members = glue(("a", "b", "c", "d"), sizes, [{"a", "c"}])
+    assert order == ["b", "c", "d"]
+    assert members == {"b": ("b",), "c": ("a", "c"), "d": ("d",)}
+    assert weights["c"] == OperatorBytes(16, 4)
+    assert glue(("a", "b"), sizes, ()) == (["a", "b"], {op: sizes[op] for op in "ab"}, {"a": ("a",), "b": ("b",)})

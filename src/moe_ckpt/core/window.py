@@ -8,7 +8,7 @@ of earlier slots are not saved, since replay brings them here from their anchor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -71,6 +71,31 @@ def slot_bytes(slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes
         found.append(sum(sizes[op].full for op in ops) + frozen)
         frozen += sum(sizes[op].compute for op in ops)
     return tuple(reversed(found))
+
+
+def glue(
+    order: Sequence[str], sizes: Mapping[str, OperatorBytes], groups: Sequence[Collection[str]]
+) -> tuple[list[str], dict[str, OperatorBytes], dict[str, tuple[str, ...]]]:
+    """Each of ``groups`` as one operator, for cutting an order into slots without parting any of them.
+
+    It stands where its last member stood and has that one's id. Returns the order, the sizes, and the members of each
+    id, in their order.
+
+    groups: without common members.
+    """
+    group_of = {op: number for number, group in enumerate(groups) for op in group}
+    members: dict[int, list[str]] = {}
+    for op in order:
+        if op in group_of:
+            members.setdefault(group_of[op], []).append(op)
+    of_last = {those[-1]: tuple(those) for those in members.values()}
+    glued = [op for op in order if op not in group_of or op in of_last]
+    found = {op: of_last.get(op, (op,)) for op in glued}
+    weights = {
+        op: OperatorBytes(sum(sizes[one].full for one in those), sum(sizes[one].compute for one in those))
+        for op, those in found.items()
+    }
+    return glued, weights, found
 
 
 def pack(

@@ -33,7 +33,7 @@ from moe_ckpt.engine.opening import open_store
 from moe_ckpt.engine.pipeline import Order, Pipeline
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.engine.shares import ComputeTypes, operator_bytes
+from moe_ckpt.engine.shares import ComputeTypes, inseparable, operator_bytes
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, step_dir
@@ -92,6 +92,7 @@ class CheckpointSession:
         self._left_to_writer = False
         self._compute_types: ComputeTypes = {}
         self._sizes: Mapping[str, OperatorBytes] = {}
+        self._inseparable: tuple[frozenset[str], ...] = ()
         self._sized_at = self._window_layout = self._window_size = -1
         self._room: int | None = None
 
@@ -234,7 +235,7 @@ class CheckpointSession:
         changes = self._weigh()
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
-        context = replace(context, sizes=self._sizes, snapshot_bytes=self._room)
+        context = replace(context, sizes=self._sizes, inseparable=self._inseparable, snapshot_bytes=self._room)
         plan = policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
@@ -257,6 +258,7 @@ class CheckpointSession:
         if self._sized_at != self._layout.changes:
             self._sized_at = self._layout.changes
             self._sizes = operator_bytes(self.catalog, tensors, self._compute_types)
+            self._inseparable = inseparable(self.catalog, tensors)
         return self._layout.changes
 
     def set_compute_types(self, types: ComputeTypes) -> None:

@@ -109,6 +109,17 @@ def operator_bytes(
     return {op: OperatorBytes(full[op], read[op]) for op in full}
 
 
+def inseparable(catalog: Catalog, tensors: Sequence[StateTensor]) -> tuple[frozenset[str], ...]:
+    """Groups of operators that share a parameter whose rows act on one another in its optimizer."""
+    groups: list[frozenset[str]] = []
+    for tensor in tensors:
+        joined = frozenset(op.id for op, _ in catalog.spans_of[tensor.parameter]) if tensor.mixes_rows else frozenset()
+        if len(joined) > 1:
+            joined = joined.union(*(group for group in groups if group & joined))
+            groups = [group for group in groups if not group & joined] + [joined]
+    return tuple(groups)
+
+
 def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, int]) -> Iterable[Unit]:
     for name in of_rows.keys() | whole.keys():
         op, span = name

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
@@ -21,6 +21,23 @@ from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.ports import StateTensor, TensorMeta
 
 _SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "FullyShardedDataParallel"})
+_ELEMENTWISE = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+"""Optimizers that update each element by its own gradient and state alone. Adafactor and Muon do not (their steps are
+scaled by a norm over the whole parameter), and of what is not known it must be assumed."""
 
 
 class TorchTrainingState:
@@ -38,6 +55,7 @@ class TorchTrainingState:
         self._optimizers = tuple(optimizers)
         self._parameters: dict[str, nn.Parameter] = {}
         self._kept: dict[str, tuple[torch.Tensor, StateTensor]] = {}
+        self._mixed: set[str] = set()
         self._sharded_modules = tuple(fsdp_modules(model))
         self._refresh()
         for index, optimizer in enumerate(self._optimizers):
@@ -46,7 +64,9 @@ class TorchTrainingState:
                     f"optimizer {index} is a {type(optimizer).__name__}, which spreads its state over ranks behind "
                     "the parameters' back. Use FSDP2 (ModelParallelStrategy), or another optimizer under DDP."
                 )
-            self._names_in(index)
+            names = self._names_in(index)
+            if type(optimizer) not in _ELEMENTWISE:
+                self._mixed.update(names)
 
     def tensors(self) -> list[StateTensor]:
         """All parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
@@ -171,6 +191,7 @@ class TorchTrainingState:
             replicated=block.replicated,
             on_param_device=block.local.device == parameter.device,
             duplicate=block.duplicate,
+            mixes_rows=value is parameter and name in self._mixed,
         )
 
     def _check_wanted(self, wanted: Mapping[str, TensorMeta]) -> dict[tuple[int, str], dict[str, TensorMeta]]:

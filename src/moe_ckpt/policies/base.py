@@ -79,6 +79,8 @@ class PolicyContext:
     window, next_slot: the newest sparse window, as long as no snapshot of it failed or was left out, and how many of
         its slots have begun; None and 0 if there is none.
     sizes: bytes of every operator, as its tensors are now.
+    inseparable: groups of operators that must be anchored in the same slot of a window, because the optimizer lets rows
+        of a parameter that they share act on one another.
     activity: what popularity orders go by.
     snapshot_bytes: most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
     """
@@ -100,6 +102,7 @@ class PolicyContext:
     window: Window | None = None
     next_slot: int = 0
     sizes: Mapping[str, OperatorBytes] = field(default_factory=dict)
+    inseparable: tuple[frozenset[str], ...] = ()
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
 

@@ -7,13 +7,13 @@ every iteration saves about as much as fits beside it. Replaying the window give
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any, ClassVar
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
-from moe_ckpt.core.window import OperatorBytes, Window, balance, pack, slot_bytes, slot_plan
+from moe_ckpt.core.window import OperatorBytes, Window, balance, glue, pack, slot_bytes, slot_plan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Measured, PolicyContext, require_positive
 from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
@@ -144,7 +144,10 @@ class MoEvement:
                 f"{self._name()}: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are "
                 f"not there, such as {unknown[0]}"
             )
-        return Window(context.step, self._slots(order, context), frequencies)
+        units, sizes, members = glue(order, context.sizes, context.inseparable)
+        slots = self._slots(units, replace(context, sizes=sizes))
+        whole = tuple(tuple(op for unit in slot for op in members[unit]) for slot in slots)
+        return Window(context.step, whole, frequencies)
 
     def _slots(self, order: Sequence[str], context: PolicyContext) -> Slots:
         room = None if context.snapshot_bytes is None else context.snapshot_bytes * context.ranks
@@ -201,7 +204,7 @@ class MoEvement:
 def _under_way(context: PolicyContext) -> Window | None:
     """The window whose next slot is to be saved at this very step."""
     window, slot = context.window, context.next_slot
-    if window is None or not 0 < slot < window.size or context.step != window.start + slot:
+    if window is None or not 0 < slot < window.size:
         return None
     return window
 

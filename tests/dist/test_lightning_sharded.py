@@ -12,7 +12,16 @@ import torch
 from tests.support import run_ranks
 
 
-def _fit(rank: int, world_size: int, root: str, strategy: str, stop: int | None, how: str, max_steps: int = 14) -> dict:
+def _fit(
+    rank: int,
+    world_size: int,
+    root: str,
+    strategy: str,
+    stop: int | None,
+    how: str,
+    max_steps: int = 14,
+    window: int | None = None,
+) -> dict:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
@@ -21,7 +30,7 @@ def _fit(rank: int, world_size: int, root: str, strategy: str, stop: int | None,
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     from moe_ckpt.callbacks import MoECheckpoint
-    from moe_ckpt.policies import Dense
+    from moe_ckpt.policies import Dense, MoEvement
     from tests.support.tiny_moe import TinyMoE, Tokens, state_of
 
     class Sharded(TinyMoE):
@@ -42,7 +51,8 @@ def _fit(rank: int, world_size: int, root: str, strategy: str, stop: int | None,
     os.environ.update(NODE_RANK="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
     pl.seed_everything(7, verbose=False)
     model = Sharded()
-    checkpoint = MoECheckpoint(Dense(1), f"{root}/store", when_busy="wait")
+    policy = Dense(1) if window is None else MoEvement(window)
+    checkpoint = MoECheckpoint(policy, f"{root}/store", when_busy="wait")
     chosen = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
         "fsdp2": lambda: ModelParallelStrategy(world_size, 1, process_group_backend="gloo"),
@@ -109,3 +119,16 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
     (alone,) = run_ranks(_fit, 1, str(tmp_path / "alone"), "single", None, "auto", 6)
     assert alone["restored"] == 6
     assert _whole([alone]) == _whole(before)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_sparse_window_comes_back_exactly(tmp_path, strategy):
+    """Also where the rows of a stack of experts are spread over the ranks, whose windows anchor them one by one."""
+    whole = run_ranks(_fit, 2, str(tmp_path / "whole"), strategy, None, "auto", 14, 3)
+    before = run_ranks(_fit, 2, str(tmp_path / "broken"), strategy, 9, "auto", 14, 3)
+    after = run_ranks(_fit, 2, str(tmp_path / "broken"), strategy, None, "auto", 14, 3)
+    for rank in range(2):
+        assert after[rank]["restored"] in (6, 9)
+        assert after[rank]["state"] == whole[rank]["state"]
+        assert {**before[rank]["losses"], **after[rank]["losses"]} == whole[rank]["losses"]
+        assert after[rank]["routed"] == whole[rank]["routed"]

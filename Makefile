@@ -22,7 +22,7 @@ STAMP := $(VENV)/.moe_ckpt_installed
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: $(STAMP) ## Train without failures, with Dense and with MoC under kills; table and report.html
+demo: $(STAMP) ## Train without failures, and with Dense, MoC and MoEvement under kills; table and report.html
 	@$(PY) recipes/gpt_moe_lightning/demo.py $(DEMO)
 
 test: $(STAMP) ## Run the tests

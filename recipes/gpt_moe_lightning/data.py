@@ -63,9 +63,11 @@ def stdlib_documents() -> Iterator[tuple[str, str]]:
             continue
         try:
             source = path.read_text(encoding="utf-8")
-            texts = list(pydoc_topics(source)) if name.as_posix() == "pydoc_data/topics.py" else [
-                ("", "\n\n".join(docstrings(source)))
-            ]
+            texts = (
+                list(pydoc_topics(source))
+                if name.as_posix() == "pydoc_data/topics.py"
+                else [("", "\n\n".join(docstrings(source)))]
+            )
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue  # a file of another Python, or unreadable: not part of the corpus
         for topic, text in texts:

@@ -199,9 +199,7 @@ class GPTMoE(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden)
         self.position_embedding = nn.Embedding(config.context, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(
-            Block(config, moe=(i + 1) % config.moe_every == 0) for i in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, moe=(i + 1) % config.moe_every == 0) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.reset_parameters()
 

@@ -19,6 +19,7 @@ LINES = (
     {"color": "#0072B2", "linewidth": 2.2},
     {"color": "#D55E00", "linewidth": 1.2},
     {"color": "#009E73", "linewidth": 1.2},
+    {"color": "#AA3377", "linewidth": 0.9},
 )
 
 STYLE = """
@@ -63,8 +64,9 @@ PLOTS = (
         "nats per byte",
         "How well the model predicts the next byte: lower is better. A vertical line marks a kill. Dense comes back "
         "to an older iteration and computes the same numbers again, so its curve lies exactly on that of the run that "
-        "never failed. MoC comes back with some experts a few iterations old, so after the first kill its curves may "
-        "leave the others by a little, and then run beside them.",
+        "never failed. So does MoEvement's, which computes the iterations of its newest window again. MoC comes back "
+        "with some experts a few iterations old, so after the first kill its curves may leave the others by a little, "
+        "and then run beside them.",
         _line("train/loss"),
     ),
     Plot(
@@ -72,16 +74,18 @@ PLOTS = (
         "% of all tokens",
         "Solid: tokens that restored experts have really lost, as a share of all tokens routed so far. It jumps at a "
         "kill and then shrinks, since the total goes on growing. Dotted: what it would be if a process died right "
-        "now. Papers on partial expert checkpoints find model quality unharmed below about 4 to 7 %. Dense loses no "
-        "tokens: it computes the lost iterations again.",
+        "now. Papers on partial expert checkpoints find model quality unharmed below about 4 to 7 %. Dense and "
+        "MoEvement lose no tokens: they compute the lost iterations again.",
         _plt,
     ),
     Plot(
         "Bytes written per iteration",
         "MB",
         "Dense writes everything in every tenth iteration and nothing between. MoC writes all that is not an expert, "
-        "and one expert of each layer, in every iteration; only its very first checkpoint is a full one. Both restart "
-        "from the newest checkpoint, so writing every iteration is what keeps the repeated work small.",
+        "and one expert of each layer, in every iteration; only its very first checkpoint is a full one. MoEvement "
+        "writes everything in the course of three iterations, and of what has its turn later the weights alone, so "
+        "that these iterations can be computed again. All restart from the newest checkpoint, so writing often "
+        "is what keeps the repeated work small.",
         _line("moe_ckpt/bytes", 1e-6, "steps-mid"),
     ),
     Plot(
@@ -134,7 +138,7 @@ def overview(runs: Sequence[RunSummary]) -> bytes:
         _fill(axes, plot, runs)
         axes.get_legend().remove()
         axes.set_title(plot.title, loc="left", fontsize=11, pad=16)
-    parts[0].legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    parts[0].legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     if partial:
         draw_heat(parts[1], runs, PANELS)
     return _png(figure)
@@ -148,7 +152,7 @@ def _fill(axes: Any, plot: Plot, runs: Sequence[RunSummary]) -> None:
         axes.annotate("kill", (step, 1), xycoords=("data", "axes fraction"), ha="center", color="#666666", fontsize=9)
     axes.set(xlabel="iteration", ylabel=plot.unit)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1.03))
+    axes.legend(frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1, 1.03))
 
 
 def _png(figure: Any) -> bytes:
@@ -160,7 +164,7 @@ def _png(figure: Any) -> bytes:
 def render(runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequence[str]) -> str:
     """The whole page. Pictures are embedded: the file can be mailed."""
     head = "".join(f"<th>{html.escape(run.title)}</th>" for run in runs)
-    columns = [table_cells(run) for run in runs]
+    columns = [table_cells(run, runs[0]) for run in runs]
     rows = "".join(
         f"<tr><td>{html.escape(title)}<small>{html.escape(note)}</small></td>"
         + "".join(f"<td>{html.escape(column[i])}</td>" for column in columns)
@@ -177,9 +181,10 @@ def render(runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequenc
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>moe_ckpt demo</title>'
         f"<style>{STYLE}</style></head><body><h1>A Mixture-of-Experts run, killed and killed again</h1>"
-        "<p>The same training run four times: never failing; failing, with a full checkpoint now and then (Dense); "
+        "<p>The same training run five times: never failing; failing, with a full checkpoint now and then (Dense); "
         "failing at the same iterations, with a partial checkpoint at every iteration (MoC), once with the experts "
-        "in turn, once with those that have most to lose.</p>"
+        "in turn, once with those that have most to lose; and with a checkpoint spread over every three iterations "
+        "(MoEvement), which brings back the exact state.</p>"
         f"<ul>{verdicts}</ul><table><tr><th></th>{head}</tr>{rows}</table>{plots}"
         f"<h2>How it was run</h2><ul>{notes}</ul></body></html>\n"
     )

@@ -2,8 +2,10 @@
 
 A metric line is ``{"step": s, "generation": g, "time": t, "<metric>": value, ...}``, an event line has
 ``"event"`` besides. A step that was computed again after a restart appears once per generation; a line
-torn by a crash is skipped when read. Times are seconds since the epoch. The event ``experts`` carries tables
-``[L, E]``: ``ages`` (steps since each expert's newest committed copy, -1 without one) and ``unsaved`` tokens.
+torn by a crash is skipped when read. A step that was computed again to bring a sparse window back has
+``moe_ckpt/replayed`` 1 and no other ``moe_ckpt/`` metric, for nothing is saved at it. Times are seconds since
+the epoch. The event ``experts`` carries tables ``[L, E]``: ``ages`` (steps since each expert's newest committed
+copy, -1 without one) and ``unsaved`` tokens.
 """
 
 from __future__ import annotations
@@ -117,6 +119,8 @@ class ExpertDiary(Callback):
     def _write(self, trainer: Trainer) -> None:
         record = self.checkpoint.last
         if record is None or record.step == self._written or record.step % self.every_n_steps:
+            return
+        if record.replayed:  # the books are still those of a run that has not begun
             return
         self._written = record.step
         if trainer.is_global_zero:

@@ -21,10 +21,12 @@ class RunSummary:
     """One run, with everything that was computed twice counted but shown once.
 
     kills: of the schedule, as recorded by the processes just before they died.
-    recomputed: finished iterations that a restart threw away and that were computed again.
+    recomputed: finished iterations that were computed again: those that a restart threw away, and those that bring a
+    sparse window back. replayed: the latter.
     lost_tokens: token-expert assignments whose updates the restored experts lacked; plt: their portion.
-    bytes_per_iteration, stall_ms_mean, stall_ms_max: over all executed iterations; bytes of
-    all ranks together, stall of the slowest rank.
+    checkpoints: begun; a sparse window is one.
+    bytes_per_iteration, bytes_at_compute, stall_ms_mean, stall_ms_max: over all executed iterations but those replayed;
+    bytes of all ranks together, stall of the slowest rank.
     """
 
     title: str
@@ -55,6 +57,19 @@ class RunSummary:
         return executed - len(self._by_step("train/loss"))
 
     @property
+    def replayed(self) -> int:
+        return int(sum(self._all("moe_ckpt/replayed")))
+
+    @property
+    def losses(self) -> dict[int, set[float]]:
+        """Step -> its training loss, or losses if it came out differently when it was computed again."""
+        found: dict[int, set[float]] = {}
+        for record in self.records:
+            if "train/loss" in record:
+                found.setdefault(int(record["step"]), set()).add(record["train/loss"])
+        return found
+
+    @property
     def restart_steps(self) -> list[int]:
         """The last finished step before each restart."""
         found, reached = [], 0
@@ -67,15 +82,20 @@ class RunSummary:
 
     @property
     def checkpoints(self) -> int:
-        return sum(b > 0 for b in self._all("moe_ckpt/bytes"))
+        return sum(r.get("moe_ckpt/bytes", 0) > 0 and not r.get("moe_ckpt/window_slot", 0) for r in self.records)
 
     @property
     def bytes_per_checkpoint(self) -> float:
-        return _mean(b for b in self._all("moe_ckpt/bytes") if b > 0)
+        return sum(self._all("moe_ckpt/bytes")) / max(1, self.checkpoints)
 
     @property
     def bytes_per_iteration(self) -> float:
         return _mean(self._all("moe_ckpt/bytes"))
+
+    @property
+    def bytes_at_compute(self) -> float:
+        """Of ``bytes_per_iteration``, weights alone, of what is saved in full later in its window."""
+        return _mean(self._all("moe_ckpt/bytes_compute"))
 
     @property
     def stall_ms_mean(self) -> float:
@@ -147,7 +167,8 @@ def over_ranks(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for record in ranks[0] if ranks else []:
         if "moe_ckpt/bytes" in record:
             same = totals[record["generation"], record["step"]]
-            record["moe_ckpt/bytes"] = sum(r["moe_ckpt/bytes"] for r in same)
+            for name in ("moe_ckpt/bytes", "moe_ckpt/bytes_compute"):
+                record[name] = sum(r.get(name, 0) for r in same)
             record["moe_ckpt/stall_ms"] = max(r["moe_ckpt/stall_ms"] for r in same)
         merged.append(record)
     return merged
@@ -169,10 +190,16 @@ def human_bytes(count: float) -> str:
 ROWS: tuple[tuple[str, str], ...] = (
     ("iterations", "the length of the run"),
     ("processes killed", "kill -9 of a rank, in the middle of an iteration"),
-    ("iterations computed again", "finished ones that the kill threw away"),
-    ("checkpoints begun", "over the whole run"),
+    ("iterations computed again", "finished ones that the kill threw away, or that bring a sparse window back"),
+    ("of these, replays", "to bring a sparse window back; nothing is saved at them"),
+    ("checkpoints begun", "over the whole run; a sparse window is one"),
     ("written per checkpoint", "averaged, all ranks together"),
-    ("written per iteration", "averaged over all iterations, all ranks together"),
+    ("written per iteration", "averaged over all iterations but replays, all ranks together"),
+    ("most in one iteration", "all ranks together; the very first checkpoint of MoC is a full one"),
+    (
+        "weights alone, per iteration",
+        "part of what is written: at compute fidelity, without the optimizer state that follows later in the window",
+    ),
     ("stall per iteration", "mean / worst time that training waited for the checkpoint"),
     ("experts per layer", "how many of each layer's experts a checkpoint writes (K)"),
     ("oldest expert, iterations", "the most iterations that the newest copy of an expert was ever behind"),
@@ -180,20 +207,24 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("lost tokens", "tokens that a restored expert no longer knows"),
     ("PLT", "portion of lost tokens: their share of all tokens"),
     ("validation loss", "nats per byte on held-out files"),
+    ("its difference", "to the run that never failed"),
     ("wall time", "with the start of the processes"),
 )
 """Row titles of the final table, each with a word for the newcomer."""
 
 
-def table_cells(run: RunSummary) -> tuple[str, ...]:
-    """The cells of one run, in the order of ``ROWS``."""
+def table_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
+    """The cells of one run, in the order of ``ROWS``. baseline: the run that never failed."""
     return (
         str(run.steps),
         str(run.kills),
         str(run.recomputed),
+        str(run.replayed),
         str(run.checkpoints),
         human_bytes(run.bytes_per_checkpoint),
         human_bytes(run.bytes_per_iteration),
+        human_bytes(max(run._all("moe_ckpt/bytes"), default=0.0)),
+        human_bytes(run.bytes_at_compute),
         f"{run.stall_ms_mean:.1f} / {run.stall_ms_max:.0f} ms",
         " then ".join(map(str, run.experts_per_layer)) or "all",
         str(run.oldest_expert_steps),
@@ -201,8 +232,17 @@ def table_cells(run: RunSummary) -> tuple[str, ...]:
         f"{run.lost_tokens:,}",
         f"{run.plt:.2%}",
         "not finished" if run.val_loss is None else f"{run.val_loss:.4f}",
+        _difference(run, baseline),
         f"{run.wall_secs:.0f} s",
     )
+
+
+def _difference(run: RunSummary, baseline: RunSummary) -> str:
+    """With enough digits that only what is exactly 0 reads so."""
+    if run.val_loss is None or baseline.val_loss is None:
+        return "unknown"
+    away = run.val_loss - baseline.val_loss
+    return f"{away:+.4f}" if abs(away) >= 5e-5 else f"{away:+.1e}" if away else "0"
 
 
 @dataclass(frozen=True)
@@ -212,29 +252,43 @@ class Verdict:
 
 
 def verdicts(
-    baseline: RunSummary, dense: RunSummary, sequential: RunSummary, load_aware: RunSummary, kills: int
+    baseline: RunSummary,
+    dense: RunSummary,
+    sequential: RunSummary,
+    load_aware: RunSummary,
+    windows: RunSummary,
+    kills: int,
 ) -> tuple[Verdict, ...]:
-    """What the demo promises, checked on what was measured."""
-    same = baseline.parameters is not None and baseline.parameters == dense.parameters
-    losses = baseline.curve("train/loss") == dense.curve("train/loss")
-    failing = (dense, sequential, load_aware)
+    """What the demo promises, checked on what was measured. windows: the run under MoEvement."""
+    failing = (dense, sequential, load_aware, windows)
     survived = all(run.kills == kills and run.val_loss is not None for run in failing)
     counts = ", ".join(str(run.kills) for run in failing)
     return (
         Verdict(
             survived,
-            f"All three failing runs lost a process to kill -9 {kills} times and came back by themselves."
+            f"All four failing runs lost a process to kill -9 {kills} times and came back by themselves."
             if survived
             else f"NOT as planned: {counts} kills instead of {kills} each, or a run did not finish.",
         ),
-        Verdict(
-            same and losses,
-            "Dense: parameters and every loss equal those of the run that never failed, bit for bit."
-            if same and losses
-            else f"Dense DIFFERS from the run that never failed (parameters equal: {same}, losses equal: {losses}).",
-        ),
+        _exact(baseline, dense),
         *(_partial(baseline, dense, run) for run in (sequential, load_aware)),
         _compared(sequential, load_aware),
+        _exact(baseline, windows),
+        _spared(dense, windows),
+    )
+
+
+def _exact(baseline: RunSummary, run: RunSummary) -> Verdict:
+    """Losses of iterations that were computed more than once count each time."""
+    same = baseline.parameters is not None and baseline.parameters == run.parameters
+    losses = baseline.losses == run.losses
+    end = baseline.val_loss is not None and baseline.val_loss == run.val_loss
+    return Verdict(
+        same and losses and end and run.lost_tokens == 0,
+        f"{run.title}: parameters and every loss equal those of the run that never failed, bit for bit; no token lost."
+        if same and losses and end and run.lost_tokens == 0
+        else f"{run.title} DIFFERS from the run that never failed (parameters equal: {same}, training losses equal: "
+        f"{losses}, validation loss equal: {end}, lost tokens: {run.lost_tokens:,}).",
     )
 
 
@@ -256,4 +310,14 @@ def _compared(sequential: RunSummary, load_aware: RunSummary) -> Verdict:
         finished,
         f"Experts chosen by load lost {load_aware.lost_tokens:,} tokens, experts in turn "
         f"{sequential.lost_tokens:,} ({less:+.0%}), through the same kills.",
+    )
+
+
+def _spared(dense: RunSummary, windows: RunSummary) -> Verdict:
+    """How much a kill costs Dense depends on where in its ten iterations it comes, so this is said and not demanded."""
+    share = windows.bytes_per_iteration / dense.bytes_per_checkpoint if dense.bytes_per_checkpoint else 0.0
+    return Verdict(
+        windows.val_loss is not None,
+        f"{windows.title}: iterations computed again: {windows.recomputed}, {windows.replayed} of them replays "
+        f"(Dense: {dense.recomputed}); it writes {share:.0%} of a whole checkpoint at every iteration.",
     )

@@ -47,29 +47,79 @@ def test_bytes_add_up_over_ranks_and_the_slowest_rank_counts():
     assert [(r["moe_ckpt/bytes"], r["moe_ckpt/stall_ms"]) for r in merged] == [(15, 9.0), (8, 1.0), (7, 1.0)]
 
 
+def test_replayed_steps_are_told_apart_and_a_window_is_one_checkpoint(tmp_path):
+    """Killed after step 5, with the window of 1 to 3 complete: 2 and 3 are replayed, 4 and 5 computed again."""
+
+    def step(number: int, generation: int) -> list[dict]:
+        saved = {"step": number, "moe_ckpt/bytes": 30.0 - number, "moe_ckpt/bytes_compute": 10.0,
+                 "moe_ckpt/stall_ms": 4.0, "moe_ckpt/window_slot": (number - 1) % 3.0}  # fmt: skip
+        return [
+            {"step": number, "train/loss": 5.0 / number, "generation": generation},
+            saved | {"generation": generation},
+        ]
+
+    def again(number: int) -> list[dict]:
+        return [step(number, 1)[0], {"step": number, "moe_ckpt/replayed": 1.0, "generation": 1}]
+
+    records = [{"event": "process_start", "generation": 0}, *(line for s in range(1, 6) for line in step(s, 0))]
+    records += [{"event": "process_start", "generation": 1}, *again(2), *again(3)]
+    records += [line for s in range(4, 7) for line in step(s, 1)]
+    diary(tmp_path / "run", 0, records)
+    diary(tmp_path / "run", 1, records)
+    run = summarise("x", tmp_path / "run")
+    assert (run.recomputed, run.replayed, run.checkpoints) == (4, 2, 3)
+    saved = [1, 2, 3, 4, 5, 4, 5, 6]
+    assert run.bytes_per_iteration == 2 * (30 - sum(saved) / 8)
+    assert run.bytes_per_checkpoint == pytest.approx(run.bytes_per_iteration * 8 / 3)
+    assert run.bytes_at_compute == 20
+    assert run.stall_ms_mean == 4
+    assert run.curve("moe_ckpt/bytes") == ([1, 2, 3, 4, 5, 6], [58, 56, 54, 52, 50, 48])
+    assert run.losses == {number: {5.0 / number} for number in range(1, 7)}
+
+
+YES = [True] * 7
+
+
 @pytest.mark.parametrize(
-    ("dense_hash", "dense_loss", "kills", "by_load", "passed"),
+    ("exact", "change", "kills", "by_load", "passed"),
     [
-        ("a", 5.0, 2, 3.5, [True, True, True, True, True]),
-        ("b", 5.0, 2, 3.5, [True, False, True, True, True]),
-        ("a", 5.1, 2, 3.5, [True, False, True, True, True]),
-        ("a", 5.0, 1, 3.5, [False, True, True, True, True]),
-        ("a", 5.0, 2, None, [False, True, True, False, False]),
+        ("dense", {}, 2, 3.5, YES),
+        ("dense", {"parameters": "b"}, 2, 3.5, [True, False, *YES[2:]]),
+        ("dense", {"train/loss": 5.1}, 2, 3.5, [True, False, *YES[2:]]),
+        ("windows", {"parameters": "b"}, 2, 3.5, [*YES[:5], False, True]),
+        ("windows", {"train/loss": 5.1}, 2, 3.5, [*YES[:5], False, True]),
+        ("windows", {"first/loss": 5.1}, 2, 3.5, [*YES[:5], False, True]),  # right only when computed again
+        ("windows", {"val_loss": 3.6}, 2, 3.5, [*YES[:5], False, True]),
+        ("windows", {"lost": 1}, 2, 3.5, [*YES[:5], False, True]),
+        ("windows", {}, 1, 3.5, [False, *YES[1:]]),
+        ("dense", {}, 2, None, [False, True, True, False, False, True, True]),
     ],
 )
-def test_the_verdict_tells_a_difference(tmp_path, dense_hash, dense_loss, kills, by_load, passed):
-    ends = {"never": ("a", 5.0, 3.5), "dense": (dense_hash, dense_loss, 3.5), "moc": ("c", 5.0, 3.5)}
-    ends["load"] = ("d", 5.0, by_load)
+def test_the_verdict_tells_a_difference(tmp_path, exact, change, kills, by_load, passed):
+    good = ("a", 5.0, 3.5)
+    ends = {"never": good, "dense": good, "moc": ("c", 5.0, 3.5), "load": ("d", 5.0, by_load), "windows": good}
+    ends[exact] = (change.get("parameters", "a"), change.get("train/loss", 5.0), change.get("val_loss", 3.5))
     for name, (digest, loss, val_loss) in ends.items():
-        lost = {"moc": 200, "load": 150}.get(name, 0)
+        lost = {"moc": 200, "load": 150, exact: change.get("lost", 0)}.get(name, 0)
+        first = lines(2, 2, 0, change["first/loss"]) if name == exact and "first/loss" in change else []
         last = {"step": 3, "moe_ckpt/lost_tokens": lost, "moe_ckpt/plt": lost / 1e4}
         end = {"event": "finished", "val_loss": val_loss, "parameters": digest}
-        diary(tmp_path / name, 0, [*lines(1, 3, 0, loss), last, end])
+        diary(tmp_path / name, 0, [*first, *lines(1, 3, 0, loss), last, end])
         (tmp_path / name / "kills.jsonl").write_text('{"step": 1}\n' * kills)
     runs = [summarise(name, tmp_path / name) for name in ends]
     checks = verdicts(*runs, kills=2)
     assert [check.passed for check in checks] == passed
-    assert checks[-1].sentence.startswith("Experts chosen by load lost 150 tokens, experts in turn 200 (-25%)")
+    assert checks[4].sentence.startswith("Experts chosen by load lost 150 tokens, experts in turn 200 (-25%)")
+
+
+def test_only_no_difference_at_all_reads_as_0(tmp_path):
+    cells = []
+    for name, val_loss in (("never", 3.5), ("same", 3.5), ("near", 3.5 + 2**-40), ("off", 3.4), ("dead", None)):
+        diary(tmp_path / name, 0, [{"event": "finished", "val_loss": val_loss}])
+        run = summarise(name, tmp_path / name)
+        cells.append(dict(zip((title for title, _ in ROWS), table_cells(run, summarise("n", tmp_path / "never")),
+                              strict=True))["its difference"])  # fmt: skip
+    assert cells == ["0", "0", "+9.1e-13", "-0.1000", "unknown"]
 
 
 def expert_lines() -> list[dict]:
@@ -103,7 +153,7 @@ def test_tables_of_experts_come_back_from_the_diary(run_with_experts):
     steps, ages = run_with_experts.tables("ages")
     assert steps == [1, 2, 3, 4]
     assert ages[2].tolist() == [[1, 0, 2], [0, 1, 2]]
-    cells = dict(zip((title for title, _ in ROWS), table_cells(run_with_experts), strict=True))
+    cells = dict(zip((title for title, _ in ROWS), table_cells(run_with_experts, run_with_experts), strict=True))
     assert cells["experts per layer"] == "1 then 2"
     assert cells["oldest expert, iterations"] == "4"
     assert cells["skewness of load"] == "0.500"
@@ -159,7 +209,7 @@ def test_report_is_one_file_that_loads_nothing(tmp_path, run_with_experts):
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert "a &lt;b&gt; run" in page
     assert "NOT equal &amp; so on" in page
-    assert all(cell in page for cell in table_cells(run))
+    assert all(cell in page for cell in table_cells(run, run))
 
 
 def test_the_demo_empties_only_what_it_made(tmp_path):
@@ -180,11 +230,22 @@ def test_demo_survives_its_kills_and_says_so(tmp_path, capsys):
     code = demo.main(["--steps", "26", "--kills", "2", "--out", str(out), "trainer.val_batches=2"])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    runs = {name: summarise(name, out / name) for name in ("never_failing", "dense", "moc", "moc_load_aware")}
-    assert [runs[name].kills for name in runs] == [0, 2, 2, 2]
+    names = ("never_failing", "dense", "moc", "moc_load_aware", "moevement")
+    runs = {name: summarise(name, out / name) for name in names}
+    assert [runs[name].kills for name in runs] == [0, 2, 2, 2, 2]
     assert all(run.steps == 26 for run in runs.values())
-    assert runs["dense"].parameters == runs["never_failing"].parameters
-    assert runs["dense"].lost_tokens == 0
+    windows = runs["moevement"]
+    for run in (runs["dense"], windows):
+        assert (run.parameters, run.val_loss) == (runs["never_failing"].parameters, runs["never_failing"].val_loss)
+        assert run.losses == runs["never_failing"].losses
+        assert run.lost_tokens == 0
+    # At most two complete windows, less the step that each begins with, for each kill; the first may come before the
+    # first of them is complete.
+    assert 0 < windows.replayed < windows.recomputed <= 2 * (2 * 3)
+    assert windows.replayed % 2 == 0
+    assert {int(size) for size in windows.curve("moe_ckpt/window_size")[1]} == {3}
+    assert windows.bytes_at_compute > 0
+    assert 0.4 < windows.bytes_per_iteration / runs["dense"].bytes_per_checkpoint < 0.5  # 12 and 4 bytes, W = 3
     for name in ("moc", "moc_load_aware"):
         run = runs[name]
         assert run.lost_tokens > 0

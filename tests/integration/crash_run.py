@@ -41,6 +41,7 @@ from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
+from tests.integration import sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
@@ -56,6 +57,7 @@ class Run:
     crash: (phase, n) kills this process the n-th time that the phase is reached; ("read", n) at the n-th
     read of the store. kills: a schedule of
     ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
+    sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     """
 
     store: str | None
@@ -78,6 +80,7 @@ class Run:
     sampler: str = "stateful"
     hashes: bool = False
     slow_copy_secs: float = 0.0
+    sabotage: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -341,6 +344,7 @@ def main(run: Run) -> None:
     """One life of the program."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    sabotage.apply(run.sabotage)
     rank = int(os.environ.get("RANK", "0"))
     trainer, module, _ = build(run, rank)
     trainer.fit(module, *loaders(run))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.moe_models import family
-from tests.support.tiny_moe import CLASSES, WIDTH, TinyMoE
+from tests.support.tiny_moe import CLASSES, WIDTH, Router, TinyMoE
 
 
 class ManualMoE(TinyMoE):
@@ -87,6 +87,35 @@ class NoMoE(TinyMoE):
         assert self.head.out_features == CLASSES
 
 
+class BiasedRouter(Router):
+    """Chooses by score plus a bias, which is no parameter: each step favours experts that got few tokens."""
+
+    def __init__(self, width: int, experts: int, top_k: int) -> None:
+        super().__init__(width, experts, top_k)
+        self.register_buffer("expert_bias", torch.zeros(experts))
+        self.load = torch.zeros(experts)
+
+    def forward(self, x):
+        scores = F.softmax(F.linear(x, self.weight).float(), dim=-1)
+        indices = (scores + self.expert_bias).topk(self.top_k, dim=-1).indices
+        self.load = torch.bincount(indices.flatten(), minlength=len(self.expert_bias)).float()
+        return scores.gather(-1, indices).to(x.dtype), indices
+
+
+class BiasedMoE(TinyMoE):
+    """Balanced without an auxiliary loss, as DeepSeek-V3: the routers' biases move once per step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for block in self.blocks:
+            block.moe.gate = BiasedRouter(WIDTH, self.hparams.experts, self.hparams.top_k)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for block in self.blocks:
+            router = block.moe.gate
+            router.expert_bias += 0.05 * (router.load.mean() - router.load).sign()
+
+
 class FamilyMoE(pl.LightningModule):
     """A language model of transformers, freshly initialised, with dropout on its embeddings."""
 
@@ -125,6 +154,7 @@ KINDS: dict[str, type[Any]] = {
     "overflowing": OverflowingMoE,
     "epoch-scheduled": EpochScheduledMoE,
     "no-moe": NoMoE,
+    "biased": BiasedMoE,
     "mixtral": MixtralMoE,
     "qwen3": Qwen3MoE,
 }

@@ -1,0 +1,152 @@
+"""What a run of ``crash_run`` can do wrong on purpose: one thing that exact recovery needs is left out.
+
+Everything here replaces parts of the library in the process that calls ``apply``, and in no other. That process ends
+with its run, so nothing is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_ckpt.callbacks import moe_checkpoint, replaying
+from moe_ckpt.callbacks.freezing import ClipNorms
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.modeling import module_state, param_groups
+from moe_ckpt.policies.moevement import MoEvement
+from moe_ckpt.recovery.index import TensorIndex
+from moe_ckpt.recovery.replay import Replay
+from tests.support.tiny_moe import TinyMoE
+
+
+def apply(names: str) -> None:
+    """Do all of these wrong from now on; names in ``SABOTAGES`` with commas between, or ""."""
+    for name in filter(None, names.split(",")):
+        SABOTAGES[name]()
+
+
+def _norms_not_given() -> None:
+    """Replay clips by the norm of the gradients that are there, not by the one that was recorded."""
+    ClipNorms.given = property(lambda self: [], lambda self, value: None)  # type: ignore[assignment]
+
+
+def _hyperparameters_not_loaded() -> None:
+    """Learning rate, weight decay, betas stay those of a fresh optimizer."""
+    param_groups.write = lambda optimizer, groups: None
+
+
+def _schedulers_not_loaded() -> None:
+    _change_what_lightning_gets(lambda stored: {**stored, "lr_schedulers": []})
+
+
+def _position_not_loaded() -> None:
+    """The loader begins its epoch anew, while the loops go on in the middle of it."""
+
+    def without_loader(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        fit = stored["loops"]["fit_loop"]
+        assert fit["state_dict"].get("combined_loader"), "the loader's state is kept elsewhere now"
+        return {**stored, "loops": {**stored["loops"], "fit_loop": {**fit, "state_dict": {}}}}
+
+    _change_what_lightning_gets(without_loader)
+
+
+def _change_what_lightning_gets(change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    restore = moe_checkpoint.restore_checkpoint
+    moe_checkpoint.restore_checkpoint = lambda trainer, stored: restore(trainer, change(stored))
+
+
+def _rng_not_restored() -> None:
+    moe_checkpoint.restore_rng = lambda state: None
+
+
+def _router_state_not_loaded() -> None:
+    """Buffers of routers keep the values that the module was built with; all others are loaded."""
+    write = module_state.write
+
+    def partly(model: Any, stored: Mapping[str, Any]) -> None:
+        own = {name: value for name, value in module_state.read(model)["buffers"].items() if ".gate." in name}
+        assert own, "the model has no router with buffers"
+        write(model, {**stored, "buffers": {**stored["buffers"], **own}})
+
+    module_state.write = partly
+
+
+def _unchecked() -> None:
+    """Replay does not look whether it repeats what was recorded."""
+    replaying._first_difference = lambda recorded, captured: None
+
+
+def _steps_not_loaded() -> None:
+    """The step count of a stack of experts comes with its home operator only, not with every slice."""
+    _change_windows(lambda index, step, key: key.startswith("optim/"))
+
+
+def _slices_not_replaced() -> None:
+    """In a stack of which some experts are anchored, the others keep what the optimizer made of them."""
+    _change_windows(
+        lambda index, step, key: key.startswith("model/") and any(s.file.step <= step for s in index.tensors[key])
+    )
+
+
+def _change_windows(leave_out: Callable[[TensorIndex, int, str], bool]) -> None:
+    """Replay does not see what ``leave_out`` names of what only replay needs, by step and key."""
+    begin = Replay.__post_init__
+
+    def changed(self: Replay) -> None:
+        index = self.index
+        left = {
+            step: {key: group for key, group in groups.items() if not leave_out(index, step, key)}
+            for step, groups in index.replay.items()
+        }
+        assert left != index.replay, "the window has nothing of this kind"
+        self.index = replace(index, replay=left)
+        begin(self)
+
+    Replay.__post_init__ = changed
+
+
+def _frozen_in_bf16() -> None:
+    """All frozen weights are saved in bfloat16, also those that kernels read as they are."""
+    set_types = CheckpointSession.set_compute_types
+    CheckpointSession.set_compute_types = lambda self, types: set_types(
+        self, dict.fromkeys(self.catalog.parameters, "BF16")
+    )
+
+
+def _no_step_0() -> None:
+    """Nothing is saved before training, and the first window is as sparse as any."""
+    begin = MoEvement._begin
+    CheckpointSession.begin_run = lambda self, capture: None
+    MoEvement._begin = lambda self, context: begin(self, replace(context, last_step=0))
+
+
+def _other_weights() -> None:
+    """The model begins with other weights, as in a program that does not seed them; all else is drawn as before."""
+    configure = TinyMoE.configure_optimizers
+
+    def changed(self: TinyMoE) -> Any:
+        generator = torch.Generator().manual_seed(98765)
+        for parameter in self.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        return configure(self)
+
+    TinyMoE.configure_optimizers = changed
+
+
+SABOTAGES: dict[str, Callable[[], None]] = {
+    "norms not given": _norms_not_given,
+    "hyperparameters not loaded": _hyperparameters_not_loaded,
+    "schedulers not loaded": _schedulers_not_loaded,
+    "steps not loaded": _steps_not_loaded,
+    "position not loaded": _position_not_loaded,
+    "rng not restored": _rng_not_restored,
+    "router state not loaded": _router_state_not_loaded,
+    "frozen in bf16": _frozen_in_bf16,
+    "slices not replaced": _slices_not_replaced,
+    "no step 0": _no_step_0,
+    "other weights": _other_weights,
+    "unchecked": _unchecked,
+}

@@ -72,7 +72,7 @@ def test_killed_in_every_phase(name, place):  # noqa: F811
 
 @pytest.mark.slow
 def test_killed_in_every_phase_at_other_moments(place):  # noqa: F811
-    run = placed(WINDOWS, place)
+    run = placed(replace(WINDOWS, epochs=6), place)
     for crash in CHAINS["last"]:
         _die(run, crash)
     _end(run)

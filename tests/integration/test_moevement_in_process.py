@@ -1,0 +1,63 @@
+"""Sparse windows without a new process: an exception and a fresh Trainer, or the same Trainer that fits on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.integration.crash_run import Run, build, final_state, loaders
+from tests.integration.lives import (
+    assert_same_losses,
+    assert_store_sound,
+    differences,
+    manifests,
+    place,  # noqa: F401 - a fixture
+)
+from tests.integration.test_crash_variations import life
+
+W = 3
+RUN = Run(None, policy=("moevement", W), epochs=2, callback={"when_busy": "wait"}, trainer={"gradient_clip_val": 0.1})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_stopped_by_exceptions_also_during_the_replay(place):  # noqa: F811
+    truth = life(replace(RUN, store=str(place / "truth")))
+    run = replace(RUN, store=str(place / "store"))
+    lines = life(run, stop_at=11).lines
+    newest = manifests(run.store)[0]
+    assert len(newest.slots) == W
+    lines += life(run, stop_at=newest.slots[1].step).lines  # two batches into the replay
+    assert manifests(run.store)[0].step == newest.step
+    ended = life(run)
+    assert ended.restored == newest.step
+    found = list(differences(ended.state, truth.state))
+    assert not found, found[:10]
+    assert_same_losses(lines + ended.lines, truth.lines)
+    assert_store_sound(run, ended=True)
+
+
+def test_the_same_trainer_fits_on(place):  # noqa: F811
+    """Each fit makes new optimizers, as Lightning has it; otherwise nothing is other than without checkpoints."""
+    states = []
+    for store in (str(place / "store"), None):
+        run = replace(RUN, store=store)
+        trainer, module, _ = build(run)
+        train, _ = loaders(run)
+        for limit in (1, 2):
+            trainer.fit_loop.max_epochs = limit
+            trainer.fit(module, train)
+        states.append(final_state(trainer, module))
+    found = list(differences(*states))
+    assert not found, found[:10]
+    run = replace(RUN, store=str(place / "store"))
+    assert_store_sound(run, ended=True)
+    assert [(manifest.step, len(manifest.slots)) for manifest in manifests(run.store)] == [(20, 1), (19, W)]

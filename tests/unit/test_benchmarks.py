@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 import lightning.pytorch as pl
 
-from benchmarks import agreement, copy_speed, lost_tokens, stall
+from benchmarks import agreement, copy_speed, lost_tokens, moevement, stall
 from benchmarks.contestants import Gate, HookClock
 
 
@@ -86,3 +86,39 @@ def test_gate_is_closed_at_first():
 def test_unknown_contestant_is_refused():
     with pytest.raises(SystemExit, match="no contestant has such a name"):
         stall.main(["--only", "nonesuch", "--rounds", "1"])
+
+
+@pytest.mark.timeout(120)
+def test_moevement_measures_cost_and_replay(tmp_path, capfd):
+    options = f"--size tiny --only cost replay --rounds 1 --iterations 3 --threads 1 --dir {tmp_path} --write"
+    assert moevement.main([*options.split(), "--out", str(tmp_path / "out")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    found = json.loads((tmp_path / "out" / "moevement.json").read_text())
+    rows = {row["name"]: row for row in found["cost"]["rows"]}
+    state = found["cost"]["state_bytes"]
+    assert rows["no checkpoint"]["bytes"] == 0
+    assert state <= rows["dense"]["bytes"] < 1.01 * state
+    windows = rows["MoEvement, W=3"]
+    assert windows["window"] == [3, 3]
+    assert windows["off_formula"] < 0.01
+    assert 0 < windows["compute_bytes"] < windows["bytes"] < 0.6 * state
+    assert {(row["experts"], row["replayed_iterations"]) for row in found["replay"]["rows"]} == {
+        ("ModuleList", 2),
+        ("stacked", 2),
+    }
+    left_out = {(row["experts"], row["leave_out"]): row["without_gradients"] for row in found["replay"]["rows"]}
+    assert left_out["ModuleList", True] > 0.1
+    assert left_out["ModuleList", False] == left_out["stacked", False] == 0
+    assert "| MoEvement, W=3 |" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_moevement_counts_what_is_computed_again(tmp_path):
+    options = f"--size tiny --only recovery --kills 2 --threads 1 --dir {tmp_path} --write --out {tmp_path}"
+    assert moevement.main(options.split()) == 0
+    found = json.loads((tmp_path / "moevement.json").read_text())["recovery"]
+    dense, windows = found["dense every 10"], found["MoEvement, W=3"]
+    assert len(dense["restarts"]) == len(windows["restarts"]) == 2
+    assert all(0 <= restart["recomputed"] <= 12 for restart in dense["restarts"])
+    assert all(2 <= restart["recomputed"] <= 7 for restart in windows["restarts"])
+    assert all(restart["secs"] >= restart["loading_secs"] > 0 for restart in windows["restarts"])

@@ -70,13 +70,23 @@ def _live(life: Life, steps: int) -> None:
     """One life, in a process of its own. From here on the clock of its restart runs."""
     log = _Log(life.log)
     log.note("begin")
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 1)
-    os.dup2(devnull, 2)
+    output = os.open(_output(life), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     torch.set_num_threads(life.threads)
     config, _ = SIZES[life.size]
     ours = MoECheckpoint(life.made(), life.store, save_last=False, when_busy="wait")
     trainer(steps, Path(life.store).parent, log, ours).fit(workload(config), batches(config, life.batch))
+
+
+def _output(life: Life) -> str:
+    return f"{life.log}.txt"
+
+
+def _failed(life: Life, what: str) -> RuntimeError:
+    output = Path(_output(life))
+    words = output.read_text(errors="replace")[-3000:] if output.exists() else "(none)"
+    return RuntimeError(f"{life.policy} {what}; its last words:\n{words}")
 
 
 def _events(path: str) -> list[dict[str, Any]]:
@@ -108,13 +118,13 @@ def _killed_at(life: Life, step: int, after_secs: float) -> None:
         deadline = time.monotonic() + _PATIENCE_SECS
         while _reached(life.log) < step:
             if not process.is_alive() or time.monotonic() > deadline:
-                raise RuntimeError(f"{life.policy} did not come as far as step {step}; exit code {process.exitcode}")
+                raise _failed(life, f"did not come as far as step {step}, exit code {process.exitcode}")
             time.sleep(0.01)
         time.sleep(after_secs)
         process.kill()
         process.join()
         if process.exitcode != -signal.SIGKILL:
-            raise RuntimeError(f"{life.policy} ended before it was killed; exit code {process.exitcode}")
+            raise _failed(life, f"ended before it was killed, exit code {process.exitcode}")
     finally:
         if process.is_alive():
             process.kill()

@@ -35,7 +35,7 @@ from benchmarks.workload import SIZES
 
 _EXAMPLE = """example:
   python benchmarks/moevement.py --size small --rounds 1 --kills 2
-  python benchmarks/moevement.py --write                # ten minutes on 2 cores, otherwise idle
+  python benchmarks/moevement.py --write                # eight minutes on 2 cores, otherwise idle
   python benchmarks/moevement.py --only recovery --kills 20
 """
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "moevement.png"
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=None, help="sequences per iteration: the length of an iteration")
     made.add_argument("--window", type=int, default=3, help="W (default 3)")
     made.add_argument("--interval", type=int, default=10, help="iterations between dense checkpoints (default 10)")
-    made.add_argument("--rounds", type=int, default=3, help="turns of every contestant (default 3)")
+    made.add_argument("--rounds", type=int, default=2, help="turns of every contestant (default 2)")
     made.add_argument("--iterations", type=int, default=6, help="counted iterations with a checkpoint per turn")
     made.add_argument("--kills", type=int, default=6, help="kill -9 per run (default 6)")
     made.add_argument("--seed", type=int, default=1, help="when it is killed (default 1)")
@@ -83,7 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = _measure(options, Path(home), tell)
     finally:
         torch.set_num_threads(before)
-    found["facts"] |= {"took_secs": round(time.monotonic() - began)}
+    words = sys.argv[1:] if argv is None else argv
+    found["facts"] |= {
+        "command": " ".join(["python benchmarks/moevement.py", *words]),
+        "took_secs": round(time.monotonic() - began),
+    }
     for line in windows_report.lines(found):
         print(line)
     if options.write:

@@ -18,8 +18,8 @@ def lines(found: Found) -> Iterator[str]:
     yield (
         f"{machine['cores']} cores, {machine['memory_gib']} GB, {machine['gpus']} GPUs, torch {machine['torch']}, "
         f"{machine['date']}; model {facts['size']}, {facts['tokens_per_iteration']} tokens per iteration, "
-        f"{facts['threads']} compute threads, checkpoints in {facts['storage']}; load average at the end "
-        f"{machine['load_average_1min']}; took {facts['took_secs']} s."
+        f"{facts['threads']} compute threads, checkpoints in {facts['storage']}; load average at the "
+        f"beginning {machine['load_average_1min']}."
     )
     if "cost" in found:
         yield from _cost(found["cost"], facts)

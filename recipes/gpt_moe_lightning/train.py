@@ -25,6 +25,7 @@ from recipes.gpt_moe_lightning.runlog import Diary, ExpertDiary, RunLog, paramet
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch import Tensor
 
 DIARY_TABLES = 200
 """About as many tables of all experts are written in a run: what a picture can show."""
@@ -72,12 +73,16 @@ class RunConfig:
 
 
 class Faults(Callback):
-    """Kills this process where the schedule says so: after the backward pass, before the optimizer step."""
+    """Kills this process where the schedule says so: between the forward and the backward pass.
+
+    Not after the backward pass: a callback with ``on_after_backward`` might look at gradients, so replay of a sparse
+    window would compute all of them, which it does not in a run without this callback.
+    """
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self.on_step = on_step
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self.on_step(trainer.global_step + 1)
 
 

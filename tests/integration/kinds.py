@@ -116,6 +116,15 @@ class BiasedMoE(TinyMoE):
             router.expert_bias += 0.05 * (router.load.mean() - router.load).sign()
 
 
+class ShrinkingMoE(TinyMoE):
+    """Changes weights when a batch ends, after every callback's hook."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter *= 0.99
+
+
 class FamilyMoE(pl.LightningModule):
     """A language model of transformers, freshly initialised, with dropout on its embeddings."""
 
@@ -155,6 +164,7 @@ KINDS: dict[str, type[Any]] = {
     "epoch-scheduled": EpochScheduledMoE,
     "no-moe": NoMoE,
     "biased": BiasedMoE,
+    "shrinking": ShrinkingMoE,
     "mixtral": MixtralMoE,
     "qwen3": Qwen3MoE,
 }

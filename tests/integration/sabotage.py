@@ -124,13 +124,14 @@ def _no_step_0() -> None:
 
 
 def _other_weights() -> None:
-    """The model begins with other weights, as in a program that does not seed them; all else is drawn as before."""
+    """The model begins with other weights and other random numbers, as a program does that seeds nothing."""
     configure = TinyMoE.configure_optimizers
 
     def changed(self: TinyMoE) -> Any:
         generator = torch.Generator().manual_seed(98765)
         for parameter in self.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        torch.manual_seed(98765)
         return configure(self)
 
     TinyMoE.configure_optimizers = changed

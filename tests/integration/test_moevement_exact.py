@@ -49,6 +49,13 @@ def test_what_is_left_out_while_replaying_changes_nothing(place, stacked):  # no
     assert_same_run(run)
 
 
+def test_weights_that_change_at_a_batchs_end_are_put_back_after_that(place):  # noqa: F811
+    run = placed(replace(BASE, kind="shrinking"), place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_compute_weights_are_saved_as_kernels_read_them(place, stacked):  # noqa: F811
     """Under bf16 autocast: linear layers in 2 bytes, norms in 4, and still equal to the last bit."""

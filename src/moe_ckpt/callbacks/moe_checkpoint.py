@@ -38,6 +38,7 @@ from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
+from moe_ckpt.callbacks.resuming import adopt_given, say_resumed
 from moe_ckpt.callbacks.rng import capture_rng, restore_rng
 from moe_ckpt.callbacks.sharded_loading import load_steps_into_shards
 from moe_ckpt.callbacks.step_log import StepLog
@@ -46,13 +47,11 @@ from moe_ckpt.callbacks.support import check_strategy, inexact, job_name
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import RoutingCounter
@@ -256,17 +255,7 @@ class MoECheckpoint(Checkpoint):
             log.info("resumed at step %d; the sparse window up to %d is computed again", first, self.restored_step)
             return
         self.restored_step = restored.manifest.step
-        self._say_resumed(session, session.adopt(restored.manifest, held=restored.held), restored.manifest)
-
-    def _say_resumed(self, session: CheckpointSession, fault: FaultRecord, manifest: Manifest) -> None:
-        log.info(
-            "resumed at step %d from %s: %d experts are older than that, %d tokens lost (PLT %.4f)",
-            manifest.step,
-            os.path.join(self.dirpath, manifest.directory),
-            fault.stale_experts,
-            fault.lost_tokens,
-            session.books.tokens.plt,
-        )
+        say_resumed(session, session.adopt(restored.manifest, held=restored.held), restored.manifest, self.dirpath)
 
     def _take_rng(self, rng: Mapping[str, Any]) -> None:
         self._rng = self._rng_to_restore = rng
@@ -276,7 +265,8 @@ class MoECheckpoint(Checkpoint):
             return
         session = self._session
         if self._resumed_from is not None:
-            self._adopt_given(session, self._resumed_from)
+            self.restored_step = adopt_given(session, self._resumed_from, self.dirpath)
+            self._take_rng(self._resumed_from["rng"])
         elif self._books is not None:
             session.continue_books(self._books["tokens"], self._books["index"])
         self._resumed_from = self._books = None
@@ -294,14 +284,6 @@ class MoECheckpoint(Checkpoint):
         if trainer.global_step == 0 and self.restored_step is None and uses_windows(self.policy):
             self._rng = capture_rng()
             session.begin_run(lambda: self._capture(trainer))
-
-    def _adopt_given(self, session: CheckpointSession, resumed: Mapping[str, Any]) -> None:
-        """The user named the step by ``ckpt_path``; Lightning has loaded it already."""
-        reader, manifest = open_step(f"{resumed['root']}/{resumed['directory']}")
-        ours = open_storage(self.dirpath).root
-        session.adopt(manifest, same_store=os.path.realpath(reader.storage.root) == os.path.realpath(ours))
-        self.restored_step = manifest.step
-        self._take_rng(resumed["rng"])
 
     # --- every step ---
 
@@ -345,7 +327,7 @@ class MoECheckpoint(Checkpoint):
             if not uses_windows(self.policy):
                 windows.close()
                 self._windows = None
-            self._say_resumed(session, session.adopt(replaying.manifest), replaying.manifest)
+            say_resumed(session, session.adopt(replaying.manifest), replaying.manifest, self.dirpath)
         windows.step_ends(session)
         self.last = StepRecord(trainer.global_step, replayed=True, committed_step=replaying.manifest.step)
         self._step_log.note(trainer, self.last, session.books)

@@ -48,6 +48,8 @@ class Windows:
     def check(self, policy: str) -> None:
         """Raise ``ConfigError`` if steps could not be computed again exactly, now and not after a failure."""
         reasons = inexact(self._trainer)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
+            reasons.append("an update of LBFGS joins all parameters, those that are not there yet too")
         if self.replaying is not None:
             policy = "The sparse window that training goes on from"
         if reasons:

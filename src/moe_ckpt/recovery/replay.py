@@ -75,6 +75,7 @@ class Replay:
     rank: int
     loaded: int = 0
     steps: tuple[int, ...] = field(init=False)
+    _loaded_versions: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.steps = tuple(slot.step for slot in self.manifest.slots)
@@ -99,8 +100,14 @@ class Replay:
         self.loaded += 1
 
     def repeat(self) -> None:
-        """The same as of the step loaded last: what runs at a batch's end may have changed weights once more."""
-        self._copy(self.steps[self.loaded - 1])
+        """The same as of the step loaded last, if anything was changed in place since: what runs at a batch's end may
+        have changed weights once more."""
+        if self._versions() != self._loaded_versions:
+            self._copy(self.steps[self.loaded - 1])
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Address and torch's version counter of every tensor of the state."""
+        return [(tensor.local.data_ptr(), tensor.local._version) for tensor in self.state.tensors()]
 
     def upcoming(self) -> Mapping[str, Any]:
         """This rank's plain state as it was at the step that is computed next: what was recorded of it."""
@@ -134,3 +141,4 @@ class Replay:
         tensors = self.state.tensors()
         copy_slices(self.reader, anchored, tensors)
         copy_slices(self.reader, self.index.replay.get(step, {}), tensors)
+        self._loaded_versions = self._versions()

@@ -123,7 +123,7 @@ def _replay(replay: Found, facts: Found) -> Iterator[str]:
     yield (
         f"W = {facts['window']}, {replay['rows'][0]['replayed_iterations']} replayed iterations per round; without "
         "gradients: portion of all parameters, mean over these. A whole replayed iteration also reads and verifies the "
-        "next slot, twice, which ordinary ones do not."
+        "next slot, which ordinary ones do not."
     )
 
 

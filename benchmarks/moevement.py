@@ -70,7 +70,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    quiet()
     console = Console(width=None if sys.stdout.isatty() else 150)
     before, began = torch.get_num_threads(), time.monotonic()
     torch.set_num_threads(options.threads)
@@ -161,4 +160,5 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 if __name__ == "__main__":
+    quiet()
     sys.exit(main())

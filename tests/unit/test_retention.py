@@ -12,10 +12,10 @@ from moe_ckpt.errors import ConfigError
 NOW = 1_000_000.0
 
 
-def record(step, paths=None, generation=0, age_secs=0.0, parent=None):
+def record(step, paths=None, generation=0, age_secs=0.0):
     directory = f"g{generation}s{step}"
     own = frozenset({f"{directory}/MANIFEST"}) | frozenset(paths or {f"{directory}/all"})
-    return CheckpointRecord(directory, generation, step, NOW - age_secs, own, parent)
+    return CheckpointRecord(directory, generation, step, NOW - age_secs, own)
 
 
 def steps(records, **policy):
@@ -37,30 +37,6 @@ def test_the_newest_few_stay_in_any_order_of_input():
 def test_a_later_generation_is_newer_than_a_later_step():
     records = [record(100), record(101), record(51, generation=1), record(52, generation=1)]
     assert retained(records, RetentionPolicy(keep_last=1, keep_spare=False), NOW) == {"g1s52"}
-
-
-def test_what_a_run_came_back_to_is_kept_before_what_it_passed_over():
-    """Step 3 was damaged, so the run went back to step 2: the only good one, until there are two new ones."""
-    old = [record(s) for s in (1, 2, 3)]
-    new = [record(s, generation=1, parent="g0s2") for s in (3, 4)]
-    assert retained(old + new[:1], RetentionPolicy(), NOW) == {"g0s2", "g0s3", "g1s3"}
-    assert retained(old + new[:1], RetentionPolicy(keep_last=1, keep_spare=False), NOW) == {"g1s3"}
-    assert retained(old + new, RetentionPolicy(), NOW) == {"g1s3", "g1s4"}
-
-
-def test_ancestry_goes_through_all_lives():
-    lives = [record(1), record(2), record(3), record(4)]
-    lives += [record(s, generation=1, parent="g0s2") for s in (3, 4, 5)]
-    lives += [record(s, generation=2, parent="g1s4") for s in (5,)]
-    kept = retained(lives, RetentionPolicy(keep_last=5, keep_spare=False), NOW)
-    assert kept == {"g0s1", "g0s2", "g1s3", "g1s4", "g2s5"} | {"g0s3", "g0s4", "g1s5"}
-    kept = retained(lives, RetentionPolicy(keep_last=2, keep_spare=False), NOW)
-    assert kept == {"g1s4", "g2s5"} | {"g0s4", "g1s5"}, "two that were passed over, while the new life has made one"
-
-
-def test_where_the_parent_is_gone_everything_older_counts():
-    records = [record(1), record(2), record(3, generation=1, parent="g0s9")]
-    assert retained(records, RetentionPolicy(keep_last=3, keep_spare=False), NOW) == {"g0s1", "g0s2", "g1s3"}
 
 
 def test_milestones_stay_in_their_newest_generation_only():

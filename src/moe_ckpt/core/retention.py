@@ -4,9 +4,6 @@ Partial checkpoints share files: the newest view of an expert may be a file of a
 lives as long as some retained checkpoint names it, and one file may be the only copy behind every
 recent view. The spare answers that: a complete older checkpoint that has no file in common with the
 newest, so that no single damaged file takes both.
-
-A run that came back passed over what is newer than the checkpoint it returned to, mostly because that is damaged. Such
-checkpoints must not take the place of those that the run stands on.
 """
 
 from __future__ import annotations
@@ -19,18 +16,13 @@ from moe_ckpt.errors import ConfigError
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """One committed checkpoint.
-
-    paths: every file that it needs, its commit record included.
-    parent: directory of the checkpoint that its life of the run returned to, None if it began anew.
-    """
+    """One committed checkpoint. paths: every file that it needs, its commit record included."""
 
     directory: str
     generation: int
     step: int
     created_unix_secs: float
     paths: frozenset[str]
-    parent: str | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -42,8 +34,7 @@ class CheckpointRecord:
 class RetentionPolicy:
     """How many checkpoints to keep. The newest is always kept.
 
-    keep_last: the newest so many stay, of those that the run stands on. What it passed over when it came back stays
-        besides, until its new life has made as many.
+    keep_last: the newest so many stay.
     keep_every_n_steps: steps divisible by it stay too (of one step only the newest generation).
     max_age_secs: older ones go, whatever the two rules above say; not the newest and not the spares.
     keep_spare: also keep a fallback without any file of the newest, and the candidate to follow it: at
@@ -69,30 +60,9 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now
         return frozenset()
     ordered = sorted(records, key=lambda record: record.order)
     newest = ordered[-1]
-    line = _ancestry(ordered)
-    counted = _by_count(line, policy)
-    if sum(record.generation == newest.generation for record in line) < policy.keep_last:
-        counted += [record for record in ordered if record not in line][-policy.keep_last :]
-    kept = [record for record in counted if _is_young(record, policy, now_unix_secs)]
-    spares = _spares(line) if policy.keep_spare else []
+    kept = [record for record in _by_count(ordered, policy) if _is_young(record, policy, now_unix_secs)]
+    spares = _spares(ordered) if policy.keep_spare else []
     return frozenset(record.directory for record in (newest, *kept, *spares))
-
-
-def _ancestry(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
-    """The newest checkpoint, and those that the run made on its way to it; oldest first.
-
-    Where a parent is gone, what it stood on cannot be told any more, and everything older counts.
-    """
-    by_directory = {record.directory: record for record in ordered}
-    line: list[CheckpointRecord] = []
-    last = ordered[-1]
-    while True:
-        older = [record for record in ordered if record.order <= last.order]
-        line = [record for record in older if record.generation == last.generation] + line
-        parent = None if last.parent is None else by_directory.get(last.parent)
-        if parent is None or parent.order >= last.order:
-            return [record for record in older if record.generation < last.generation] + line
-        last = parent
 
 
 def files_to_delete(

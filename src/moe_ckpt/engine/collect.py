@@ -147,7 +147,6 @@ def _record(manifest: Manifest) -> CheckpointRecord:
         step=manifest.step,
         created_unix_secs=manifest.created_unix_secs,
         paths=manifest.paths | {f"{manifest.directory}/{MANIFEST_NAME}"},
-        parent=manifest.parent,
     )
 
 

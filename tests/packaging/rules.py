@@ -17,9 +17,11 @@ MAX_FUNCTION_LINES = 70
 
 LAYERS = (
     *("core", "policies", "format", "storage", "engine", "recovery"),
-    *("modeling", "data", "interop", "metrics", "callbacks"),
+    *("modeling", "data", "interop", "metrics", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
+ADAPTERS = ("callbacks", "megatron")
+"""One per training framework; though one stands before the other, neither may import the other."""
 ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
 SUMMIT = ("", "cli", "__main__")
@@ -42,6 +44,7 @@ HOMES = {
     "torchmetrics": ("metrics",),
     "hydra": ("conf", "cli"),
     "omegaconf": ("conf", "cli"),
+    "megatron": ("megatron", "testing", "interop"),
 }
 """Framework -> the only parts of the package that may import it."""
 PICKLERS = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"})
@@ -142,6 +145,8 @@ def _may_import(part: str, target: str) -> bool:
         return True
     if part in ON_TOP:
         return target in LAYERS or target == ""
+    if part in ADAPTERS and target in ADAPTERS:
+        return False
     return target in LAYERS and LAYERS.index(target) < LAYERS.index(part)
 
 
@@ -160,7 +165,7 @@ def purity(module: Module) -> Iterator[str]:
 
 
 def frameworks(module: Module) -> Iterator[str]:
-    """Lightning and Hydra are known to their adapters only, so that the library works without them."""
+    """Lightning, Megatron and Hydra are known to their adapters only, so that the library works without them."""
     for line, target in imports(module):
         head = target.partition(".")[0]
         if head in HOMES and module.part not in HOMES[head]:

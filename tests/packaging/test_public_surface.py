@@ -31,6 +31,7 @@ SURFACE = {
     "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC MoEvement Policy PolicyContext",
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
+    "moe_ckpt.testing.megatron_cpu": "install",
 }
 """Module -> its ``__all__``. Every package with an ``__all__`` is listed."""
 
@@ -74,7 +75,7 @@ CONFIG_GROUPS = {
     "moe_ckpt/store": "local remote",
 }
 
-EXTRAS = "lightning hydra cli plot remote recipes dev"
+EXTRAS = "lightning hydra cli plot remote megatron recipes dev"
 
 
 def names(module):

@@ -30,10 +30,12 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.agreement import agreement_secs
 from benchmarks.synthetic import LiveState, synthetic
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.engine.copying import Placed, copy_on_cpu, place
-from moe_ckpt.engine.pieces import cut, wanted_boxes
+from moe_ckpt.engine.pieces import LocalState, cut, wanted_boxes
 from moe_ckpt.engine.shares import Sharder
 from moe_ckpt.engine.snapshot import buffer_bytes, split_shards
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.storage.local import LocalStorage
 
 _GRIDS = ((6, 8), (12, 16), (24, 64), (48, 128))
@@ -54,7 +56,8 @@ def prepare(state: LiveState) -> Prepared:
     catalog = state.catalog
     operators = frozenset(op.id for op in catalog.operators)
     tensors = state.tensors()
-    pieces = cut(catalog, operators, tensors, Sharder(catalog, 1, "adaptive").deal(operators, tensors), 0)
+    dealt = Sharder(catalog, everywhere(catalog.layers, 1), "adaptive").deal(operators, tensors)
+    pieces = cut(LocalState(catalog, tensors), operators, dealt, 0)
     parts = split_shards(catalog, pieces)
     placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
     buffer = torch.zeros(buffer_bytes(parts), dtype=torch.uint8)
@@ -121,21 +124,22 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
     """The steps of ``Pipeline.begin`` on the training thread, tiny tensors, everything saved."""
     state = synthetic(layers, experts, expert_elements=16, listed=listed)
     catalog = state.catalog
-    sharder = Sharder(catalog, 1, "adaptive")
+    sharder = Sharder(catalog, everywhere(catalog.layers, 1), "adaptive")
     operators = frozenset(op.id for op in catalog.operators)
     tensors = state.tensors()
     dealt = sharder.deal(operators, tensors)
-    pieces = cut(catalog, operators, tensors, dealt, 0)
+    local, specs = LocalState(catalog, tensors), specs_of(tensors)
+    pieces = cut(local, operators, dealt, 0)
     parts = split_shards(catalog, pieces)
     placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
     buffer = torch.zeros(buffer_bytes(parts), dtype=torch.uint8)
     return timed(
         {
             "deal": lambda: sharder.deal(operators, tensors),
-            "cut": lambda: cut(catalog, operators, tensors, dealt, 0),
+            "cut": lambda: cut(local.of(tensors), operators, dealt, 0),
             "layout": lambda: split_shards(catalog, pieces),
             "place": lambda: [item for part in parts for item in place(pieces, part.entries, part.base)],
-            "wanted_boxes": lambda: wanted_boxes(catalog, operators, tensors),
+            "(persist thread) wanted_boxes": lambda: wanted_boxes(catalog, operators, specs),
             "(copy thread) copy_on_cpu": lambda: copy_on_cpu(placed, buffer),
         },
         repeats,

@@ -29,6 +29,7 @@ from torch import nn
 from benchmarks import report
 from benchmarks.moc_sim import SimulatedRun
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.sharding import parts_equal, parts_none, shares_adaptive, shares_fixed, water_level
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.shares import Weights, expert_owners, weigh
@@ -136,7 +137,7 @@ class Peaks:
 
 def peaks(of: Subject, ranks: int, selector: str, k: int) -> Peaks:
     found: dict[str, list[int]] = {name: [] for name in WAYS}
-    owners = expert_owners(of.catalog, ranks)
+    owners = expert_owners(of.catalog, everywhere(of.catalog.layers, ranks))
     units, rest = of.weights.units, of.non_expert_bytes
     equal = parts_equal(units, ranks)
     for operators in round_of(of.catalog, ranks, selector, k):

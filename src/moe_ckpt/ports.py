@@ -26,13 +26,28 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the training state as a whole, whichever ranks hold it.
+
+    key, parameter, mixes_rows: as in ``StateTensor``.
+    dtype: as named in headers (``format.dtypes``).
+    """
+
+    key: str
+    parameter: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    mixes_rows: bool = False
+
+
+@dataclass(frozen=True)
 class StateTensor:
     """This rank's part of one tensor of the training state, as a live view: never a copy.
 
     key: ``model/<fqn>`` or ``optim/<optimizer index>/<fqn>/<state name>``.
     parameter: fqn of the parameter it belongs to.
-    local: the local block, at ``offsets`` of a tensor of ``global_shape``.
-    replicated: True when every rank holds this same block (plain data parallelism), so that one owner
+    local: a local block, at ``offsets`` of a tensor of ``global_shape``. A rank may hold several blocks of one.
+    replicated: True when all of this rank's peers (``core.placement``) hold this same block, so that one of them
     may write it for all; False when the framework shards it and this rank holds a part.
     duplicate: True when another rank holds this same part and writes it (HSDP): read into, never written.
     on_param_device: False for state kept on the CPU though its parameter is not.
@@ -59,7 +74,15 @@ class TrainingState(Protocol):
     """
 
     def tensors(self) -> Sequence[StateTensor]:
-        """Parameters and the optimizer state that exists now. Called at the start of every snapshot."""
+        """This rank's parameters and optimizer state that exists now. Called at the start of every snapshot."""
+        ...
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """What exists now on all ranks together, alike on every rank, each tensor once.
+
+        The very same object as before, as long as nothing of it has changed: that is how the engine tells. Called at
+        every snapshot, so it must be quick then.
+        """
         ...
 
     def plain(self) -> Mapping[str, Any]:

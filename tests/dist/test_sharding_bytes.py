@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import GRAIN_BYTES, SHARDINGS, water_level
 from moe_ckpt.engine.comm import make_communicator
@@ -206,8 +207,8 @@ def planned_bytes(manifest: Manifest, ranks: int, sharding: str) -> tuple[list[i
     tensors = TorchTrainingState(model, [optimizer]).tensors()
     catalog = build_catalog(model, find_moe_layers(model))
     saved = {op for op, record in manifest.operators.items() if record.step == manifest.step}
-    dealt = Sharder(catalog, ranks, sharding).deal(saved, tensors)
-    weights, owners = weigh(catalog, tensors), expert_owners(catalog, ranks)
+    dealt = Sharder(catalog, everywhere(catalog.layers, ranks), sharding).deal(saved, tensors)
+    weights, owners = weigh(catalog, tensors), expert_owners(catalog, everywhere(catalog.layers, ranks))
     preload = [0] * ranks
     for op in saved & weights.experts.keys():
         preload[owners[op]] += weights.experts[op]

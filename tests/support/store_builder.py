@@ -36,7 +36,8 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.ports import StateTensor, TensorMeta
+from moe_ckpt.modeling.training_state import specs_of
+from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
 
 LAYER = LayerRecord("blocks.0.moe", 4, 2)
 
@@ -331,6 +332,7 @@ class LiveState:
         self.rank, self.ranks, self.dim = rank, ranks, dim
         self.held: dict[str, StateTensor] = {}
         self.prepared = False
+        self._specs: Sequence[TensorSpec] = ()
         for fqn, (shape, dtype) in parameters.items():
             self._make(f"model/{fqn}", shape, dtype)
 
@@ -352,6 +354,11 @@ class LiveState:
 
     def tensors(self) -> Sequence[StateTensor]:
         return list(self.held.values())
+
+    def specs(self) -> Sequence[TensorSpec]:
+        found = specs_of(self.tensors())
+        self._specs = found if found != self._specs else self._specs
+        return self._specs
 
     def plain(self) -> Mapping[str, Any]:
         return {}

@@ -21,8 +21,9 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies import MoC, Policy
-from moe_ckpt.ports import Communicator, StateTensor
+from moe_ckpt.ports import Communicator, StateTensor, TensorSpec
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.base import Chunk, Storage
@@ -68,6 +69,7 @@ class TinyState:
     def __init__(self, model: Catalog) -> None:
         self.held: dict[str, StateTensor] = {}
         self.change: Callable[[list[StateTensor]], list[StateTensor]] = lambda tensors: tensors
+        self._specs: Sequence[TensorSpec] = ()
         for name, shape in model.parameters.items():
             for key, its_shape in ((f"model/{name}", shape), *_optim(name, shape)):
                 self.held[key] = StateTensor(key, name, torch.zeros(its_shape), (0,) * len(its_shape), its_shape)
@@ -78,6 +80,11 @@ class TinyState:
 
     def tensors(self) -> Sequence[StateTensor]:
         return self.change(list(self.held.values()))
+
+    def specs(self) -> Sequence[TensorSpec]:
+        found = specs_of(self.tensors())
+        self._specs = found if found != self._specs else self._specs
+        return self._specs
 
     def plain(self) -> Mapping[str, Any]:
         return {}

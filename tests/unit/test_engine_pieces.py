@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.engine.pieces import cut, shard_kind, wanted_boxes
+from moe_ckpt.core.placement import everywhere
+from moe_ckpt.engine.pieces import LocalState, cut, shard_kind, wanted_boxes
 from moe_ckpt.engine.shares import Sharder, expert_owners
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.shard import lay_out
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from tests.unit.builders import catalog
 
@@ -85,8 +87,9 @@ def worlds(draw):
 
 def shares(model, ranks, tensors, chosen, sharding="adaptive"):
     """Every rank's pieces, dealt out by each rank for itself, as in a real run."""
-    dealt = [Sharder(model, ranks, sharding).deal(chosen, tensors[rank]) for rank in range(ranks)]
-    return [cut(model, chosen, tensors[rank], dealt[rank], rank) for rank in range(ranks)]
+    where = everywhere(model.layers, ranks)
+    dealt = [Sharder(model, where, sharding).deal(chosen, tensors[rank]) for rank in range(ranks)]
+    return [cut(LocalState(model, tensors[rank]), chosen, dealt[rank], rank) for rank in range(ranks)]
 
 
 @given(worlds())
@@ -95,7 +98,7 @@ def test_the_shares_of_all_ranks_tile_the_plan(world):
     pieces = [p for share in shares(model, ranks, tensors, chosen) for p in share]
     found = [(p.entry.key, p.entry.box) for p in pieces]
     for rank in range(ranks):  # the claim is the same whoever makes it
-        prove_cover("all shares", wanted_boxes(model, chosen, tensors[rank]), found)
+        prove_cover("all shares", wanted_boxes(model, chosen, specs_of(tensors[rank])), found)
     assert max(Counter(found).values(), default=1) == 1
     assert {p.entry.operator for p in pieces} == chosen
 
@@ -120,7 +123,7 @@ def test_all_operators_together_hold_every_element(world):
     """The plan's claim itself is whole: no state is left out by every operator."""
     model, ranks, tensors, _ = world
     everything = frozenset(model.by_id)
-    wanted = wanted_boxes(model, everything, tensors[0])
+    wanted = wanted_boxes(model, everything, specs_of(tensors[0]))
     full = {key: [Box((0,) * len(shape), shape)] for key, (_, shape) in state_shapes(model).items()}
     prove_cover("claim", full, [(key, box) for key, boxes in wanted.items() for box in boxes])
     found = [p.entry for share in shares(model, ranks, tensors, everything) for p in share]
@@ -139,7 +142,7 @@ def test_names_in_one_shard_are_unique(world):
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 6))
 def test_every_expert_has_one_owner_and_they_come_in_blocks(layers, experts, ranks):
     model = catalog(layers, experts)
-    owner = expert_owners(model, ranks)
+    owner = expert_owners(model, everywhere(model.layers, ranks))
     assert owner.keys() == {op.id for op in model.experts}
     assert set(owner.values()) <= set(range(ranks))
     for layer in range(layers):
@@ -176,7 +179,8 @@ def test_state_that_cannot_be_split_goes_with_the_gate(two_ranks):
     keys = {p.entry.key for p in pieces}
     assert "optim/0/layers.0.moe.w/step" in keys
     assert not any(key.startswith("model/layers.0.moe.w") for key in keys)
-    assert wanted_boxes(model, frozenset({"gate/0"}), tensors[0])["optim/0/layers.0.moe.w/step"] == [Box((), ())]
+    wanted = wanted_boxes(model, frozenset({"gate/0"}), specs_of(tensors[0]))
+    assert wanted["optim/0/layers.0.moe.w/step"] == [Box((), ())]
 
 
 def test_unstacked_experts_keep_their_own_step():
@@ -192,7 +196,7 @@ def test_a_missing_or_doubled_share_is_seen(two_ranks):
     model, tensors = two_ranks
     chosen = frozenset(model.by_id)
     first, second = [[(p.entry.key, p.entry.box) for p in s] for s in shares(model, 2, tensors, chosen)]
-    wanted = wanted_boxes(model, chosen, tensors[0])
+    wanted = wanted_boxes(model, chosen, specs_of(tensors[0]))
     prove_cover("both", wanted, first + second)
     with pytest.raises(CoverageError, match="are missing"):
         prove_cover("one", wanted, first)
@@ -204,7 +208,7 @@ def test_empty_parameters_are_neither_wanted_nor_written():
     model = catalog(1, 2)
     tensor = StateTensor("optim/0/embed.weight/none", "embed.weight", torch.empty(7, 0), (0, 0), (7, 0))
     assert shares(model, 1, [[tensor]], frozenset(model.by_id)) == [[]]
-    assert wanted_boxes(model, frozenset(model.by_id), [tensor]) == {}
+    assert wanted_boxes(model, frozenset(model.by_id), specs_of([tensor])) == {}
 
 
 def test_experts_and_the_rest_go_to_different_shards():

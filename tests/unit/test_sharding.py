@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.sharding import (
     GRAIN_BYTES,
     SHARDINGS,
@@ -22,7 +23,7 @@ from moe_ckpt.core.sharding import (
     shares_fixed,
     water_level,
 )
-from moe_ckpt.engine.pieces import cut
+from moe_ckpt.engine.pieces import LocalState, cut
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.shares import Sharder, weigh
 from moe_ckpt.errors import ConfigError
@@ -190,10 +191,10 @@ def test_state_is_weighed_with_what_is_cut_like_it():
 def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_lies():
     model, tensors = model_and_tensors(sharded=("embed", "stack"))
     everything = frozenset(model.by_id)
-    dealt = Sharder(model, 2, "adaptive").deal(everything, tensors)
+    dealt = Sharder(model, everywhere(model.layers, 2), "adaptive").deal(everything, tensors)
     assert sum(dealt.shares.loads) == sum(t.local.nbytes for t in tensors if t.replicated)
     for rank in range(2):
-        held = {p.entry.key for p in cut(model, everything, tensors, dealt, rank)}
+        held = {p.entry.key for p in cut(LocalState(model, tensors), everything, dealt, rank)}
         assert {"model/embed", "optim/exp_avg/embed", "model/stack"} <= held
 
 
@@ -203,8 +204,8 @@ def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_
 def test_what_is_cut_weighs_what_was_dealt(sharding, ranks, experts):
     model, tensors = model_and_tensors()
     chosen = {op.id for op in model.always_saved} | {f"expert/0/{e}" for e in experts}
-    dealt = Sharder(model, ranks, sharding).deal(chosen, tensors)
-    shares = [cut(model, chosen, tensors, dealt, rank) for rank in range(ranks)]
+    dealt = Sharder(model, everywhere(model.layers, ranks), sharding).deal(chosen, tensors)
+    shares = [cut(LocalState(model, tensors), chosen, dealt, rank) for rank in range(ranks)]
     assert tuple(sum(p.entry.nbytes for p in share) for share in shares) == dealt.shares.loads
     names = [p.entry.name for share in shares for p in share]
     assert len(names) == len(set(names))
@@ -216,7 +217,7 @@ def test_only_adaptive_shares_follow_the_experts():
     model, tensors = model_and_tensors()
     always = {op.id for op in model.always_saved}
     for sharding, moves in (("none", False), ("equal", False), ("adaptive", True)):
-        sharder = Sharder(model, 2, sharding)
+        sharder = Sharder(model, everywhere(model.layers, 2), sharding)
         first, second = (sharder.deal(always | {f"expert/0/{e}"}, tensors).shares for e in (0, 3))
         assert (first.parts != second.parts) == moves, sharding
         assert first == sharder.deal(always | {"expert/0/0"}, tensors).shares
@@ -224,7 +225,7 @@ def test_only_adaptive_shares_follow_the_experts():
 
 def test_a_tensor_that_appears_is_weighed():
     model, tensors = model_and_tensors()
-    sharder = Sharder(model, 2, "equal")
+    sharder = Sharder(model, everywhere(model.layers, 2), "equal")
     early = [t for t in tensors if t.key.startswith("model/")]
     for now in (early, tensors, early):
         shares = sharder.deal(frozenset(model.by_id), now).shares
@@ -234,7 +235,8 @@ def test_a_tensor_that_appears_is_weighed():
 def test_dealing_is_balanced_where_the_embedding_is_most_of_the_model():
     model, tensors = model_and_tensors()
     chosen = frozenset(op.id for op in model.always_saved) | {"expert/0/0"}
-    peaks = {how: Sharder(model, 4, how).deal(chosen, tensors).shares.peak_bytes for how in SHARDINGS}
+    where = everywhere(model.layers, 4)
+    peaks = {how: Sharder(model, where, how).deal(chosen, tensors).shares.peak_bytes for how in SHARDINGS}
     assert peaks["adaptive"] < peaks["equal"] / 2 < peaks["none"] / 2
 
 
@@ -244,8 +246,8 @@ def test_stacked_state_without_rows_has_one_writer_in_every_checkpoint():
         StateTensor(f"optim/0/{name}/step", name, torch.tensor(1.0), (), ()) for name in model.parameters
     ]
     chosen = frozenset(op.id for op in model.always_saved)
-    dealt = Sharder(model, 3, "adaptive").deal(chosen, tensors)
-    written = [p.entry.key for rank in range(3) for p in cut(model, chosen, tensors, dealt, rank)]
+    dealt = Sharder(model, everywhere(model.layers, 3), "adaptive").deal(chosen, tensors)
+    written = [p.entry.key for rank in range(3) for p in cut(LocalState(model, tensors), chosen, dealt, rank)]
     assert sorted(written) == sorted(t.key for t in tensors)
 
 

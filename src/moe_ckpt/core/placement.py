@@ -1,11 +1,45 @@
-"""Owner ranks of experts.
+"""Owner ranks of experts, and who shares the writing of the rest.
 
 Under plain data parallelism every rank holds everything, so the work is dealt out: experts in contiguous
 blocks (the numbering expert parallelism uses), the rest by ``core.sharding``. Where the framework shards the
-state already (FSDP2, ZeRO, expert parallelism), its sharding is kept and this module is not asked.
+state already (FSDP2, ZeRO, expert and pipeline parallelism), its sharding is kept, and the adapter says by a
+``Placement`` who owns what.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from moe_ckpt.core.operators import MoELayer
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the operators are. All but ``peers`` is alike on every rank.
+
+    owners: per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first.
+    peers: the ranks that hold all replicated state that this rank holds, itself included, in ascending order.
+    stages: of parts of the model between which no rank is shared (pipeline stages), the number of ranks each.
+    stage_of: operator -> its place in ``stages``; 0 for what is not named.
+    experts_apart: peers hold different experts, and each writes those that it owns (expert parallelism).
+    """
+
+    owners: tuple[tuple[int, ...], ...]
+    peers: tuple[int, ...]
+    stages: tuple[int, ...]
+    stage_of: Mapping[str, int] = field(default_factory=dict)
+    experts_apart: bool = False
+
+
+@lru_cache(maxsize=64)
+def everywhere(layers: tuple[MoELayer, ...], ranks: int) -> Placement:
+    """The placement where each of ``ranks`` ranks holds everything."""
+    owners = tuple(
+        tuple(expert_owner(expert, layer.experts, ranks) for expert in range(layer.experts)) for layer in layers
+    )
+    return Placement(owners, tuple(range(ranks)), (ranks,))
 
 
 def expert_owner(expert: int, experts: int, ranks: int) -> int:
@@ -13,14 +47,14 @@ def expert_owner(expert: int, experts: int, ranks: int) -> int:
     return expert * ranks // experts
 
 
-def interleaved_order(experts: int, ranks: int) -> tuple[int, ...]:
-    """Experts of one layer, one of each owner rank in turn (MoC section 3.2).
+def interleaved_order(owners: Sequence[int]) -> tuple[int, ...]:
+    """Experts of one layer, one of each owner rank in turn (MoC section 3.2). owners: rank of each expert.
 
-    Position p belongs to rank ``p mod ranks`` when ranks divide experts, so any run of consecutive
-    positions loads the ranks evenly.
+    Where each of R ranks owns equally many, position p belongs to the ``p mod R``-th of them, so any run of
+    consecutive positions loads the ranks evenly.
     """
-    blocks: list[list[int]] = [[] for _ in range(ranks)]
-    for expert in range(experts):
-        blocks[expert_owner(expert, experts, ranks)].append(expert)
-    depth = max((len(block) for block in blocks), default=0)
-    return tuple(block[i] for i in range(depth) for block in blocks if i < len(block))
+    blocks: dict[int, list[int]] = {rank: [] for rank in sorted(set(owners))}
+    for expert, rank in enumerate(owners):
+        blocks[rank].append(expert)
+    depth = max((len(block) for block in blocks.values()), default=0)
+    return tuple(block[i] for i in range(depth) for block in blocks.values() if i < len(block))

@@ -108,9 +108,13 @@ class Books:
         self.tokens.saved = {Tier.STORAGE: self.tokens.applied.copy()}
         self.index = index
 
-    def routed(self, popularity: Counts, soft: Counts | None = None) -> None:
-        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights."""
-        self.tokens.apply(popularity)
+    def routed(self, applied: Counts, soft: Counts | None = None, assigned: Counts | None = None) -> None:
+        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights.
+
+        assigned: what the router assigned, where that is not the same; popularity goes by it.
+        """
+        popularity = applied if assigned is None else assigned
+        self.tokens.apply(applied)
         self.popularity = popularity
         self._hard = self._hard + popularity
         self._soft = self._soft if soft is None else self._soft + soft

@@ -117,7 +117,7 @@ class Committer:
                     holders = files.setdefault(entry.operator, [])
                     if record not in holders:
                         holders.append(record)
-        prove_cover(f"checkpoint of step {snapshot.step}", snapshot.wanted, found)
+        prove_cover(f"checkpoint of step {snapshot.step}", snapshot.wanted(), found)
         return {op: (snapshot.step, tuple(records)) for op, records in files.items()}
 
     def _slots_before(self, snapshot: Snapshot) -> list[_Slot]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.ports import StateTensor
+from moe_ckpt.ports import TensorSpec
 
 
 class Layout:
@@ -22,14 +22,21 @@ class Layout:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._known: dict[str, frozenset[str]] | None = None
+        self._seen: Sequence[TensorSpec] | None = None
         self._unsettled: dict[str, int] = {}
         self.changes = 0
 
-    def update(self, tensors: Sequence[StateTensor]) -> Mapping[str, int]:
+    def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
         """Note the tensors that exist now. Returns the operators to be saved in any case, with the change they owe
         it to; give that to ``settle`` once they are committed."""
+        if specs is not self._seen:
+            self._compare(specs)
+            self._seen = specs
+        return dict(self._unsettled)
+
+    def _compare(self, specs: Sequence[TensorSpec]) -> None:
         keys: dict[str, set[str]] = {}
-        for tensor in tensors:
+        for tensor in specs:
             keys.setdefault(tensor.parameter, set()).add(tensor.key)
         found = {parameter: frozenset(those) for parameter, those in keys.items()}
         if self._known is not None and found != self._known:
@@ -38,7 +45,6 @@ class Layout:
                 if found.get(parameter) != self._known.get(parameter):
                     self._unsettled.update(dict.fromkeys(self._holders(parameter), self.changes))
         self._known = found
-        return dict(self._unsettled)
 
     def _holders(self, parameter: str) -> set[str]:
         return {op.id for op, _ in self._catalog.spans_of[parameter]} | {self._catalog.home[parameter]}

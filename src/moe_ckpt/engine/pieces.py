@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import is_
 from typing import TYPE_CHECKING
 
 from moe_ckpt.core.coverage import Box
@@ -13,7 +14,7 @@ from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
 from moe_ckpt.engine.shares import ComputeTypes, Dealt, has_rows, holders, is_weight
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import REPLAY, SliceEntry
-from moe_ckpt.ports import StateTensor
+from moe_ckpt.ports import StateTensor, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -31,38 +32,60 @@ class Piece:
     source: torch.Tensor
 
 
-def cut(
-    catalog: Catalog,
-    operators: Collection[str],
-    tensors: Sequence[StateTensor],
-    dealt: Dealt,
-    rank: int,
-) -> list[Piece]:
+class LocalState:
+    """This rank's tensors, by operator: so that describing a snapshot costs as much as it takes, not as all there is.
+
+    Made anew only when the tensors are others than before (``LocalState.of``).
+    """
+
+    def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
+        self.catalog = catalog
+        self.tensors = tuple(tensors)
+        self.held: dict[str, list[tuple[Span, StateTensor, torch.Tensor]]] = {}
+        """Operator -> (its rows of a tensor, the tensor, its local block detached from autograd)."""
+        self.scattered: list[tuple[Operator, Span, StateTensor]] = []
+        """State without rows, with its home."""
+        for tensor in tensors:
+            local = tensor.local.detach()  # once: narrowing a tensor that autograd watches is slow
+            for operator, span in holders(catalog, tensor):
+                if not tensor.duplicate:
+                    self.held.setdefault(operator.id, []).append((span, tensor, local))
+                if not is_weight(tensor) and not has_rows(catalog, tensor):
+                    self.scattered.append((operator, span, tensor))
+
+    def of(self, tensors: Sequence[StateTensor]) -> LocalState:
+        """The same for ``tensors``; itself, if they are the same ones."""
+        same = len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
+        return self if same else LocalState(self.catalog, tensors)
+
+    def in_order(self, operators: Collection[str]) -> Iterable[str]:
+        """Those of ``operators`` that this rank holds anything of, in the same order every time."""
+        if len(operators) < len(self.held):
+            return sorted(op for op in operators if op in self.held)
+        return (op for op in self.held if op in operators)
+
+
+def cut(local: LocalState, operators: Collection[str], dealt: Dealt, rank: int) -> list[Piece]:
     """The pieces that ``rank`` writes for ``operators``. Views only; nothing is copied here.
 
-    dealt: who writes what of the tensors that all ranks hold, from ``Sharder.deal`` of the same operators and tensors.
+    dealt: who writes what of the tensors that all peers hold, from ``Sharder.deal`` of the same operators and tensors.
     """
     pieces: list[Piece] = []
-    for tensor in tensors:
-        if tensor.duplicate:
-            continue
-        local = tensor.local.detach()  # once: narrowing a tensor that autograd watches is slow
-        for operator, span in holders(catalog, tensor):
-            if operator.id not in operators:
-                continue
+    for name in local.in_order(operators):
+        operator = local.catalog.by_id[name]
+        for span, tensor, block in local.held[name]:
             mine = dealt.rows(operator, span, tensor, rank) if tensor.replicated else (span,)
             for rows in mine:
-                piece = _piece(operator.id, rows, tensor, local)
+                piece = _piece(name, rows, tensor, block)
                 if piece is not None:
                     pieces.append(piece)
     return pieces
 
 
 def cut_replay(
-    catalog: Catalog,
+    local: LocalState,
     anchored: Collection[str],
     frozen: Collection[str],
-    tensors: Sequence[StateTensor],
     dealt: Dealt,
     rank: int,
     compute: ComputeTypes,
@@ -72,35 +95,31 @@ def cut_replay(
     dealt: of ``anchored`` and ``frozen``. compute: types of the weights of ``frozen``.
     """
     pieces: list[Piece] = []
-    for operator, span, tensor in _replayed(catalog, anchored, frozen, tensors):
-        if tensor.duplicate:
-            continue
-        if not has_rows(catalog, tensor):
-            mine: Sequence[Span] = (span,) if rank == 0 or not tensor.replicated else ()
-        else:
+    for name in local.in_order(frozen):
+        operator = local.catalog.by_id[name]
+        for span, tensor, block in local.held[name]:
+            if not is_weight(tensor):
+                continue
             mine = dealt.rows(operator, span, tensor, rank) if tensor.replicated else (span,)
-        for rows in mine:
-            local = tensor.local.detach()
-            dtype = compute.get(tensor.parameter) if is_weight(tensor) else None
-            piece = _piece(operator.id, rows, tensor, local, REPLAY, dtype)
+            for rows in mine:
+                piece = _piece(name, rows, tensor, block, REPLAY, compute.get(tensor.parameter))
+                if piece is not None:
+                    pieces.append(piece)
+    for operator, span, tensor in local.scattered:
+        if not _counted_here(local.catalog, tensor.parameter, operator, anchored) or tensor.duplicate:
+            continue
+        if rank == 0 or not tensor.replicated:
+            piece = _piece(operator.id, span, tensor, tensor.local.detach(), REPLAY)
             if piece is not None:
                 pieces.append(piece)
     return pieces
 
 
-def _replayed(
-    catalog: Catalog, anchored: Collection[str], frozen: Collection[str], tensors: Sequence[StateTensor]
-) -> Iterator[tuple[Operator, Span, StateTensor]]:
-    """Weights of the frozen operators, and the state without rows (Adam's ``step``) of parameters that are anchored in
-    part: its home may be anchored in another slot, but the optimizer needs it from here on."""
-    for tensor in tensors:
-        if is_weight(tensor):
-            yield from ((op, span, tensor) for op, span in holders(catalog, tensor) if op.id in frozen)
-        elif not has_rows(catalog, tensor):
-            [(home, span)] = holders(catalog, tensor)
-            parts = catalog.spans_of[tensor.parameter]
-            if home.id not in anchored and any(op.id in anchored for op, _ in parts):
-                yield home, span, tensor
+def _counted_here(catalog: Catalog, parameter: str, home: Operator, anchored: Collection[str]) -> bool:
+    """Whether state without rows (Adam's ``step``) is needed besides: of a parameter that is anchored in part, whose
+    home may be anchored in another slot. The optimizer needs it from here on."""
+    parts = catalog.spans_of[parameter]
+    return home.id not in anchored and any(op.id in anchored for op, _ in parts)
 
 
 def _piece(
@@ -140,11 +159,11 @@ def _entry(
 
 
 def wanted_boxes(
-    catalog: Catalog, operators: Collection[str], tensors: Sequence[StateTensor]
+    catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]
 ) -> dict[str, list[Box]]:
     """What all ranks together must write for ``operators``: the claim that the commit proves."""
     wanted: dict[str, list[Box]] = {}
-    for tensor in tensors:
+    for tensor in specs:
         for operator, span in holders(catalog, tensor):
             if operator.id not in operators or prod(tensor.global_shape) == 0:
                 continue
@@ -154,14 +173,19 @@ def wanted_boxes(
 
 
 def wanted_replay(
-    catalog: Catalog, anchored: Collection[str], frozen: Collection[str], tensors: Sequence[StateTensor]
+    catalog: Catalog, anchored: Collection[str], frozen: Collection[str], specs: Sequence[TensorSpec]
 ) -> dict[str, list[Box]]:
     """What all ranks together must write for ``cut_replay``."""
     wanted: dict[str, list[Box]] = {}
-    for _, span, tensor in _replayed(catalog, anchored, frozen, tensors):
-        if prod(tensor.global_shape):
-            start, stop = span.rows(tensor.global_shape)
-            wanted.setdefault(REPLAY + tensor.key, []).append(_box(start, stop, tensor.global_shape))
+    for tensor in specs:
+        if not prod(tensor.global_shape):
+            continue
+        weight, rows = is_weight(tensor), has_rows(catalog, tensor)
+        for operator, span in holders(catalog, tensor) if weight or not rows else ():
+            due = operator.id in frozen if weight else _counted_here(catalog, tensor.parameter, operator, anchored)
+            if due:
+                start, stop = span.rows(tensor.global_shape)
+                wanted.setdefault(REPLAY + tensor.key, []).append(_box(start, stop, tensor.global_shape))
     return wanted
 
 

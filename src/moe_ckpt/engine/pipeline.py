@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine import host_tier
@@ -25,12 +27,12 @@ from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_b
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.copying import Copier, Copy, place
 from moe_ckpt.engine.persisting import Persister, Resolution
-from moe_ckpt.engine.pieces import Piece, cut, cut_replay, wanted_boxes, wanted_replay
+from moe_ckpt.engine.pieces import LocalState, Piece, cut, cut_replay, wanted_boxes, wanted_replay
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.shares import ComputeTypes, Sharder
 from moe_ckpt.engine.snapshot import Snapshot, buffer_bytes, side_pieces, split_shards
 from moe_ckpt.errors import SaveFailedError
-from moe_ckpt.ports import Communicator, StateTensor
+from moe_ckpt.ports import Communicator, StateTensor, TensorSpec
 from moe_ckpt.storage.base import Storage
 
 log = logging.getLogger("moe_ckpt")
@@ -65,6 +67,7 @@ class Pipeline:
         self,
         storage: Storage,
         catalog: Catalog,
+        placement: Placement,
         comm: Communicator,
         settings: Settings,
         run_id: str,
@@ -75,7 +78,8 @@ class Pipeline:
     ) -> None:
         self._catalog = catalog
         self._rank = comm.rank
-        self._sharder = Sharder(catalog, comm.world_size, settings.sharding)
+        self._sharder = Sharder(catalog, placement, settings.sharding)
+        self._local = LocalState(catalog, ())
         self._settings = settings
         budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
         self._pool = HostBufferPool(budget, pinned=settings.pinned)
@@ -114,9 +118,15 @@ class Pipeline:
         return self._persister.in_flight
 
     def begin(
-        self, order: Order, tensors: Sequence[StateTensor], capture: Callable[[], Mapping[str, Any]]
+        self,
+        order: Order,
+        tensors: Sequence[StateTensor],
+        specs: Sequence[TensorSpec],
+        capture: Callable[[], Mapping[str, Any]],
     ) -> Snapshot:
         """Start a snapshot; returns at once unless the pipeline is full.
+
+        tensors: of this rank. specs: of all ranks.
 
         The plain state is copied here and now. Parameters and optimizer state must not change before
         ``join`` returns.
@@ -130,11 +140,10 @@ class Pipeline:
         chosen, held, frozen = frozenset(order.operators), frozenset(order.held), frozenset(order.frozen)
         encoded, side = side_pieces(capture(), self._rank)
         dealt = self._sharder.deal(chosen | held, tensors, frozen, order.compute)
-        live = cut(self._catalog, chosen | held, tensors, dealt, self._rank)
-        wanted = wanted_boxes(self._catalog, chosen, tensors) if self._rank == 0 else {}
+        self._local = self._local.of(tensors)
+        live = cut(self._local, chosen | held, dealt, self._rank)
         if order.window is not None:
-            live += cut_replay(self._catalog, chosen, frozen, tensors, dealt, self._rank, order.compute)
-            wanted |= wanted_replay(self._catalog, chosen, frozen, tensors) if self._rank == 0 else {}
+            live += cut_replay(self._local, chosen, frozen, dealt, self._rank, order.compute)
         pieces = [self._steady(piece) for piece in live] + side
         parts = split_shards(self._catalog, pieces, held)
         nbytes = buffer_bytes(parts)
@@ -153,7 +162,7 @@ class Pipeline:
             buffer=buffer,
             copy=self._copy,
             state=encoded,
-            wanted=wanted,
+            wanted=lambda: self._wanted(order, specs),
             applied=order.applied,
             faults=order.faults,
             policy=order.policy,
@@ -170,6 +179,14 @@ class Pipeline:
         if partial and self._pool.expect(nbytes):
             self._copier.later(self._top_up)
         return snapshot
+
+    def _wanted(self, order: Order, specs: Sequence[TensorSpec]) -> Mapping[str, list[Box]]:
+        """On the persist thread of rank 0: it is of the whole model, and training must not wait for that."""
+        chosen = frozenset(order.operators)
+        wanted = wanted_boxes(self._catalog, chosen, specs)
+        if order.window is not None:
+            wanted |= wanted_replay(self._catalog, chosen, frozenset(order.frozen), specs)
+        return wanted
 
     def _buffer(self, step: int, nbytes: int) -> tuple[HostBuffer, bool]:
         """(a buffer, True if snapshots under way had to be waited for).

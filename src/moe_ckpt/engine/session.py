@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import OperatorBytes
@@ -60,6 +61,7 @@ class CheckpointSession:
         state: TrainingState,
         comm: Communicator,
         settings: Settings | None = None,
+        placement: Placement | None = None,
         aliases: Mapping[str, str] | None = None,
         lock: StoreLock | None = None,
         on_phase: Callable[[str], None] | None = None,
@@ -74,6 +76,7 @@ class CheckpointSession:
         self._state = state
         self._comm = comm
         self._settings = settings or Settings()
+        self._placement = placement or everywhere(catalog.layers, comm.world_size)
         self._aliases = dict(aliases or {})
         self._lock = lock or StoreLock(storage, "CheckpointSession")
         self._manifests: dict[str, Manifest] = {}
@@ -115,6 +118,7 @@ class CheckpointSession:
         self._pipeline = Pipeline(
             self._storage,
             self.catalog,
+            self._placement,
             self._comm,
             self._settings,
             opened.run_id,
@@ -146,7 +150,7 @@ class CheckpointSession:
         if self._committer is not None:
             self._committer.saved = self.books.tokens.saved[Tier.STORAGE].copy()
         if same_store:
-            self._layout.update(self._state.tensors())
+            self._layout.update(self._state.specs())
             self.committed_directory = manifest.directory
             if self._committer is not None:
                 self._committer.adopt(manifest)
@@ -186,11 +190,20 @@ class CheckpointSession:
         self._stall += secs
         self._meter.waited(secs)
 
-    def after_update(self, step: int, counts: Counts, capture: Capture, soft: Counts | None = None) -> StepRecord:
+    def after_update(
+        self,
+        step: int,
+        counts: Counts,
+        capture: Capture,
+        soft: Counts | None = None,
+        assigned: Counts | None = None,
+    ) -> StepRecord:
         """The state after optimizer step ``step`` is final: plan, and start copying.
 
         counts: ``[L, E]`` tokens of this rank whose update this step applied.
         soft: ``[L, E]`` of their gate weights, in whole numbers of any unit; None if the policy does not go by them.
+        assigned: ``[L, E]`` tokens of this rank that the router assigned, those too that were dropped or whose step was
+            skipped: what popularity goes by. None if they are the same.
 
         Raises:
             SaveFailedError: too many checkpoints failed in a row.
@@ -204,11 +217,14 @@ class CheckpointSession:
         ended = pipeline.resolutions(self._settled)
         self._meter.moved(ended)
         asked = time.perf_counter()
-        told = counts if soft is None else np.concatenate([counts, soft])
-        summed, facts = agree(self._comm, told, pipeline.busy, ended, self._meter.measured())
+        told = [part for part in (counts, soft, assigned) if part is not None]
+        summed, facts = agree(self._comm, np.concatenate(told), pipeline.busy, ended, self._meter.measured())
         agree_secs = time.perf_counter() - asked
-        popularity = summed[: len(counts)]
-        self.books.routed(popularity, None if soft is None else summed[len(counts) :])
+        heard = iter(np.split(summed, len(told)))
+        applied = next(heard)
+        weights = None if soft is None else next(heard)
+        popularity = applied if assigned is None else next(heard)
+        self.books.routed(applied, weights, popularity)
         self._settle(facts)
         plan = self._plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
         record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)
@@ -230,6 +246,7 @@ class CheckpointSession:
     def _plan(self, context: PolicyContext) -> SnapshotPlan:
         """The policy's decision; one about windows needs to know what the operators weigh now."""
         policy = self._policy
+        context = replace(context, placement=self._placement)
         if not uses_windows(policy):
             return policy.plan(context)
         changes = self._weigh()
@@ -253,12 +270,12 @@ class CheckpointSession:
 
     def _weigh(self) -> int:
         """Bring ``_sizes`` up to date; returns how often the set of tensors has changed."""
-        tensors = self._state.tensors()
-        self._layout.update(tensors)
+        specs = self._state.specs()
+        self._layout.update(specs)
         if self._sized_at != self._layout.changes:
             self._sized_at = self._layout.changes
-            self._sizes = operator_bytes(self.catalog, tensors, self._compute_types)
-            self._inseparable = inseparable(self.catalog, tensors)
+            self._sizes = operator_bytes(self.catalog, specs, self._compute_types)
+            self._inseparable = inseparable(self.catalog, specs)
         return self._layout.changes
 
     def set_compute_types(self, types: ComputeTypes) -> None:
@@ -324,8 +341,8 @@ class CheckpointSession:
         )
 
     def _begin(self, plan: SnapshotPlan, capture: Capture) -> Snapshot:
-        tensors = self._state.tensors()
-        relaid = self._layout.update(tensors)
+        specs = self._state.specs()
+        relaid = self._layout.update(specs)
         window = plan.window if plan.window is not None and plan.window.size > 1 else None
         operators = plan.operators()
         if relaid and window is None:
@@ -352,7 +369,7 @@ class CheckpointSession:
             faults=tuple(tokens.faults),
             policy=self._policy.describe(),
         )
-        snapshot = self._running.begin(order, tensors, capture)
+        snapshot = self._running.begin(order, self._state.tensors(), specs, capture)
         self.books.begun(snapshot.sequence, pending)
         return snapshot
 

@@ -8,7 +8,7 @@ from math import prod
 from operator import is_
 
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
-from moe_ckpt.core.placement import expert_owner
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.sharding import (
     Name,
     Parts,
@@ -22,19 +22,19 @@ from moe_ckpt.core.sharding import (
 )
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.format.dtypes import itemsize
-from moe_ckpt.ports import StateTensor
+from moe_ckpt.ports import StateTensor, TensorSpec
 
 ComputeTypes = Mapping[str, str]
 """Parameter -> type (as named in headers) in which kernels read it, where that is not its own."""
 
 
-def has_rows(catalog: Catalog, tensor: StateTensor) -> bool:
+def has_rows(catalog: Catalog, tensor: StateTensor | TensorSpec) -> bool:
     """True for state whose rows are those of its parameter: weights, moments, row factors; not Adam's ``step``."""
     shape = catalog.parameters[tensor.parameter]
     return bool(shape) and tensor.global_shape[:1] == shape[:1]
 
 
-def holders(catalog: Catalog, tensor: StateTensor) -> Iterable[tuple[Operator, Span]]:
+def holders(catalog: Catalog, tensor: StateTensor | TensorSpec) -> Iterable[tuple[Operator, Span]]:
     """The operators that share one state tensor, with their rows of it.
 
     State whose rows match the parameter's is cut like the parameter; what has no such rows goes whole to
@@ -48,7 +48,7 @@ def holders(catalog: Catalog, tensor: StateTensor) -> Iterable[tuple[Operator, S
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the state that all ranks hold alike. Sharded state weighs nothing here.
+    """Bytes of the state that all peers hold alike. Sharded state weighs nothing here.
 
     units: of all operators but the experts, biggest first.
     experts: operator -> bytes.
@@ -59,7 +59,7 @@ class Weights:
 
 
 def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeTypes | None = None) -> Weights:
-    """Equal on every rank: only replicated tensors enter, which are the same everywhere.
+    """Equal on all peers: only replicated tensors enter, which are the same on them.
 
     compute: weigh what forward and backward read instead of the whole state, in these types.
     """
@@ -81,7 +81,7 @@ def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeType
     return Weights(tuple(in_dealing_order(_units(catalog, of_rows, whole))), experts)
 
 
-def is_weight(tensor: StateTensor) -> bool:
+def is_weight(tensor: StateTensor | TensorSpec) -> bool:
     """True for parameters, False for what optimizers keep of them."""
     return tensor.key.startswith("model/")
 
@@ -92,27 +92,25 @@ def compute_bytes(tensor: StateTensor, compute: ComputeTypes, elements: int) -> 
     return elements * (tensor.local.element_size() if dtype is None else itemsize(dtype))
 
 
-def operator_bytes(
-    catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeTypes
-) -> dict[str, OperatorBytes]:
+def operator_bytes(catalog: Catalog, specs: Sequence[TensorSpec], compute: ComputeTypes) -> dict[str, OperatorBytes]:
     """What each operator weighs, all ranks together; equal on every rank."""
     full = dict.fromkeys(catalog.by_id, 0)
     read = dict.fromkeys(catalog.by_id, 0)
-    for tensor in tensors:
-        size = tensor.local.element_size()
+    for tensor in specs:
+        size = itemsize(tensor.dtype)
         for op, span in holders(catalog, tensor):
             start, stop = span.rows(tensor.global_shape)
             elements = (stop - start) * prod(tensor.global_shape[1:]) if tensor.global_shape else 1
             full[op.id] += elements * size
             if is_weight(tensor):
-                read[op.id] += compute_bytes(tensor, compute, elements)
+                read[op.id] += elements * itemsize(compute.get(tensor.parameter, tensor.dtype))
     return {op: OperatorBytes(full[op], read[op]) for op in full}
 
 
-def inseparable(catalog: Catalog, tensors: Sequence[StateTensor]) -> tuple[frozenset[str], ...]:
+def inseparable(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[frozenset[str], ...]:
     """Groups of operators that share a parameter whose rows act on one another in its optimizer."""
     groups: list[frozenset[str]] = []
-    for tensor in tensors:
+    for tensor in specs:
         joined = frozenset(op.id for op, _ in catalog.spans_of[tensor.parameter]) if tensor.mixes_rows else frozenset()
         if len(joined) > 1:
             joined = joined.union(*(group for group in groups if group & joined))
@@ -129,10 +127,14 @@ def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, i
 
 @dataclass(frozen=True)
 class Dealt:
-    """Who writes what of one checkpoint's replicated state: experts by their owners, the rest by ``shares``."""
+    """Who writes what of one checkpoint's replicated state: experts by their owners, the rest by ``shares``.
+
+    peers: the ranks that ``shares`` counts from 0.
+    """
 
     catalog: Catalog
     owners: Mapping[str, int]
+    peers: tuple[int, ...]
     shares: Shares
 
     def rows(self, op: Operator, span: Span, tensor: StateTensor, rank: int) -> Sequence[Span]:
@@ -142,21 +144,23 @@ class Dealt:
             return (span,) if owner == rank else ()
         parts = self.shares.parts[op.id, span]
         if len(parts) == 1 or not has_rows(self.catalog, tensor):
-            return (span,) if parts[0].rank == rank else ()
-        return [Span(tensor.parameter, part.start, part.stop) for part in parts if part.rank == rank]
+            return (span,) if self.peers[parts[0].rank] == rank else ()
+        return [Span(tensor.parameter, part.start, part.stop) for part in parts if self.peers[part.rank] == rank]
 
 
 class Sharder:
-    """Deals out the replicated state of one checkpoint after the other. On every rank, with the same answers.
+    """Deals out the replicated state of one checkpoint after the other. On every rank, with the same answers on peers.
 
     sharding: "none", "equal" or "adaptive", see ``core.sharding``.
     """
 
-    def __init__(self, catalog: Catalog, ranks: int, sharding: str) -> None:
+    def __init__(self, catalog: Catalog, placement: Placement, sharding: str) -> None:
         self._catalog = catalog
-        self._ranks = ranks
+        self._peers = placement.peers
+        self._number = {rank: at for at, rank in enumerate(placement.peers)}
+        self._apart = placement.experts_apart
         self._sharding = sharding
-        self._owners = expert_owners(catalog, ranks)
+        self._owners = expert_owners(catalog, placement)
         self._weighed: tuple[StateTensor, ...] = ()
         self._weights = self._compute_weights = Weights((), {})
         self._compute_types: ComputeTypes = {}
@@ -175,49 +179,76 @@ class Sharder:
         """
         weights = self._weigh(tensors)
         units = [unit for unit in weights.units if unit.operator in operators]
-        preload = [0] * self._ranks
-        for op in operators:
-            if op in weights.experts:
-                preload[self._owners[op]] += weights.experts[op]
+        preload = [0] * len(self._peers)
+        if weights.experts:
+            self._preload(preload, weights.experts, operators)
         if frozen:
             light = self._weigh_compute(tensors, compute or {})
             units += [unit for unit in light.units if unit.operator in frozen]
-            for op in frozen:
-                if op in light.experts:
-                    preload[self._owners[op]] += light.experts[op]
+            self._preload(preload, light.experts, frozen)
             units = in_dealing_order(units)
+        if not units:
+            return Dealt(self._catalog, self._owners, self._peers, Shares({}, tuple(preload)))
         if self._sharding == "adaptive":
             shares = shares_adaptive(units, preload)
         else:
             shares = shares_fixed(self._fixed, units, preload)
-        return Dealt(self._catalog, self._owners, shares)
+        return Dealt(self._catalog, self._owners, self._peers, shares)
+
+    def _preload(self, preload: list[int], experts: Mapping[str, int], operators: Collection[str]) -> None:
+        """Add the experts' bytes to what their owners write, those of peers too."""
+        for op in operators:
+            if op in experts:
+                at = self._number.get(self._owners[op])
+                if at is not None:
+                    preload[at] += experts[op]
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighed anew when a tensor is another one than last time; plain tensors rarely are."""
         same = len(tensors) == len(self._weighed) and all(map(is_, tensors, self._weighed))
         if not same or not self._weights.units:
-            self._weights = weigh(self._catalog, tensors)
+            self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
             self._compute_weights = Weights((), {})
             self._weighed = tuple(tensors)
             if self._sharding == "none":
                 self._fixed = parts_none(self._weights.units)
             elif self._sharding == "equal":
-                self._fixed = parts_equal(self._weights.units, self._ranks)
+                self._fixed = parts_equal(self._weights.units, len(self._peers))
         return self._weights
 
     def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:
         """After ``_weigh`` of the same tensors, whose memory this shares."""
         if not self._compute_weights.units or compute != self._compute_types:
-            self._compute_weights = weigh(self._catalog, tensors, compute)
+            light = weigh(self._catalog, tensors, compute)
+            weights = [tensor for tensor in tensors if is_weight(tensor)]
+            self._compute_weights = self._with_peers_experts(light, weights)
             self._compute_types = dict(compute)
         return self._compute_weights
 
 
-def expert_owners(catalog: Catalog, ranks: int) -> dict[str, int]:
-    """Expert operator -> the rank that writes it where every rank holds all: contiguous blocks, as selectors assume."""
-    experts_in = {layer.index: layer.experts for layer in catalog.layers}
+    def _with_peers_experts(self, weights: Weights, tensors: Sequence[StateTensor]) -> Weights:
+        """Under expert parallelism, what the experts weigh that this rank or a peer writes.
+
+        Experts of a layer weigh alike, so those of this rank tell what the others weigh.
+        """
+        if not self._apart:
+            return weights
+        of_layer: dict[int, int] = {}
+        held: dict[int, set[str]] = {}
+        for tensor in tensors:
+            for op, _ in holders(self._catalog, tensor) if not tensor.duplicate else ():
+                if op.kind is OperatorKind.EXPERT and op.layer is not None:
+                    of_layer[op.layer] = of_layer.get(op.layer, 0) + tensor.local.nbytes
+                    held.setdefault(op.layer, set()).add(op.id)
+        known = {op.id: op.layer for op in self._catalog.experts if op.layer in of_layer}
+        sizes = {layer: nbytes // len(held[layer]) for layer, nbytes in of_layer.items()}
+        return Weights(weights.units, {op: sizes[layer] for op, layer in known.items() if layer is not None})
+
+
+def expert_owners(catalog: Catalog, placement: Placement) -> dict[str, int]:
+    """Expert operator -> the rank that writes what is replicated of it."""
     return {
-        op.id: expert_owner(op.expert, experts_in[op.layer], ranks)
+        op.id: placement.owners[op.layer][op.expert]
         for op in catalog.experts
         if op.expert is not None and op.layer is not None
     }

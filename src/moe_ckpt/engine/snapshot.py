@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Snapshot:
     operators: what goes to storage. What is only held in memory is in a part of its own.
     window, slot: the sparse window that it belongs to, and its place there (MoEvement).
     state: JSON-ready trainer state (side tensors are among the slices).
-    wanted: the boxes that all ranks together must deliver; filled on rank 0 only.
+    wanted: gives the boxes that all ranks together must deliver; asked on rank 0 only, when it commits.
     applied, faults: the token book as of this step.
     keep: its buffer becomes the recovery buffer once it is committed (see ``engine.host_tier``).
     waited: training waited for an earlier snapshot before this one could begin.
@@ -71,7 +71,7 @@ class Snapshot:
     buffer: HostBuffer
     copy: Copy
     state: Any
-    wanted: Mapping[str, list[Box]]
+    wanted: Callable[[], Mapping[str, list[Box]]]
     applied: Counts
     faults: tuple[FaultRecord, ...]
     began_at: float

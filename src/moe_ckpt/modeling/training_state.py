@@ -6,7 +6,9 @@ Optimizer state is discovered, not assumed. Tensors become ``StateTensor`` s, ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import is_not
 from typing import Any
 
 import torch
@@ -14,11 +16,11 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.modeling import module_state, param_groups
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded
 from moe_ckpt.modeling.names import parameters_of
-from moe_ckpt.ports import StateTensor, TensorMeta
+from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
 
 _SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "FullyShardedDataParallel"})
 _ELEMENTWISE = frozenset(
@@ -56,6 +58,7 @@ class TorchTrainingState:
         self._parameters: dict[str, nn.Parameter] = {}
         self._kept: dict[str, tuple[torch.Tensor, StateTensor]] = {}
         self._mixed: set[str] = set()
+        self._specs: tuple[TensorSpec, ...] = ()
         self._sharded_modules = tuple(fsdp_modules(model))
         self._refresh()
         for index, optimizer in enumerate(self._optimizers):
@@ -78,6 +81,13 @@ class TorchTrainingState:
                     if isinstance(value, torch.Tensor):
                         found.append(self._state_tensor(f"optim/{index}/{name}/{key}", name, parameter, value))
         return found
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Alike on every rank, since all hold every tensor, or a part of it."""
+        found = specs_of(self.tensors())
+        if len(found) != len(self._specs) or any(map(is_not, found, self._specs)):
+            self._specs = found
+        return self._specs
 
     def plain(self) -> dict[str, Any]:
         """Buffers, hyperparameters, scalar optimizer state, extra state. Tensors in it are live: copy at once."""
@@ -231,6 +241,16 @@ class TorchTrainingState:
         if not state:
             # Optimizers take an empty entry for "never used" only if nothing is there; none is the safest.
             optimizer.state.pop(parameter, None)
+
+
+@lru_cache(maxsize=1 << 16)
+def _spec_of(key: str, parameter: str, dtype: torch.dtype, shape: tuple[int, ...], mixes_rows: bool) -> TensorSpec:
+    return TensorSpec(key, parameter, dtype_name(dtype), shape, mixes_rows)
+
+
+def specs_of(tensors: Iterable[StateTensor]) -> tuple[TensorSpec, ...]:
+    """``TrainingState.specs`` where every rank holds ``tensors``, or a part of each. Same tensors, same specs."""
+    return tuple(_spec_of(t.key, t.parameter, t.local.dtype, t.global_shape, t.mixes_rows) for t in tensors)
 
 
 def _state_device(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: TensorMeta) -> torch.device:

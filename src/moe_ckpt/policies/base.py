@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import OperatorBytes, Window
@@ -70,7 +71,8 @@ class PolicyContext:
     last_step: step of the newest checkpoint that was begun, or None.
     index: checkpoints begun so far in this run, across restarts.
     chosen_at: ``[L, E]`` step of the newest checkpoint, committed or under way, that holds the expert; -1 if none.
-    ranks: ranks that share the writing of experts.
+    ranks: of the run.
+    placement: who holds what; None where every rank holds everything.
     missing: operators that no committed or running checkpoint of the storage tier holds.
     unsaved: per tier, ``U[l][e]`` as of what is committed. A fault that leaves this tier loses these tokens.
     expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
@@ -90,6 +92,7 @@ class PolicyContext:
     last_step: int | None = None
     index: int = 0
     ranks: int = 1
+    placement: Placement | None = None
     missing: tuple[str, ...] = ()
     chosen_at: Counts = field(default_factory=_nothing)
     unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
@@ -105,6 +108,11 @@ class PolicyContext:
     inseparable: tuple[frozenset[str], ...] = ()
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
+
+    @property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """Per MoE layer, the owner rank of each expert."""
+        return (self.placement or everywhere(self.catalog.layers, self.ranks)).owners
 
 
 @runtime_checkable

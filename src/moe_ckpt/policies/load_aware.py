@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 import numpy as np
 
-from moe_ckpt.core.placement import expert_owner
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.selection import Expert, Request, Selection, known
@@ -25,7 +24,8 @@ def load_aware(context: PolicyContext, request: Request) -> Selection:
 
     What the paper leaves open, or what would lose more tokens than ``sequential`` (docs/moc.md has the figures):
     - Capacity is the smallest one with which all K of all layers can be taken: ceil(L*K/R) where R divides E, and
-      more where some ranks own less than others, or nothing.
+      more where some ranks own less than others, or nothing. Layers that have no owner in common (pipeline stages)
+      have nothing to share, so each such part of the model is dealt by itself.
     - Layers choose in the order of the unsaved tokens that they would save if all ranks were free, and from the last
       to the first only where these are equal. The paper always goes from the last to the first; where capacity is
       scarce, its first layers then get what the others left, at every checkpoint.
@@ -64,12 +64,31 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
     orders = [np.lexsort((chosen_at[row, :size], -priority[row, :size])).tolist() for row, size in enumerate(sizes)]
     at_stake = [priority[row, order[: request.k]].sum() for row, order in enumerate(orders)]
     turns = sorted(range(len(sizes)), key=lambda row: (-at_stake[row], -row))
-    dealer = Dealer(sizes, orders, turns, context.ranks)
-    dealer.deal(request.k, first=_overdue(context, chosen_at, sizes, request))
-    stored = [list(taken) for taken in dealer.taken]
-    dealer.deal(request.snapshot_k)
-    held = [taken[len(before) :] for taken, before in zip(dealer.taken, stored, strict=True)]
+    overdue = _overdue(context, chosen_at, sizes, request)
+    stored: list[list[int]] = [[] for _ in sizes]
+    held: list[list[int]] = [[] for _ in sizes]
+    for rows in _stages(context.owners):
+        dealer = Dealer(orders, [row for row in turns if row in rows], context.owners)
+        dealer.deal(request.k, first=[(row, expert) for row, expert in overdue if row in rows])
+        for row in rows:
+            stored[row] = list(dealer.taken[row])
+        dealer.deal(request.snapshot_k)
+        for row in rows:
+            held[row] = dealer.taken[row][len(stored[row]) :]
     return Selection(_pairs(stored), _pairs(held))
+
+
+def _stages(owners: Sequence[Sequence[int]]) -> Iterator[frozenset[int]]:
+    """Rows of layers that share owners, directly or through others."""
+    left = {row: set(ranks) for row, ranks in enumerate(owners)}
+    while left:
+        row, ranks = left.popitem()
+        rows = {row}
+        while joined := [other for other, theirs in left.items() if theirs & ranks]:
+            for other in joined:
+                ranks |= left.pop(other)
+            rows.update(joined)
+        yield frozenset(rows)
 
 
 def _pairs(per_layer: list[list[int]]) -> tuple[Expert, ...]:
@@ -91,16 +110,11 @@ def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], reques
     return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
 
 
-@lru_cache(maxsize=64)
-def _owners(experts: int, ranks: int) -> tuple[int, ...]:
-    return tuple(expert_owner(expert, experts, ranks) for expert in range(experts))
-
-
 class Dealer:
     """Takes experts layer by layer, in a given order, evenly over the ranks that own them.
 
-    sizes: experts per layer. orders: per layer, its experts in the order of preference. turns: layers, first to choose
-    first.
+    orders: per layer, its experts in the order of preference. turns: the layers that take part, first to choose first.
+    owners: per layer, the rank of each expert.
     taken: per layer, the experts taken so far, in the order they were.
 
     Why nothing runs short, for layers of one size: let rank r own n_r experts of each layer and have c_r capacity
@@ -110,14 +124,16 @@ class Dealer:
     that sum by one. Passing over experts when neither is left is a matroid, in which greedy never gets stuck.
     """
 
-    def __init__(self, sizes: list[int], orders: list[list[int]], turns: list[int], ranks: int) -> None:
-        self.taken: list[list[int]] = [[] for _ in sizes]
+    def __init__(self, orders: list[list[int]], turns: list[int], owners: Sequence[Sequence[int]]) -> None:
+        self.taken: list[list[int]] = [[] for _ in orders]
         self._orders, self._turns = orders, turns
-        self._owners = [_owners(size, ranks) for size in sizes]
-        self._load = np.zeros(ranks, dtype=np.int64)
-        owned = {size: np.bincount(_owners(size, ranks), minlength=ranks) for size in set(sizes)}
-        self._owned = np.array([owned[size] for size in sizes], dtype=np.int64).reshape(len(sizes), ranks)
+        number = {rank: at for at, rank in enumerate(sorted({rank for row in turns for rank in owners[row]}))}
+        self._owners = [[number.get(rank, 0) for rank in ranks] for ranks in owners]
+        self._load = np.zeros(len(number), dtype=np.int64)
+        self._owned = np.zeros((len(orders), len(number)), dtype=np.int64)
         """``[L, R]`` experts not taken yet."""
+        for row in turns:
+            self._owned[row] = np.bincount(self._owners[row], minlength=len(number))
         self._supply = self._owned.sum(axis=0)
 
     def deal(self, per_layer: int, first: list[Expert] | None = None) -> None:
@@ -125,7 +141,9 @@ class Dealer:
 
         first: experts to begin with, as long as their layer and their rank have room.
         """
-        wanted = [min(per_layer, len(order)) for order in self._orders]
+        wanted = [0] * len(self._orders)
+        for row in self._turns:
+            wanted[row] = min(per_layer, len(self._orders[row]))
         capacity = self._smallest_capacity(sum(wanted))
         for row, expert in first or ():
             if len(self.taken[row]) < wanted[row] and self._load[self._owners[row][expert]] < capacity:

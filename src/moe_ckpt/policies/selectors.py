@@ -36,8 +36,8 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
     chosen_at = known(context, context.chosen_at, -1)
     stored: list[Expert] = []
     held: list[Expert] = []
-    for layer in context.catalog.layers:
-        order = _order(layer.experts, context.ranks)
+    for layer, owners in zip(context.catalog.layers, context.owners, strict=True):
+        order = _order(owners)
         oldest = _oldest_first(chosen_at[layer.index, order], layer.index * request.k)[: request.snapshot_k]
         experts = [(layer.index, expert) for expert in order[oldest].tolist()]
         stored.extend(experts[: request.k])
@@ -57,9 +57,9 @@ def _oldest_first(chosen_at: Counts, first: int) -> Counts:
     return oldest
 
 
-@lru_cache(maxsize=64)
-def _order(experts: int, ranks: int) -> Counts:
-    return np.asarray(interleaved_order(experts, ranks), dtype=np.int64)
+@lru_cache(maxsize=1024)
+def _order(owners: tuple[int, ...]) -> Counts:
+    return np.asarray(interleaved_order(owners), dtype=np.int64)
 
 
 SELECTORS: Mapping[str, Selector] = {

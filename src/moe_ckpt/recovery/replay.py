@@ -20,7 +20,7 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import TensorMeta, TrainingState
 from moe_ckpt.recovery.index import TensorIndex, split_key
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.restore import check_match, copy_slices, verify_needed
+from moe_ckpt.recovery.restore import check_match, copy_slices, verify_needed, weight_specs
 
 _MODEL = "model/"
 
@@ -53,7 +53,8 @@ def begin_replay(
     index = reader.index(manifest)
     plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
     parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
-    check_match(manifest, index, parameters, [key for key in index.tensors if key.startswith(_MODEL)])
+    stored = [key for key in index.tensors if key.startswith(_MODEL)]
+    check_match(manifest, index, weight_specs(state.specs()), stored)
     for stored_of in (index.tensors, *index.replay.values()):
         verify_needed(reader, stored_of, parameters)
     replay = Replay(reader, manifest, index, state, rank)

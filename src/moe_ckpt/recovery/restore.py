@@ -15,9 +15,9 @@ import torch
 
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import ConfigError, CoverageError
-from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.ports import StateTensor, TrainingState
+from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex, overlapping, split_key
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slices import find_damage
@@ -53,37 +53,39 @@ def restore(
     index = reader.index(manifest)
     parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     weights = [key for key in index.tensors if key.startswith(_MODEL)]
-    check_match(manifest, index, parameters, weights)
+    check_match(manifest, index, weight_specs(state.specs()), weights)
     if not verified:
         verify_needed(reader, {key: index.tensors[key] for key in weights} if model_only else index.tensors, parameters)
     if model_only:
         copy_slices(reader, index.tensors, parameters)
         return
     state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(_MODEL)})
-    tensors = state.tensors()
-    check_match(manifest, index, tensors, index.tensors)
-    copy_slices(reader, index.tensors, tensors)
+    check_match(manifest, index, state.specs(), index.tensors)
+    copy_slices(reader, index.tensors, state.tensors())
 
 
-def check_match(
-    manifest: Manifest, index: TensorIndex, tensors: Sequence[StateTensor], stored: Iterable[str]
-) -> None:
-    """Raise unless the live tensors are exactly the stored ones, in shape and dtype."""
-    live = {tensor.key for tensor in tensors}
-    problems = [f"{key} of the model is not in the checkpoint" for key in sorted(live - set(index.tensors))]
-    problems += [f"{key} of the checkpoint is not in the model" for key in sorted(set(stored) - live)]
-    for tensor in tensors:
-        if tensor.key not in index.tensors:
+def weight_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Those of parameters."""
+    return [spec for spec in specs if spec.key.startswith(_MODEL)]
+
+
+def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpec], stored: Iterable[str]) -> None:
+    """Raise unless the live tensors, those of all ranks, are exactly the stored ones, in shape and dtype."""
+    keys = {spec.key for spec in live}
+    problems = [f"{key} of the model is not in the checkpoint" for key in sorted(keys - set(index.tensors))]
+    problems += [f"{key} of the checkpoint is not in the model" for key in sorted(set(stored) - keys)]
+    for spec in live:
+        if spec.key not in index.tensors:
             continue
-        meta = index.meta(tensor.key)
-        if meta.global_shape != tuple(tensor.global_shape):
+        meta = index.meta(spec.key)
+        if meta.global_shape != tuple(spec.global_shape):
             problems.append(
-                f"{tensor.key} has shape {list(tensor.global_shape)} in the model, "
+                f"{spec.key} has shape {list(spec.global_shape)} in the model, "
                 f"{list(meta.global_shape)} in the checkpoint"
             )
-        elif dtype_name(tensor.local.dtype) != meta.dtype:
+        elif spec.dtype != meta.dtype:
             raise ConfigError(
-                f"{tensor.key} is {tensor.local.dtype} in the model, but {meta.dtype} in checkpoint "
+                f"{spec.key} is {TORCH_DTYPES[spec.dtype]} in the model, but {meta.dtype} in checkpoint "
                 f"{manifest.directory}: set the precision that the run was started with"
             )
     if problems:
@@ -94,7 +96,7 @@ def _needed(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterat
     """The slices that this rank will read, told before its optimizer state exists.
 
     State shaped like its parameter is taken to be sharded like it. All slices of other state are named:
-    it is small (step counts, row and column factors).
+    it is small (step counts, row and column factors). Parameters that only other ranks hold are theirs to verify.
     """
     boxes: dict[str, list[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -104,7 +106,9 @@ def _needed(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterat
         shapes[fqn] = tuple(tensor.global_shape)
     for key, group in stored_of.items():
         fqn = split_key(key).fqn
-        if shapes.get(fqn) == group[0].entry.global_shape:
+        if fqn not in shapes:
+            continue
+        if shapes[fqn] == group[0].entry.global_shape:
             yield from (stored for box in boxes[fqn] for stored, _ in overlapping(group, box))
         else:
             yield from group

@@ -218,6 +218,10 @@ def _transformer_config(setup: Setup) -> Any:
         "attention_dropout": setup.dropout,
         "add_bias_linear": False,
         "deallocate_pipeline_outputs": True,
+        # Megatron's argument parser refuses batched sends when two pipeline ranks interleave: both neighbours are then
+        # one rank, and what is sent to it as next would arrive as from previous: no error, wrong gradients.
+        "overlap_p2p_comm": setup.vpp is not None,
+        "batch_p2p_comm": setup.vpp is None,
         "finalize_model_grads_func": finalize_model_grads,
         **_moe_options(setup),
     }
@@ -228,7 +232,7 @@ def _transformer_config(setup: Setup) -> Any:
     if not setup.mla:
         return TransformerConfig(**options)
     head = setup.hidden // setup.heads
-    options |= {"q_lora_rank": head, "kv_lora_rank": head, "qk_head_dim": head, "v_head_dim": head}
+    options |= {"q_lora_rank": head, "kv_lora_rank": head, "qk_head_dim": head, "v_head_dim": head, "kv_channels": head}
     return MLATransformerConfig(**options, qk_pos_emb_head_dim=head // 2, rope_type="rope", qk_layernorm=True)
 
 
@@ -284,6 +288,9 @@ def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
+    if setup.mla:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = _latent_core_attention
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -295,6 +302,15 @@ def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
         position_embedding_type="none" if setup.mla else "rope",
         vp_stage=vp_stage,
     )
+
+
+def _latent_core_attention(*, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> Any:
+    """Megatron's plain attention for MLA, which names the widths of keys and values, as only Transformer Engine's
+    attention lets it. The plain one reads the keys' width off its input, and takes the values' to be ``kv_channels``,
+    which ``_transformer_config`` makes true. Called twice a layer: the base class of MLA builds one without widths."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    return DotProductAttention(**options)
 
 
 def _optimizer(setup: Setup, chunks: list[Any]) -> Any:

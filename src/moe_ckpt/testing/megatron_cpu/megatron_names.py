@@ -29,6 +29,8 @@ def install() -> None:
     _router()
     _dispatcher()
     _norm()
+    _sends()
+    _uneven_collectives()
     _grouped_gemm()
 
 
@@ -99,6 +101,56 @@ def _norm() -> None:
         return norm
 
     kind.__new__ = staticmethod(new)
+
+
+def _sends() -> None:
+    """A gloo send reads from the tensor it was given until it is waited for, and pipeline_parallel/schedules.py:1600
+    (interleaved, ``overlap_p2p_comm``) frees that tensor before, by ``out.data = empty``, as a CUDA stream's order
+    allows. A second tensor on the same memory keeps it."""
+    module = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    original = module._p2p_ops
+
+    def keeping(**arguments: Any) -> Any:
+        for name in ("tensor_send_prev", "tensor_send_next"):
+            if arguments[name] is not None:
+                arguments[name] = arguments[name].detach()
+        return original(**arguments)
+
+    replace(module, "_p2p_ops", keeping)
+
+
+def _uneven_collectives() -> None:
+    """Experts that are split over tensor-parallel ranks gather as many rows from each as it routed to them
+    (transformer/moe/token_dispatcher.py). gloo's ``all_gather`` and ``reduce_scatter`` take rows of one number only,
+    so tensor_parallel/mappings.py:150 and 200 get them padded to the largest."""
+    module = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    even_gather, even_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+            return even_gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = even_gather(_padded(input_, max(sizes)), group)
+        return torch.cat([part[:size] for part, size in zip(padded.split(max(sizes)), sizes, strict=True)])
+
+    def scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or len(set(input_split_sizes)) == 1:
+            return even_scatter(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = torch.cat([_padded(part, max(sizes)) for part in torch.split(input_, sizes)])
+        return even_scatter(padded, group)[: sizes[group.rank()]].clone()
+
+    replace(module, "_gather_along_first_dim", gather)
+    replace(module, "_reduce_scatter_along_first_dim", scatter)
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """``rows`` [R, ...] with rows of zeros after them: [count, ...]."""
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
 def grouped_matmul(

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,8 +21,10 @@ from tests.integration.lives import (
     assert_promises_kept,
     assert_same_run,
     assert_store_sound,
+    committed,
     events,
     live,
+    manifests,
     output,
     place,  # noqa: F401 - a fixture
     placed,
@@ -132,3 +135,26 @@ def test_killed_by_hand_in_a_process_of_its_own(place):  # noqa: F811
     subprocess.run([*command, run.to_json()], env=environment, timeout=120, check=True)
     assert split_lives(events(run))[1][0]["step"] >= 4
     assert_same_run(run)
+
+
+@pytest.mark.parametrize("policy", [("dense", 1), ("moevement", 3)], ids=["dense", "windows"])
+def test_the_good_checkpoint_outlives_the_damaged_one_that_was_passed_over(policy, place):  # noqa: F811
+    """The run came back to the older of two, and its next one is damaged too: the older one must still be there."""
+    run = placed(replace(DENSE_1, policy=policy, callback={"when_busy": "wait"}), place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED
+    damaged, good = (manifest.directory for manifest in manifests(run.store)[:2])
+    _damage_one_shard(run.store, damaged)
+    assert live(replace(run, crash=("manifest", 2))) == KILLED  # one checkpoint of the new life, and not a second
+    newest = manifests(run.store)[0].directory
+    assert newest not in (damaged, good)
+    assert good in committed(run.store)
+    _damage_one_shard(run.store, newest)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+
+
+def _damage_one_shard(store: str, directory: str) -> None:
+    path = next(Path(store, directory).glob("*_non_expert.safetensors"))
+    raw = bytearray(path.read_bytes())
+    raw[-100] ^= 1
+    path.write_bytes(raw)

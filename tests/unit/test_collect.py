@@ -29,7 +29,7 @@ NOW = 1_000_000.0
 LAST = RetentionPolicy(keep_last=1, keep_spare=False)
 
 
-def commit(storage, step, experts_from=(), generation=0, write_manifest=True):
+def commit(storage, step, experts_from=(), generation=0, write_manifest=True, parent=None):
     """A checkpoint of ``step`` whose view also needs the expert shards of the steps ``experts_from``."""
     directory = step_dir(step, generation)
     own = [shard_path(directory, 0, "expert"), shard_path(directory, 0, "non_expert")]
@@ -48,6 +48,7 @@ def commit(storage, step, experts_from=(), generation=0, write_manifest=True):
         files=tuple(FileRecord(path, 4, 2, "d", step, 0) for path in paths),
         operators={"expert/0/0": OperatorRecord(step, (0,))},
         states=(StateRecord(state_path(directory, 0), 5, "d", 0),),
+        parent=parent,
     )
     if write_manifest:
         storage.write(f"{directory}/{MANIFEST_NAME}", [manifest.encode()])
@@ -168,6 +169,19 @@ def test_when_the_newest_is_damaged_the_newest_readable_one_stays(storage):
     report = collect(storage, LAST, NOW)
     assert report.retained == ("step_00000002",)
     assert tree(storage) == {"step_00000002": WHOLE, "step_00000003": WHOLE}
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["sound", "damaged_itself"])
+def test_what_a_run_came_back_to_stays_beside_what_it_passed_over(storage, is_damaged):
+    """Step 11 has a damaged shard, which no manifest tells; later the manifest of step 10 is damaged too."""
+    for step in (8, 9, 10, 11):
+        commit(storage, step)
+    commit(storage, 11, generation=1, parent=step_dir(10, 0))
+    stay = (step_dir(10, 0), step_dir(11, 0), step_dir(11, 1))
+    if is_damaged:
+        _damage(storage, 10, lambda raw: raw[:-9])
+        stay = (step_dir(9, 0), *stay[1:])
+    assert collect(storage, RetentionPolicy(keep_spare=False), NOW).retained == stay
 
 
 def test_a_copied_directory_is_no_checkpoint_of_its_name(storage):

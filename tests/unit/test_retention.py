@@ -12,10 +12,10 @@ from moe_ckpt.errors import ConfigError
 NOW = 1_000_000.0
 
 
-def record(step, paths=None, generation=0, age_secs=0.0):
+def record(step, paths=None, generation=0, age_secs=0.0, parent=None):
     directory = f"g{generation}s{step}"
     own = frozenset({f"{directory}/MANIFEST"}) | frozenset(paths or {f"{directory}/all"})
-    return CheckpointRecord(directory, generation, step, NOW - age_secs, own)
+    return CheckpointRecord(directory, generation, step, NOW - age_secs, own, parent)
 
 
 def steps(records, **policy):
@@ -39,10 +39,73 @@ def test_a_later_generation_is_newer_than_a_later_step():
     assert retained(records, RetentionPolicy(keep_last=1, keep_spare=False), NOW) == {"g1s52"}
 
 
+def life(generation, of_steps, parent=None):
+    return [record(s, generation=generation, parent=parent) for s in of_steps]
+
+
+def kept_of(records, **policy):
+    return retained(records, RetentionPolicy(**{"keep_spare": False, **policy}), NOW)
+
+
+def test_what_a_run_came_back_to_is_kept_beside_what_it_passed_over():
+    """Step 3 was damaged, so the run went back to step 2: the only good one, until there are two new ones."""
+    old, new = life(0, (1, 2, 3)), life(1, (3, 4), parent=(0, 2))
+    assert kept_of(old + new[:1]) == {"g0s2", "g0s3", "g1s3"}
+    assert kept_of(old + new) == {"g1s3", "g1s4"}
+
+
+def test_with_keep_last_1_what_the_run_came_back_to_is_the_spare():
+    old, new = life(0, (1, 2, 3)), life(1, (3, 4, 5), parent=(0, 2))
+    assert kept_of(old + new[:1], keep_last=1) == {"g1s3"}
+    assert kept_of(old + new[:1], keep_last=1, keep_spare=True) == {"g0s2", "g0s3", "g1s3"}
+    assert kept_of(old + new[:2], keep_last=1, keep_spare=True) == {"g1s3", "g1s4"}
+
+
+def test_the_line_goes_through_all_lives():
+    lives = life(0, (1, 2, 3, 4)) + life(1, (3, 4, 5), parent=(0, 2)) + life(2, (5,), parent=(1, 4))
+    assert kept_of(lives, keep_last=2) == {"g1s4", "g2s5"} | {"g1s5"}
+    assert kept_of(lives, keep_last=4) == {"g0s2", "g1s3", "g1s4", "g2s5"} | {"g1s5"}
+    assert kept_of(lives, keep_last=5) == {"g0s1", "g0s2", "g1s3", "g1s4", "g2s5"} | {"g0s4", "g1s5"}
+
+
+def test_a_run_may_come_back_to_the_same_checkpoint_twice():
+    """Its first new checkpoint was damaged too, and others of the first life in between."""
+    lives = life(0, (1, 2, 3)) + life(1, (3,), parent=(0, 2)) + life(2, (3, 4), parent=(0, 2))
+    assert kept_of(lives[:-1]) == {"g0s2", "g1s3", "g2s3"}
+    assert kept_of(lives) == {"g2s3", "g2s4"}
+
+
+def test_a_parent_that_is_gone_still_tells_which_older_ones_the_run_stands_on():
+    """Its manifest may be damaged by now, and then it is no record."""
+    records = life(0, (1, 2, 4)) + life(1, (4,), parent=(0, 3))
+    assert kept_of(records) == {"g0s2", "g0s4", "g1s4"}
+    of_two_lives = life(0, (1, 2, 3)) + life(1, (4, 6), parent=(0, 2)) + life(2, (6,), parent=(1, 5))
+    assert kept_of(of_two_lives, keep_last=3) == {"g0s2", "g1s4", "g2s6"} | {"g1s6"}
+    without_step_4 = life(0, (1, 2, 3)) + life(1, (6,), parent=(0, 2)) + life(2, (6,), parent=(1, 5))
+    assert kept_of(without_step_4, keep_last=3) == {"g0s1", "g0s2", "g2s6"} | {"g0s3", "g1s6"}
+
+
+@pytest.mark.parametrize("parent", [None, (1, 2), (2, 1)], ids=["none", "itself", "later"])
+def test_without_a_known_origin_everything_older_counts(parent):
+    older = life(0, (1, 2, 3))
+    assert kept_of([*older, *life(1, (3,), parent)], keep_last=3) == {"g0s2", "g0s3", "g1s3"}
+
+
+def test_where_a_whole_life_is_gone_everything_older_counts():
+    passed_over = life(2, (5, 6), parent=(0, 3))
+    records = life(0, (1, 2, 3)) + passed_over + life(3, (5,), parent=(1, 4))
+    assert kept_of(records) == {"g0s3", "g3s5"} | {"g2s6"}
+
+
 def test_milestones_stay_in_their_newest_generation_only():
     records = [record(s) for s in range(1, 26)] + [record(s, generation=1) for s in range(18, 30)]
     kept = retained(records, RetentionPolicy(keep_last=1, keep_every_n_steps=10, keep_spare=False), NOW)
     assert kept == {"g0s10", "g1s20", "g1s29"}
+
+
+def test_a_milestone_of_the_line_stays_before_a_newer_one_that_was_passed_over():
+    lives = life(0, (8, 10, 12, 20, 21)) + life(1, (10, 11), parent=(0, 8)) + life(2, (11, 13), parent=(0, 12))
+    assert kept_of(lives, keep_last=1, keep_every_n_steps=10) == {"g0s10", "g0s20", "g2s13"}
 
 
 def test_old_ones_go_but_never_the_newest():
@@ -113,6 +176,9 @@ class Run:
     index: int = 0
     generation: int = 0
     step: int = 0
+    parent: tuple | None = None
+    line: list = field(default_factory=list)
+    lines: dict = field(default_factory=dict)
     versions: dict = field(default_factory=dict)
     views: dict = field(default_factory=dict)
     records: dict = field(default_factory=dict)
@@ -135,10 +201,11 @@ class Run:
         self.index += 1
         own = {f"{directory}/{name}" for name in ("manifest", "non_expert", "state")}
         self.disk |= own
-        newest = CheckpointRecord(
-            directory, self.generation, self.step, float(self.index), frozenset(own | set(self.versions.values()))
-        )
+        paths = frozenset(own | set(self.versions.values()))
+        newest = CheckpointRecord(directory, self.generation, self.step, float(self.index), paths, self.parent)
         self.records[directory] = newest
+        self.line = [*self.line, directory]
+        self.lines[directory] = self.line
         self.views[directory] = dict(self.versions)
         kept = retained(self.records.values(), self.policy, float(self.index))
         self.records = {d: r for d, r in self.records.items() if d in kept}
@@ -148,6 +215,8 @@ class Run:
     def go_back_to(self, chosen):
         """A fault: the next life of the run starts from a retained checkpoint."""
         self.versions = dict(self.views[chosen.directory])
+        self.line = [directory for directory in self.lines[chosen.directory] if directory in self.records]
+        self.parent = chosen.order
         self.generation += 1
         self.step = chosen.step
 
@@ -173,7 +242,9 @@ def runs():
 
 def check(run, newest, commits_in_this_life):
     assert newest.directory in run.records
-    assert len(run.records) <= run.policy.keep_last + 2
+    assert set(run.line[-run.policy.keep_last :]) <= run.records.keys(), "what the run stands on is gone"
+    settled = run.generation == 0 or commits_in_this_life > 2 * run.cycle + run.policy.keep_last
+    assert len(run.records) <= (1 if settled else 2) * (run.policy.keep_last + 2)
     for kept in run.records.values():
         assert kept.paths <= run.disk, "a retained checkpoint misses files"
     assert run.disk == frozenset().union(*(r.paths for r in run.records.values())), "a file that nobody names is left"

@@ -4,6 +4,9 @@ Partial checkpoints share files: the newest view of an expert may be a file of a
 lives as long as some retained checkpoint names it, and one file may be the only copy behind every
 recent view. The spare answers that: a complete older checkpoint that has no file in common with the
 newest, so that no single damaged file takes both.
+
+A run that came back passed over what is newer than the checkpoint it returned to, mostly because that is damaged. Such
+checkpoints must not take the place of those that the run stands on (its line), so each rule looks at the line too.
 """
 
 from __future__ import annotations
@@ -16,13 +19,19 @@ from moe_ckpt.errors import ConfigError
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """One committed checkpoint. paths: every file that it needs, its commit record included."""
+    """One committed checkpoint.
+
+    paths: every file that it needs, its commit record included.
+    parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None if
+        that is not known, or if there was none.
+    """
 
     directory: str
     generation: int
     step: int
     created_unix_secs: float
     paths: frozenset[str]
+    parent: tuple[int, int] | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -34,11 +43,14 @@ class CheckpointRecord:
 class RetentionPolicy:
     """How many checkpoints to keep. The newest is always kept.
 
-    keep_last: the newest so many stay.
-    keep_every_n_steps: steps divisible by it stay too (of one step only the newest generation).
+    keep_last: the newest so many of the run's line stay, and of all. The two differ only after a run came back past
+        damaged checkpoints, until it has made as many new ones.
+    keep_every_n_steps: steps divisible by it stay too (of one step one generation: the newest on the line, or else
+        the newest).
     max_age_secs: older ones go, whatever the two rules above say; not the newest and not the spares.
     keep_spare: also keep a fallback without any file of the newest, and the candidate to follow it: at
-        most two more checkpoints. Costs nothing where every checkpoint is whole and keep_last >= 2.
+        most two more checkpoints, and two more while the line is not all. Costs nothing where every
+        checkpoint is whole and keep_last >= 2.
     """
 
     keep_last: int = 2
@@ -59,10 +71,28 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now
     if not records:
         return frozenset()
     ordered = sorted(records, key=lambda record: record.order)
-    newest = ordered[-1]
-    kept = [record for record in _by_count(ordered, policy) if _is_young(record, policy, now_unix_secs)]
-    spares = _spares(ordered) if policy.keep_spare else []
-    return frozenset(record.directory for record in (newest, *kept, *spares))
+    line = _line(ordered)
+    counted = [*ordered[-policy.keep_last :], *line[-policy.keep_last :], *_milestones(ordered, line, policy)]
+    kept = [record for record in counted if _is_young(record, policy, now_unix_secs)]
+    spares = [*_spares(ordered), *_spares(line)] if policy.keep_spare else []
+    return frozenset(record.directory for record in (ordered[-1], *kept, *spares))
+
+
+def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
+    """The newest checkpoint and those that the run made on its way to it, oldest first.
+
+    Where no record tells how a generation began, everything older counts.
+    """
+    parents = {record.generation: record.parent for record in ordered}
+    line: list[CheckpointRecord] = []
+    last = ordered[-1].order
+    while True:
+        older = [record for record in ordered if record.order <= last]
+        line = [record for record in older if record.generation == last[0]] + line
+        parent = parents.get(last[0])
+        if parent is None or parent[0] >= last[0]:
+            return [record for record in older if record.generation < last[0]] + line
+        last = parent
 
 
 def files_to_delete(
@@ -76,12 +106,13 @@ def files_to_delete(
     return tuple(sorted(p for p in files if p not in named and p.rpartition("/")[0] not in keep_directories))
 
 
-def _by_count(ordered: Sequence[CheckpointRecord], policy: RetentionPolicy) -> list[CheckpointRecord]:
-    kept = list(ordered[-policy.keep_last :])
-    if policy.keep_every_n_steps is not None:
-        newest_of_step = {record.step: record for record in ordered}
-        kept += [record for step, record in newest_of_step.items() if step % policy.keep_every_n_steps == 0]
-    return kept
+def _milestones(
+    ordered: Sequence[CheckpointRecord], line: Sequence[CheckpointRecord], policy: RetentionPolicy
+) -> list[CheckpointRecord]:
+    if policy.keep_every_n_steps is None:
+        return []
+    of_step = {record.step: record for record in (*ordered, *line)}
+    return [record for step, record in of_step.items() if step % policy.keep_every_n_steps == 0]
 
 
 def _is_young(record: CheckpointRecord, policy: RetentionPolicy, now_unix_secs: float) -> bool:

@@ -147,7 +147,14 @@ def _record(manifest: Manifest) -> CheckpointRecord:
         step=manifest.step,
         created_unix_secs=manifest.created_unix_secs,
         paths=manifest.paths | {f"{manifest.directory}/{MANIFEST_NAME}"},
+        parent=_parent(manifest),
     )
+
+
+def _parent(manifest: Manifest) -> tuple[int, int] | None:
+    """(generation, step) of the checkpoint that the manifest's generation started from; None if it names none."""
+    parsed = parse_step_dir(manifest.parent or "")
+    return None if parsed is None else (parsed[1], parsed[0])
 
 
 def _delete(storage: Storage, contents: _Contents, paths: tuple[str, ...]) -> tuple[str, ...]:

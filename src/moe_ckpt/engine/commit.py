@@ -46,7 +46,8 @@ class Committer:
 
     holdings: operator -> its newest committed version; from the restored manifest after a restart.
     saved: per expert, the applied tokens that its committed copy has seen.
-    parent: directory of the checkpoint that this life of the run returned to.
+    parent: directory of the checkpoint that this life of the run returned to; for a generation that was begun inside
+        this life, of the newest checkpoint before it. Retention follows it.
     """
 
     storage: Storage
@@ -58,10 +59,11 @@ class Committer:
     holdings: dict[str, Holding] = field(default_factory=dict)
     parent: str | None = None
     _slots: list[_Slot] = field(default_factory=list)
+    _newest: Manifest | None = None
 
     def adopt(self, manifest: Manifest) -> None:
         """Start from a restored checkpoint: partial checkpoints will refer to its files."""
-        self.parent = manifest.directory
+        self.parent, self._newest = manifest.directory, None
         self.holdings = {
             op: (record.step, tuple(manifest.files[i] for i in record.files))
             for op, record in manifest.operators.items()
@@ -97,10 +99,13 @@ class Committer:
         if missing:
             raise CoverageError(f"checkpoint of step {snapshot.step}", missing)
         saved = self._saved_after(snapshot)
+        if self._newest is not None and self._newest.generation != snapshot.generation:
+            self.parent = self._newest.directory
         manifest = self._manifest(snapshot, acknowledgements, holdings, saved, before)
         write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
         # What a window holds is of different steps: a partial checkpoint must not build on it.
         self.holdings, self.saved = {} if manifest.window else holdings, saved
+        self._newest = manifest
         return manifest
 
     def _new_holdings(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> dict[str, Holding]:

@@ -290,7 +290,7 @@ def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
     )
     if setup.mla:
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = _latent_core_attention
+            layer.submodules.self_attention.submodules.core_attention = _latent_core_attention()
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -304,13 +304,17 @@ def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
     )
 
 
-def _latent_core_attention(*, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> Any:
-    """Megatron's plain attention for MLA, which names the widths of keys and values, as only Transformer Engine's
+def _latent_core_attention() -> type:
+    """Megatron's plain attention for MLA, whose layer names the widths of keys and values, as only Transformer Engine's
     attention lets it. The plain one reads the keys' width off its input, and takes the values' to be ``kv_channels``,
-    which ``_transformer_config`` makes true. Called twice a layer: the base class of MLA builds one without widths."""
+    which ``_transformer_config`` makes true."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    return DotProductAttention(**options)
+    class LatentCoreAttention(DotProductAttention):
+        def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+
+    return LatentCoreAttention
 
 
 def _optimizer(setup: Setup, chunks: list[Any]) -> Any:

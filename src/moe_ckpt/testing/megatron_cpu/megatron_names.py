@@ -29,6 +29,7 @@ def install() -> None:
     _router()
     _dispatcher()
     _norm()
+    _latent_attention()
     _sends()
     _uneven_collectives()
     _grouped_gemm()
@@ -101,6 +102,17 @@ def _norm() -> None:
         return norm
 
     kind.__new__ = staticmethod(new)
+
+
+def _latent_attention() -> None:
+    """transformer/multi_latent_attention.py:55-65 takes Transformer Engine to be there if its wrappers can be imported;
+    they can without it, as mocks, on which ``isinstance`` at :185 fails. Sets what its ``except`` branch would."""
+    if importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE:
+        return
+    module = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    replace(module, "HAVE_TE", False)
+    for name in ("TEColumnParallelLinear", "TELinear", "Linear", "set_save_original_input"):
+        replace(module, name, None)
 
 
 def _sends() -> None:

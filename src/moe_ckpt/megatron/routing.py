@@ -1,0 +1,266 @@
+"""Counts, per MoE layer and expert, the tokens that the routers of this rank's model chunks send in training.
+
+Where Megatron-Core 0.16.1 shows what is counted (paths relative to ``megatron/core/transformer/moe``):
+
+* ``TopKRouter.forward`` (router.py:639) returns ``(probs, routing_map)``, both [tokens, experts of the layer], after
+  dropping. A forward hook reads them, whatever the token dispatcher and the expert-parallel layout.
+* The map before dropping: see ``moe_ckpt.megatron.dropping``.
+* With ``moe_pad_expert_input_to_capacity`` the returned map is the capacity's mask, padding included; what the router
+  sent is what is in both maps.
+* ``padding_mask`` [sequence, batch] is True at padding: so it is used (moe_utils.py:157, :794), though docstrings in
+  router.py say the opposite.
+
+Each token is routed on one rank only. With tensor parallelism this is so because ``MoELayer.forward`` raises ValueError
+in training without sequence parallelism (moe_layer.py:379), with which the hidden states that reach the router are this
+rank's part of the sequence: nothing gathers them before routing (moe_layer.py:252), the dispatchers do afterwards. So
+the sum over all ranks that hold a layer (tensor, context and data parallel ones) counts each token once.
+
+Nothing here communicates, and only ``take`` waits for the device. Each router gets a few small kernels more in every
+training forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.megatron.compat import look_up
+from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, detach, moved, version
+from moe_ckpt.modeling.routing import SOFT_UNIT, count_tokens
+
+_GRAPHS_WITHOUT_ROUTER = frozenset({"attn", "mlp", "mamba"})
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Token assignments of this rank, one (token, chosen expert) pair each; [L, E], padding tokens left out.
+
+    applied: those that reached their expert, after dropping.
+    assigned: those that the router chose, before dropping. None while no router here has had a capacity factor: then
+        it is the same as ``applied``. Pipeline stages may differ in this, so what is reduced over ranks is
+        ``before_dropping``, which is never None.
+    soft: gate weights of the applied ones, in units of 2**-16; None if not asked for.
+    """
+
+    applied: Counts
+    assigned: Counts | None
+    soft: Counts | None
+
+    @property
+    def before_dropping(self) -> Counts:
+        return self.applied if self.assigned is None else self.assigned
+
+
+class RouterCounter:
+    """Tokens that this rank's routers send to each expert of the whole model.
+
+    Only routers in training mode count, so validation does not; nor does the second forward pass of activation
+    recompute, which runs inside backward. Counts of several micro-batches add up until ``take``. Used on the training
+    thread only. Construct it after any forward hook of your own that replaces a router's result, else it counts what
+    the hook replaced.
+
+    routers: (index of the MoE layer among the L of the whole model, its TopKRouter) of this rank's model chunks. Rows
+        of the other layers stay 0.
+    layers, experts: L, and E, the largest number of experts of any layer.
+    soft: add up the gate's weights too.
+
+    Raises:
+        ConfigError: an index is taken twice or out of range, or a router has more than ``experts`` experts.
+        UnsupportedError: Megatron-Core is not as described at the top of this file, or the routers are captured in CUDA
+            graphs, whose replay runs no hooks. Forward passes raise it too where only they can tell.
+    """
+
+    def __init__(
+        self, routers: Sequence[tuple[int, nn.Module]], layers: int, experts: int, *, soft: bool = False
+    ) -> None:
+        _check(routers, layers, experts)
+        self._shape = (layers, experts)
+        self._soft_wanted = soft
+        self._applied: dict[int, torch.Tensor] = {}
+        self._dropped: dict[int, torch.Tensor] = {}
+        self._soft: dict[int, torch.Tensor] = {}
+        self._watch = Watch()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        if any(_may_drop(router) for _, router in routers):
+            attach(self._watch)
+        for at, router in routers:
+            self._handles.append(router.register_forward_pre_hook(self._before))
+            self._handles.append(router.register_forward_hook(self._after(at), with_kwargs=True))
+
+    def take(self) -> Counted:
+        """What was counted since the last ``take`` or ``discard``; starts again from zero. Waits for the device."""
+        applied = self._whole(self._applied)
+        assigned = applied + self._whole(self._dropped) if self._watch.was_attached else None
+        weights = {at: (table * SOFT_UNIT).round().to(torch.int64) for at, table in self._soft.items()}
+        soft = self._whole(weights) if self._soft_wanted else None
+        self.discard()
+        return Counted(applied, assigned, soft)
+
+    def discard(self) -> None:
+        """Start again from zero: what was counted did not lead to an optimizer step."""
+        for tables in (self._applied, self._dropped, self._soft):
+            for table in tables.values():
+                table.zero_()
+
+    def close(self) -> None:
+        """Remove every hook, and the wrapper with the last counter that needs it. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        detach(self._watch)
+
+    def _before(self, router: nn.Module, args: tuple[Any, ...]) -> None:
+        self._watch.running, self._watch.assigned = router.training, None
+        if router.training and not self._watch.was_attached and _may_drop(router):
+            attach(self._watch)  # the factor was set after the counter was made: Megatron reads it at every call
+
+    def _after(self, at: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def hook(router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            assigned = self._watch.assigned
+            self._watch.running, self._watch.assigned = False, None
+            if router.training:
+                probs, routing_map = _result(router, output)
+                real = _real_tokens(args, kwargs, routing_map)
+                if _may_drop(router):
+                    assigned = _before_dropping(assigned, routing_map)
+                    self._add(self._dropped, at, _masked(assigned & ~routing_map, real))
+                    routing_map = assigned & routing_map
+                self._count(at, probs, _masked(routing_map, real))
+
+        return hook
+
+    def _count(self, at: int, probs: torch.Tensor, applied: torch.Tensor) -> None:
+        self._add(self._applied, at, applied)
+        if self._soft_wanted:
+            self._add(self._soft, at, probs.detach().masked_fill(~applied, 0), torch.float64)
+
+    def _add(
+        self, tables: dict[int, torch.Tensor], at: int, entries: torch.Tensor, dtype: torch.dtype = torch.int64
+    ) -> None:
+        """Add the columns' sums of ``entries`` [tokens, experts] to one layer's table, made where they are."""
+        table = tables.get(at)
+        if table is None:
+            table = torch.zeros(entries.shape[1] + 1, dtype=dtype, device=entries.device)
+        tables[at] = table = table.to(entries.device)
+        count_tokens(table, entries.sum(dim=0, dtype=dtype))
+
+    def _whole(self, tables: dict[int, torch.Tensor]) -> Counts:
+        """The tables as [L, E], zeros for layers that have none. One transfer per device."""
+        total = np.zeros(self._shape, dtype=np.int64)
+        by_device: dict[torch.device, list[int]] = {}
+        for at, table in tables.items():
+            by_device.setdefault(table.device, []).append(at)
+        for rows in by_device.values():
+            joined = torch.cat([tables[at][:-1] for at in rows]).cpu().numpy()
+            for at in rows:
+                experts = tables[at].shape[0] - 1
+                total[at, :experts], joined = joined[:experts], joined[experts:]
+        return total
+
+
+def _may_drop(router: Any) -> bool:
+    """Whether Megatron-Core drops tokens in the router's next forward pass."""
+    return router.config.moe_expert_capacity_factor is not None
+
+
+def _masked(entries: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    return entries if real is None else entries & real[:, None]
+
+
+def _result(router: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a router returned, checked: gate weights and a bool map, both [tokens, experts]."""
+    pair = output if isinstance(output, tuple) and len(output) == 2 else (None, None)
+    probs, routing_map = pair
+    if (
+        not isinstance(probs, torch.Tensor)
+        or not isinstance(routing_map, torch.Tensor)
+        or routing_map.dtype != torch.bool
+        or probs.shape != routing_map.shape
+        or routing_map.shape[1:] != (router.config.num_moe_experts,)
+    ):
+        raise moved(f"{ROUTER}.TopKRouter.forward", "(probs, bool routing_map), both [tokens, num_moe_experts]")
+    return probs, routing_map
+
+
+def _before_dropping(assigned: torch.Tensor | None, routing_map: torch.Tensor) -> torch.Tensor:
+    if assigned is None or assigned.shape != routing_map.shape or assigned.dtype != torch.bool:
+        raise moved(
+            f"{ROUTER}.{DROPPING}",
+            "called by the router's forward with the bool map [tokens, experts] before dropping",
+        )
+    return assigned
+
+
+def _real_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], routing_map: torch.Tensor) -> torch.Tensor | None:
+    """True where a token is no padding, [tokens]; None if the router was given no padding mask."""
+    padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
+    if padding is None:
+        return None
+    if padding.numel() != routing_map.shape[0]:
+        raise UnsupportedError(
+            f"padding_mask of {tuple(padding.shape)} reaches a router that routes {routing_map.shape[0]} tokens, so "
+            "padding cannot be told from tokens. With sequence parallelism Megatron-Core cuts the mask on the first "
+            "pipeline stage only: give the later stages this tensor-parallel rank's part of it."
+        )
+    real: torch.Tensor = ~padding.reshape(-1).bool()
+    return real
+
+
+def _check(routers: Sequence[tuple[int, nn.Module]], layers: int, experts: int) -> None:
+    expected = look_up(ROUTER, "TopKRouter", version())
+    if not (isinstance(expected, type) and issubclass(expected, nn.Module)):
+        raise moved(f"{ROUTER}.TopKRouter", "a class of modules")
+    seen = set()
+    for at, router in routers:
+        _check_router(router, expected)
+        found: Any = router
+        width = found.config.num_moe_experts
+        if at in seen or not 0 <= at < layers or width > experts:
+            raise ConfigError(
+                f"a router of {width} experts is given as MoE layer {at}: indices must differ and be in [0, {layers}), "
+                f"and no layer may have more than {experts} experts"
+            )
+        seen.add(at)
+
+
+def _check_router(router: Any, expected: type) -> None:
+    kind: Any = type(router)
+    if not issubclass(kind, expected):
+        raise UnsupportedError(
+            f"{kind.__module__}.{kind.__qualname__} is no {ROUTER}.TopKRouter (megatron-core {version()}), so what "
+            "it routes cannot be counted. Use TopKRouter or a subclass of it."
+        )
+    if _parameters(kind.forward)[:3] != ["self", "input", "padding_mask"]:
+        raise moved(f"{kind.__module__}.{kind.__qualname__}.forward", "a method (self, input, padding_mask)")
+    for name in ("num_moe_experts", "moe_expert_capacity_factor"):
+        if not hasattr(router.config, name):
+            raise moved(f"TransformerConfig.{name}", "an option of the router's config")
+    captured = {getattr(scope, "name", scope) for scope in _graph_scope(router.config)}
+    if captured - _GRAPHS_WITHOUT_ROUTER:
+        raise UnsupportedError(
+            f"cuda_graph_impl={router.config.cuda_graph_impl!r} with cuda_graph_scope {sorted(captured)} captures the "
+            "router, and the replay of a CUDA graph runs no hooks, so nothing would be counted. Limit "
+            f"cuda_graph_scope to {', '.join(sorted(_GRAPHS_WITHOUT_ROUTER))}."
+        )
+
+
+def _graph_scope(config: Any) -> Sequence[Any]:
+    """What CUDA graphs capture; Megatron-Core says "the whole layer" by an empty list."""
+    if getattr(config, "cuda_graph_impl", "none") == "none":
+        return ()
+    scope: Sequence[Any] = config.cuda_graph_scope
+    return scope or ("full",)
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)

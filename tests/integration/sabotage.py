@@ -76,7 +76,7 @@ def _router_state_not_loaded() -> None:
 
 def _unchecked() -> None:
     """Replay does not look whether it repeats what was recorded."""
-    replaying._first_difference = lambda recorded, captured: None
+    replaying.require_repeated = lambda step, parts, recorded, captured: None
 
 
 def _steps_not_loaded() -> None:

@@ -39,11 +39,10 @@ from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
 from moe_ckpt.callbacks.resuming import adopt_given, say_resumed
-from moe_ckpt.callbacks.rng import capture_rng, restore_rng
 from moe_ckpt.callbacks.sharded_loading import load_steps_into_shards
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.stopping import guarded, may_stop, refusal, will_stop
-from moe_ckpt.callbacks.support import check_strategy, inexact, job_name
+from moe_ckpt.callbacks.stopping import may_stop, refusal, will_stop
+from moe_ckpt.callbacks.support import check_strategy, inexact
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.core.retention import RetentionPolicy
@@ -54,13 +53,16 @@ from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
+from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import RoutingCounter
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
+from moe_ckpt.policies.guard import guarded
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import Restored, resume_newest
 from moe_ckpt.storage import StoreLock, open_storage
+from moe_ckpt.storage.lock import job_name
 
 log = logging.getLogger("moe_ckpt")
 

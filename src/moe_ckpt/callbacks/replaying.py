@@ -7,14 +7,12 @@ after all of them, since they may change weights as they did the first time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from moe_ckpt.callbacks.freezing import ClipNorms, Freezing
-from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.recovery.divergence import Repeated, require_repeated
 from moe_ckpt.recovery.replay import Replay
 
 
@@ -78,21 +76,16 @@ class Replaying:
             ReplayDivergedError: it is not.
         """
         self._replay.repeat()
-        differing = _first_difference(self._recorded, captured)
-        if differing is not None:
-            raise ReplayDivergedError(step, f"{differing} differs from what was recorded")
+        require_repeated(step, _REPEATED, self._recorded, captured)
         self._next_step()
 
 
-def _first_difference(recorded: Mapping[str, Any], captured: Mapping[str, Any]) -> str | None:
-    """What of the state that does not depend on weights differs: random numbers, schedules, hyperparameters."""
-    parts: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
-        ("the state of the random number generators", lambda state: state["rng"]),
-        ("the hyperparameters of the optimizers", lambda state: _groups(state["plain"]["optimizers"])),
-        ("the state of the learning rate schedulers", lambda state: state["checkpoint"]["lr_schedulers"]),
-        ("the number of batches", lambda state: _batches(state["checkpoint"]["loops"]["fit_loop"])),
-    )
-    return next((name for name, part in parts if not _same(part(recorded), part(captured))), None)
+_REPEATED: tuple[Repeated, ...] = (
+    ("the state of the random number generators", lambda state: state["rng"]),
+    ("the hyperparameters of the optimizers", lambda state: _groups(state["plain"]["optimizers"])),
+    ("the state of the learning rate schedulers", lambda state: state["checkpoint"]["lr_schedulers"]),
+    ("the number of batches", lambda state: _batches(state["checkpoint"]["loops"]["fit_loop"])),
+)
 
 
 def _groups(optimizers: list[Mapping[str, Any]]) -> list[Any]:
@@ -101,16 +94,3 @@ def _groups(optimizers: list[Mapping[str, Any]]) -> list[Any]:
 
 def _batches(loop: Mapping[str, Any]) -> Any:
     return loop["epoch_loop.batch_progress"]["current"]["processed"]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, (torch.Tensor, Mapping, list, tuple)) or isinstance(other, (torch.Tensor, Mapping, list, tuple)):
-        return False
-    found = one == other
-    return bool(found.all()) if hasattr(found, "all") else bool(found)

@@ -4,28 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Guarded, Policy
-
-
-def guarded(policy: Policy, guard: str | None, plt_budget: float | str | None) -> Policy:
-    """``policy`` within ``Guarded``, or as it is if ``guard`` is None.
-
-    Raises:
-        ConfigError: an unknown action or budget, a budget without a guard, or two guards.
-    """
-    if guard is None:
-        if plt_budget is not None:
-            raise ConfigError(
-                f"MoECheckpoint(plt_budget={plt_budget!r}) without guard: say what is to happen when the budget for "
-                "lost tokens would be broken (guard='escalate', 'dense' or 'stop'), or give MoC(plt_budget=...), by "
-                "which K rises by itself"
-            )
-        return policy
-    if isinstance(policy, Guarded):
-        raise ConfigError(f"MoECheckpoint(guard={guard!r}) around {policy!r}: give the guard once")
-    return Guarded(policy, "default" if plt_budget is None else plt_budget, guard)
-
 
 def will_stop(trainer: Any) -> bool:
     """True if, as far as can be told at the end of a batch, this was the last one."""

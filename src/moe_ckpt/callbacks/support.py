@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -68,12 +67,3 @@ def inexact(trainer: Any) -> list[str]:
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append("Lightning does not bring back the metrics that ReduceLROnPlateau looks at")
     return found
-
-
-def job_name() -> str:
-    """Name of this job that outlives a restart, for the store's lock."""
-    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        value = os.environ.get(variable)
-        if value and value != "none":
-            return f"{variable}={value}"
-    return f"pid {os.getpid()}"

@@ -32,26 +32,25 @@ def read(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> list[dic
             if key == "params":
                 entry[key] = [names[id(p)] for p in value]
             else:
-                _require_plain(value, f"optimizers/{index}/param_groups/{number}/{key}")
+                require_plain(value, f"optimizers/{index}/param_groups/{number}/{key}")
                 entry[key] = value
         groups.append(entry)
     return groups
 
 
-def _require_plain(value: Any, path: str) -> None:
+def require_plain(value: Any, path: str) -> None:
+    """Raise ``UnencodableStateError``, naming the place below ``path``, for a value that is no plain data."""
     if isinstance(value, (list, tuple, set, frozenset)):
         for at, item in enumerate(value):
-            _require_plain(item, f"{path}/{at}")
+            require_plain(item, f"{path}/{at}")
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _require_plain(item, f"{path}/{key}")
+            require_plain(item, f"{path}/{key}")
     elif not isinstance(value, _PLAIN):
         raise UnencodableStateError(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
 
-def check(
-    index: int, optimizer: Optimizer, names: Mapping[int, str], stored: Sequence[Mapping[str, Any]]
-) -> None:
+def check(index: int, optimizer: Optimizer, names: Mapping[int, str], stored: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ConfigError`` unless the groups hold the same parameters, group by group."""
     groups = optimizer.param_groups
     if len(groups) != len(stored):
@@ -74,10 +73,10 @@ def write(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> None:
     for group, entry in zip(optimizer.param_groups, stored, strict=True):
         for key, value in entry.items():
             if key != "params" and key not in IMPLEMENTATION_FLAGS:
-                group[key] = _fitted(group.get(key), value)
+                group[key] = fitted(group.get(key), value)
 
 
-def _fitted(current: Any, stored: Any) -> Any:
+def fitted(current: Any, stored: Any) -> Any:
     """The stored value in the form that this run uses: a tensor stays the same tensor (CUDA graphs hold it)."""
     if isinstance(current, torch.Tensor):
         with torch.no_grad():

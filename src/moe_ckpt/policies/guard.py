@@ -114,3 +114,22 @@ def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
     there = experts_of(context, plan.operators())
     every = {(op.layer, op.expert) for op in context.catalog.experts if op.layer is not None and op.expert is not None}
     return _adding(plan, context, tuple(sorted(every - there)))
+
+
+def guarded(policy: Policy, guard: str | None, plt_budget: float | str | None) -> Policy:
+    """``policy`` within ``Guarded``, or as it is if ``guard`` is None.
+
+    Raises:
+        ConfigError: an unknown action or budget, a budget without a guard, or two guards.
+    """
+    if guard is None:
+        if plt_budget is not None:
+            raise ConfigError(
+                f"plt_budget={plt_budget!r} without guard: say what is to happen when the budget for "
+                "lost tokens would be broken (guard='escalate', 'dense' or 'stop'), or give MoC(plt_budget=...), by "
+                "which K rises by itself"
+            )
+        return policy
+    if isinstance(policy, Guarded):
+        raise ConfigError(f"guard={guard!r} around {policy!r}: give the guard once")
+    return Guarded(policy, "default" if plt_budget is None else plt_budget, guard)

@@ -227,3 +227,12 @@ def _lease_name(number: int) -> str:
 
 def _describe(owner: str) -> str:
     return f"{owner}, process {os.getpid()} on {socket.gethostname()}"
+
+
+def job_name() -> str:
+    """Name of this job that outlives a restart, for the store's lock."""
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        value = os.environ.get(variable)
+        if value and value != "none":
+            return f"{variable}={value}"
+    return f"pid {os.getpid()}"

@@ -1,0 +1,162 @@
+"""Where the memory of a live Megatron parameter lies in the model's tensors, whatever the parallel layout.
+
+A checkpoint knows *whole* tensors under names that do not depend on the layout: one per expert and matrix, in the
+orientation that ``SequentialMLP`` and Transformer Engine use. What a rank holds of them may be a block of rows or
+columns (tensor parallelism), two of them side by side (a gated unit's two halves), several experts one after the
+other and transposed (``GroupedMLP``), and of each of these an arbitrary flat range (the distributed optimizer). All
+that comes down to: a piece of memory is an array whose axes run along axes of a whole tensor, in segments.
+
+Numbers only; nothing here knows torch or Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Indices ``[start, stop)`` of an axis in memory are those from ``at`` on along an axis of the whole tensor."""
+
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis in memory. target: the axis of the whole tensor that it runs along. segments: they tile it."""
+
+    target: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def size(self) -> int:
+        return self.segments[-1].stop
+
+
+@dataclass(frozen=True)
+class Part:
+    """A contiguous piece of a live parameter that holds elements of one whole tensor.
+
+    name, global_shape: of the whole tensor.
+    start: first element of the piece, counted in the parameter's flat memory.
+    axes: of the piece in memory, row-major; each axis of the whole tensor is the target of exactly one.
+    """
+
+    name: str
+    global_shape: Shape
+    start: int
+    axes: tuple[Axis, ...]
+
+    @property
+    def memory_shape(self) -> Shape:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.memory_shape)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A block of a whole tensor and where it is found in a flat range of memory.
+
+    offsets, shape: of the block in the whole tensor.
+    first: first element of a row-major array of ``memory_shape``, counted from the start of the range;
+    narrow: per axis of that array (start, length) of what belongs to the block; order: permutation of its axes that
+    turns it into the block.
+    """
+
+    offsets: Shape
+    shape: Shape
+    first: int
+    memory_shape: Shape
+    narrow: tuple[tuple[int, int], ...]
+    order: Shape
+
+
+def whole(name: str, shape: Shape) -> Part:
+    """A parameter that is a whole tensor."""
+    return Part(name, shape, 0, straight(shape))
+
+
+def straight(shape: Shape, offsets: Sequence[int] | None = None) -> tuple[Axis, ...]:
+    """Axes of a block of ``shape`` at ``offsets`` of the whole tensor, in its own orientation."""
+    at = offsets or (0,) * len(shape)
+    return tuple(Axis(dim, (Segment(0, size, at[dim]),)) for dim, size in enumerate(shape))
+
+
+def place(part: Part, start: int, stop: int) -> Iterator[Placed]:
+    """The blocks that elements ``[start, stop)`` of the parameter's flat memory have in common with ``part``.
+
+    There are at most ``2 * ndim - 1`` of them per combination of segments. ``Placed.first`` counts from ``start``.
+    """
+    low, high = max(start, part.start), min(stop, part.stop)
+    if low >= high:
+        return
+    for first, corner, shape in _runs(part.memory_shape, low - part.start, high - part.start):
+        yield from _split(part, part.start + first - start, corner, shape)
+
+
+def _runs(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Shape, Shape]]:
+    """(first element, corner, shape) of row-major blocks that tile the flat range of an array, in order.
+
+    A ragged first row, whole rows, a ragged last row; the ragged ones the same way one dimension lower.
+    """
+    if not shape:
+        yield 0, (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        yield from _inner(shape, stop // row, start % row, stop % row)
+        return
+    if start % row:
+        yield from _inner(shape, start // row, start % row, row)
+    if first < last:
+        yield first * row, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if stop % row:
+        yield from _inner(shape, last, 0, stop % row)
+
+
+def _inner(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[int, Shape, Shape]]:
+    """The same for a range within row ``index``."""
+    for first, corner, size in _runs(shape[1:], start, stop):
+        yield index * prod(shape[1:]) + first, (index, *corner), (1, *size)
+
+
+def _split(part: Part, first: int, corner: Shape, shape: Shape) -> Iterator[Placed]:
+    """One block of memory, cut where the segments of its axes end."""
+    cuts = [_overlaps(axis, low, low + size) for axis, low, size in zip(part.axes, corner, shape, strict=True)]
+    order = _permutation(part.axes)
+    for chosen in product(*cuts):
+        narrow = tuple((low - begin, length) for (low, length, _), begin in zip(chosen, corner, strict=True))
+        yield Placed(
+            tuple(chosen[axis][2] for axis in order),
+            tuple(chosen[axis][1] for axis in order),
+            first,
+            shape,
+            narrow,
+            order,
+        )
+
+
+def _overlaps(axis: Axis, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """(start in memory, length, start in the whole tensor) of each segment's share of ``[start, stop)``."""
+    found = []
+    for segment in axis.segments:
+        low, high = max(start, segment.start), min(stop, segment.stop)
+        if low < high:
+            found.append((low, high - low, segment.at + low - segment.start))
+    return found
+
+
+def _permutation(axes: Sequence[Axis]) -> Shape:
+    """Memory axis of each axis of the whole tensor."""
+    return tuple(sorted(range(len(axes)), key=lambda axis: axes[axis].target))

@@ -1,0 +1,93 @@
+"""The names of Megatron-Core that this adapter builds on, looked up once and checked.
+
+Megatron-Core has no stable interface for what is needed here, so each name is listed: a version in which one moved is
+refused by that name when training starts, not found out about when a checkpoint is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from moe_ckpt.errors import MissingPackageError, UnsupportedError
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
+
+HOOK_POINTS: tuple[tuple[str, str], ...] = (
+    (_OPTIMIZER, "FP32Optimizer"),
+    (_OPTIMIZER, "Float16OptimizerWithFloat16Params"),
+    (_OPTIMIZER, "ChainedOptimizer"),
+    (_DISTRIBUTED, "DistributedOptimizer._get_model_param_range_map"),
+    ("megatron.core.transformer.moe.moe_layer", "BaseMoELayer"),
+    ("megatron.core.transformer.moe.router", "TopKRouter.routing"),
+    ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
+    ("megatron.core.parallel_state", "get_data_parallel_group"),
+    ("megatron.core.parallel_state", "get_expert_data_parallel_group"),
+    ("megatron.core.parallel_state", "get_tensor_model_parallel_group"),
+    ("megatron.core.parallel_state", "get_expert_tensor_parallel_group"),
+    ("megatron.core.parallel_state", "get_pipeline_model_parallel_rank"),
+)
+"""(module, name in it)."""
+
+
+@dataclass(frozen=True)
+class MegatronCore:
+    """What was found. version: of the package."""
+
+    version: str
+    parallel_state: Any
+    moe_layer: type
+    fp32_optimizer: type
+    float16_optimizer: type
+    distributed_optimizer: type
+    chained_optimizer: type
+
+    def rng_tracker(self) -> Any:
+        """The tracker of model-parallel random number generators."""
+        return importlib.import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
+
+
+@lru_cache(maxsize=1)
+def megatron_core() -> MegatronCore:
+    """Import Megatron-Core. Not at import of this package, so that its pure parts can be used without.
+
+    Raises:
+        MissingPackageError: it is not installed.
+        UnsupportedError: a name that is needed is not where it was.
+    """
+    try:
+        core = importlib.import_module("megatron.core")
+    except ImportError as error:
+        raise MissingPackageError("megatron-core", "moe_ckpt.megatron", "megatron") from error
+    version = str(getattr(core, "__version__", "of unknown version"))
+    for module, name in HOOK_POINTS:
+        look_up(module, name, version)
+    optimizer = importlib.import_module(_OPTIMIZER)
+    return MegatronCore(
+        version=version,
+        parallel_state=importlib.import_module("megatron.core.parallel_state"),
+        moe_layer=importlib.import_module("megatron.core.transformer.moe.moe_layer").BaseMoELayer,
+        fp32_optimizer=optimizer.FP32Optimizer,
+        float16_optimizer=optimizer.Float16OptimizerWithFloat16Params,
+        distributed_optimizer=importlib.import_module(_DISTRIBUTED).DistributedOptimizer,
+        chained_optimizer=optimizer.ChainedOptimizer,
+    )
+
+
+def look_up(module: str, name: str, version: str) -> Any:
+    """``name`` (dotted) in ``module``. Raises ``UnsupportedError`` that names it if it is not there."""
+    found: ModuleType | Any
+    try:
+        found = importlib.import_module(module)
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"megatron-core {version} has no {module}.{name}, which moe_ckpt.megatron builds on. Versions 0.16.x are "
+            "known to have it: install one of them, or a newer moe_ckpt."
+        ) from error
+    return found

@@ -1,0 +1,296 @@
+"""What this rank holds of the model: every parameter of its chunks, under names that no layout changes.
+
+Layers count through all pipeline stages, experts through all expert-parallel ranks. An expert's matrices are tensors of
+their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``SequentialMLP``, ``GroupedMLP`` and
+``TEGroupedMLP`` are the same model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ckpt.errors import NoMoELayerError, UnsupportedError
+from moe_ckpt.megatron.blocks import Axis, Part, Segment, straight
+from moe_ckpt.megatron.compat import megatron_core
+
+TIED = "embedding.word_embeddings.weight"
+"""What the last stage's copy of a tied embedding is a copy of."""
+
+
+@dataclass(frozen=True)
+class FoundMoE:
+    """One MoE layer of this rank. name: of the whole model's module. local_experts: their global indices."""
+
+    name: str
+    experts: int
+    top_k: int
+    local_experts: tuple[int, ...]
+    router: nn.Module
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What operator a tensor belongs to. moe: name of the MoE layer; group: of a non-expert operator."""
+
+    moe: str | None = None
+    expert: int | None = None
+    group: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LiveParameter:
+    """A parameter of this rank and what it holds: ``parts`` tile its flat memory.
+
+    owners: of each part.
+    """
+
+    parameter: nn.Parameter
+    parts: tuple[Part, ...]
+    owners: tuple[Owner, ...]
+
+    @property
+    def is_expert(self) -> bool:
+        return self.owners[0].expert is not None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Place of this rank in tensor parallelism: of experts or of everything else."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """buffers: name -> live buffer that changes results: persistent ones, and those of routers."""
+
+    parameters: tuple[LiveParameter, ...]
+    layers: tuple[FoundMoE, ...]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def take_inventory(chunks: Sequence[nn.Module]) -> Inventory:
+    """Look through this rank's model chunks, wrapped (DDP, ``Float16Module``) or not.
+
+    Raises:
+        UnsupportedError: an expert container, a parameter layout or an extra state that is not known.
+    """
+    parameters: list[LiveParameter] = []
+    layers: list[FoundMoE] = []
+    buffers: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        model = _Chunk(unwrapped(chunk))
+        layers += model.layers
+        parameters += model.parameters()
+        buffers |= model.buffers()
+    return Inventory(tuple(parameters), tuple(layers), buffers)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+def require_experts(layers: int, classes: Sequence[str]) -> None:
+    """Raise ``NoMoELayerError`` if no rank holds an MoE layer."""
+    if not layers:
+        raise NoMoELayerError(
+            f"none of the model chunks ({', '.join(classes)}) of any rank has an MoE layer of megatron.core "
+            "(transformer.moe.moe_layer.BaseMoELayer). Policies that choose experts need some; set num_moe_experts."
+        )
+
+
+class _Chunk:
+    """One model chunk: names, and how its modules lay out what they hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        core = megatron_core()
+        state = core.parallel_state
+        self._model = model
+        self._dense = _sharding(state.get_tensor_model_parallel_group())
+        self._expert = _sharding(state.get_expert_tensor_parallel_group())
+        self._modules = dict(model.named_modules())
+        self._renamed = {
+            name: _renumbered(name, module) for name, module in self._modules.items() if _is_numbered(name, module)
+        }
+        self._moe = {name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)}
+        self.layers = [self._describe(name, module) for name, module in self._moe.items()]
+        self._local_experts = {name: found.local_experts for name, found in zip(self._moe, self.layers, strict=True)}
+
+    def _describe(self, name: str, module: Any) -> FoundMoE:
+        config = module.config
+        return FoundMoE(
+            self._name(name),
+            int(config.num_moe_experts),
+            int(config.moe_router_topk),
+            tuple(int(i) for i in module.local_expert_indices),
+            module.router,
+        )
+
+    def parameters(self) -> Iterator[LiveParameter]:
+        for name, parameter in self._model.named_parameters():
+            moe = next((m for m in self._moe if name.startswith(f"{m}.experts.")), None)
+            if moe is not None:
+                yield self._expert_parameter(moe, name, parameter)
+                continue
+            whole_name = TIED if self._is_tied_copy(name, parameter) else self._name(name)
+            part = Part(whole_name, *self._dense_axes(name, parameter))
+            yield LiveParameter(parameter, (part,), (self._owner(name, whole_name),))
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        routers = tuple(f"{name}.router." for name in self._moe)
+        for name, buffer in self._model.named_buffers():
+            module, _, own = name.rpartition(".")
+            persistent = own not in self._modules[module]._non_persistent_buffers_set
+            if persistent or name.startswith(routers):
+                yield self._name(name), buffer
+
+    def _name(self, name: str) -> str:
+        """The same in the whole model: the innermost numbered layer's global number."""
+        best = max((p for p in self._renamed if name == p or name.startswith(f"{p}.")), key=len, default=None)
+        return name if best is None else self._renamed[best] + name[len(best) :]
+
+    def _is_tied_copy(self, name: str, parameter: nn.Parameter) -> bool:
+        return name == "output_layer.weight" and bool(getattr(parameter, "shared_embedding", False))
+
+    def _owner(self, name: str, whole_name: str) -> Owner:
+        moe = next((m for m in self._moe if name.startswith(f"{m}.router.")), None)
+        if moe is not None:
+            return Owner(moe=self._name(moe))
+        return Owner(group=non_expert_group(whole_name))
+
+    def _dense_axes(self, name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, tuple[Axis, ...]]:
+        """(global shape, 0, axes) of a parameter that is no expert's."""
+        dim = getattr(parameter, "partition_dim", -1)
+        parallel = bool(getattr(parameter, "tensor_model_parallel", False)) and dim >= 0
+        sharding = self._dense if parallel else Sharding(0, 1)
+        gated = self._is_gated(name)
+        if sharding.size > 1 and int(getattr(parameter, "partition_stride", 1)) != 1 and not gated:
+            raise UnsupportedError(
+                f"{name} is split over tensor-parallel ranks with stride above 1: which rows of the whole these "
+                "are is not known. Use tensor parallelism 1."
+            )
+        shape, axes = sharded(tuple(parameter.shape), max(dim, 0), sharding, gated)
+        return shape, 0, axes
+
+    def _is_gated(self, name: str) -> bool:
+        """True for the first matrix of a gated unit, whose halves (gate, up) are split over ranks each by itself."""
+        module, _, _ = name.rpartition(".")
+        mlp, _, linear = module.rpartition(".")
+        return linear == "linear_fc1" and _gated(self._modules[mlp])
+
+    # --- experts ---
+
+    def _expert_parameter(self, moe: str, name: str, parameter: nn.Parameter) -> LiveParameter:
+        experts: Any = self._modules[f"{moe}.experts"]
+        inner = name.removeprefix(f"{moe}.experts.")
+        indices = self._local_experts[moe]
+        gated = bool(experts.config.gated_linear_unit)
+        whole_moe = self._name(moe)
+        if match := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", inner):
+            found = {indices[int(match[1])]: self._straight(match[2], parameter, gated)}
+        elif inner in ("weight1", "weight2"):
+            found = self._grouped(inner, parameter, indices, gated)
+        elif match := re.fullmatch(r"(linear_fc[12]\.(?:weight|bias))(\d+)", inner):
+            found = {indices[int(match[2])]: self._straight(match[1], parameter, gated)}
+        else:
+            raise UnsupportedError(
+                f"{name}: {type(experts).__name__} keeps its experts in a way that is not known here. Known are "
+                "SequentialMLP (local_experts), GroupedMLP (weight1, weight2) and TEGroupedMLP (linear_fc1.weight0)."
+            )
+        parts = tuple(
+            Part(f"{whole_moe}.experts.{expert}.{suffix}", shape, start, axes)
+            for expert, (suffix, shape, start, axes) in found.items()
+        )
+        return LiveParameter(parameter, parts, tuple(Owner(moe=whole_moe, expert=expert) for expert in found))
+
+    def _straight(
+        self, suffix: str, parameter: nn.Parameter, gated: bool
+    ) -> tuple[str, tuple[int, ...], int, tuple[Axis, ...]]:
+        """A matrix or bias of one expert, in its own orientation: fc1 is split by rows, fc2 by columns."""
+        first = suffix.startswith("linear_fc1")
+        shape = tuple(parameter.shape)
+        if not first and len(shape) == 1:  # added after the sum over ranks, so alike on all
+            return suffix, *_whole(shape)
+        whole, axes = sharded(shape, 0 if first else 1, self._expert, gated and first)
+        return suffix, whole, 0, axes
+
+    def _grouped(
+        self, name: str, parameter: nn.Parameter, indices: Sequence[int], gated: bool
+    ) -> dict[int, tuple[str, tuple[int, ...], int, tuple[Axis, ...]]]:
+        """GroupedMLP: experts one after the other, each transposed."""
+        first = name == "weight1"
+        count = len(indices)
+        hidden = parameter.shape[0 if first else 1]
+        inner = parameter.numel() // count // hidden
+        memory = (hidden, inner) if first else (inner, hidden)
+        # Of the transposed matrix, fc1 [inner, hidden] is split by rows and fc2 [hidden, inner] by columns.
+        whole, axes = sharded(memory[::-1], 0 if first else 1, self._expert, gated and first)
+        suffix = "linear_fc1.weight" if first else "linear_fc2.weight"
+        turned = (axes[1], axes[0])
+        size = parameter.numel() // count
+        return {expert: (suffix, whole, at * size, turned) for at, expert in enumerate(indices)}
+
+
+def sharded(
+    shape: tuple[int, ...], dim: int, sharding: Sharding, gated: bool
+) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
+    """(shape of the whole, axes of the block) of a block of ``shape`` that is one of ``sharding.size`` along ``dim``.
+
+    gated: the block is two, of equal size: its shares of two halves that are split each by itself.
+    """
+    rank, size = sharding.rank, sharding.size
+    if size == 1:
+        return shape, straight(shape)
+    whole = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+    axes = list(straight(shape))
+    if gated:
+        half = shape[dim] // 2
+        axes[dim] = Axis(dim, (Segment(0, half, rank * half), Segment(half, 2 * half, (size + rank) * half)))
+    else:
+        axes[dim] = Axis(dim, (Segment(0, shape[dim], rank * shape[dim]),))
+    return whole, tuple(axes)
+
+
+def non_expert_group(name: str) -> str:
+    """The operator of a parameter that is neither an expert's nor a router's.
+
+    Attention and the MLP (dense, or an MoE layer's shared experts) of each layer are operators of their own, each with
+    its norm; what is outside of layers goes by its module.
+    """
+    match = re.fullmatch(r"(.*\blayers\.\d+)\.(\w+)\..*", name)
+    if match is None:
+        parts = name.split(".")
+        return ".".join(parts[: 2 if len(parts) > 2 else 1])
+    attention = match[2].startswith(("input_layernorm", "self_attention", "cross_attn", "pre_cross_attn"))
+    return f"{match[1]}.{'attention' if attention else 'mlp'}"
+
+
+def _whole(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[Axis, ...]]:
+    return shape, 0, straight(shape)
+
+
+def _gated(mlp: Any) -> bool:
+    return bool(mlp.config.gated_linear_unit)
+
+
+def _sharding(group: Any) -> Sharding:
+    return Sharding(group.rank(), group.size())
+
+
+def _is_numbered(name: str, module: nn.Module) -> bool:
+    return isinstance(getattr(module, "layer_number", None), int) and re.search(r"\blayers\.\d+$", name) is not None
+
+
+def _renumbered(name: str, module: nn.Module) -> str:
+    """``decoder.layers.0`` of a later stage is ``decoder.layers.<layer_number - 1>``; Megatron counts from 1."""
+    number: Any = module.layer_number
+    return re.sub(r"\d+$", str(number - 1), name)

@@ -1,0 +1,218 @@
+"""The tensors that Megatron's optimizers keep beside a model parameter, found through their own records.
+
+``FP32Optimizer`` updates the parameters themselves; ``Float16OptimizerWithFloat16Params`` updates fp32 master weights
+beside fp16 and bf16 ones; ``DistributedOptimizer`` updates a flat range of either, another on each data-parallel rank.
+A ``ChainedOptimizer`` holds several of these (with expert parallelism one of the dense and one of the expert
+parameters); which one a parameter is in makes no difference here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.megatron.compat import megatron_core
+
+MASTER = "fp32_param"
+"""State name of master weights, as Megatron calls them in its own checkpoints."""
+STEP = "step"
+
+_DISTINCT_STEP = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""torch's optimizers keep a step count per parameter (Adam) or none (SGD); Apex's and TE's FusedAdam one per group."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One parameter as its optimizer sees it on this rank.
+
+    leaf: the Megatron optimizer that it is in.
+    updated: the tensor that the inner optimizer updates: the parameter, its master copy, or a flat shard of either;
+        None if all of it is updated on other ranks.
+    master: ``updated``, if it is another tensor than the parameter.
+    range: elements ``[start, stop)`` of the parameter's flat memory that ``updated`` is; None for all of them.
+    """
+
+    leaf: Any
+    updated: torch.Tensor | None
+    master: torch.Tensor | None
+    range: tuple[int, int] | None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Live state of the inner optimizer; empty before its first step."""
+        found: Mapping[Any, dict[str, Any]] = self.leaf.optimizer.state
+        return found.get(self.updated, {})
+
+    @property
+    def writes(self) -> bool:
+        """False on the ranks of a further instance of the distributed optimizer, which hold copies of the first's."""
+        return not getattr(self.leaf, "distributed_optimizer_instance_id", 0)
+
+
+def leaves(optimizer: Any) -> tuple[Any, ...]:
+    """The Megatron optimizers in ``optimizer`` that update anything on this rank.
+
+    Raises:
+        UnsupportedError: one whose state is laid out in a way that is not known.
+    """
+    core = megatron_core()
+    is_chain: bool = isinstance(optimizer, core.chained_optimizer)
+    found = []
+    for leaf in optimizer.chained_optimizers if is_chain else [optimizer]:
+        if isinstance(leaf, core.chained_optimizer) and type(leaf) is not core.chained_optimizer:
+            raise UnsupportedError(_unknown(type(leaf).__name__, core.version))
+        known = (core.fp32_optimizer, core.float16_optimizer, core.distributed_optimizer)
+        if type(leaf) not in known:
+            raise UnsupportedError(_unknown(type(leaf).__name__, core.version))
+        if not getattr(leaf, "is_stub_optimizer", False) and leaf.optimizer is not None:
+            _check(leaf, core.version)
+            found.append(leaf)
+    return tuple(found)
+
+
+def _unknown(name: str, version: str) -> str:
+    return (
+        f"{name} of megatron-core {version} keeps its state in a way that is not known here. Known are FP32Optimizer, "
+        "Float16OptimizerWithFloat16Params and DistributedOptimizer, chained or not, with Adam, AdamW or SGD: set "
+        "optimizer='adam' or 'sgd'."
+    )
+
+
+def _check(leaf: Any, version: str) -> None:
+    """Raise ``UnsupportedError`` for settings under which state is not where it is looked for."""
+    inner = type(leaf.optimizer).__name__
+    if not (isinstance(leaf.optimizer, _DISTINCT_STEP) or inner in ("FusedAdam", "FusedSGD")):
+        raise UnsupportedError(_unknown(f"{type(leaf).__name__} with {inner}", version))
+    if getattr(leaf.config, "use_precision_aware_optimizer", False):
+        raise UnsupportedError(
+            "use_precision_aware_optimizer keeps scaled states inside of FusedAdam, and what they stand for is known "
+            "to it alone. Set it to False."
+        )
+    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
+        raise UnsupportedError(
+            "use_megatron_fsdp keeps parameters in buffers of its own. Use the distributed optimizer instead of it, or "
+            "FSDP2 with the Lightning callback."
+        )
+
+
+def slots(optimizer: Any) -> dict[nn.Parameter, Slot]:
+    """Model parameter -> its slot, for all that any optimizer updates."""
+    core = megatron_core()
+    readers: dict[type, Callable[[Any], Iterator[tuple[nn.Parameter, Slot]]]] = {
+        core.fp32_optimizer: _of_fp32,
+        core.float16_optimizer: _of_float16,
+        core.distributed_optimizer: _of_distributed,
+    }
+    found: dict[nn.Parameter, Slot] = {}
+    for leaf in leaves(optimizer):
+        found.update(readers[type(leaf)](leaf))
+    return found
+
+
+def _of_fp32(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+    for group in leaf.optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, Slot(leaf, parameter, None, None)
+
+
+def _of_float16(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+    for models, masters in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
+        for parameter, master in zip(models, masters, strict=True):
+            yield parameter, Slot(leaf, master, master, None)
+    for group in leaf.fp32_from_fp32_groups:
+        for parameter in group:
+            yield parameter, Slot(leaf, parameter, None, None)
+
+
+def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+    for buffer in leaf.buffers:
+        for parameter in buffer.params:
+            place = leaf.model_param_group_index_map.get(parameter)
+            if place is None:
+                yield parameter, Slot(leaf, None, None, (0, 0))
+                continue
+            group, order = place
+            updated = leaf.optimizer.param_groups[group]["params"][order]
+            own = leaf._get_model_param_range_map(parameter)["param"]
+            master = None if parameter.dtype is torch.float32 else updated
+            yield parameter, Slot(leaf, updated, master, (own.start, own.end))
+
+
+def state_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(state name, tensor) of what is shaped like the parameter's share on this rank; not the step count.
+
+    Raises:
+        UnsupportedError: state of another shape, which belongs to no elements.
+    """
+    for key, value in slot.state.items():
+        if key == STEP or value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or slot.updated is None or value.numel() != slot.updated.numel():
+            raise UnsupportedError(
+                f"state {key!r} of {name} in {type(slot.leaf.optimizer).__name__} is not of the parameter's shape, so "
+                "that it cannot be cut into experts and ranges. Use Adam, AdamW or SGD."
+            )
+        yield key, value
+
+
+def make_state(slot: Slot, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Let the parameter's state have exactly the tensors ``names``; new ones are zero, as before a first step."""
+    if slot.updated is None:
+        return
+    inner = slot.leaf.optimizer
+    if not names:
+        inner.state.pop(slot.updated, None)
+        return
+    state = inner.state[slot.updated]
+    for key in [key for key in state if key not in names and key != STEP]:
+        del state[key]
+    for key in names:
+        if not isinstance(state.get(key), torch.Tensor):
+            state[key] = torch.zeros_like(slot.updated.detach(), dtype=dtypes[key])
+    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and STEP not in state:
+        on_device = any(g.get("capturable") or g.get("fused") for g in inner.param_groups)
+        state[STEP] = torch.zeros((), dtype=torch.float32, device=slot.updated.device if on_device else "cpu")
+
+
+def read_step(optimizer: Any) -> int | None:
+    """How often the optimizers have stepped; None where they do not count, or have not yet.
+
+    One number: every parameter has a gradient in every step, since Megatron keeps them in buffers.
+
+    Raises:
+        ConfigError: they differ, as after loading a checkpoint of which a part was lost.
+    """
+    counts = {count for leaf in leaves(optimizer) for count in _counts(leaf)}
+    if len(counts) > 1:
+        raise ConfigError(
+            f"the optimizers have made {sorted(counts)} steps: parameters were left out of some. Give all parameters "
+            "of the model to get_megatron_optimizer at the start, and freeze none in between."
+        )
+    return next(iter(counts), None)
+
+
+def _counts(leaf: Any) -> Iterator[int]:
+    for group in leaf.optimizer.param_groups:
+        if STEP in group and group["params"]:
+            yield int(group[STEP])
+        elif group["params"] and STEP in (state := leaf.optimizer.state.get(group["params"][0], {})):
+            yield int(state[STEP])
+
+
+def write_step(optimizer: Any, step: int | None) -> None:
+    """Set the count everywhere, each parameter's in place: other tensors may be views of none of them."""
+    for leaf in leaves(optimizer):
+        for group in leaf.optimizer.param_groups:
+            fused = not isinstance(leaf.optimizer, _DISTINCT_STEP)
+            if step is not None and (STEP in group or fused):
+                old = group.get(STEP)
+                group[STEP] = old.fill_(step) if isinstance(old, torch.Tensor) else step
+            for parameter in group["params"]:
+                state = leaf.optimizer.state.get(parameter, {})
+                if isinstance(state.get(STEP), torch.Tensor):
+                    state[STEP] = torch.full_like(state[STEP], step or 0)

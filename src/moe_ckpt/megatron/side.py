@@ -1,0 +1,59 @@
+"""What a Megatron run keeps beside parameters and optimizer: random numbers, schedules, the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.modeling.rng import capture_rng, restore_rng
+
+
+class Stateful(Protocol):
+    """The scheduler, and whatever else the user wants to come back."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def capture_generators() -> dict[str, Any]:
+    """Python's, numpy's and torch's generators, and those of Megatron's tracker (model-parallel seeds)."""
+    tracker = megatron_core().rng_tracker()
+    return capture_rng() | {"tracker": {name: _state(found) for name, found in tracker.get_states().items()}}
+
+
+def restore_generators(stored: Mapping[str, Any]) -> None:
+    """Inverse of ``capture_generators``."""
+    restore_rng(stored)
+    tracker = megatron_core().rng_tracker()
+    states = tracker.get_states()
+    for name, state in stored["tracker"].items():
+        if isinstance(states.get(name), torch.Generator):
+            states[name].set_state(state)
+        else:
+            states[name] = state
+    tracker.set_states(states)
+
+
+def _state(found: Any) -> torch.Tensor:
+    """Trackers for CUDA graphs hold generators, others their states."""
+    return found.get_state() if isinstance(found, torch.Generator) else found
+
+
+def capture_stateful(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+    return {name: dict(each.state_dict()) for name, each in stateful.items()}
+
+
+def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` naming what only the run or only the checkpoint has; nothing was changed then."""
+    if stateful.keys() != stored.keys():
+        raise ConfigError(
+            f"the checkpoint holds the state of {sorted(stored)}, this run gives {sorted(stateful)} (scheduler and "
+            "stateful= of megatron.attach); give the same ones"
+        )
+    for name, each in stateful.items():
+        each.load_state_dict(stored[name])

@@ -1,0 +1,232 @@
+"""The training state of Megatron model chunks and their optimizer, in tensors that no layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.megatron import hyperparameters
+from moe_ckpt.megatron.blocks import Part, Placed, place
+from moe_ckpt.megatron.inventory import Inventory, LiveParameter
+from moe_ckpt.megatron.optimizers import MASTER, Slot, make_state, slots, state_tensors
+from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World
+from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.recovery.index import split_key
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Ranks that share this rank's dense parameters and its experts (data parallelism of either), ascending."""
+
+    dense: tuple[int, ...]
+    expert: tuple[int, ...]
+
+
+class MegatronTrainingState:
+    """``ports.TrainingState`` of one rank.
+
+    A parameter gives one tensor per operator that is in it. What the distributed optimizer updates on this rank is
+    written by this rank, weights included: other ranks' shares of the weights may still be on their way when training
+    goes on (``overlap_param_gather``), and are only read into. What no optimizer shards is written by one of its
+    holders: dense state by all data-parallel ranks together, an expert by its owner.
+    """
+
+    def __init__(self, inventory: Inventory, optimizer: Any) -> None:
+        self._inventory = inventory
+        self._optimizer = optimizer
+        self._slots = slots(optimizer)
+        self._world: World | None = None
+        self._groups = Groups((0,), (0,))
+        self._rank = 0
+        self._tensors: list[StateTensor] = []
+        self._sources: list[tuple[torch.Tensor, int]] = []
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._specs_of: tuple[tuple[str, str], ...] | None = None
+        unknown = set(self._slots) - {live.parameter for live in inventory.parameters}
+        if unknown:
+            shapes = sorted(tuple(p.shape) for p in unknown)[:3]
+            raise ConfigError(
+                f"the optimizer updates {len(unknown)} parameters (of shapes {shapes}) that are in none of the model "
+                "chunks: give the chunks that it was made from"
+            )
+
+    def holding(self, stage: int) -> Holding:
+        """What to tell the other ranks."""
+        layers = tuple((layer.name, layer.experts, layer.top_k) for layer in self._inventory.layers)
+        found: dict[str, HeldTensor] = {}
+        for live in self._inventory.parameters:
+            for tensor in self._held(live):
+                known = found.get(tensor.name)
+                # A tied embedding is two parameters of one name where both its ends are on this rank.
+                found[tensor.name] = tensor if known is None or tensor.trained else known
+        return Holding(stage, layers, tuple(found.values()))
+
+    def _held(self, live: LiveParameter) -> Iterator[HeldTensor]:
+        slot = self._slots.get(live.parameter)
+        dtype = dtype_name(live.parameter.dtype)
+        master = dtype_name(torch.float32) if slot is not None and dtype in ("BF16", "F16") else None
+        for part, owner in zip(live.parts, live.owners, strict=True):
+            blocks = sorted({(placed.offsets, placed.shape) for placed in place(part, part.start, part.stop)})
+            which = (None, owner.group) if owner.moe is None else (owner.moe, owner.expert)
+            yield HeldTensor(part.name, dtype, part.global_shape, which, slot is not None, master, tuple(blocks))
+
+    def settle(self, world: World, rank: int, groups: Groups) -> None:
+        """Take notice of who holds what else. Once, before any other method below."""
+        self._world, self._rank, self._groups = world, rank, groups
+        self._build()
+
+    @property
+    def shards(self) -> bool:
+        """True if a distributed optimizer has dealt the state out already."""
+        return any(slot.range is not None for slot in self._slots.values())
+
+    # --- ports.TrainingState ---
+
+    def tensors(self) -> Sequence[StateTensor]:
+        found = list(self._live_tensors())
+        same = len(found) == len(self._sources) and all(map(_is_same, found, self._sources))
+        if not same:
+            self._build()
+        return self._tensors
+
+    def specs(self) -> Sequence[TensorSpec]:
+        self.tensors()
+        names = self._state_names()
+        if names != self._specs_of:
+            self._specs_of = names
+            self._specs = tuple(_specs(self._require_world(), names))
+        return self._specs
+
+    def plain(self) -> dict[str, Any]:
+        return {"buffers": dict(self._inventory.buffers), "optimizer": hyperparameters.read(self._optimizer)}
+
+    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
+        """All trained parameters get the same kinds of state, those too that ``wanted`` leaves out for now."""
+        kinds: dict[str, torch.dtype] = {}
+        for key, meta in wanted.items():
+            state = split_key(key).state
+            if state is not None and state != MASTER:
+                kinds[state] = TORCH_DTYPES[meta.dtype]
+        for slot in self._slots.values():
+            make_state(slot, sorted(kinds), kinds)
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        """Everything is checked before anything is changed.
+
+        Raises:
+            ConfigError: a buffer of this model is not in the checkpoint, or has another shape.
+        """
+        stored = plain["buffers"]
+        for name, buffer in self._inventory.buffers.items():
+            if name not in stored or tuple(stored[name].shape) != tuple(buffer.shape):
+                found = f"has shape {tuple(stored[name].shape)}" if name in stored else "is not"
+                raise ConfigError(f"buffer {name} of shape {tuple(buffer.shape)} {found} in the checkpoint")
+        with torch.no_grad():
+            for name, buffer in self._inventory.buffers.items():
+                buffer.copy_(stored[name])
+        hyperparameters.write(self._optimizer, plain["optimizer"])
+
+    # --- parts ---
+
+    def _require_world(self) -> World:
+        if self._world is None:
+            raise ConfigError("MegatronTrainingState.settle() was not called")
+        return self._world
+
+    def _state_names(self) -> tuple[tuple[str, str], ...]:
+        """(state name, dtype) of what the inner optimizers hold now; the same for all parameters."""
+        for live in self._inventory.parameters:
+            slot = self._slots.get(live.parameter)
+            if slot is not None and slot.updated is not None and slot.state:
+                found = state_tensors(slot, live.parts[0].name)
+                return tuple(sorted((name, dtype_name(value.dtype)) for name, value in found))
+        return ()
+
+    def _live_tensors(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Whatever ``_build`` makes views of, with its address, in the same order."""
+        for live in self._inventory.parameters:
+            yield live.parameter, live.parameter.data_ptr()
+            slot = self._slots.get(live.parameter)
+            if slot is not None and slot.updated is not None:
+                yield slot.updated, slot.updated.data_ptr()
+                for _, value in state_tensors(slot, live.parts[0].name):
+                    yield value, value.data_ptr()
+
+    def _build(self) -> None:
+        self._sources = list(self._live_tensors())
+        self._tensors = [tensor for live in self._inventory.parameters for tensor in self._of(live)]
+
+    def _of(self, live: LiveParameter) -> Iterator[StateTensor]:
+        slot = self._slots.get(live.parameter)
+        weights = live.parameter.detach().view(-1)
+        for part in live.parts:
+            if slot is not None and slot.range is not None:
+                yield from self._sharded(live, part, slot, weights)
+                continue
+            states = [] if slot is None else list(_optimizer_tensors(slot, part.name))
+            for placed in place(part, part.start, part.stop):
+                flags = self._flags(part.name, (placed.offsets, placed.shape), live.is_expert)
+                for key, flat in [(f"model/{part.name}", weights), *states]:
+                    yield _tensor(key, part, placed, flat[part.start :], *flags)
+
+    def _sharded(self, live: LiveParameter, part: Part, slot: Slot, weights: torch.Tensor) -> Iterator[StateTensor]:
+        """Of a parameter in a distributed optimizer: this rank writes the range that it updates, and reads the rest."""
+        start, stop = slot.range or (0, 0)
+        group = self._groups.expert if live.is_expert else self._groups.dense
+        writes = slot.writes and self._require_world().holders_of(part.name)[0] in group
+        for low, high in ((0, start), (start, stop), (stop, weights.numel())):
+            own = (low, high) == (start, stop)
+            for placed in place(part, low, high):
+                yield _tensor(f"model/{part.name}", part, placed, weights[low:], False, not (own and writes))
+        for key, flat in _optimizer_tensors(slot, part.name):
+            for placed in place(part, start, stop):
+                yield _tensor(key, part, placed, flat, False, not writes)
+
+    def _flags(self, name: str, block: Block, is_expert: bool) -> tuple[bool, bool]:
+        """(replicated, duplicate) of a block that its optimizer, if any, does not shard."""
+        world = self._require_world()
+        if is_expert:
+            return False, world.expert_writer(name, block) != self._rank
+        holders = world.holders[name, block]
+        if holders[0] in self._groups.dense and set(self._groups.dense) <= set(holders):
+            return True, False
+        return False, holders[0] != self._rank
+
+
+def _is_same(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]) -> bool:
+    return one[0] is other[0] and one[1] == other[1]
+
+
+def _optimizer_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(key, flat tensor) of master weights and state that exist now."""
+    if slot.master is not None:
+        yield f"optim/0/{name}/{MASTER}", slot.master.detach().view(-1)
+    for state, value in state_tensors(slot, name):
+        yield f"optim/0/{name}/{state}", value.view(-1)
+
+
+def _tensor(key: str, part: Part, placed: Placed, flat: torch.Tensor, replicated: bool, duplicate: bool) -> StateTensor:
+    """The view of one block. flat: memory that ``placed.first`` counts in."""
+    block = flat[placed.first : placed.first + prod(placed.memory_shape)].view(placed.memory_shape)
+    for axis, (low, length) in enumerate(placed.narrow):
+        block = block.narrow(axis, low, length)
+    block = block.permute(placed.order)
+    return StateTensor(key, part.name, block, placed.offsets, part.global_shape, replicated, duplicate=duplicate)
+
+
+def _specs(world: World, states: Sequence[tuple[str, str]]) -> Iterator[TensorSpec]:
+    """states: (name, dtype) of the inner optimizers' tensors."""
+    for name, tensor in world.tensors.items():
+        yield TensorSpec(f"model/{name}", name, tensor.dtype, tensor.shape)
+        if not tensor.trained:
+            continue
+        if tensor.master is not None:
+            yield TensorSpec(f"optim/0/{name}/{MASTER}", name, tensor.master, tensor.shape)
+        for state, dtype in states:
+            yield TensorSpec(f"optim/0/{name}/{state}", name, dtype, tensor.shape)

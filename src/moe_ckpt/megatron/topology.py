@@ -1,0 +1,52 @@
+"""This rank's place in Megatron's parallel layout, as checkpointing needs to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.megatron.state import Groups
+
+
+def require_groups() -> None:
+    """Raise ``ConfigError`` unless processes and Megatron's groups are set up."""
+    if not dist.is_initialized():
+        raise ConfigError("moe_ckpt.megatron: torch.distributed is not initialized; call init_process_group first")
+    if not megatron_core().parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "moe_ckpt.megatron: Megatron's process groups do not exist; call "
+            "megatron.core.parallel_state.initialize_model_parallel first"
+        )
+
+
+def data_parallel_groups() -> Groups:
+    """Ranks that share this rank's dense parameters, and those that share its experts."""
+    state = megatron_core().parallel_state
+    dense = state.get_data_parallel_group(with_context_parallel=True)
+    return Groups(_ranks(dense), _ranks(state.get_expert_data_parallel_group()))
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def layout(chunks: Sequence[Any]) -> dict[str, int]:
+    """Degrees of parallelism by name: steps of a sparse window can be computed again on the same ones only."""
+    state = megatron_core().parallel_state
+    return {
+        "tensor": state.get_tensor_model_parallel_world_size(),
+        "pipeline": state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": len(chunks),
+        "context": state.get_context_parallel_world_size(),
+        "expert": state.get_expert_model_parallel_world_size(),
+        "expert_tensor": state.get_expert_tensor_parallel_world_size(),
+        "data": state.get_data_parallel_world_size(),
+    }
+
+
+def stage() -> int:
+    return int(megatron_core().parallel_state.get_pipeline_model_parallel_rank())

@@ -1,0 +1,254 @@
+"""The whole model out of what each rank holds of it: operators, who has copies of what, and who writes which copy.
+
+Ranks tell each other once, when training starts. Ranks that hold the same tell it once: first everybody's digest goes
+round (16 bytes each), then one rank of each kind describes what it holds. So the bytes that go round grow with the
+number of different parts of the model, not with the number of data-parallel copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.core.operators import (
+    Catalog,
+    MoELayer,
+    Operator,
+    OperatorKind,
+    Span,
+    expert_id,
+    gate_id,
+    non_expert_id,
+)
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.ports import Communicator
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, shape) in a whole tensor."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """What one rank holds of one whole tensor, and facts about it that must be alike wherever it is held.
+
+    owner: (name of the MoE layer, expert) of an expert, (name, None) of a router, (None, group) of anything else.
+    trained: the optimizer updates it. master: dtype of the master weights beside it, None if there are none.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    owner: tuple[str | None, int | str | None]
+    trained: bool
+    master: str | None
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds. layers: (name, E, k) of its MoE layers. stage: its pipeline stage."""
+
+    stage: int
+    layers: tuple[tuple[str, int, int], ...]
+    tensors: tuple[HeldTensor, ...]
+
+    def encode(self) -> bytes:
+        rows = [[t.name, t.dtype, t.shape, t.owner, t.trained, t.master, t.blocks] for t in self.tensors]
+        return json.dumps([self.stage, self.layers, rows]).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Holding:
+        stage, layers, rows = json.loads(raw)
+        tensors = tuple(
+            HeldTensor(name, dtype, tuple(shape), tuple(owner), trained, master, _blocks(blocks))
+            for name, dtype, shape, owner, trained, master, blocks in rows
+        )
+        return cls(stage, tuple((name, experts, top_k) for name, experts, top_k in layers), tensors)
+
+
+def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
+    return tuple((tuple(offsets), tuple(shape)) for offsets, shape in rows)
+
+
+def exchange(own: Holding, comm: Communicator) -> World:
+    """What all ranks hold, on every rank. A collective of the training thread."""
+    raw = own.encode()
+    digests = _all_digests(hashlib.sha256(raw).digest(), comm)
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for rank, digest in enumerate(digests):
+        kinds.setdefault(digest, []).append(rank)
+    return merge([(tuple(ranks), Holding.decode(comm.share(raw, ranks[0]))) for ranks in kinds.values()])
+
+
+def _all_digests(digest: bytes, comm: Communicator) -> list[tuple[int, ...]]:
+    """The first 16 bytes of every rank's digest, as two whole numbers each."""
+    words = np.frombuffer(digest[:16], dtype=np.int64)
+    slots = np.full((comm.world_size, len(words)), np.iinfo(np.int64).min, dtype=np.int64)
+    slots[comm.rank] = words
+    _, found = comm.agree(np.zeros(0, dtype=np.int64), slots.reshape(-1))
+    return [tuple(row) for row in found.reshape(slots.shape).tolist()]
+
+
+@dataclass(frozen=True)
+class World:
+    """Every tensor of the model with its holders. Alike on every rank.
+
+    tensors: name -> facts, ``blocks`` being those of all ranks.
+    holders: (name, block) -> the ranks that hold it, ascending.
+    layers: MoE layers in the order of their numbers. stages: pipeline stage of each rank.
+    """
+
+    tensors: Mapping[str, HeldTensor]
+    holders: Mapping[tuple[str, Block], tuple[int, ...]]
+    layers: tuple[MoELayer, ...]
+    stages: Mapping[int, int]
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """Raises ``CoverageError`` naming the experts that no rank holds, or a tensor that is held in part."""
+        self._require_whole()
+        groups: dict[str, list[str]] = {}
+        for tensor in self.tensors.values():
+            groups.setdefault(self.operator_of[tensor.name], []).append(tensor.name)
+        operators = tuple(self._operator(op, groups[op]) for op in sorted(groups, key=natural))
+        return Catalog(operators, self.layers, {t.name: t.shape for t in self.tensors.values()})
+
+    @cached_property
+    def operator_of(self) -> Mapping[str, str]:
+        """Tensor -> id of the operator that it belongs to."""
+        numbers = {layer.name: layer.index for layer in self.layers}
+        return {name: _operator_id(tensor, numbers) for name, tensor in self.tensors.items()}
+
+    def _operator(self, op: str, names: Sequence[str]) -> Operator:
+        spans = tuple(Span(name) for name in sorted(names, key=natural))
+        kind, _, rest = op.partition("/")
+        if kind == OperatorKind.NON_EXPERT.value:
+            return Operator(op, OperatorKind.NON_EXPERT, spans)
+        layer, _, expert = rest.partition("/")
+        return Operator(op, OperatorKind(kind), spans, int(layer), int(expert) if expert else None)
+
+    def _require_whole(self) -> None:
+        problems = []
+        held = set(self.operator_of.values())
+        for layer in self.layers:
+            lacking = [e for e in range(layer.experts) if expert_id(layer.index, e) not in held]
+            problems += [f"expert {e} of {layer.name} is on no rank" for e in lacking]
+        for name, tensor in self.tensors.items():
+            elements = sum(_volume(shape) for _, shape in tensor.blocks)
+            if elements != _volume(tensor.shape):
+                problems.append(
+                    f"{name}: ranks hold {elements} of {_volume(tensor.shape)} elements, or some of them twice"
+                )
+        if problems:
+            raise CoverageError("what the ranks hold of the model", tuple(problems))
+
+    def holders_of(self, name: str) -> tuple[int, ...]:
+        """Ranks that hold any of a tensor, ascending."""
+        return tuple(sorted({r for block in self.tensors[name].blocks for r in self.holders[name, block]}))
+
+    def expert_writer(self, name: str, block: Block) -> int:
+        """Who writes one expert's block, of the ranks that hold copies of it: they share a rank's experts evenly."""
+        ranks = self.holders[name, block]
+        owner = self.tensors[name].owner
+        return self._sharers[str(owner[0]), ranks][owner[1]]
+
+    @cached_property
+    def _sharers(self) -> Mapping[tuple[str, tuple[int, ...]], Mapping[Any, int]]:
+        """(MoE layer, ranks that hold the same experts of it) -> expert -> the one that writes it."""
+        experts: dict[tuple[str, tuple[int, ...]], set[Any]] = {}
+        for (name, _), ranks in self.holders.items():
+            owner = self.tensors[name].owner
+            if owner[0] is not None and owner[1] is not None:
+                experts.setdefault((owner[0], ranks), set()).add(owner[1])
+        return {
+            (moe, ranks): {e: ranks[at * len(ranks) // len(found)] for at, e in enumerate(sorted(found))}
+            for (moe, ranks), found in experts.items()
+        }
+
+    def placement(self, peers: Sequence[int], *, experts_apart: bool) -> Placement:
+        """peers, experts_apart: see ``Placement``."""
+        owners = [[0] * layer.experts for layer in self.layers]
+        numbers = {layer.name: layer.index for layer in self.layers}
+        stage_of: dict[str, int] = {}
+        for name, tensor in self.tensors.items():
+            moe, expert = tensor.owner
+            first = min(tensor.blocks)
+            if moe is not None and expert is not None:
+                owners[numbers[moe]][int(expert)] = self.expert_writer(name, first)
+            stage_of[self.operator_of[name]] = self.stages[self.holders[name, first][0]]
+        order = sorted(set(self.stages.values()))
+        ranks = tuple(sum(at == stage for at in self.stages.values()) for stage in order)
+        places = {op: order.index(stage) for op, stage in stage_of.items()}
+        return Placement(tuple(map(tuple, owners)), tuple(peers), ranks, places, experts_apart)
+
+
+def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
+    """(ranks, what each of them holds) of all kinds of ranks, as one world.
+
+    Raises:
+        ConfigError: two ranks disagree on a tensor or a layer that both hold.
+    """
+    tensors: dict[str, HeldTensor] = {}
+    holders: dict[tuple[str, Block], list[int]] = {}
+    layers: dict[str, tuple[str, int, int]] = {}
+    stages: dict[int, int] = {}
+    for ranks, holding in kinds:
+        stages.update(dict.fromkeys(ranks, holding.stage))
+        for layer in holding.layers:
+            _agree(f"MoE layer {layer[0]}", layers.setdefault(layer[0], layer), layer, ranks)
+        for tensor in holding.tensors:
+            known = tensors.setdefault(tensor.name, tensor)
+            _agree(f"tensor {tensor.name}", _facts(known), _facts(tensor), ranks)
+            for block in tensor.blocks:
+                holders.setdefault((tensor.name, block), []).extend(ranks)
+    blocks: dict[str, list[Block]] = {}
+    for name, block in holders:
+        blocks.setdefault(name, []).append(block)
+    ordered = [layers[name] for name in sorted(layers, key=natural)]
+    return World(
+        {name: _with_blocks(tensors[name], blocks[name]) for name in sorted(tensors, key=natural)},
+        {key: tuple(sorted(ranks)) for key, ranks in holders.items()},
+        tuple(MoELayer(index, name, experts, top_k) for index, (name, experts, top_k) in enumerate(ordered)),
+        stages,
+    )
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """Sort key: numbers in a name count as numbers, so that layer 10 comes after layer 9."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name))
+
+
+def _with_blocks(tensor: HeldTensor, blocks: Sequence[Block]) -> HeldTensor:
+    return HeldTensor(
+        tensor.name, tensor.dtype, tensor.shape, tensor.owner, tensor.trained, tensor.master, tuple(sorted(blocks))
+    )
+
+
+def _facts(tensor: HeldTensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.owner, tensor.trained, tensor.master
+
+
+def _agree(what: str, known: Any, found: Any, ranks: Sequence[int]) -> None:
+    if known != found:
+        raise ConfigError(
+            f"{what} is {found} on rank {ranks[0]}, but {known} on another: all ranks must build the same model"
+        )
+
+
+def _operator_id(tensor: HeldTensor, numbers: Mapping[str, int]) -> str:
+    moe, which = tensor.owner
+    if moe is None:
+        return non_expert_id(str(which))
+    return gate_id(numbers[moe]) if which is None else expert_id(numbers[moe], int(which))
+
+
+def _volume(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) if shape else 1

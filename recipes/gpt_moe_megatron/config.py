@@ -61,7 +61,9 @@ class ModelConfig:
         if self.hidden % self.heads:
             raise ValueError(f"model.hidden={self.hidden} cannot be split over model.heads={self.heads}")
         if not 0 <= self.dense_layers < self.layers:
-            raise ValueError(f"model.dense_layers={self.dense_layers}: of model.layers={self.layers} one must have experts")
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers}: of model.layers={self.layers} one must have experts"
+            )
         if self.dense_layers and self.ffn is None:
             raise ValueError(f"model.dense_layers={self.dense_layers}: give their width, model.ffn")
 
@@ -74,8 +76,8 @@ class ModelConfig:
 class ParallelConfig:
     """The layout. Ranks: tp * pp * ep * dp.
 
-    dp: ranks that hold the same expert, as the papers count. Megatron-Core's data-parallel size, over which all other
-        parameters are replicated, is ep * dp. None: what the number of processes leaves over.
+    dp: as the papers count, beside ep. Megatron-Core's data-parallel size, the number of copies of what is no expert,
+        is ep * dp; of each expert there are tp * dp. None: what the number of processes leaves over.
     vpp: model chunks per pipeline rank; None for the plain 1F1B schedule.
     layout: Megatron-Core's ``pipeline_model_parallel_layout``, where layers cannot be dealt evenly.
     distributed_optimizer: masters and optimizer state are divided over the data-parallel ranks (ZeRO stage 1).
@@ -113,8 +115,8 @@ class ParallelConfig:
         if not fits:
             wanted = self.ranks if self.dp is not None else f"a multiple of {self.ranks}"
             raise ValueError(
-                f"parallel: tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp} needs {wanted} processes, but there are "
-                f"{world_size}; start another number of them, or change parallel.dp"
+                f"parallel: tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp} needs {wanted} processes, not "
+                f"{world_size}: start another number of them, or change parallel.dp"
             )
         return world_size // model
 

@@ -74,7 +74,9 @@ class TokenFile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", np.memmap(self.path, dtype=self.dtype, mode="r"))
         if self.windows < 1:
-            raise ValueError(f"data.path={self.path}: {len(self.tokens)} tokens are less than one window of {self.seq + 1}")
+            raise ValueError(
+                f"data.path={self.path}: {len(self.tokens)} tokens are less than one window of {self.seq + 1}"
+            )
 
     @property
     def windows(self) -> int:
@@ -85,8 +87,8 @@ class TokenFile:
         rows = np.stack([self._window(int(index)) for index in indices])
         if rows.min() < 0 or rows.max() >= self.vocab:
             raise ValueError(
-                f"data.path={self.path}: read as {self.dtype} it holds token {rows.max()}, but model.vocab={self.vocab}; "
-                "set data.dtype or model.vocab"
+                f"data.path={self.path}: read as {self.dtype} it holds token {rows.max()}, but "
+                f"model.vocab={self.vocab}; set data.dtype or model.vocab"
             )
         return rows
 

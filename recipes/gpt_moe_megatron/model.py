@@ -7,8 +7,10 @@ What is here is what Megatron-LM's own ``training.py`` does, without its argumen
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -44,14 +46,30 @@ def start(timeout_secs: float) -> None:
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron orders its collectives by it
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # else each rank lists its parameters and settings
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
-        from moe_ckpt.testing import megatron_cpu
-
-        megatron_cpu.install()
+        prepare_cpu()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_secs))
+
+
+def prepare_cpu() -> None:
+    """Let Megatron-Core run without a GPU, and without a word about each GPU library that is not there."""
+    from moe_ckpt.testing import megatron_cpu
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        megatron_cpu.install()
+    for message in (
+        ".*_into_tensor.* is deprecated",
+        ".*_scatter_tensor.* is deprecated",
+        ".*(Apex|Transformer Engine).*not installed",
+        "full scope is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message)
 
 
 def build(run: RunConfig) -> Built:
@@ -98,8 +116,8 @@ def use_engine(trainer: TrainerConfig) -> bool:
     engine = there and trainer.transformer_engine != "never"
     if trainer.grouped_gemm and not engine:
         raise ValueError(
-            "trainer.grouped_gemm=true needs Transformer Engine, which is not installed, not wanted, or has no GPU here; "
-            "set trainer.grouped_gemm=false"
+            "trainer.grouped_gemm=true needs Transformer Engine, which is not installed, not wanted, or has no "
+            "GPU here; set trainer.grouped_gemm=false"
         )
     return engine
 
@@ -156,6 +174,7 @@ def _moe_options(model: ModelConfig, trainer: TrainerConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": model.experts,
         "moe_router_topk": model.top_k,
+        "moe_router_pre_softmax": model.top_k == 1,  # after choosing one expert it would be 1, without a gradient
         "moe_ffn_hidden_size": model.expert_ffn,
         "moe_shared_expert_intermediate_size": model.shared_expert_ffn,
         "moe_layer_freq": [0] * model.dense_layers + [1] * model.moe_layers,
@@ -250,6 +269,7 @@ def _scheduler(adam: AdamConfig, trainer: TrainerConfig, optimizer: Any) -> Any:
         end_wd=adam.weight_decay,
         wd_incr_steps=trainer.train_iters * trainer.global_batch,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a run that is made longer goes by its new length
     )
 

@@ -8,7 +8,6 @@ The loop is Megatron's own; checkpointing is the four calls on ``ckpt``.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-HERE = Path(__file__).resolve().parent
-if __name__ == "__main__":  # run by path, Python would look for modules in this directory and not in the clone
-    sys.path[0] = str(HERE.parents[1])
+if __name__ == "__main__":  # run by its path, a script does not find the rest of the clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hydra
 import torch
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from moe_ckpt.engine.record import StepRecord
+
+HERE = Path(__file__).resolve().parent
 
 Micro = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -238,7 +238,6 @@ def checkpoint_settings(cfg: DictConfig) -> dict[str, Any] | None:
 def main(cfg: DictConfig) -> None:
     from omegaconf import OmegaConf
 
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron orders its collectives by it
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     train(RunConfig.of(plain), checkpoint_settings(cfg))
 

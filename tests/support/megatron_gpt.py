@@ -65,6 +65,14 @@ class Setup:
     """Gather parameters in the next forward pass; needs ``dist_opt``."""
     lr: float = 1e-2
 
+    def __post_init__(self) -> None:
+        if self.tp > 1 and self.ep == 1 and self.etp not in (None, self.tp):
+            raise ValueError(
+                f"tp {self.tp} with ep 1 and etp {self.etp}: Megatron-Core 0.16.1 then reduces the gradients of "
+                "experts over data-parallel ranks only, and their copies on tensor-parallel ranks drift apart. "
+                "Set etp=None, or ep above 1."
+            )
+
     @property
     def dtype(self) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]

@@ -163,10 +163,10 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class AdamConfig:
-    """decay_iters: None for the whole run."""
+    """min_lr: None for a tenth of lr. decay_iters: None for the whole run."""
 
     lr: float = 1e-3
-    min_lr: float = 1e-4
+    min_lr: float | None = None
     warmup_iters: int = 5
     decay_iters: int | None = None
     weight_decay: float = 0.1
@@ -174,6 +174,10 @@ class AdamConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+
+    @property
+    def last_lr(self) -> float:
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def _optimizer(run: RunConfig, chunks: list[Any]) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
         lr=adam.lr,
-        min_lr=adam.min_lr,
+        min_lr=adam.last_lr,
         weight_decay=adam.weight_decay,
         clip_grad=adam.clip_grad,
         adam_beta1=adam.beta1,
@@ -261,7 +261,7 @@ def _scheduler(adam: AdamConfig, trainer: TrainerConfig, optimizer: Any) -> Any:
         optimizer,
         init_lr=0.0,
         max_lr=adam.lr,
-        min_lr=adam.min_lr,
+        min_lr=adam.last_lr,
         lr_warmup_steps=adam.warmup_iters * trainer.global_batch,
         lr_decay_steps=max(adam.decay_iters or trainer.train_iters, adam.warmup_iters + 1) * trainer.global_batch,
         lr_decay_style="cosine",

@@ -9,6 +9,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.support import megatron_gpt
@@ -36,6 +37,8 @@ class Life:
 
 def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     """Train to ``life.steps``. What is returned tells everything that must be alike in two equal runs."""
+    random.seed(life.seed)
+    np.random.seed(life.seed)
     built = megatron_gpt.build(life.setup, life.seed)
     import moe_ckpt.policies
     from moe_ckpt import megatron
@@ -84,7 +87,7 @@ def describe(ckpt: Any, built: megatron_gpt.Built) -> dict[str, Any]:
         "steps": state.plain()["optimizer"]["step"],
         "groups": [(group["lr"], group["weight_decay"]) for group in state.plain()["optimizer"]["groups"]],
         "buffers": {name: digest(buffer) for name, buffer in state.plain()["buffers"].items()},
-        "rng": [digest(each) for each in generators] + [repr(random.getstate())],
+        "rng": [digest(each) for each in generators] + [random.getrandbits(64), int(np.random.randint(1 << 60))],
         "scheduler": built.scheduler.state_dict(),
         "consumed": built.consumed_samples,
         "saved": books.tokens.to_dict(),

@@ -31,10 +31,10 @@ from benchmarks import report
 from benchmarks.agreement import agreement_secs
 from benchmarks.synthetic import LiveState, synthetic
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine.copying import Placed, copy_on_cpu, place
+from moe_ckpt.engine.arranging import Arranger
+from moe_ckpt.engine.copying import Placed, copy_on_cpu
 from moe_ckpt.engine.pieces import LocalState, cut, wanted_boxes
 from moe_ckpt.engine.shares import Sharder
-from moe_ckpt.engine.snapshot import buffer_bytes, split_shards
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.storage.local import LocalStorage
 
@@ -58,10 +58,10 @@ def prepare(state: LiveState) -> Prepared:
     tensors = state.tensors()
     dealt = Sharder(catalog, everywhere(catalog.layers, 1), "adaptive").deal(operators, tensors)
     pieces = cut(LocalState(catalog, tensors), operators, dealt, 0)
-    parts = split_shards(catalog, pieces)
-    placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
-    buffer = torch.zeros(buffer_bytes(parts), dtype=torch.uint8)
-    return Prepared(state, placed, buffer, sum(part.nbytes for part in parts))
+    arranger = Arranger(catalog)
+    arranged = arranger.arrange(pieces)
+    buffer = torch.zeros(arranged.nbytes, dtype=torch.uint8)
+    return Prepared(state, arranged.placed, buffer, sum(part.nbytes for part in arranged.parts))
 
 
 def timed(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -130,17 +130,17 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
     dealt = sharder.deal(operators, tensors)
     local, specs = LocalState(catalog, tensors), specs_of(tensors)
     pieces = cut(local, operators, dealt, 0)
-    parts = split_shards(catalog, pieces)
-    placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
-    buffer = torch.zeros(buffer_bytes(parts), dtype=torch.uint8)
+    arranger = Arranger(catalog)
+    arranged = arranger.arrange(pieces)
+    buffer = torch.zeros(arranged.nbytes, dtype=torch.uint8)
     return timed(
         {
             "deal": lambda: sharder.deal(operators, tensors),
             "cut": lambda: cut(local.of(tensors), operators, dealt, 0),
-            "layout": lambda: split_shards(catalog, pieces),
-            "place": lambda: [item for part in parts for item in place(pieces, part.entries, part.base)],
+            "layout, new": lambda: Arranger(catalog).arrange(pieces),
+            "layout, as last time": lambda: arranger.arrange(pieces),
             "(persist thread) wanted_boxes": lambda: wanted_boxes(catalog, operators, specs),
-            "(copy thread) copy_on_cpu": lambda: copy_on_cpu(placed, buffer),
+            "(copy thread) copy_on_cpu": lambda: copy_on_cpu(arranged.placed, buffer),
         },
         repeats,
     )

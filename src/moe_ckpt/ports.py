@@ -53,6 +53,8 @@ class StateTensor:
     on_param_device: False for state kept on the CPU though its parameter is not.
     mixes_rows: True for a parameter whose optimizer lets its rows act on one another, or may do so: no row's update can
         be repeated without the state of all. Said of the parameter itself, not of its optimizer state.
+    updated_here: False for a block of a parameter whose optimizer state only other ranks hold (Megatron's distributed
+        optimizer): what is stored of that state is theirs to verify and to read.
     """
 
     key: str
@@ -64,6 +66,7 @@ class StateTensor:
     on_param_device: bool = True
     duplicate: bool = False
     mixes_rows: bool = False
+    updated_here: bool = True
 
 
 class TrainingState(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,5 +82,11 @@ def save_full(
     step: int, operators: tuple[str, ...], *, held: tuple[str, ...] = (), wait: bool = False
 ) -> SnapshotPlan:
     """A plan that sends ``operators`` to storage at full fidelity, and keeps ``held`` in host memory besides."""
-    stored = tuple(PlanItem(op) for op in operators)
+    stored = _stored(operators)
     return SnapshotPlan(step, stored + tuple(PlanItem(op, tier=Tier.HOST) for op in held), wait)
+
+
+@lru_cache(maxsize=8)
+def _stored(operators: tuple[str, ...]) -> tuple[PlanItem, ...]:
+    """Remembered for dense checkpoints, which name every operator of the model, each time."""
+    return tuple(PlanItem(op) for op in operators)

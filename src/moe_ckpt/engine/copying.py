@@ -28,10 +28,15 @@ class _Watch:
     """Notices tensors that were changed in place while they were being copied, by torch's version counters."""
 
     def __init__(self, placed: Sequence[Placed]) -> None:
-        self._seen = {entry.key: (source, source._version) for entry, source, _ in placed if entry.operator}
+        self._placed = placed
+        self._versions = [source._version for _, source, _ in placed]
 
     def changed(self) -> tuple[str, ...]:
-        return tuple(key for key, (source, version) in self._seen.items() if source._version != version)
+        if self._versions == [source._version for _, source, _ in self._placed]:
+            return ()
+        found = zip(self._placed, self._versions, strict=True)
+        keys = (entry.key for (entry, source, _), seen in found if entry.operator and source._version != seen)
+        return tuple(dict.fromkeys(keys))
 
 
 _Issued = tuple[torch.cuda.Event | None, tuple[str, ...], float]

@@ -45,6 +45,7 @@ class LocalState:
         """Operator -> (its rows of a tensor, the tensor, its local block detached from autograd)."""
         self.scattered: list[tuple[Operator, Span, StateTensor]] = []
         """State without rows, with its home."""
+        self._own: dict[str, list[Piece]] = {}
         for tensor in tensors:
             local = tensor.local.detach()  # once: narrowing a tensor that autograd watches is slow
             for operator, span in holders(catalog, tensor):
@@ -58,6 +59,22 @@ class LocalState:
         same = len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
         return self if same else LocalState(self.catalog, tensors)
 
+    def pieces(self, operator: str, dealt: Dealt, rank: int) -> Iterable[Piece]:
+        """What ``rank`` writes of one operator. The very same pieces again, where peers do not share in it."""
+        known = self._own.get(operator)
+        if known is not None:
+            return known
+        op = self.catalog.by_id[operator]
+        found = [
+            piece
+            for span, tensor, block in self.held[operator]
+            for rows in (dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,))
+            if (piece := _piece(operator, rows, tensor, block)) is not None
+        ]
+        if not any(tensor.replicated for _, tensor, _ in self.held[operator]):
+            self._own[operator] = found
+        return found
+
     def in_order(self, operators: Collection[str]) -> Iterable[str]:
         """Those of ``operators`` that this rank holds anything of, in the same order every time."""
         if len(operators) < len(self.held):
@@ -70,16 +87,7 @@ def cut(local: LocalState, operators: Collection[str], dealt: Dealt, rank: int) 
 
     dealt: who writes what of the tensors that all peers hold, from ``Sharder.deal`` of the same operators and tensors.
     """
-    pieces: list[Piece] = []
-    for name in local.in_order(operators):
-        operator = local.catalog.by_id[name]
-        for span, tensor, block in local.held[name]:
-            mine = dealt.rows(operator, span, tensor, rank) if tensor.replicated else (span,)
-            for rows in mine:
-                piece = _piece(name, rows, tensor, block)
-                if piece is not None:
-                    pieces.append(piece)
-    return pieces
+    return [piece for name in local.in_order(operators) for piece in local.pieces(name, dealt, rank)]
 
 
 def cut_replay(

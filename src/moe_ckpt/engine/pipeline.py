@@ -23,14 +23,15 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.arranging import Arranger
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.commit import Committer
-from moe_ckpt.engine.copying import Copier, Copy, place
+from moe_ckpt.engine.copying import Copier, Copy
 from moe_ckpt.engine.persisting import Persister, Resolution
 from moe_ckpt.engine.pieces import LocalState, Piece, cut, cut_replay, wanted_boxes, wanted_replay
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.shares import ComputeTypes, Sharder
-from moe_ckpt.engine.snapshot import Snapshot, buffer_bytes, side_pieces, split_shards
+from moe_ckpt.engine.snapshot import Snapshot, side_pieces
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.ports import Communicator, StateTensor, TensorSpec
 from moe_ckpt.storage.base import Storage
@@ -80,6 +81,7 @@ class Pipeline:
         self._rank = comm.rank
         self._sharder = Sharder(catalog, placement, settings.sharding)
         self._local = LocalState(catalog, ())
+        self._arranger = Arranger(catalog)
         self._settings = settings
         budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
         self._pool = HostBufferPool(budget, pinned=settings.pinned)
@@ -145,11 +147,10 @@ class Pipeline:
         if order.window is not None:
             live += cut_replay(self._local, chosen, frozen, dealt, self._rank, order.compute)
         pieces = [self._steady(piece) for piece in live] + side
-        parts = split_shards(self._catalog, pieces, held)
-        nbytes = buffer_bytes(parts)
+        arranged = self._arranger.arrange(pieces, held)
+        nbytes = arranged.nbytes
         buffer, waited = self._buffer(order.step, nbytes)
-        placed = [item for part in parts for item in place(pieces, part.entries, part.base)]
-        self._copy = self._copier.start(placed, buffer.memory)
+        self._copy = self._copier.start(arranged.placed, buffer.memory)
         # What storage holds completely at this very version, memory could add nothing to.
         partial = len(chosen) < len(self._catalog.operators) and order.window is None
         snapshot = Snapshot(
@@ -158,7 +159,7 @@ class Pipeline:
             generation=order.generation,
             index=order.index,
             operators=order.operators,
-            parts=parts,
+            parts=arranged.parts,
             buffer=buffer,
             copy=self._copy,
             state=encoded,

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.buffers import HostBuffer
 from moe_ckpt.engine.copying import Copy
-from moe_ckpt.engine.pieces import Piece, shard_kind
+from moe_ckpt.engine.pieces import Piece
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.format.shard import REPLAY, SliceEntry, lay_out
+from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.format.tree import encode_tree
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Bytes; where a part of a buffer may begin."""
 _FROZEN = f"{REPLAY}model/"
 
 
@@ -100,26 +100,6 @@ class Snapshot:
     def written(self) -> tuple[ShardPart, ...]:
         """The parts that become shards."""
         return tuple(part for part in self.parts if part.is_written)
-
-
-def split_shards(catalog: Catalog, pieces: Sequence[Piece], held: Collection[str] = ()) -> tuple[ShardPart, ...]:
-    """Lay the pieces out as this rank's expert and non-expert shard, and those of ``held`` operators behind them."""
-    by_kind: dict[str, list[SliceEntry]] = {"expert": [], "non_expert": [], HELD: []}
-    for piece in pieces:
-        operator = piece.entry.operator
-        by_kind[HELD if operator in held else shard_kind(catalog, operator)].append(piece.entry)
-    parts: list[ShardPart] = []
-    base = 0
-    for kind, entries in by_kind.items():
-        if entries:
-            part = ShardPart(kind, lay_out(entries), base)
-            parts.append(part)
-            base += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(parts)
-
-
-def buffer_bytes(parts: Collection[ShardPart]) -> int:
-    return max((part.base + part.nbytes for part in parts), default=0)
 
 
 def side_pieces(state: Mapping[str, Any], rank: int) -> tuple[Any, list[Piece]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
@@ -45,7 +47,7 @@ class MegatronTrainingState:
         self._groups = Groups((0,), (0,))
         self._rank = 0
         self._tensors: list[StateTensor] = []
-        self._sources: list[tuple[torch.Tensor, int]] = []
+        self._views: _Views | None = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[tuple[str, str], ...] | None = None
         unknown = set(self._slots) - {live.parameter for live in inventory.parameters}
@@ -79,7 +81,6 @@ class MegatronTrainingState:
     def settle(self, world: World, rank: int, groups: Groups) -> None:
         """Take notice of who holds what else. Once, before any other method below."""
         self._world, self._rank, self._groups = world, rank, groups
-        self._build()
 
     @property
     def shards(self) -> bool:
@@ -89,14 +90,12 @@ class MegatronTrainingState:
     # --- ports.TrainingState ---
 
     def tensors(self) -> Sequence[StateTensor]:
-        found = list(self._live_tensors())
-        same = len(found) == len(self._sources) and all(map(_is_same, found, self._sources))
-        if not same:
-            self._build()
+        if self._views is None or not self._views.current():
+            self._views = _Views(self._inventory.parameters, self._slots)
+            self._tensors = [tensor for live in self._inventory.parameters for tensor in self._of(live)]
         return self._tensors
 
     def specs(self) -> Sequence[TensorSpec]:
-        self.tensors()
         names = self._state_names()
         if names != self._specs_of:
             self._specs_of = names
@@ -148,20 +147,6 @@ class MegatronTrainingState:
                 return tuple(sorted((name, dtype_name(value.dtype)) for name, value in found))
         return ()
 
-    def _live_tensors(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Whatever ``_build`` makes views of, with its address, in the same order."""
-        for live in self._inventory.parameters:
-            yield live.parameter, live.parameter.data_ptr()
-            slot = self._slots.get(live.parameter)
-            if slot is not None and slot.updated is not None:
-                yield slot.updated, slot.updated.data_ptr()
-                for _, value in state_tensors(slot, live.parts[0].name):
-                    yield value, value.data_ptr()
-
-    def _build(self) -> None:
-        self._sources = list(self._live_tensors())
-        self._tensors = [tensor for live in self._inventory.parameters for tensor in self._of(live)]
-
     def _of(self, live: LiveParameter) -> Iterator[StateTensor]:
         slot = self._slots.get(live.parameter)
         weights = live.parameter.detach().view(-1)
@@ -183,7 +168,8 @@ class MegatronTrainingState:
         for low, high in ((0, start), (start, stop), (stop, weights.numel())):
             own = (low, high) == (start, stop)
             for placed in place(part, low, high):
-                yield _tensor(f"model/{part.name}", part, placed, weights[low:], False, not (own and writes))
+                flags = (False, not (own and writes), own)
+                yield _tensor(f"model/{part.name}", part, placed, weights[low:], *flags)
         for key, flat in _optimizer_tensors(slot, part.name):
             for placed in place(part, start, stop):
                 yield _tensor(key, part, placed, flat, False, not writes)
@@ -199,8 +185,27 @@ class MegatronTrainingState:
         return False, holders[0] != self._rank
 
 
-def _is_same(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]) -> bool:
-    return one[0] is other[0] and one[1] == other[1]
+class _Views:
+    """What views were made of, to tell quickly whether it is still what there is: once or twice per step."""
+
+    def __init__(self, parameters: Sequence[LiveParameter], slots: Mapping[nn.Parameter, Slot]) -> None:
+        used = [slot for live in parameters if (slot := slots.get(live.parameter)) and slot.updated is not None]
+        self._states = [(leaf.optimizer, leaf.optimizer.state) for leaf in {id(s.leaf): s.leaf for s in used}.values()]
+        self._sizes = [len(state) for _, state in self._states]
+        self._entries = [(slot.state, key) for slot in used for key in slot.state]
+        self._values = [state[key] for state, key in self._entries]
+        tensors = [live.parameter for live in parameters] + [s.updated for s in used if s.updated is not None]
+        self._tensors = [*tensors, *(value for value in self._values if isinstance(value, torch.Tensor))]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+
+    def current(self) -> bool:
+        """False after optimizer state came, went or was loaded anew, and after memory was moved."""
+        return (
+            all(optimizer.state is state for optimizer, state in self._states)
+            and [len(state) for _, state in self._states] == self._sizes
+            and all(map(is_, [state.get(key) for state, key in self._entries], self._values))
+            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+        )
 
 
 def _optimizer_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -211,13 +216,30 @@ def _optimizer_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tenso
         yield f"optim/0/{name}/{state}", value.view(-1)
 
 
-def _tensor(key: str, part: Part, placed: Placed, flat: torch.Tensor, replicated: bool, duplicate: bool) -> StateTensor:
-    """The view of one block. flat: memory that ``placed.first`` counts in."""
+def _tensor(
+    key: str,
+    part: Part,
+    placed: Placed,
+    flat: torch.Tensor,
+    replicated: bool,
+    duplicate: bool,
+    updated_here: bool = True,
+) -> StateTensor:
+    """The view of one block. flat: memory that ``placed.first`` counts in. The rest: see ``StateTensor``."""
     block = flat[placed.first : placed.first + prod(placed.memory_shape)].view(placed.memory_shape)
     for axis, (low, length) in enumerate(placed.narrow):
         block = block.narrow(axis, low, length)
     block = block.permute(placed.order)
-    return StateTensor(key, part.name, block, placed.offsets, part.global_shape, replicated, duplicate=duplicate)
+    return StateTensor(
+        key,
+        part.name,
+        block,
+        placed.offsets,
+        part.global_shape,
+        replicated,
+        duplicate=duplicate,
+        updated_here=updated_here,
+    )
 
 
 def _specs(world: World, states: Sequence[tuple[str, str]]) -> Iterator[TensorSpec]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.state import Groups
 
@@ -20,6 +20,15 @@ def require_groups() -> None:
         raise ConfigError(
             "moe_ckpt.megatron: Megatron's process groups do not exist; call "
             "megatron.core.parallel_state.initialize_model_parallel first"
+        )
+    state = megatron_core().parallel_state
+    tensor, expert_tensor = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
+    if tensor > 1 and state.get_expert_model_parallel_world_size() == 1 and expert_tensor != tensor:
+        raise UnsupportedError(
+            f"tensor parallelism {tensor} with expert-tensor parallelism {expert_tensor} and no expert parallelism: "
+            f"megatron-core {megatron_core().version} then reduces the gradients of experts over data-parallel ranks "
+            "only, and their copies on tensor-parallel ranks become different models. Set "
+            f"expert_tensor_parallel_size={tensor}, or expert_model_parallel_size above 1."
         )
 
 

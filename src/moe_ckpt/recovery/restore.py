@@ -95,21 +95,26 @@ def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpe
 def _needed(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
     """The slices that this rank will read, told before its optimizer state exists.
 
-    State shaped like its parameter is taken to be sharded like it. All slices of other state are named:
-    it is small (step counts, row and column factors). Parameters that only other ranks hold are theirs to verify.
+    State shaped like its parameter lies where the parameter is updated on this rank (``StateTensor.updated_here``). All
+    slices of other state are named: it is small (step counts, row and column factors). Parameters that only other ranks
+    hold are theirs to verify.
     """
-    boxes: dict[str, list[Box]] = {}
+    held: dict[str, list[Box]] = {}
+    updated: dict[str, list[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in parameters:
         fqn = split_key(tensor.key).fqn
-        boxes.setdefault(fqn, []).append(box_of(tensor))
+        held.setdefault(fqn, []).append(box_of(tensor))
+        if tensor.updated_here:
+            updated.setdefault(fqn, []).append(box_of(tensor))
         shapes[fqn] = tuple(tensor.global_shape)
     for key, group in stored_of.items():
         fqn = split_key(key).fqn
         if fqn not in shapes:
             continue
         if shapes[fqn] == group[0].entry.global_shape:
-            yield from (stored for box in boxes[fqn] for stored, _ in overlapping(group, box))
+            boxes = held[fqn] if key.startswith(_MODEL) else updated.get(fqn, [])
+            yield from (stored for box in boxes for stored, _ in overlapping(group, box))
         else:
             yield from group
 

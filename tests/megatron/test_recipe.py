@@ -26,8 +26,9 @@ SIZES = """
 import json
 from recipes.gpt_moe_megatron import counting, sizes
 print(json.dumps({
-    name: {key: getattr(counting.whole_model(sizes.compose([f"model={name}"]).model), key) for key in ("total", "active")}
+    name: {"total": whole.total, "active": whole.active}
     for name in %r
+    for whole in [counting.whole_model(sizes.compose([f"model={name}"]).model)]
 }))
 """
 

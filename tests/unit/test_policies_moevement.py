@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Activity, Measured, Policy
@@ -425,3 +426,36 @@ def test_operators_that_cannot_be_parted_are_anchored_together():
             assert sum(bool(group & set(slot)) for slot in slots) == 1
     alone = MoEvement(window=5).plan(facts(1, 0)).window.slots
     assert any(0 < len(group & set(slot)) < len(group) for slot in alone for group in together)
+
+
+def two_stages(second, ranks=(2, 2)):
+    return Placement((), (0,), ranks, {op: int(op in second) for op in ALL})
+
+
+def test_each_pipeline_stage_is_cut_by_itself():
+    """Layer 1 lies on the second stage. 4 experts and a gate on it, the embedding besides on the first: 72 bytes dense
+    there, 36 on each of its 2 ranks; of both stages' ranks together only 33."""
+    second = {op for op in ALL if op.split("/")[1] == "1"}
+    known = {"ranks": 4, "placement": two_stages(second)}
+    report = MoEvement().explain(facts(measured=at(36.0), **known))
+    assert report.size == 1
+    assert MoEvement().explain(facts(measured=at(35.0), **known)).size == 2
+    assert MoEvement().explain(facts(measured=at(35.0), ranks=4)).size == 1, "as if all ranks could share in it"
+    assert report.slots[0].rank_bytes == 36
+
+
+def test_slots_hold_of_every_stage_what_its_ranks_can_save():
+    second = {op for op in ALL if op.split("/")[1] == "1"}
+    window = MoEvement(window=3).plan(facts(ranks=4, placement=two_stages(second))).window
+    assert window.size == 3
+    for slot in window.slots:
+        assert any(op in second for op in slot)
+        assert any(op not in second for op in slot)
+
+
+def test_a_stage_with_little_to_save_does_not_shorten_the_window_of_another():
+    few = {"gate/1"}
+    report = MoEvement().explain(facts(measured=at(40.0), ranks=2, placement=two_stages(few, (1, 1))))
+    assert report.size > 2
+    assert report.fits
+    assert set(report.window.slots[0]) > few

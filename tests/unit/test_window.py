@@ -8,8 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import Fidelity
-from moe_ckpt.core.window import OperatorBytes, Window, balance, glue, pack, slot_bytes, slot_plan
+from moe_ckpt.core.window import (
+    Lane,
+    OperatorBytes,
+    Window,
+    balance,
+    glue,
+    lanes_of,
+    pack,
+    share_bytes,
+    side_by_side,
+    slot_bytes,
+    slot_plan,
+)
 
 
 def sized(*pairs):
@@ -170,3 +183,48 @@ def test_glued_operators_are_one_with_the_sum_of_their_bytes():
     assert members == {"b": ("b",), "c": ("a", "c"), "d": ("d",)}
     assert weights["c"] == OperatorBytes(16, 4)
     assert glue(("a", "b"), sizes, ()) == (["a", "b"], {op: sizes[op] for op in "ab"}, {"a": ("a",), "b": ("b",)})
+
+
+# --- pipeline stages: each is cut by itself, over its own ranks ---
+
+
+def stages(sizes, of_second):
+    placement = Placement((), (0,), (1, 3), {op: int(op in of_second) for op in sizes})
+    return lanes_of(tuple(sizes), 4, placement)
+
+
+def test_one_lane_where_nobody_says_otherwise():
+    assert lanes_of(["a", "b"], 3) == (Lane(("a", "b"), 3),)
+    one = Placement((), (0,), (3,))
+    assert lanes_of(["a", "b"], 3, one) == (Lane(("a", "b"), 3),)
+
+
+def test_each_stage_keeps_the_order_and_has_its_ranks():
+    sizes = {op: OperatorBytes(6, 1) for op in "abcd"}
+    assert stages(sizes, "bd") == (Lane(("a", "c"), 1), Lane(("b", "d"), 3))
+
+
+def test_slots_of_stages_stand_side_by_side():
+    assert side_by_side([(("a",), ("c",)), (("b", "d"),)]) == (("a", "b", "d"), ("c",))
+
+
+def test_the_share_is_that_of_the_rank_with_most():
+    sizes = {op: OperatorBytes(6, 1) for op in "abcd"}
+    lanes = stages(sizes, "bd")
+    # Slot 0: a in full and c as compute weights on one rank, b and d in full on three. Slot 1: c in full.
+    assert share_bytes((("a", "b", "d"), ("c",)), sizes, lanes) == (7, 6)
+    assert share_bytes((("b", "d"), ("a", "c")), sizes, lanes) == (4, 12)
+
+
+@given(data=st.data(), count=st.integers(1, 8), width=st.integers(1, 3))
+def test_stages_cut_by_themselves_never_weigh_more_than_cut_as_one(data, count, width):
+    order = [f"op{at}" for at in range(count)]
+    pairs = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=count, max_size=count))
+    weights = {op: OperatorBytes(full, min(full, compute)) for op, (full, compute) in zip(order, pairs, strict=True)}
+    placement = Placement((), (0,), (width, width), {op: data.draw(st.integers(0, 1)) for op in order})
+    lanes = lanes_of(order, 2 * width, placement)
+    for most in range(1, count + 1):
+        apart = side_by_side([balance(lane.order, weights, most) for lane in lanes])
+        assert sorted(op for slot in apart for op in slot) == sorted(order)
+        together = balance(order, weights, most)
+        assert max(share_bytes(apart, weights, lanes)) <= max(share_bytes(together, weights, lanes))

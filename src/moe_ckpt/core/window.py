@@ -11,8 +11,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan
 
 
@@ -134,6 +135,44 @@ def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots
         else:
             enough = middle
     return _cut(order, runs.ends(enough, most_slots)) or ()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Operators over whose bytes the same ranks divide: those of a pipeline stage, or all.
+
+    order: in which they are anchored. ranks: how many. An even share is assumed, of experts too.
+    """
+
+    order: tuple[str, ...]
+    ranks: int
+
+
+def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = None) -> tuple[Lane, ...]:
+    """``order`` by pipeline stage. ranks: of the run, all in one lane where there is no placement."""
+    if placement is None or len(placement.stages) == 1:
+        return (Lane(tuple(order), ranks),)
+    found: list[list[str]] = [[] for _ in placement.stages]
+    for op in order:
+        found[placement.stage_of.get(op, 0)].append(op)
+    return tuple(Lane(tuple(ops), width) for ops, width in zip(found, placement.stages, strict=True) if ops)
+
+
+def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:
+    """One window of several lanes': their first slots together, their second slots together, and so on."""
+    return tuple(tuple(op for slot in slots for op in slot) for slots in zip_longest(*cuts, fillvalue=()))
+
+
+def share_bytes(
+    slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes], lanes: Sequence[Lane]
+) -> tuple[int, ...]:
+    """Bytes of each slot's snapshot on the rank that has most."""
+    found = []
+    for lane in lanes:
+        own = frozenset(lane.order)
+        parts = [[op for op in slot if op in own] for slot in slots]
+        found.append([-(-nbytes // lane.ranks) for nbytes in slot_bytes(parts, sizes)])
+    return tuple(map(max, zip(*found, strict=True)))
 
 
 class _Runs:

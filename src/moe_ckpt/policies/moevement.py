@@ -13,7 +13,18 @@ from typing import Any, ClassVar
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
-from moe_ckpt.core.window import OperatorBytes, Window, balance, glue, pack, slot_bytes, slot_plan
+from moe_ckpt.core.window import (
+    Lane,
+    OperatorBytes,
+    Window,
+    balance,
+    glue,
+    lanes_of,
+    pack,
+    share_bytes,
+    side_by_side,
+    slot_plan,
+)
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Measured, PolicyContext, require_positive
 from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
@@ -31,9 +42,10 @@ class MoEvement:
     """Save at every step: windows of W steps, each of which is one checkpoint.
 
     W is the smallest number of slots with which every slot fits in an iteration: its bytes, an even share per rank, at
-    the slower of the measured rates of copying and of committing. It is decided anew at each window's start. Before
-    training (step 0) everything is saved, since the first window has no older state to fall back on; then nothing
-    for ``PROFILE_STEPS`` steps and until iteration time and rates are measured, unless ``window`` is given.
+    the slower of the measured rates of copying and of committing. Each pipeline stage is cut into slots by itself,
+    since its ranks can save nothing of the others'. It is decided anew at each window's start. Before training (step 0)
+    everything is saved, since the first window has no older state to fall back on; then nothing for ``PROFILE_STEPS``
+    steps and until iteration time and rates are measured, unless ``window`` is given.
 
     window: W, or None to size it as above. Of the windows with at most W slots, one whose heaviest slot is lightest.
     max_window: no window is longer. If even that does not fit in an iteration, training stalls: ``explain`` says by
@@ -116,6 +128,7 @@ class MoEvement:
             _rate(context.measured),
             self.budget_fraction,
             context.snapshot_bytes,
+            context.placement,
         )
 
     def _waits(self, context: PolicyContext) -> bool:
@@ -131,10 +144,9 @@ class MoEvement:
         return (unknown or context.last_step == 0) and context.step - context.last_step < PROFILE_STEPS
 
     def _limit_bytes(self, context: PolicyContext) -> int | None:
-        """Most bytes of a slot, all ranks together, that an iteration leaves time for; None while not known."""
+        """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
         measured = context.measured
-        limit = time_limit_bytes(measured.recent_iteration_secs, _rate(measured), self.budget_fraction)
-        return None if limit is None else limit * context.ranks
+        return time_limit_bytes(measured.recent_iteration_secs, _rate(measured), self.budget_fraction)
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)
@@ -150,45 +162,45 @@ class MoEvement:
         return Window(context.step, whole, frequencies)
 
     def _slots(self, order: Sequence[str], context: PolicyContext) -> Slots:
-        room = None if context.snapshot_bytes is None else context.snapshot_bytes * context.ranks
-        limit = self._limit_bytes(context)
+        room, limit = context.snapshot_bytes, self._limit_bytes(context)
+        lanes = lanes_of(order, context.ranks, context.placement)
         if context.step == 0:
             slots: Slots = (tuple(order),)
         elif self.window is not None and context.last_step is not None:
-            slots = balance(order, context.sizes, self.window)
+            slots = _balanced(lanes, context.sizes, self.window)
         elif limit is None or context.last_step is None:
             # A dense checkpoint, to fall back on or to measure; where host memory is short, as few slots as it allows.
-            slots = self._fewest(order, context.sizes, room)
+            slots = self._fewest(lanes, context.sizes, room)
         else:
-            slots = self._fewest(order, context.sizes, limit if room is None else min(limit, room))
-        heaviest = max(slot_bytes(slots, context.sizes))
+            slots = self._fewest(lanes, context.sizes, limit if room is None else min(limit, room))
+        heaviest = max(share_bytes(slots, context.sizes, lanes))
         if room is not None and heaviest > room:
-            raise ConfigError(self._too_large(order, context, len(slots), heaviest))
+            raise ConfigError(self._too_large(lanes, context, len(slots), heaviest))
         return slots
 
-    def _fewest(self, order: Sequence[str], sizes: Mapping[str, OperatorBytes], limit: int | None) -> Slots:
+    def _fewest(self, lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], limit: int | None) -> Slots:
         """The fewest slots that keep within ``limit``, evened out; the best of ``max_window`` slots if none do."""
         if limit is None:
-            return (tuple(order),)
-        packed = pack(order, sizes, limit, self.max_window)
-        return balance(order, sizes, self.max_window if packed is None else len(packed))
+            return (tuple(op for lane in lanes for op in lane.order),)
+        needed = _needed(lanes, sizes, limit, self.max_window)
+        return _balanced(lanes, sizes, self.max_window if needed is None else needed)
 
-    def _too_large(self, order: Sequence[str], context: PolicyContext, size: int, heaviest: int) -> str:
-        """Why no snapshot of this window fits in host memory, and what to change."""
+    def _too_large(self, lanes: Sequence[Lane], context: PolicyContext, size: int, heaviest: int) -> str:
+        """Why no snapshot of this window fits in host memory, and what to change. heaviest: on one rank."""
         bound = context.snapshot_bytes or 0
-        longest = balance(order, context.sizes, len(order))
-        least = max(slot_bytes(longest, context.sizes))
-        needed = pack(order, context.sizes, bound * context.ranks)
+        longest = _balanced(lanes, context.sizes, max(len(lane.order) for lane in lanes))
+        least = max(share_bytes(longest, context.sizes, lanes))
+        needed = _needed(lanes, context.sizes, bound, None)
         if context.step == 0:
             advice = "raise host_memory_bytes: before training everything is saved at once"
         elif needed is None:
-            advice = f"no window does: give at least {_per_rank(least, context):,} bytes per rank (host_memory_bytes)"
+            advice = f"no window does: give at least {least:,} bytes per rank (host_memory_bytes)"
         else:
             name = "max_window" if self.window is None else "window"
-            advice = f"raise host_memory_bytes, or set {name}={len(needed)}, with which it would fit"
+            advice = f"raise host_memory_bytes, or set {name}={needed}, with which it would fit"
         return (
             f"{self._name()}: at step {context.step}, the heaviest snapshot of a window of W = {size} has "
-            f"{_per_rank(heaviest, context):,} bytes on each of {context.ranks} ranks, but host memory leaves room for "
+            f"{heaviest:,} bytes on each of {context.ranks} ranks, but host memory leaves room for "
             f"{bound:,}; {advice}"
         )
 
@@ -215,5 +227,13 @@ def _rate(measured: Measured) -> float | None:
     return None if not copied or not persisted else min(copied, persisted)
 
 
-def _per_rank(nbytes: int, context: PolicyContext) -> int:
-    return -(-nbytes // context.ranks)
+def _needed(
+    lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], limit: int, most_slots: int | None
+) -> int | None:
+    """The fewest slots with which no rank has over ``limit`` bytes; None if there are none, or over ``most_slots``."""
+    packed = [pack(lane.order, sizes, limit * lane.ranks, most_slots) for lane in lanes]
+    return max((len(slots) for slots in packed if slots is not None), default=0) if None not in packed else None
+
+
+def _balanced(lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], most_slots: int) -> Slots:
+    return side_by_side([balance(lane.order, sizes, most_slots) for lane in lanes])

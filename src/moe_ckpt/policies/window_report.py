@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.window import OperatorBytes, Window, balance, lanes_of, share_bytes, slot_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class WindowReport:
 
     ``MoEvement.explain`` makes it; ``str(report)`` is for people, ``to_dict()`` for programs.
 
-    sizes: of every operator of the window. ranks: over which state is dealt evenly.
+    sizes: of every operator of the window. ranks: over which state is dealt evenly; over those of each pipeline stage
+        by itself where a ``placement`` says which these are.
     iteration_secs: None if not known. bytes_per_sec: of one rank, the slower of copying and committing; None if not
         known. budget_fraction: portion of an iteration that a snapshot may take.
     snapshot_bytes: most bytes of one rank's snapshot that host memory leaves room for; None if not known.
@@ -52,16 +54,18 @@ class WindowReport:
     bytes_per_sec: float | None = None
     budget_fraction: float = 1.0
     snapshot_bytes: int | None = None
+    placement: Placement | None = field(default=None, repr=False)
 
     @cached_property
     def slots(self) -> tuple[SlotCost, ...]:
         return tuple(self._costs())
 
     def _costs(self) -> Iterator[SlotCost]:
+        lanes = lanes_of(self.window.order, self.ranks, self.placement)
+        shares = share_bytes(self.window.slots, self.sizes, lanes)
         for number, nbytes in enumerate(slot_bytes(self.window.slots, self.sizes)):
-            anchors = self.window.slots[number]
+            share, anchors = shares[number], self.window.slots[number]
             full = sum(self.sizes[op].full for op in anchors)
-            share = -(-nbytes // self.ranks)
             secs = share / self.bytes_per_sec if self.bytes_per_sec else None
             stall = None if secs is None or not self.iteration_secs else max(0.0, secs - self.iteration_secs)
             later = len(self.window.order) - sum(map(len, self.window.slots[: number + 1]))

@@ -107,6 +107,12 @@ class Training:
                 self._gathers_in_forward = True
         return Outcome(None, bool(updated), None if norm is None else float(norm))
 
+    def finish(self) -> None:
+        """Gather what the last update left for the next forward pass to gather."""
+        if self.run.parallel.overlap and self._gathers_in_forward:
+            for chunk in self.built.chunks:
+                chunk.disable_forward_pre_hook()
+
     def _forward_step(self, batches: Iterator[Micro], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         seq, device = self.run.model.seq, torch.cuda.current_device()
         batch = next(batches)
@@ -183,6 +189,7 @@ def train(run: RunConfig, checkpointing: dict[str, Any] | None = None) -> float 
             break
     if ckpt is not None:
         ckpt.finish()
+    training.finish()
     log.event("finished", iteration=done, loss=outcome.loss, parameters=fingerprint(built.chunks))
     dist.destroy_process_group()
     return outcome.loss

@@ -31,6 +31,7 @@ found = [(asdict(c), asdict(c.state_bytes(Precision.of(run.trainer.precision), r
          for c in rank_counts(run.model, run.parallel)]
 print(json.dumps(found))
 """
+SHARDED = ("trainer.precision=bf16", "parallel.distributed_optimizer=true", "parallel.overlap=true")
 PLAIN_BYTES = 32 * 1024
 """More than what a rank's random generators take in a checkpoint."""
 
@@ -102,21 +103,37 @@ def events(log, name):
     return [row for row in log if row.get("event") == name]
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The same run without a checkpoint and without a kill."""
+    logs, printed = launched(tmp_path_factory.mktemp("unbroken"), *SHARDED, "~moe_ckpt")
+    assert printed.count("loss") == 8
+    return [events(log, "finished")[0] for log in logs]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_ends_as_an_unbroken_one_and_weighs_what_sizes_says(tmp_path):
-    clean, printed = launched(tmp_path / "clean", "~moe_ckpt")
-    killed, _ = launched(tmp_path / "killed", "moe_ckpt/policy=dense", "faults.kills=1", "faults.seed=3")
-    assert printed.count("loss") == 8
-    assert len((tmp_path / "killed" / "kills.jsonl").read_text().splitlines()) == 1
-    for before, after in zip(clean, killed, strict=True):
-        assert [row["generation"] for row in events(after, "process_start")] == [0, 1]
-        assert 0 < events(after, "resumed")[-1]["iteration"] < 8
-        assert events(before, "finished")[0]["parameters"] == events(after, "finished")[0]["parameters"]
-        assert events(before, "finished")[0]["loss"] == events(after, "finished")[0]["loss"]
-    facts = json.loads(python(str(RECIPE / "sizes.py"), "--json"))
-    last = [log[-2]["moe_ckpt/nbytes"] for log in killed]
-    plain, uneven = divmod(sum(last) - facts["dense_bytes"], len(last))
+@pytest.mark.parametrize("policy", ["dense", "moevement"])
+def test_a_killed_run_ends_as_an_unbroken_one(policy, unbroken, tmp_path):
+    window = ["moe_ckpt.policy.window=2"] if policy == "moevement" else []
+    logs, _ = launched(tmp_path, *SHARDED, f"moe_ckpt/policy={policy}", *window, "faults.kills=1", "faults.seed=3")
+    assert len((tmp_path / "kills.jsonl").read_text().splitlines()) == 1
+    for before, log in zip(unbroken, logs, strict=True):
+        assert [row["generation"] for row in events(log, "process_start")] == [0, 1]
+        assert 0 < events(log, "resumed")[-1]["iteration"] < 8
+        after = events(log, "finished")[0]
+        assert (before["parameters"], before["loss"]) == (after["parameters"], after["loss"])
+    if policy == "dense":
+        saves_as_told(logs, "dense_bytes", *SHARDED)
+
+
+def saves_as_told(logs, name, *overrides):
+    """Each rank's last checkpoint has its part of what sizes.py says, and the state of the rank's generators."""
+    facts = json.loads(python(str(RECIPE / "sizes.py"), "--json", *overrides))
+    saved = sum(
+        [row for row in log if "iteration" in row and "event" not in row][-1]["moe_ckpt/nbytes"] for log in logs
+    )
+    plain, uneven = divmod(saved - facts[name], len(logs))
     assert not uneven
     assert 0 <= plain < PLAIN_BYTES
 
@@ -124,13 +141,8 @@ def test_a_killed_run_ends_as_an_unbroken_one_and_weighs_what_sizes_says(tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_moc_saves_what_sizes_says(tmp_path):
-    logs, _ = launched(tmp_path / "run", "moe_ckpt/policy=moc", "moe_ckpt.policy.k=2", "trainer.precision=bf16")
-    facts = json.loads(python(str(RECIPE / "sizes.py"), "--k=2", "--json", "trainer.precision=bf16"))
-    saved = [sum(log[-2]["moe_ckpt/nbytes"] for log in logs), sum(log[-3]["moe_ckpt/nbytes"] for log in logs)]
-    for nbytes in saved:
-        plain, uneven = divmod(nbytes - facts["moc_bytes"], len(logs))
-        assert not uneven
-        assert 0 <= plain < PLAIN_BYTES
+    logs, _ = launched(tmp_path, "moe_ckpt/policy=moc", "moe_ckpt.policy.k=2")
+    saves_as_told(logs, "moc_bytes", "--k=2")
     assert logs[0][-2]["moe_ckpt/k"] == 2
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +24,11 @@ class Life:
 
     policy: as ``moe_ckpt.policies`` names it, with its arguments.
     seed: of the model's initial weights. Lives of one run get different ones: what is right must come from the store.
-    kill: (rank, iteration, phase) of a SIGKILL: while training that iteration ("train"), or when the engine is in that
-        phase (see ``on_phase``) for the first time from that iteration on.
+    kill: (rank, iteration, phase) of a SIGKILL: while training that iteration ("train"), while the n-th iteration is
+        computed again to bring back a window ("replay"), in the middle of coming back ("resume"), or when the engine is
+        in that phase (see ``on_phase``) for the first time from that iteration on.
+    journal: where every rank writes down, in ``<journal>.<rank>``, what it does; see ``Journal``. Kills cannot undo it.
+    sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
     """
 
     store: str
@@ -33,6 +38,42 @@ class Life:
     seed: int = 1
     kill: tuple[int, int, str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    journal: str | None = None
+    sabotage: Callable[[], None] | None = None
+
+
+class Journal:
+    """JSON lines of one rank, of all lives: {"resumed": iteration, "restored_step"} and, for every iteration,
+    {"iteration", "loss": hexadecimal or null} when it is computed and {"updated": iteration, "made", "replayed"} then.
+    """
+
+    def __init__(self, path: str | None, rank: int) -> None:
+        self._path = None if path is None else f"{path}.{rank}"
+
+    def note(self, **line: Any) -> None:
+        if self._path is not None:
+            with open(self._path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        if self._path is None or not os.path.exists(self._path):
+            return []
+        with open(self._path) as file:
+            return [json.loads(line) for line in file]
+
+
+class _ComingBack:
+    """Something stateful of the user's own, which tells when it is loaded."""
+
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self._on_phase = on_phase
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": True}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        assert state_dict == self.state_dict()
+        self._on_phase("resume")
 
 
 def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
@@ -43,11 +84,16 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     import moe_ckpt.policies
     from moe_ckpt import megatron
 
+    if life.sabotage is not None:
+        life.sabotage()
     name, arguments = life.policy
-    at = {"iteration": 0}
+    at = {"iteration": 0, "replayed": 0}
+    journal = Journal(life.journal, rank)
 
     def on_phase(phase: str) -> None:
-        if life.kill is not None and (rank, phase) == (life.kill[0], life.kill[2]) and at["iteration"] >= life.kill[1]:
+        if life.kill is None or (rank, phase) != (life.kill[0], life.kill[2]):
+            return
+        if at["replayed" if phase == "replay" else "iteration"] >= life.kill[1]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ckpt = megatron.attach(
@@ -57,18 +103,26 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         policy=getattr(moe_ckpt.policies, name)(**arguments),
         dirpath=life.store,
         on_phase=on_phase,
+        stateful={"coming back": _ComingBack(on_phase)},
         **{"when_busy": "wait", "timeout_secs": 60.0, **life.options},
     )
     progress = ckpt.resume()
+    journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step)
     built.consumed_samples = progress.consumed_samples
     losses, records = {}, {}
     for iteration in range(progress.iteration, life.steps):
         at["iteration"] = iteration + 1
-        losses[iteration + 1] = megatron_gpt.forward_backward(built, iteration)
+        loss = losses[iteration + 1] = megatron_gpt.forward_backward(built, iteration)
+        journal.note(iteration=iteration + 1, loss=None if loss is None else loss.hex())
         on_phase("train")
+        if ckpt._replaying is not None:
+            at["replayed"] += 1
+            on_phase("replay")
         ckpt.before_step()
         made, _ = megatron_gpt.update(built)
-        records[iteration + 1] = ckpt.after_step(iteration + 1, consumed_samples=built.consumed_samples, updated=made)
+        record = ckpt.after_step(iteration + 1, consumed_samples=built.consumed_samples, updated=made)
+        records[iteration + 1] = record
+        journal.note(updated=iteration + 1, made=made, replayed=record.replayed)
     told = describe(ckpt, built)
     ckpt.finish()
     return told | {"losses": losses, "records": records, "progress": progress, "restored_step": ckpt.restored_step}

@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support import warm
+
 GRACE_SECS = 15.0
 """How long the others may go on after the first rank has failed, before they are killed."""
 
@@ -58,25 +60,40 @@ class RanksFailed(AssertionError):
         self.outcomes = outcomes
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = None
+) -> list[Any]:
     """Results of ``fn(rank, world_size, *args)`` on every rank, in rank order.
 
     ``fn``, ``args`` and the results must be picklable (tensors are copied). A process group is initialised
     before and destroyed after; ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set.
 
+    preload: a module to import once per run of pytest, in a server process of which each rank is then a fork: see
+        ``tests.support.warm``. Without, each rank is a fresh interpreter.
+
     Raises:
         RanksFailed: with every failed rank's traceback, also when ``timeout`` seconds have passed.
     """
-    outcomes = start_ranks(fn, world_size, *args, timeout=timeout)
+    outcomes = start_ranks(fn, world_size, *args, timeout=timeout, preload=preload)
     if not all(outcome.ok for outcome in outcomes):
         raise RanksFailed(outcomes)
     return [outcome.value for outcome in outcomes]
 
 
-def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Outcome]:
+def start_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = None
+) -> list[Outcome]:
     """Like ``run_ranks``, but returns how each rank ended instead of raising."""
-    context = multiprocessing.get_context("spawn")
     payload = pickle.dumps((fn, args))
+    if preload is None:
+        return launch("spawn", payload, world_size, timeout)
+    found: list[Outcome] = warm.launch(preload, payload, world_size, timeout)
+    return found
+
+
+def launch(method: str, payload: bytes, world_size: int, timeout: float) -> list[Outcome]:
+    """Start the ranks and wait for them. method: of ``multiprocessing``; payload: the pickled (fn, args)."""
+    context: Any = multiprocessing.get_context(method)
     processes: list[Any] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_ranks_") as directory:

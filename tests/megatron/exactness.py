@@ -1,0 +1,149 @@
+"""Kill a rank of a real Megatron run, start the run again, and compare it with one that nobody killed.
+
+Equal means: on every rank every tensor (weights, master weights, moments), step counts, hyperparameters, buffers, all
+random number generators and the scheduler to the last bit, and every loss of every life.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moe_ckpt.recovery.verify import verify_store
+from moe_ckpt.storage import open_storage
+from tests.support.megatron_gpt import Setup
+from tests.support.megatron_run import EXACT, Journal, Life, live
+from tests.support.processes import Outcome, run_ranks, start_ranks
+
+WARM = "tests.support.megatron_warm"
+LIFE_SECS = 200.0
+
+Kill = tuple[int, int, str]
+"""(rank, iteration, phase): see ``Life.kill``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run and where it is killed, one kill in each life but the last.
+
+    reseed: each life builds the model from another seed, so that nothing comes out right that was not loaded. Not where
+        a life is killed before its first checkpoint: the next one must begin as it did.
+    """
+
+    setup: Setup
+    policy: tuple[str, Mapping[str, Any]]
+    kills: tuple[Kill, ...]
+    ranks: int = 4
+    steps: int = 8
+    reseed: bool = True
+
+
+@dataclass(frozen=True)
+class Ended:
+    """results: of the last life, by rank. lives: journal of each life, of the last rank."""
+
+    results: list[dict[str, Any]]
+    lives: list[list[dict[str, Any]]]
+
+    @property
+    def resumed(self) -> list[int | None]:
+        """The iteration that each life but the first began after; None if it did not come so far."""
+        return [life[0]["resumed"] if life else None for life in self.lives[1:]]
+
+    def replayed(self, life: int) -> list[int]:
+        """Iterations that a life computed again to bring back a window."""
+        return [line["updated"] for line in self.lives[life] if line.get("replayed")]
+
+
+@functools.cache
+def uninterrupted(setup: Setup, ranks: int, steps: int) -> list[dict[str, Any]]:
+    """What ``live`` returns on every rank when nothing is saved on the way and nobody is killed."""
+    with tempfile.TemporaryDirectory() as directory:
+        life = Life(directory, steps, setup, ("Dense", {"every_n_steps": 1_000_000}), options={"save_last": False})
+        found = run_ranks(live, ranks, life, timeout=LIFE_SECS, preload=WARM)
+    require_telling(found)
+    return found
+
+
+def require_telling(results: Sequence[Mapping[str, Any]]) -> None:
+    """No two experts are alike, so that a swap of two would be seen; copies of one are."""
+    of: dict[str, set[str]] = {}
+    for result in results:
+        for key, value in result["tensors"].items():
+            if ".experts." in key:
+                of.setdefault(key, set()).add(value)
+    assert of
+    matrices: dict[str, list[str]] = {}
+    for key, values in of.items():
+        kind = re.sub(r"layers\.\d+|experts\.\d+", "*", key)
+        matrices.setdefault(kind, []).extend(values)
+    for kind, digests in matrices.items():
+        assert len(set(digests)) == len(digests), f"two experts are alike in {kind}: a swap would pass unseen"
+
+
+def run(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
+    """All lives of the run; the last one ends well. sabotage: of the last life, see ``Life``."""
+    journal = directory / "journal"
+    life = Life(str(directory / "store"), case.steps, case.setup, (case.policy[0], dict(case.policy[1])))
+    life = replace(life, journal=str(journal))
+    begins = []
+    for number, kill in enumerate(case.kills):
+        begins.append(len(Journal(str(journal), case.ranks - 1).lines()))
+        one = replace(life, kill=kill, seed=1 + number * case.reseed)
+        require_killed(start_ranks(live, case.ranks, one, timeout=LIFE_SECS, preload=WARM), kill)
+    begins.append(len(Journal(str(journal), case.ranks - 1).lines()))
+    last = replace(life, seed=1 + len(case.kills) * case.reseed, sabotage=sabotage)
+    results = run_ranks(live, case.ranks, last, timeout=LIFE_SECS, preload=WARM)
+    lines = Journal(str(journal), case.ranks - 1).lines()
+    return Ended(results, [lines[a:b] for a, b in zip(begins, [*begins[1:], len(lines)], strict=True)])
+
+
+def require_killed(outcomes: Sequence[Outcome], kill: Kill) -> None:
+    """The rank died where it was meant to, and nobody else went on to the end."""
+    ended = [(outcome.exitcode, (outcome.error or "")[-1500:]) for outcome in outcomes]
+    assert outcomes[kill[0]].exitcode == -signal.SIGKILL, f"{kill} was never reached: {ended}"
+    assert not any(outcome.ok for outcome in outcomes), ended
+
+
+def check(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
+    """Run it, and demand that it ends as if nobody had killed it, with a sound store."""
+    expected = uninterrupted(case.setup, case.ranks, case.steps)
+    ended = run(case, directory, sabotage)
+    require_equal(expected, ended.results)
+    require_losses(expected[-1]["losses"], ended.lives, case.steps)
+    assert verify_store(open_storage(str(directory / "store"))) == []
+    return ended
+
+
+def require_equal(expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
+    """Everything in ``EXACT``, on every rank, and the tokens that were routed: none are lost."""
+    for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
+        for what in (*EXACT, "routed", "lost"):
+            assert differing(one[what], other[what]) == [], f"rank {rank}: {what}"
+
+
+def differing(one: Any, other: Any) -> list[Any]:
+    """Where two values differ: keys of mappings, else both values."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return [key for key in sorted(one.keys() | other.keys()) if key not in one or one[key] != other.get(key)]
+    return [] if one == other else [one, other]
+
+
+def require_losses(expected: Mapping[int, float], lives: Sequence[Sequence[Mapping[str, Any]]], steps: int) -> None:
+    """Every loss of every life is that of the unbroken run, and there are no gaps."""
+    reached = 0
+    for life in lives:
+        at = life[0]["resumed"] if life else None
+        assert at is None or at <= reached, f"a life went on after iteration {at}, which was never computed"
+        for line in life:
+            if "iteration" in line:
+                at = line["iteration"]
+                assert line["loss"] == expected[at].hex(), f"loss of iteration {at}"
+                reached = max(reached, at)
+    assert reached == steps

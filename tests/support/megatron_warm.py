@@ -1,0 +1,41 @@
+"""What every rank of a Megatron test imports, for ``run_ranks(..., preload=...)``: ranks then start in no time.
+
+Imported in the process that ranks are forked from (``tests.support.warm``), never in pytest's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: a process with threads must not be forked
+
+MODULES = (
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.dot_product_attention",
+    "megatron.core.transformer.moe.moe_layer",
+    "moe_ckpt.megatron",
+    "moe_ckpt.policies",
+    "tests.support.megatron_run",
+)
+
+
+def quiet() -> None:
+    """Megatron-Core 0.16.1 says that Apex is absent and its defaults are deprecated, and calls torch by old names."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+
+
+def _import() -> None:
+    quiet()
+    importlib.import_module("torch").set_num_threads(1)
+    importlib.import_module("moe_ckpt.testing.megatron_cpu").install()
+    for name in MODULES:
+        importlib.import_module(name)
+
+
+_import()

@@ -172,7 +172,7 @@ class Tally:
 
 
 def digests(built: megatron_gpt.Built) -> dict[str, str]:
-    """"layer/expert" -> digest of this rank's share of it, "rest" -> digest of everything else; with optimizer state."""
+    """"layer/expert" -> digest of this rank's share of it, "rest" -> that of everything else; optimizer state too."""
     hashes: dict[str, Any] = {"rest": hashlib.sha256()}
     expert_names = {}
     for number, moe, experts in moe_layers(built):

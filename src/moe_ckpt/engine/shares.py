@@ -225,18 +225,18 @@ class Sharder:
             self._compute_types = dict(compute)
         return self._compute_weights
 
-
     def _with_peers_experts(self, weights: Weights, tensors: Sequence[StateTensor]) -> Weights:
         """Under expert parallelism, what the experts weigh that this rank or a peer writes.
 
-        Experts of a layer weigh alike, so those of this rank tell what the others weigh.
+        Experts of a layer weigh alike, so those of this rank tell what the others weigh, those too that a peer writes:
+        all peers must come to the same numbers, and some may write no expert.
         """
         if not self._apart:
             return weights
         of_layer: dict[int, int] = {}
         held: dict[int, set[str]] = {}
         for tensor in tensors:
-            for op, _ in holders(self._catalog, tensor) if not tensor.duplicate else ():
+            for op, _ in holders(self._catalog, tensor):
                 if op.kind is OperatorKind.EXPERT and op.layer is not None:
                     of_layer[op.layer] = of_layer.get(op.layer, 0) + tensor.local.nbytes
                     held.setdefault(op.layer, set()).add(op.id)

@@ -28,7 +28,7 @@ from moe_ckpt.megatron.resuming import Replaying, load, require_same_layout
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.side import Stateful, capture_generators, capture_stateful, restore_generators
 from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.megatron.topology import data_parallel_groups, layout, require_groups, stage
+from moe_ckpt.megatron.topology import data_parallel_groups, expert_rank, layout, require_groups, stage
 from moe_ckpt.megatron.world import World, exchange
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
 from moe_ckpt.policies.guard import guarded
@@ -136,7 +136,7 @@ class MegatronCheckpoint:
         inventory = take_inventory(chunks)
         self._state = MegatronTrainingState(inventory, optimizer)
         comm = make_communicator(settings.timeout_secs)
-        world = exchange(self._state.holding(stage()), comm)
+        world = exchange(self._state.holding(stage(), expert_rank()), comm)
         require_experts(len(world.layers), [type(chunk).__name__ for chunk in chunks])
         self._settle(world, comm.rank)
         numbers = {layer.name: layer.index for layer in world.layers}

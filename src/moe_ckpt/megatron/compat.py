@@ -30,6 +30,7 @@ HOOK_POINTS: tuple[tuple[str, str], ...] = (
     ("megatron.core.parallel_state", "get_tensor_model_parallel_group"),
     ("megatron.core.parallel_state", "get_expert_tensor_parallel_group"),
     ("megatron.core.parallel_state", "get_pipeline_model_parallel_rank"),
+    ("megatron.core.parallel_state", "get_expert_model_parallel_rank"),
 )
 """(module, name in it)."""
 

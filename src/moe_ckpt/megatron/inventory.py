@@ -80,13 +80,16 @@ def take_inventory(chunks: Sequence[nn.Module]) -> Inventory:
     """Look through this rank's model chunks, wrapped (DDP, ``Float16Module``) or not.
 
     Raises:
-        UnsupportedError: an expert container, a parameter layout or an extra state that is not known.
+        UnsupportedError: an expert container, a parameter layout or an extra state that is not known; fp8 with delayed
+            scaling.
     """
     parameters: list[LiveParameter] = []
     layers: list[FoundMoE] = []
     buffers: dict[str, torch.Tensor] = {}
     for chunk in chunks:
-        model = _Chunk(unwrapped(chunk))
+        inner = unwrapped(chunk)
+        _require_known_state(inner)
+        model = _Chunk(inner)
         layers += model.layers
         parameters += model.parameters()
         buffers |= model.buffers()
@@ -97,6 +100,36 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
+
+
+def _require_known_state(model: nn.Module) -> None:
+    """Raise ``UnsupportedError`` for state of modules that is neither parameter nor buffer.
+
+    Transformer Engine's modules keep the history of fp8 scaling so, which delayed scaling goes by and other recipes do
+    not need; Megatron-Core's own say None.
+    """
+    config: Any = getattr(model, "config", None)
+    recipe = getattr(config, "fp8_recipe", None)
+    if getattr(config, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
+        raise UnsupportedError(
+            f"fp8={config.fp8!r} with fp8_recipe='delayed' scales by a history of maxima that Transformer Engine keeps "
+            "to itself and that is not saved, so a run that comes back would scale otherwise. Set fp8_recipe to "
+            "'tensorwise', 'blockwise' or 'mxfp8', which scale by the present values."
+        )
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.get_extra_state is nn.Module.get_extra_state or _is_of_transformer_engine(kind):
+            continue
+        if module.get_extra_state() is not None:
+            raise UnsupportedError(
+                f"{name} ({kind.__module__}.{kind.__qualname__}) has an extra state (get_extra_state), which is not "
+                "saved. Keep it in a buffer, or give it to megatron.attach(stateful={...}) and let get_extra_state "
+                "return None."
+            )
+
+
+def _is_of_transformer_engine(kind: type) -> bool:
+    return any(base.__module__.startswith("transformer_engine") for base in kind.__mro__)
 
 
 def require_experts(layers: int, classes: Sequence[str]) -> None:

@@ -58,8 +58,8 @@ class MegatronTrainingState:
                 "chunks: give the chunks that it was made from"
             )
 
-    def holding(self, stage: int) -> Holding:
-        """What to tell the other ranks."""
+    def holding(self, stage: int, expert_rank: int) -> Holding:
+        """What to tell the other ranks. stage, expert_rank: see ``Holding``."""
         layers = tuple((layer.name, layer.experts, layer.top_k) for layer in self._inventory.layers)
         found: dict[str, HeldTensor] = {}
         for live in self._inventory.parameters:
@@ -67,7 +67,7 @@ class MegatronTrainingState:
                 known = found.get(tensor.name)
                 # A tied embedding is two parameters of one name where both its ends are on this rank.
                 found[tensor.name] = tensor if known is None or tensor.trained else known
-        return Holding(stage, layers, tuple(found.values()))
+        return Holding(stage, layers, tuple(found.values()), expert_rank)
 
     def _held(self, live: LiveParameter) -> Iterator[HeldTensor]:
         slot = self._slots.get(live.parameter)

@@ -59,3 +59,7 @@ def layout(chunks: Sequence[Any]) -> dict[str, int]:
 
 def stage() -> int:
     return int(megatron_core().parallel_state.get_pipeline_model_parallel_rank())
+
+
+def expert_rank() -> int:
+    return int(megatron_core().parallel_state.get_expert_model_parallel_rank())

@@ -34,6 +34,8 @@ from moe_ckpt.ports import Communicator
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, shape) in a whole tensor."""
 
+_LAYER = re.compile(r"\blayers\.\d+\.")
+
 
 @dataclass(frozen=True)
 class HeldTensor:
@@ -54,24 +56,26 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds. layers: (name, E, k) of its MoE layers. stage: its pipeline stage."""
+    """What one rank holds. layers: (name, E, k) of its MoE layers. stage, expert_rank: its ranks in pipeline and expert
+    parallelism."""
 
     stage: int
     layers: tuple[tuple[str, int, int], ...]
     tensors: tuple[HeldTensor, ...]
+    expert_rank: int = 0
 
     def encode(self) -> bytes:
         rows = [[t.name, t.dtype, t.shape, t.owner, t.trained, t.master, t.blocks] for t in self.tensors]
-        return json.dumps([self.stage, self.layers, rows]).encode()
+        return json.dumps([self.stage, self.expert_rank, self.layers, rows]).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Holding:
-        stage, layers, rows = json.loads(raw)
+        stage, expert_rank, layers, rows = json.loads(raw)
         tensors = tuple(
             HeldTensor(name, dtype, tuple(shape), tuple(owner), trained, master, _blocks(blocks))
             for name, dtype, shape, owner, trained, master, blocks in rows
         )
-        return cls(stage, tuple((name, experts, top_k) for name, experts, top_k in layers), tensors)
+        return cls(stage, tuple((name, experts, top_k) for name, experts, top_k in layers), tensors, expert_rank)
 
 
 def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
@@ -103,17 +107,20 @@ class World:
 
     tensors: name -> facts, ``blocks`` being those of all ranks.
     holders: (name, block) -> the ranks that hold it, ascending.
-    layers: MoE layers in the order of their numbers. stages: pipeline stage of each rank.
+    layers: MoE layers in the order of their numbers. stages: pipeline stage of each rank. expert_ranks: rank in expert
+    parallelism of each rank.
     """
 
     tensors: Mapping[str, HeldTensor]
     holders: Mapping[tuple[str, Block], tuple[int, ...]]
     layers: tuple[MoELayer, ...]
     stages: Mapping[int, int]
+    expert_ranks: Mapping[int, int]
 
     @cached_property
     def catalog(self) -> Catalog:
-        """Raises ``CoverageError`` naming the experts that no rank holds, or a tensor that is held in part."""
+        """Raises ``CoverageError`` naming the experts that no rank holds, a tensor that is held in part, and what ranks
+        hold under one name that cannot be copies of one another."""
         self._require_whole()
         groups: dict[str, list[str]] = {}
         for tensor in self.tensors.values():
@@ -147,8 +154,27 @@ class World:
                 problems.append(
                     f"{name}: ranks hold {elements} of {_volume(tensor.shape)} elements, or some of them twice"
                 )
+        problems += self._false_copies()
         if problems:
             raise CoverageError("what the ranks hold of the model", tuple(problems))
+
+    def _false_copies(self) -> list[str]:
+        """Sentences on what has one name on ranks between which nothing keeps it equal.
+
+        Data-parallel ranks hold copies. Expert-parallel ranks have no expert in common, pipeline stages no layer; of
+        two that say they have, one would be saved and both would get it back. Parameters outside of layers (tied
+        embeddings) are shared between stages.
+        """
+        found: dict[str, str] = {}
+        for name, tensor in self.tensors.items():
+            moe, expert = tensor.owner
+            ranks = self.holders_of(name)
+            if moe is not None and expert is not None and len({self.expert_ranks[r] for r in ranks}) > 1:
+                what = f"expert {expert} of {moe}"
+                found[what] = f"{what} is on several expert-parallel ranks (global ranks {_listed(ranks)})"
+            elif _LAYER.search(name) and len({self.stages[r] for r in ranks}) > 1:
+                found[name] = f"{name} is on several pipeline stages (global ranks {_listed(ranks)})"
+        return list(found.values())
 
     def holders_of(self, name: str) -> tuple[int, ...]:
         """Ranks that hold any of a tensor, ascending."""
@@ -200,8 +226,10 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
     holders: dict[tuple[str, Block], list[int]] = {}
     layers: dict[str, tuple[str, int, int]] = {}
     stages: dict[int, int] = {}
+    expert_ranks: dict[int, int] = {}
     for ranks, holding in kinds:
         stages.update(dict.fromkeys(ranks, holding.stage))
+        expert_ranks.update(dict.fromkeys(ranks, holding.expert_rank))
         for layer in holding.layers:
             _agree(f"MoE layer {layer[0]}", layers.setdefault(layer[0], layer), layer, ranks)
         for tensor in holding.tensors:
@@ -218,6 +246,7 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
         {key: tuple(sorted(ranks)) for key, ranks in holders.items()},
         tuple(MoELayer(index, name, experts, top_k) for index, (name, experts, top_k) in enumerate(ordered)),
         stages,
+        expert_ranks,
     )
 
 
@@ -248,6 +277,10 @@ def _operator_id(tensor: HeldTensor, numbers: Mapping[str, int]) -> str:
     if moe is None:
         return non_expert_id(str(which))
     return gate_id(numbers[moe]) if which is None else expert_id(numbers[moe], int(which))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _volume(shape: Sequence[int]) -> int:

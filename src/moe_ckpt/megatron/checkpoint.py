@@ -154,20 +154,24 @@ class MegatronCheckpoint:
         self._layout = layout(chunks)
         self._resume, self._save_last = resume, save_last
         self._comm = comm
-        self._storage = open_storage(dirpath, on_phase)
         groups = data_parallel_groups()
-        self._session = CheckpointSession(
-            storage=self._storage,
-            policy=policy,
-            catalog=world.catalog,
-            state=self._state,
-            comm=comm,
-            settings=settings,
-            placement=world.placement(groups.dense, experts_apart=not self._state.shards),
-            lock=StoreLock(self._storage, job_name()),
-            on_phase=on_phase,
-        )
-        self._session.open()
+        try:
+            self._storage = open_storage(dirpath, on_phase)
+            self._session = CheckpointSession(
+                storage=self._storage,
+                policy=policy,
+                catalog=world.catalog,
+                state=self._state,
+                comm=comm,
+                settings=settings,
+                placement=world.placement(groups.dense, experts_apart=not self._state.shards),
+                lock=StoreLock(self._storage, job_name()),
+                on_phase=on_phase,
+            )
+            self._session.open()
+        except BaseException:
+            self._counter.close()  # whoever catches this and goes on without checkpoints has no use for its hooks
+            raise
         self._step = 0
         self._consumed = 0
         self._joined = True

@@ -229,11 +229,11 @@ class _Chunk:
         gated = bool(experts.config.gated_linear_unit)
         whole_moe = self._name(moe)
         if match := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", inner):
-            found = {indices[int(match[1])]: self._straight(match[2], parameter, gated)}
+            found = {self._index(moe, int(match[1])): self._straight(match[2], parameter, gated)}
         elif inner in ("weight1", "weight2"):
             found = self._grouped(inner, parameter, indices, gated)
         elif match := re.fullmatch(r"(linear_fc[12]\.(?:weight|bias))(\d+)", inner):
-            found = {indices[int(match[2])]: self._straight(match[1], parameter, gated)}
+            found = {self._index(moe, int(match[2])): self._straight(match[1], parameter, gated)}
         else:
             raise UnsupportedError(
                 f"{name}: {type(experts).__name__} keeps its experts in a way that is not known here. Known are "
@@ -244,6 +244,16 @@ class _Chunk:
             for expert, (suffix, shape, start, axes) in found.items()
         )
         return LiveParameter(parameter, parts, tuple(Owner(moe=whole_moe, expert=expert) for expert in found))
+
+    def _index(self, moe: str, local: int) -> int:
+        """Number in the whole model of this rank's ``local``-th expert."""
+        indices = self._local_experts[moe]
+        if local >= len(indices):
+            raise UnsupportedError(
+                f"{moe} holds weights of a local expert {local}, but its local_expert_indices are only "
+                f"{list(indices)}: which expert of the model that is cannot be known. Build both alike."
+            )
+        return indices[local]
 
     def _straight(
         self, suffix: str, parameter: nn.Parameter, gated: bool

@@ -61,11 +61,9 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
         UnsupportedError: one whose state is laid out in a way that is not known.
     """
     core = megatron_core()
-    is_chain: bool = isinstance(optimizer, core.chained_optimizer)
+    is_chain = type(optimizer) is core.chained_optimizer  # subclasses deal parameters out in their own ways
     found = []
     for leaf in optimizer.chained_optimizers if is_chain else [optimizer]:
-        if isinstance(leaf, core.chained_optimizer) and type(leaf) is not core.chained_optimizer:
-            raise UnsupportedError(_unknown(type(leaf).__name__, core.version))
         known = (core.fp32_optimizer, core.float16_optimizer, core.distributed_optimizer)
         if type(leaf) not in known:
             raise UnsupportedError(_unknown(type(leaf).__name__, core.version))

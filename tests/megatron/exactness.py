@@ -46,15 +46,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """results: of the last life, by rank. lives: journal of each life, of the last rank."""
+    """results: of the last life, by rank. lives: journal of each life that was resumed, as the last rank kept it."""
 
     results: list[dict[str, Any]]
     lives: list[list[dict[str, Any]]]
 
     @property
-    def resumed(self) -> list[int | None]:
-        """The iteration that each life but the first began after; None if it did not come so far."""
-        return [life[0]["resumed"] if life else None for life in self.lives[1:]]
+    def resumed(self) -> list[int]:
+        """The iteration that each life but the first began after."""
+        return [life[0]["resumed"] for life in self.lives[1:]]
 
     def replayed(self, life: int) -> list[int]:
         """Iterations that a life computed again to bring back a window."""
@@ -87,38 +87,56 @@ def require_telling(results: Sequence[Mapping[str, Any]]) -> None:
         assert len(set(digests)) == len(digests), f"two experts are alike in {kind}: a swap would pass unseen"
 
 
-def run(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
-    """All lives of the run; the last one ends well. sabotage: of the last life, see ``Life``."""
-    journal = directory / "journal"
-    life = Life(str(directory / "store"), case.steps, case.setup, (case.policy[0], dict(case.policy[1])))
-    life = replace(life, journal=str(journal))
-    begins = []
-    for number, kill in enumerate(case.kills):
-        begins.append(len(Journal(str(journal), case.ranks - 1).lines()))
-        one = replace(life, kill=kill, seed=1 + number * case.reseed)
-        require_killed(start_ranks(live, case.ranks, one, timeout=LIFE_SECS, preload=WARM), kill)
-    begins.append(len(Journal(str(journal), case.ranks - 1).lines()))
-    last = replace(life, seed=1 + len(case.kills) * case.reseed, sabotage=sabotage)
-    results = run_ranks(live, case.ranks, last, timeout=LIFE_SECS, preload=WARM)
-    lines = Journal(str(journal), case.ranks - 1).lines()
-    return Ended(results, [lines[a:b] for a, b in zip(begins, [*begins[1:], len(lines)], strict=True)])
+def check(case: Case, directory: Path) -> Ended:
+    """Kill and start again as the case says, and demand that it ends as if nobody had killed it."""
+    kill(case, directory)
+    ended = finish(case, directory)
+    require_exact(case, directory, ended)
+    return ended
 
 
-def require_killed(outcomes: Sequence[Outcome], kill: Kill) -> None:
-    """The rank died where it was meant to, and nobody else went on to the end."""
-    ended = [(outcome.exitcode, (outcome.error or "")[-1500:]) for outcome in outcomes]
-    assert outcomes[kill[0]].exitcode == -signal.SIGKILL, f"{kill} was never reached: {ended}"
-    assert not any(outcome.ok for outcome in outcomes), ended
+def kill(case: Case, directory: Path) -> None:
+    """All lives of the run but the last."""
+    for number, at in enumerate(case.kills):
+        life = replace(_life(case, directory), kill=at, seed=1 + number * case.reseed)
+        require_killed(start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM), at)
 
 
-def check(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
-    """Run it, and demand that it ends as if nobody had killed it, with a sound store."""
+def finish(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
+    """The last life, which nobody kills. sabotage: see ``Life``."""
+    life = replace(_life(case, directory), seed=1 + len(case.kills) * case.reseed, sabotage=sabotage)
+    results = run_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM)
+    return Ended(results, split_lives(Journal(life.journal, case.ranks - 1).lines()))
+
+
+def _life(case: Case, directory: Path) -> Life:
+    policy = (case.policy[0], dict(case.policy[1]))
+    return Life(str(directory / "store"), case.steps, case.setup, policy, journal=str(directory / "journal"))
+
+
+def require_exact(case: Case, directory: Path, ended: Ended) -> None:
+    """It ended as if nobody had killed it, and left a sound store."""
     expected = uninterrupted(case.setup, case.ranks, case.steps)
-    ended = run(case, directory, sabotage)
     require_equal(expected, ended.results)
     require_losses(expected[-1]["losses"], ended.lives, case.steps)
     assert verify_store(open_storage(str(directory / "store"))) == []
-    return ended
+
+
+def split_lives(lines: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The journal's lines of each life that got as far as to be resumed."""
+    found: list[list[dict[str, Any]]] = []
+    for line in lines:
+        if "resumed" in line:
+            found.append([])
+        found[-1].append(line)
+    return found
+
+
+def require_killed(outcomes: Sequence[Outcome], at: Kill) -> None:
+    """The rank died where it was meant to, and nobody else went on to the end."""
+    ended = [(outcome.exitcode, (outcome.error or "")[-1500:]) for outcome in outcomes]
+    assert outcomes[at[0]].exitcode == -signal.SIGKILL, f"{at} was never reached: {ended}"
+    assert not any(outcome.ok for outcome in outcomes), ended
 
 
 def require_equal(expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
@@ -139,8 +157,8 @@ def require_losses(expected: Mapping[int, float], lives: Sequence[Sequence[Mappi
     """Every loss of every life is that of the unbroken run, and there are no gaps."""
     reached = 0
     for life in lives:
-        at = life[0]["resumed"] if life else None
-        assert at is None or at <= reached, f"a life went on after iteration {at}, which was never computed"
+        at = life[0]["resumed"]
+        assert at <= reached, f"a life went on after iteration {at}, which was never computed"
         for line in life:
             if "iteration" in line:
                 at = line["iteration"]

@@ -1,0 +1,121 @@
+"""What the last life of a Megatron run can do wrong on purpose: one thing that exact recovery needs is left out.
+
+Everything here replaces parts of the library in the ranks of that life, which end with it, so nothing is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moe_ckpt.megatron import checkpoint, hyperparameters, resuming, side
+from moe_ckpt.megatron.state import MegatronTrainingState
+from moe_ckpt.modeling.rng import restore_rng
+from moe_ckpt.recovery import replay, restore
+
+
+def tracker_not_restored() -> None:
+    """Megatron's own generators go on from the seed."""
+    checkpoint.restore_generators = restore_rng
+
+
+def generators_not_restored() -> None:
+    """torch's, numpy's and Python's generators go on from the seed."""
+    checkpoint.restore_generators = lambda stored: None
+
+
+def master_weights_not_loaded() -> None:
+    _load_only(lambda key: not key.endswith("/fp32_param"))
+
+
+def compute_weights_not_loaded() -> None:
+    _load_only(lambda key: not key.startswith("model/"))
+
+
+def moments_not_loaded() -> None:
+    _load_only(lambda key: not key.endswith("/exp_avg_sq"))
+
+
+def router_not_loaded() -> None:
+    _load_only(lambda key: ".router." not in key)
+
+
+def _load_only(wanted: Callable[[str], bool]) -> None:
+    copy = restore.copy_slices
+
+    def some(reader: Any, stored_of: Mapping[str, Any], tensors: Any) -> None:
+        copy(reader, {key: stored for key, stored in stored_of.items() if wanted(key)}, tensors)
+
+    restore.copy_slices = replay.copy_slices = some
+
+
+def experts_swapped() -> None:
+    """Everything of the first two local experts of each layer changes places."""
+    resume = checkpoint.MegatronCheckpoint.resume
+
+    def swapped(self: checkpoint.MegatronCheckpoint) -> checkpoint.Progress:
+        progress = resume(self)
+        of = {(tensor.key, tuple(tensor.offsets)): tensor.local for tensor in self._state.tensors()}
+        for (key, offsets), local in of.items():
+            other = of.get((key.replace(".experts.0.", ".experts.1."), offsets))
+            if ".experts.0." in key and other is not None and other.shape == local.shape:
+                kept = local.detach().clone()
+                local.detach().copy_(other.detach())
+                other.detach().copy_(kept)
+        return progress
+
+    checkpoint.MegatronCheckpoint.resume = swapped
+
+
+def advance_skipped() -> None:
+    """What the window holds of its second step does not replace what the optimizer made of it."""
+    copy = replay.Replay._copy
+
+    def some(self: replay.Replay, step: int) -> None:
+        if step != self.steps[1]:
+            copy(self, step)
+
+    replay.Replay._copy = some
+
+
+def replay_one_step_late() -> None:
+    """Training goes on at the window's first step, but what it holds of later ones is never loaded."""
+    copy = replay.Replay._copy
+
+    def first(self: replay.Replay, step: int) -> None:
+        if step == self.steps[0]:
+            copy(self, step)
+
+    replay.Replay._copy = first
+
+
+def step_count_not_loaded() -> None:
+    hyperparameters.write_step = lambda optimizer, step: None
+
+
+def loss_scale_not_loaded() -> None:
+    write = hyperparameters.write
+    checkpoint_write = lambda optimizer, stored: write(optimizer, {**stored, "scalers": []})  # noqa: E731
+    hyperparameters.write = checkpoint_write
+
+
+def buffers_not_loaded() -> None:
+    load = MegatronTrainingState.load_plain
+
+    def without(self: MegatronTrainingState, plain: Mapping[str, Any]) -> None:
+        kept = {name: buffer.clone() for name, buffer in self._inventory.buffers.items()}
+        load(self, plain)
+        with torch.no_grad():
+            for name, buffer in self._inventory.buffers.items():
+                buffer.copy_(kept[name])
+
+    MegatronTrainingState.load_plain = without
+
+
+def scheduler_not_loaded() -> None:
+    resuming.restore_stateful = lambda stateful, stored: side.restore_stateful(
+        {name: each for name, each in stateful.items() if name != "scheduler"},
+        {name: each for name, each in stored.items() if name != "scheduler"},
+    )

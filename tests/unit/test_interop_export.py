@@ -14,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError
+from moe_ckpt.interop.dcp import entries
 from moe_ckpt.interop.export import TARGETS, export
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.interop.whole import whole
 from moe_ckpt.recovery.reader import open_step
 from tests.support.store_builder import STACK, TinyRun, example
 
@@ -180,6 +182,22 @@ def test_another_frameworks_checkpoint_has_no_loops(tmp_path):
     run._state = lambda step, rank: {"framework": "megatron", "plain": {"buffers": {}, "optimizers": []}}
     with pytest.raises(NoCheckpointError, match="megatron"):
         lightning_checkpoint(*open_step(tmp_path / run.save(1)))
+
+
+def test_megatrons_buffers_come_from_all_ranks_and_its_optimizer_state_comes_along(tmp_path):
+    """Each pipeline stage's ranks have the buffers of their own layers, and no param groups told by parameter."""
+    run = TinyRun(tmp_path)
+    run._state = lambda step, rank: {
+        "framework": "megatron",
+        "plain": {"buffers": {f"layers.{rank}.expert_bias": torch.full((2,), float(rank))}, "optimizer": {"step": step}},
+    }
+    checkpoint = whole(*open_step(tmp_path / run.save(1)))
+    assert {name: value.tolist() for name, value in checkpoint.extras.items()} == {
+        "layers.0.expert_bias": [0.0, 0.0],
+        "layers.1.expert_bias": [1.0, 1.0],
+    }
+    names = {entry.name for entry in entries(checkpoint)}
+    assert f"optim.state.{STACK}.exp_avg" in names
 
 
 def test_arrays_that_need_pickle_are_announced(tmp_path, caplog):

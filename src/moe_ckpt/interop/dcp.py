@@ -71,7 +71,7 @@ def entries(checkpoint: WholeCheckpoint, model: str = "model", optimizer: str = 
         for fqn, scalars in plain.get("scalars", {}).items():
             for state, value in scalars.items():
                 yield Entry((root, "state", fqn, str(state)), value=value)
-        for number, group in enumerate(plain["param_groups"]):
+        for number, group in enumerate(plain.get("param_groups", ())):
             for name, value in group.items():
                 yield Entry((root, "param_groups", number, name), value=value)
 

@@ -68,19 +68,33 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     index = reader.index(manifest)
     state = reader.state(manifest, rank)
     plain = state.get("plain", {})
-    optimizers = tuple(plain.get("optimizers", ()))
+    optimizers = list(plain.get("optimizers", ()))
     parameters: dict[str, str] = {}
     keys: list[dict[str, dict[str, str]]] = [{} for _ in optimizers]
     for key in index.tensors:
         parts = split_key(key)
         if parts.optimizer is None or parts.state is None:
             parameters[parts.fqn] = key
-        elif parts.optimizer < len(keys):
-            keys[parts.optimizer].setdefault(parts.fqn, {})[parts.state] = key
+            continue
+        while parts.optimizer >= len(keys):  # Megatron's groups are not told by parameter
+            keys.append({})
+            optimizers.append({})
+        keys[parts.optimizer].setdefault(parts.fqn, {})[parts.state] = key
     for alias, name in manifest.model.aliases.items():
         if name in parameters:
             parameters[alias] = parameters[name]
-    return WholeCheckpoint(reader, manifest, rank, state, parameters, _extras(plain), optimizers, tuple(keys))
+    extras = _extras(plain)
+    if state.get("framework") == "megatron":
+        extras = all_buffers(reader, manifest) | extras
+    return WholeCheckpoint(reader, manifest, rank, state, parameters, extras, tuple(optimizers), tuple(keys))
+
+
+def all_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
+    """Buffers, where ranks hold different layers: those of one name are alike."""
+    found: dict[str, Any] = {}
+    for rank in range(manifest.world_size):
+        found |= reader.state(manifest, rank)["plain"]["buffers"]
+    return found
 
 
 def _extras(plain: Mapping[str, Any]) -> dict[str, Any]:

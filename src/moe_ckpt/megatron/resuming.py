@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.side import Stateful, restore_stateful
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.recovery.divergence import Repeated, require_repeated
@@ -45,17 +46,9 @@ def load(
     found = plain["plain"]
     if plain["layout"] != layout:
         log.info("the checkpoint is of the layout %s; random numbers differ from here on", plain["layout"])
-        found = found | {"buffers": _all_buffers(StoreReader(storage), manifest)}
+        found = found | {"buffers": all_buffers(StoreReader(storage), manifest)}
     restore_stateful(stateful, plain["stateful"])
     state.load_plain(found)
-
-
-def _all_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
-    """Buffers of all ranks: those of one name are alike."""
-    found: dict[str, Any] = {}
-    for rank in range(manifest.world_size):
-        found |= reader.state(manifest, rank)["plain"]["buffers"]
-    return found
 
 
 def require_same_layout(there: Mapping[str, int], here: Mapping[str, int], manifest: Manifest) -> None:

@@ -14,6 +14,7 @@ from tests.support.megatron_log import PER_RANK, Case
 from tests.support.processes import start_ranks
 
 Expert = tuple[int, int]
+WARM = "tests.support.megatron_warm"
 
 
 @dataclass
@@ -111,7 +112,7 @@ def run_cases(function: Any, cases: list[Case], root: Path, world: int = 4, time
     while todo:
         last = next((i for i, (case, life) in enumerate(todo) if life < len(case.kills)), len(todo) - 1)
         case, life = todo[last]
-        outcomes = start_ranks(function, world, str(root), tuple(todo[: last + 1]), timeout=timeout)
+        outcomes = start_ranks(function, world, str(root), tuple(todo[: last + 1]), timeout=timeout, preload=WARM)
         if life < len(case.kills):
             victim = case.kills[life][0]
             assert outcomes[victim].exitcode == -9, [o.error for o in outcomes]

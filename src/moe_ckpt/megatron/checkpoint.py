@@ -119,6 +119,8 @@ class MegatronCheckpoint:
 
     last: what the newest step cost; see ``moe_ckpt.engine.record.StepRecord``. ``last.halt`` is the reason why the
         policy asks for training to end, else None.
+    metrics: the torchmetrics of ``moe_ckpt.metrics``, updated at each step, of this rank in this process; None where
+        torchmetrics is not installed.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class MegatronCheckpoint:
         self.dirpath = dirpath
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
+        self.metrics: Any = _metrics([layer.experts for layer in world.layers])
         self._stateful = stateful
         self._layout = layout(chunks)
         self._resume, self._save_last = resume, save_last
@@ -267,6 +270,8 @@ class MegatronCheckpoint:
         applied = counted.applied if updated else counted.applied * 0
         self._session.add_stall(time.perf_counter() - began)
         self.last = self._session.after_update(iteration, applied, self._capture, counted.soft, assigned)
+        if self.metrics is not None:
+            self.metrics.update(**_facts(self.last, self._session))
         return self.last
 
     def _check(self, iteration: int) -> None:
@@ -328,3 +333,18 @@ class MegatronCheckpoint:
         if kind is None:
             self.finish()
         self.close(10.0 if kind is not None else None)
+
+
+def _metrics(experts: Sequence[int]) -> Any:
+    """None without torchmetrics, which Megatron's users need not have."""
+    try:
+        from moe_ckpt.metrics import checkpoint_metrics
+    except ImportError:
+        return None
+    return checkpoint_metrics(experts, sync_on_compute=False)
+
+
+def _facts(record: StepRecord, session: CheckpointSession) -> dict[str, Any]:
+    from moe_ckpt.metrics.collection import facts
+
+    return facts(record, session.books)

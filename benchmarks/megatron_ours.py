@@ -1,0 +1,176 @@
+"""What ``moe_ckpt.megatron`` asks of the training thread of one rank: ``after_step`` until it returns, and ``attach``."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.megatron_world import ActedCommunicator, Case, Rank, medians, route
+from benchmarks.stopwatch import Stopwatch, Watched
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.engine import arranging, copying, pipeline, session, shares
+from moe_ckpt.engine.books import Books
+from moe_ckpt.engine.persisting import Persister
+from moe_ckpt.megatron import checkpoint
+from moe_ckpt.megatron.routing import RouterCounter
+from moe_ckpt.megatron.state import MegatronTrainingState
+from moe_ckpt.megatron.world import World
+from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.dense import Dense
+from moe_ckpt.policies.moc import MoC
+from moe_ckpt.policies.moevement import MoEvement
+
+WARM_UP = 4
+"""Steps that are not counted: the first checkpoint is dense, and buffers come into being."""
+
+POLICIES: dict[str, Policy] = {
+    "MoC, K=1, sequential": MoC(k=1),
+    "MoC, K=1, load_aware": MoC(k=1, selector="load_aware"),
+    "MoEvement, W=3": MoEvement(window=3),
+    "Dense": Dense(),
+}
+
+
+def _watched(policy: Policy) -> list[Watched]:
+    """What ``after_step`` does, in the order of the table."""
+    running = session.CheckpointSession
+    return [
+        ("count tokens", RouterCounter, "take"),
+        ("agree (acted)", session, "agree"),
+        ("books", Books, "routed"),
+        ("books", running, "_settle"),
+        ("books", Books, "context"),
+        ("books", Books, "begun"),
+        ("books", running, "_completed"),
+        ("operators' bytes", running, "_weigh"),
+        ("policy", type(policy), "plan"),
+        ("plain state", pipeline, "side_pieces"),
+        ("tensors, specs", MegatronTrainingState, "tensors"),
+        ("tensors, specs", MegatronTrainingState, "specs"),
+        ("deal out", shares.Sharder, "deal"),
+        ("slices", pipeline.LocalState, "of"),
+        ("slices", pipeline, "cut"),
+        ("slices", pipeline, "cut_replay"),
+        ("layout", arranging.Arranger, "arrange"),
+        ("buffer", pipeline.Pipeline, "_buffer"),
+        ("start copy", copying.Copier, "start"),
+        ("hand on", Persister, "submit"),
+    ]
+
+
+_ATTACH: list[Watched] = [
+    ("inventory", checkpoint, "take_inventory"),
+    ("holding", MegatronTrainingState, "holding"),
+    ("exchange, merge", checkpoint, "exchange"),
+    ("catalog", Catalog, "__post_init__"),
+    ("placement", World, "placement"),
+    ("session", session.CheckpointSession, "open"),
+]
+
+
+def measure(case: Case, rank: Rank, steps: int, home: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """JSON-ready: "policies" and "attach", milliseconds."""
+    found: dict[str, Any] = {"policies": {}, "attach": {}}
+    for name, policy in POLICIES.items():
+        tell(name)
+        with _attached(case, rank, policy, home / "ours", found["attach"]) as ours:
+            found["policies"][name] = _steps(rank, ours, steps)
+            found["local_operators"] = len(ours.session._running._local.held)
+            found["operators"] = len(ours.session.catalog.operators)
+    return found
+
+
+@contextmanager
+def _attached(
+    case: Case, rank: Rank, policy: Policy, directory: Path, told: dict[str, Any]
+) -> Iterator[checkpoint.MegatronCheckpoint]:
+    """Attached, with times and bytes of the quickest ``attach`` so far in ``told``."""
+    comm, watch = ActedCommunicator(case.rank, case.ep), Stopwatch()
+    real = checkpoint.make_communicator
+    checkpoint.make_communicator = lambda timeout_secs: comm  # type: ignore[assignment,return-value]
+    try:
+        with watch.watching(_ATTACH):
+            began = time.perf_counter()
+            ours = checkpoint.attach(rank.chunk, rank.optimizer, policy=policy, dirpath=directory, resume="never")
+            took = time.perf_counter() - began - comm.secs
+        try:
+            ours.resume()
+            _note(told, took, watch.take(), comm)
+            yield ours
+        finally:
+            ours.close(60.0)
+    finally:
+        checkpoint.make_communicator = real
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _note(told: dict[str, Any], took: float, parts: dict[str, float], comm: ActedCommunicator) -> None:
+    if took * 1e3 >= told.get("total_ms", float("inf")):
+        return
+    parts["exchange, merge"] -= comm.secs
+    parts["rest"] = took - sum(parts.values())
+    digests = 16 * comm.world_size
+    told.update(
+        total_ms=round(took * 1e3, 2),
+        parts_ms={label: round(secs * 1e3, 2) for label, secs in parts.items()},
+        told_bytes=comm.sent,
+        received_bytes=comm.received + digests,
+    )
+
+
+def _steps(rank: Rank, ours: checkpoint.MegatronCheckpoint, steps: int) -> dict[str, Any]:
+    """Wall and processor time of the training thread in ``after_step``; then the same, taken apart, once more."""
+    wall, cpu, apart = [], [], []
+    pieces = []
+    watch = Stopwatch()
+    for iteration in range(1, WARM_UP + 2 * steps + 1):
+        route(rank)
+        ours.before_step()
+        gc.collect()
+        if iteration <= WARM_UP + steps:
+            took = _step(ours, iteration)
+            if iteration > WARM_UP:
+                wall.append(took[0])
+                cpu.append(took[1])
+                pieces.append(_slices(ours))
+        else:
+            with watch.watching(_watched(ours.policy)):
+                total, _ = _step(ours, iteration)
+            parts = watch.take()
+            parts.pop("agree (acted)")
+            apart.append(parts | {"rest": total - sum(parts.values())})
+        _finish_writing(ours, iteration)
+    labels = list(dict.fromkeys(label for parts in apart for label in parts))
+    return {
+        "wall_ms": medians(wall),
+        "cpu_ms": medians(cpu),
+        "slices": round(sum(pieces) / len(pieces)),
+        "parts_ms": {label: medians([parts.get(label, 0.0) for parts in apart])["median"] for label in labels},
+    }
+
+
+def _step(ours: checkpoint.MegatronCheckpoint, iteration: int) -> tuple[float, float]:
+    """(wall, processor) seconds of one ``after_step``, without what it took to act the peers."""
+    before = time.thread_time()
+    began = time.perf_counter()
+    record = ours.after_step(iteration)
+    took = time.perf_counter() - began
+    used = time.thread_time() - before
+    if not record.begun:
+        raise RuntimeError(f"step {iteration}: no checkpoint was begun")
+    return took - record.agree_secs, used - record.agree_secs
+
+
+def _slices(ours: checkpoint.MegatronCheckpoint) -> int:
+    """Of the newest snapshot of this rank, small plain state included."""
+    return sum(len(shard.placed) for shard in ours.session._running._arranger._last.values())
+
+
+def _finish_writing(ours: checkpoint.MegatronCheckpoint, step: int) -> None:
+    ours.session._running.join()
+    ours.session._running.wait(step)

@@ -1,0 +1,52 @@
+"""The process that ``megatron_prepare.py`` starts for each case: one rank, ours and the peer, JSON to a file."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import resource
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from benchmarks import megatron_ours, megatron_peer, report
+from benchmarks.megatron_world import Case, build
+
+
+def main(argv: list[str]) -> int:
+    """argv: the options as JSON, and the file to write to."""
+    options, out = json.loads(argv[0]), Path(argv[1])
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    limit = options["memory_gib"] << 30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    case = Case(**options["case"])
+    rank = build(case)
+    # As large Megatron jobs run: collections at chosen moments only, here outside of the clock.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    found: dict[str, Any] = {"case": options["case"], "load_before": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory(prefix="moe_ckpt_bench_", dir=options["dir"]) as home:
+        found["ours"] = megatron_ours.measure(case, rank, options["steps"], Path(home), _tell)
+        out.write_text(json.dumps(found))  # should the peer take all memory
+        if options["peer_saves"]:
+            found["peer"] = megatron_peer.measure(
+                case, rank, options["peer_saves"], options["peer_secs"], Path(home), _tell
+            )
+    found["load_after"] = os.getloadavg()[0]
+    found["resident_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // report.MIB
+    out.write_text(json.dumps(found))
+    return 0
+
+
+def _tell(what: str) -> None:
+    print(what, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

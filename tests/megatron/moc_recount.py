@@ -56,12 +56,17 @@ class Store:
 
 @dataclass
 class Recount:
-    """The history that survived. steps: step -> tokens of each expert; digests: step -> per rank."""
+    """The history that survived.
+
+    steps: step -> tokens of each expert; digests: step -> per rank. missing: per fault, the (expert, step) whose
+    updates were lost then and never came back; each is lost once, also if an older copy comes back later.
+    """
 
     setup: Setup
     steps: dict[int, dict[Expert, int]] = field(default_factory=dict)
     digests: dict[int, list[dict[str, str]]] = field(default_factory=dict)
     faults: list[list[int]] = field(default_factory=list)
+    missing: list[set[tuple[Expert, int]]] = field(default_factory=list)
 
     def step(self, lines: list[dict[str, Any]]) -> None:
         counts: dict[Expert, int] = {}
@@ -79,13 +84,16 @@ class Recount:
 
     def resume(self, step: int, versions: dict[Expert, int]) -> None:
         self.steps = {t: counts for t, counts in self.steps.items() if t <= step}
-        self.faults = [fault for fault in self.faults if fault[0] < step]
-        booked = max((fault[0] for fault in self.faults), default=0)
-        lost = [self.between(expert, max(version, booked), step) for expert, version in versions.items()]
-        self.faults.append([step, sum(lost), sum(tokens > 0 for tokens in lost)])
+        past = [number for number, fault in enumerate(self.faults) if fault[0] < step]
+        self.faults, self.missing = [self.faults[i] for i in past], [self.missing[i] for i in past]
+        lacking = {expert: self.lacking(expert, version, step) for expert, version in versions.items()}
+        lost = {expert: sum(self.steps[t][expert] for t in steps) for expert, steps in lacking.items()}
+        self.faults.append([step, sum(lost.values()), sum(tokens > 0 for tokens in lost.values())])
+        self.missing.append({(expert, t) for expert, steps in lacking.items() for t in steps})
 
-    def between(self, expert: Expert, after: int, until: int) -> int:
-        return sum(self.steps[t][expert] for t in range(after + 1, until + 1))
+    def lacking(self, expert: Expert, version: int, until: int) -> list[int]:
+        """The steps that a copy of an expert has not seen, without those that are lost already."""
+        return [t for t in range(version + 1, until + 1) if not any((expert, t) in lost for lost in self.missing)]
 
     @property
     def routed(self) -> int:
@@ -189,8 +197,8 @@ def _check_step(recount: Recount, store: Store, generation: int, began_at: int, 
     assert books["ages"] == ages
     assert record["oldest_expert_steps"] == max(map(max, ages))
     if committed > began_at:
-        booked = max((fault[0] for fault in recount.faults), default=0)
-        risk = sum(recount.between(e, max(version, booked), committed) for e, version in versions.items())
+        at_risk = {e: recount.lacking(e, version, committed) for e, version in versions.items()}
+        risk = sum(recount.steps[t][e] for e, steps in at_risk.items() for t in steps)
         assert record["at_risk_plt"] == (recount.lost + risk) / recount.routed
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.errors import DamagedError, UnsupportedError
+from moe_ckpt.errors import CoverageError, DamagedError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.format.shard import METADATA_KEY, ShardHeader, SliceEntry, decode_header, encode_header, lay_out
 
@@ -196,3 +196,10 @@ def test_dtype_names_round_trip_and_unknown_ones_are_refused():
     assert all(TORCH_DTYPES[dtype_name(dtype)] is dtype for dtype in TORCH_DTYPES.values())
     with pytest.raises(UnsupportedError, match=r"tensors of torch\.complex128 cannot be stored; supported are torch"):
         dtype_name(torch.complex128)
+
+
+def test_a_slice_that_is_written_twice_is_refused():
+    """Its header has one place for both, so the checkpoint's proof would see one."""
+    doubled = lay_out([entry(), entry("model/v"), entry(shape=(2, 3))])
+    with pytest.raises(CoverageError, match=r"what rank 1 writes at step 7: model/w@1,0 is written twice"):
+        encode_header(header(doubled))

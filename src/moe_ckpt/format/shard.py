@@ -8,6 +8,7 @@ that what the header says can be trusted.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from math import prod
 from typing import Any
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.errors import DamagedError
+from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import itemsize
 
@@ -97,7 +98,11 @@ def _moved(entry: SliceEntry, begin: int) -> SliceEntry:
 
 
 def encode_header(header: ShardHeader) -> bytes:
-    """The file's first bytes: 8-byte little-endian length, then the JSON header padded to 8 bytes."""
+    """The file's first bytes: 8-byte little-endian length, then the JSON header padded to 8 bytes.
+
+    Raises:
+        CoverageError: two slices are the same one. A header has room for one, so nobody could tell later.
+    """
     meta = {
         "format_version": FORMAT_VERSION,
         "run_id": header.run_id,
@@ -113,6 +118,10 @@ def encode_header(header: ShardHeader) -> bytes:
     table: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(meta, separators=(",", ":"))}}
     for entry in header.slices:
         table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.begin, entry.end]}
+    if len(table) != len(header.slices) + 1:
+        times = Counter(entry.name for entry in header.slices)
+        twice = tuple(f"{name} is written twice" for name, count in times.items() if count > 1)
+        raise CoverageError(f"what rank {header.rank} writes at step {header.step}", twice)
     raw = json.dumps(table, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw

@@ -71,11 +71,10 @@ def held(rank: int, world_size: int, run: RunConfig) -> dict[str, int]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["parallel=pp2_ep2", "trainer.precision=bf16"],
-        ["parallel=pp2_ep2", "trainer.precision=bf16", "parallel.distributed_optimizer=true"],
-        ["parallel=single", "parallel.pp=2", "parallel.vpp=2", "trainer.precision=fp32"],
+        pytest.param(["parallel=pp2_ep2", *SHARDED], id="distributed"),
+        pytest.param(["parallel=pp2_ep2", "trainer.precision=bf16"], id="masters", marks=pytest.mark.slow),
+        pytest.param(["parallel=single", "parallel.pp=2", "parallel.vpp=2"], id="interleaved", marks=pytest.mark.slow),
     ],
-    ids=["masters", "distributed", "interleaved"],
 )
 def test_ranks_hold_what_sizes_says(overrides):
     run = compose([*overrides, "trainer.global_batch=4"])

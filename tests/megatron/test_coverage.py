@@ -153,7 +153,10 @@ WRITTEN: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
     ),
     "an expert is doubled": (_misnamed, f"{MOE}.experts.1.linear_fc1.weight is written twice, at [0, 0] and at [0, 0]"),
     "a range is missed": (_shortened, "elements are missing"),
-    "a block is written twice": (_doubled, f"what rank 1 writes at step 5: model/{MOE}.experts.2.linear_fc2.weight@0,0 is written twice"),
+    "a block is written twice": (
+        _doubled,
+        f"what rank 1 writes at step 5: model/{MOE}.experts.2.linear_fc2.weight@0,0 is written twice",
+    ),
 }
 
 

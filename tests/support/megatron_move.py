@@ -99,8 +99,11 @@ def _refused(store: str, stop: Stop, built: Built) -> dict[str, Any]:
 
 
 def _memory(built: Built) -> Any:
-    tensors = [each for chunk in built.chunks for each in [*chunk.parameters(), *chunk.buffers()]]
-    return [digest(each) for each in tensors], megatron_gpt.fingerprint(built), built.scheduler.state_dict()
+    leaves = getattr(built.optimizer, "chained_optimizers", [built.optimizer])
+    groups = [group for leaf in leaves for group in leaf.optimizer.param_groups]
+    masters = [digest(each) for group in groups for each in group["params"]]
+    rates = [(group["lr"], group["weight_decay"]) for group in groups]
+    return megatron_gpt.fingerprint(built), masters, rates, built.scheduler.state_dict()
 
 
 def describe(ckpt: Any, built: Built) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.megatron.inventory import require_experts, take_inventory
 from moe_ckpt.megatron.resuming import Replaying, load, require_same_layout
 from moe_ckpt.megatron.routing import RouterCounter
@@ -206,7 +207,7 @@ class MegatronCheckpoint:
         self._resumed = True
         if self._resume == "never":
             return self._begin(Progress())
-        restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier)
+        restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier, self._admits)
         return self._begin(Progress()) if restored is None else self._go_on(restored)
 
     def _begin(self, progress: Progress) -> Progress:
@@ -214,10 +215,11 @@ class MegatronCheckpoint:
             self._session.begin_run(self._capture)
         return progress
 
+    def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
+        require_same_layout(plain.get("layout", {}), self._layout, manifest)
+
     def _go_on(self, restored: Restored) -> Progress:
         plain = restored.plain
-        if restored.replay is not None:
-            require_same_layout(plain["layout"], self._layout, restored.manifest)
         load(self._storage, restored.manifest, plain, self._state, self._stateful, self._layout)
         self._step, self._consumed = int(plain["iteration"]), int(plain["consumed_samples"])
         self.restored_step = restored.manifest.step

@@ -11,7 +11,7 @@ What the optimizer does to operators that are not anchored yet is meaningless, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,18 @@ def require_dense(manifest: Manifest) -> None:
         raise SparseWindowError(manifest.directory, manifest.window[0].step, manifest.step)
 
 
+Admits = Callable[[Manifest, Mapping[str, Any]], None]
+"""(the sparse window, this rank's plain state at its first step): raises ``ConfigError`` if this run cannot compute its
+steps again. Called before anything is written."""
+
+
 def begin_replay(
-    reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int, world_size: int
+    reader: StoreReader,
+    manifest: Manifest,
+    state: TrainingState,
+    rank: int,
+    world_size: int,
+    admits: Admits | None = None,
 ) -> tuple[Mapping[str, Any], Replay]:
     """Load the first step of a window: (this rank's plain state of that step, what brings back the rest).
 
@@ -40,7 +50,7 @@ def begin_replay(
     before anything is written.
 
     Raises:
-        ConfigError: another number of ranks than the window's: they would compute other steps.
+        ConfigError: another number of ranks than the window's: they would compute other steps; or as ``admits`` says.
         DamagedError, CoverageError: as ``restore``.
     """
     if world_size != manifest.world_size:
@@ -52,6 +62,8 @@ def begin_replay(
     reader.prove(manifest)
     index = reader.index(manifest)
     plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
+    if admits is not None:
+        admits(manifest, plain)
     parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     stored = [key for key in index.tensors if key.startswith(_MODEL)]
     check_match(manifest, index, weight_specs(state.specs()), stored)

@@ -23,7 +23,7 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.recovery.overlay import overlay
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.replay import Replay, begin_replay, require_dense
+from moe_ckpt.recovery.replay import Admits, Replay, begin_replay, require_dense
 from moe_ckpt.recovery.restore import restore
 from moe_ckpt.storage.base import Storage
 
@@ -47,7 +47,11 @@ class Restored:
 
 
 def resume_newest(
-    storage: Storage, comm: Communicator, state: TrainingState, tier: HostTier | None = None
+    storage: Storage,
+    comm: Communicator,
+    state: TrainingState,
+    tier: HostTier | None = None,
+    admits: Admits | None = None,
 ) -> Restored | None:
     """Load tensors of the newest good checkpoint into ``state``; None when the store has none.
 
@@ -56,6 +60,7 @@ def resume_newest(
     tier: host memory of an earlier life in this process (``CheckpointSession.host_tier``), None if there is none;
         ranks may differ in that. Only this function looks there: a step that is named (``load_step``) comes from
         storage alone.
+    admits: asked about a sparse window before it is begun.
 
     Raises:
         NoCheckpointError: there are checkpoints, but none that every rank can load. Training must not
@@ -66,7 +71,7 @@ def resume_newest(
     directories = json.loads(comm.broadcast(json.dumps(_listed(reader) if comm.rank == 0 else []).encode()))
     problems: list[str] = []
     for directory in directories:
-        restored, problem = _try(reader, directory, comm, state)
+        restored, problem = _try(reader, directory, comm, state, admits)
         if problem is not None:
             log.warning("rank %d cannot use checkpoint %s: %s", comm.rank, directory, problem)
             problems.append(f"{directory}: {problem}")
@@ -124,12 +129,12 @@ def rank_of_state(manifest: Manifest, rank: int) -> int:
 
 
 def _try(
-    reader: StoreReader, directory: str, comm: Communicator, state: TrainingState
+    reader: StoreReader, directory: str, comm: Communicator, state: TrainingState, admits: Admits | None
 ) -> tuple[Restored | None, str | None]:
     try:
         manifest = reader.manifest(directory)
         if manifest.window:
-            plain, replay = begin_replay(reader, manifest, state, comm.rank, comm.world_size)
+            plain, replay = begin_replay(reader, manifest, state, comm.rank, comm.world_size, admits)
             return Restored(manifest, plain, replay=replay), None
         return load_step(reader, manifest, comm.rank, state), None
     except PermissionError:

@@ -81,7 +81,7 @@ class TrainingState(Protocol):
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
-        """What exists now on all ranks together, alike on every rank, each tensor once.
+        """What existed on all ranks together when ``tensors()`` was last called, alike on every rank, each tensor once.
 
         The very same object as before, as long as nothing of it has changed: that is how the engine tells. Called at
         every snapshot, so it must be quick then.

@@ -39,7 +39,7 @@ from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, step_dir
 from moe_ckpt.policies.base import Measured, Policy, PolicyContext, SparsePolicy, uses_windows
-from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.ports import Communicator, StateTensor, TensorSpec, TrainingState
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -90,6 +90,7 @@ class CheckpointSession:
         self._k: int | None = None
         self._plt_budget: float | None = None
         self._layout = Layout(catalog)
+        self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
         self._committer: Committer | None = None
         self._pipeline: Pipeline | None = None
         self._left_to_writer = False
@@ -210,6 +211,7 @@ class CheckpointSession:
             RuntimeError: a peer is gone.
         """
         began = time.perf_counter()
+        self._described = None
         pipeline = self._running
         pipeline.raise_fatal()
         pipeline.join()
@@ -268,9 +270,16 @@ class CheckpointSession:
                 log.warning("%s", warning)
         self._window_size = size
 
+    def _describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
+        """This rank's tensors and those of all; listed once per step, though a window asks twice."""
+        if self._described is None:
+            tensors = self._state.tensors()
+            self._described = tensors, self._state.specs()
+        return self._described
+
     def _weigh(self) -> int:
         """Bring ``_sizes`` up to date; returns how often the set of tensors has changed."""
-        specs = self._state.specs()
+        _, specs = self._describe()
         self._layout.update(specs)
         if self._sized_at != self._layout.changes:
             self._sized_at = self._layout.changes
@@ -341,15 +350,17 @@ class CheckpointSession:
         )
 
     def _begin(self, plan: SnapshotPlan, capture: Capture) -> Snapshot:
-        specs = self._state.specs()
+        tensors, specs = self._describe()
         relaid = self._layout.update(specs)
         window = plan.window if plan.window is not None and plan.window.size > 1 else None
         operators = plan.operators()
         if relaid and window is None:
             chosen = relaid.keys() | set(operators)
-            operators = tuple(op.id for op in self.catalog.operators if op.id in chosen)
-        stored = frozenset(operators)
-        held = tuple(op for op in plan.operators(Tier.HOST) if op not in stored)
+            operators = tuple(op for op in self.catalog.everything if op in chosen)
+        held = plan.operators(Tier.HOST)
+        if held:
+            stored = frozenset(operators)
+            held = tuple(op for op in held if op not in stored)
         tokens = self.books.tokens
         applied = tokens.applied.copy()
         pending = Pending(
@@ -369,7 +380,8 @@ class CheckpointSession:
             faults=tuple(tokens.faults),
             policy=self._policy.describe(),
         )
-        snapshot = self._running.begin(order, self._state.tensors(), specs, capture)
+        self._described = None
+        snapshot = self._running.begin(order, tensors, specs, capture)
         self.books.begun(snapshot.sequence, pending)
         return snapshot
 
@@ -396,7 +408,7 @@ class CheckpointSession:
         For the last step: its state is worth more than what is due, and other callbacks may change the
         weights (averaging) before ``finish``.
         """
-        complete = tuple(op.id for op in self.catalog.operators)
+        complete = self.catalog.everything
         newest = self.books.newest
         if newest is not None and newest.step == step:
             if newest.operators == complete:

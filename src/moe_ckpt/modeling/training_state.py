@@ -59,6 +59,7 @@ class TorchTrainingState:
         self._kept: dict[str, tuple[torch.Tensor, StateTensor]] = {}
         self._mixed: set[str] = set()
         self._specs: tuple[TensorSpec, ...] = ()
+        self._listed: list[StateTensor] | None = None
         self._sharded_modules = tuple(fsdp_modules(model))
         self._refresh()
         for index, optimizer in enumerate(self._optimizers):
@@ -80,11 +81,12 @@ class TorchTrainingState:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
                         found.append(self._state_tensor(f"optim/{index}/{name}/{key}", name, parameter, value))
+        self._listed = found
         return found
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Alike on every rank, since all hold every tensor, or a part of it."""
-        found = specs_of(self.tensors())
+        found = specs_of(self.tensors() if self._listed is None else self._listed)
         if len(found) != len(self._specs) or any(map(is_not, found, self._specs)):
             self._specs = found
         return self._specs
@@ -113,6 +115,7 @@ class TorchTrainingState:
             UnsupportedError: state of a sharded parameter in another shape than the parameter's.
         """
         self._refresh()
+        self._listed = None
         missing = self._check_wanted(wanted)
         for index, optimizer in enumerate(self._optimizers):
             for name, parameter in self._names_in(index).items():

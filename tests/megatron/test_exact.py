@@ -39,10 +39,13 @@ def moevement(window: int) -> tuple[str, dict[str, int]]:
 
 FAST = {
     "windows": Case(
-        Setup(**PIPELINE_EXPERTS, **GROUPED, **SHARDED), moevement(3), ((1, 8, "train"), (2, 1, "replay")), steps=9
+        Setup(**PIPELINE_EXPERTS, **GROUPED, **SHARDED, expert_bias=True),
+        moevement(3),
+        ((1, 8, "train"), (2, 1, "replay")),
+        steps=9,
     ),
     "dense": Case(Setup(**EXPERTS_DATA), dense(2), ((0, 4, "manifest"),), steps=6),
-    "skipped": Case(Setup(**EXPERTS_DATA, **SKIPS, **OVERLAPPED), moevement(2), ((1, 6, "write"),), ranks=2),
+    "skipped": Case(Setup(**TENSOR_EXPERTS, **SKIPS, **OVERLAPPED), moevement(2), ((1, 6, "write"),), ranks=2),
 }
 SLOW = {
     "pp2-ep2-tied-shared": Case(
@@ -71,7 +74,7 @@ SLOW = {
         steps=10,
     ),
     "ep2-dp4-skipped-capacity": Case(
-        Setup(**EXPERTS_DATA, **SKIPS, **SHARDED, capacity_factor=1.0),
+        Setup(**EXPERTS_DATA, **SKIPS_ALL, **SHARDED, capacity_factor=1.0),
         dense(3),
         ((1, 2, "train"), (3, 4, "write")),
         reseed=False,
@@ -115,7 +118,7 @@ SLOW = {
         steps=10,
     ),
     "interleaved-skipped": Case(
-        Setup(**INTERLEAVED, **SKIPS_ALL, **SHARDED, recompute=True), dense(2), ((3, 4, "rename"), (0, 6, "gc"))
+        Setup(**INTERLEAVED, **SKIPS, **SHARDED, recompute=True), dense(2), ((3, 4, "rename"), (0, 6, "gc"))
     ),
     "eight-ranks": Case(
         Setup(**PIPELINE_EXPERTS, **GROUPED, **OVERLAPPED, shared_experts=True),

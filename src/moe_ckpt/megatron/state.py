@@ -126,6 +126,8 @@ class MegatronTrainingState:
             if name not in stored or tuple(stored[name].shape) != tuple(buffer.shape):
                 found = f"has shape {tuple(stored[name].shape)}" if name in stored else "is not"
                 raise ConfigError(f"buffer {name} of shape {tuple(buffer.shape)} {found} in the checkpoint")
+        for layer in self._inventory.layers:
+            _keep_bias_exact(layer.router)
         with torch.no_grad():
             for name, buffer in self._inventory.buffers.items():
                 buffer.copy_(stored[name])
@@ -164,7 +166,9 @@ class MegatronTrainingState:
         """Of a parameter in a distributed optimizer: this rank writes the range that it updates, and reads the rest."""
         start, stop = slot.range or (0, 0)
         group = self._groups.expert if live.is_expert else self._groups.dense
-        writes = slot.writes and self._require_world().holders_of(part.name)[0] in group
+        # Of the block that tensor parallelism gives this rank: who holds another one writes that.
+        block = next((placed.offsets, placed.shape) for placed in place(part, part.start, part.stop))
+        writes = slot.writes and self._require_world().holders[part.name, block][0] in group
         for low, high in ((0, start), (start, stop), (stop, weights.numel())):
             own = (low, high) == (start, stop)
             for placed in place(part, low, high):
@@ -206,6 +210,14 @@ class _Views:
             and all(map(is_, [state.get(key) for state, key in self._entries], self._values))
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
         )
+
+
+def _keep_bias_exact(router: Any) -> None:
+    """``Float16Module`` makes an expert bias 16 bits wide, and the router's first forward pass fp32 again. What is
+    loaded in between would be rounded, so Megatron's own loading does the same as this (router.py:665)."""
+    widen = getattr(router, "_maintain_float32_expert_bias", None)
+    if widen is not None:
+        widen()
 
 
 def _optimizer_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -203,7 +203,7 @@ def _written(ckpt: Any, name: str | None) -> Iterator[None]:
 
 
 def _hashes(root: Path) -> dict[str, str]:
-    names = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name != "LOCK"]
+    names = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in names}
 
 

@@ -27,7 +27,13 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.megatron.inventory import require_experts, take_inventory
 from moe_ckpt.megatron.resuming import Replaying, load, require_same_layout
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.side import Stateful, capture_generators, capture_stateful, restore_generators
+from moe_ckpt.megatron.side import (
+    Stateful,
+    all_stateful,
+    capture_generators,
+    capture_stateful,
+    restore_generators,
+)
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.megatron.topology import data_parallel_groups, expert_rank, layout, require_groups, stage
 from moe_ckpt.megatron.world import World, exchange
@@ -107,7 +113,7 @@ def attach(
         pinned=torch.cuda.is_available(),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
     )
-    beside = dict(stateful or {}) | ({} if scheduler is None else {"scheduler": scheduler})
+    beside = all_stateful(scheduler, stateful or {})
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     policy = guarded(policy, guard, plt_budget)
     return MegatronCheckpoint(
@@ -203,7 +209,7 @@ class MegatronCheckpoint:
             ConfigError: the checkpoint and this run contradict each other.
         """
         if self._resumed:
-            raise ConfigError("MegatronCheckpoint.resume() was called twice, or after a step")
+            raise ConfigError("MegatronCheckpoint.resume() was called twice: call it once, before the first step")
         self._resumed = True
         if self._resume == "never":
             return self._begin(Progress())
@@ -245,8 +251,16 @@ class MegatronCheckpoint:
         )
 
     def before_step(self) -> None:
-        """Just before ``optimizer.step()``: waits for the copy under way, for it reads what the optimizer changes."""
-        self._resumed = True
+        """Just before ``optimizer.step()``: waits for the copy under way, for it reads what the optimizer changes.
+
+        Raises:
+            ConfigError: ``resume`` was not called, or ``finish`` or ``close`` was.
+        """
+        if not self._resumed:
+            raise ConfigError(
+                "MegatronCheckpoint.resume() was not called, so training would begin anew beside the checkpoints that "
+                "there may be. Call it before the first step; to begin anew, megatron.attach(resume='never')"
+            )
         self._session.before_update()
         self._joined = True
 

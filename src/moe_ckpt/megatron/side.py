@@ -44,6 +44,27 @@ def _state(found: Any) -> torch.Tensor:
     return found.get_state() if isinstance(found, torch.Generator) else found
 
 
+def all_stateful(scheduler: Stateful | None, stateful: Mapping[str, Stateful]) -> dict[str, Stateful]:
+    """What is saved beside model and optimizer, by name.
+
+    Raises:
+        ConfigError: something without ``state_dict`` and ``load_state_dict``, or two of one name.
+    """
+    if scheduler is not None and "scheduler" in stateful:
+        raise ConfigError(
+            "megatron.attach was given a scheduler and stateful={'scheduler': ...}: one would replace the other. Give "
+            "the second another name"
+        )
+    found = dict(stateful) | ({} if scheduler is None else {"scheduler": scheduler})
+    for name, each in found.items():
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise ConfigError(
+                f"{name} ({type(each).__name__}), given to megatron.attach, lacks state_dict or load_state_dict, so it "
+                "cannot come back. Give it both, or leave it out"
+            )
+    return found
+
+
 def capture_stateful(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     return {name: dict(each.state_dict()) for name, each in stateful.items()}
 

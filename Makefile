@@ -17,13 +17,18 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ckpt_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint types bench setup clean
+.PHONY: help demo demo-megatron test test-slow lint types bench setup clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 demo: $(STAMP) ## Train without failures, and with Dense, MoC and MoEvement under kills; table and report.html
 	@$(PY) recipes/gpt_moe_lightning/demo.py $(DEMO)
+
+demo-megatron: $(STAMP) ## Train with the real Megatron-Core on 4 CPU processes (PP2 x EP2), MoEvement, two kills
+	@PYTHON=$(abspath $(PY)) LOGS=runs/demo-megatron-$$$$ \
+	  recipes/gpt_moe_megatron/launch/torchrun.sh faults=seeded name=demo-megatron-$$$$ \
+	  moe_ckpt/policy=moevement moe_ckpt.policy.window=3 $(DEMO)
 
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -q $(PYTEST)

@@ -24,7 +24,7 @@ SURFACE = {
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO",
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
-    "moe_ckpt.megatron": "MegatronCheckpoint Progress attach",
+    "moe_ckpt.megatron": "MegatronCheckpoint Progress attach export_torch_dist import_torch_dist",
     "moe_ckpt.metrics": (
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "
         "PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"

@@ -236,12 +236,12 @@ class CheckpointSession:
         stall, self._stall = self._stall + waited, 0.0
         return self._completed(replace(record, stall_secs=stall, agree_secs=agree_secs))
 
-    def begin_run(self, capture: Capture) -> None:
-        """Training begins at step 0: save that state, if the policy wants it. Waits until it is committed.
+    def begin_run(self, capture: Capture, step: int = 0) -> None:
+        """Training begins after ``step``: save that state, if the policy wants it. Waits until it is committed.
 
         Called instead of ``after_update`` by the adapter, before the first step of a run that goes on from nothing.
         """
-        plan = self._plan(self.books.context(0, self._comm.world_size, self.books.popularity, Measured()))
+        plan = self._plan(self.books.context(step, self._comm.world_size, self.books.popularity, Measured()))
         if plan:
             self._carry_out(replace(plan, wait=True), capture, busy=False)
 

@@ -16,5 +16,6 @@ Megatron-Core itself is imported by ``attach``, not by this package.
 """
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, Progress, attach
+from moe_ckpt.megatron.torch_dist import export_torch_dist, import_torch_dist
 
-__all__ = ["MegatronCheckpoint", "Progress", "attach"]
+__all__ = ["MegatronCheckpoint", "Progress", "attach", "export_torch_dist", "import_torch_dist"]

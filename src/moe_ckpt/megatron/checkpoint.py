@@ -197,12 +197,15 @@ class MegatronCheckpoint:
         """Catalog, books and the newest committed step."""
         return self._session
 
-    def resume(self) -> Progress:
+    def resume(self, otherwise: Callable[[], Progress] | None = None) -> Progress:
         """Go on from the newest checkpoint that all ranks can load, on this layout or another. Once, before training.
 
         At its end the random number generators stand where they stood: build everything that draws from them before.
         After a failure in the middle of a sparse window (MoEvement), training goes on at the window's first step, and
         the steps up to its last are computed again exactly, by the same loop.
+
+        otherwise: called on all ranks if there is no checkpoint (or none is to be taken): loads what the run begins
+            from, ``import_torch_dist`` for instance, and says where that stands. None to begin with the model as it is.
 
         Raises:
             NoCheckpointError: there are checkpoints, but none that can be used.
@@ -212,13 +215,15 @@ class MegatronCheckpoint:
             raise ConfigError("MegatronCheckpoint.resume() was called twice: call it once, before the first step")
         self._resumed = True
         if self._resume == "never":
-            return self._begin(Progress())
+            return self._begin(otherwise)
         restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier, self._admits)
-        return self._begin(Progress()) if restored is None else self._go_on(restored)
+        return self._begin(otherwise) if restored is None else self._go_on(restored)
 
-    def _begin(self, progress: Progress) -> Progress:
+    def _begin(self, otherwise: Callable[[], Progress] | None) -> Progress:
+        progress = Progress() if otherwise is None else otherwise()
+        self._step, self._consumed = progress.iteration, progress.consumed_samples
         if uses_windows(self.policy):
-            self._session.begin_run(self._capture)
+            self._session.begin_run(self._capture, self._step)
         return progress
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:

@@ -1,0 +1,295 @@
+"""Megatron's own checkpoint format (``torch_dist``), written and read by Megatron itself, in the running job.
+
+For handing a run over: to Megatron's training script, its converters and its inference, and from them. Going on after a
+failure is not what this is for: ``MegatronCheckpoint.resume`` does that, from files that hold no code.
+
+What is written is what ``megatron.training`` writes, less its command line (``args``): ``model`` (``model0``, ... for
+chunks), ``optimizer``, ``opt_param_scheduler``, ``rng_state``, ``iteration``, ``checkpoint_version``, and
+``consumed_train_samples``, which Megatron keeps in ``args``. Beside that, each rank's random numbers, for a job of as
+many ranks: Megatron keeps those of one data-parallel rank only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_ckpt.errors import ConfigError, MissingPackageError
+from moe_ckpt.megatron.checkpoint import Progress
+from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.megatron.inventory import unwrapped
+from moe_ckpt.megatron.own_loader import count_of, load_optimizer, make_loadable
+from moe_ckpt.megatron.side import Stateful, capture_generators, restore_generators
+from moe_ckpt.megatron.topology import require_groups
+
+log = logging.getLogger("moe_ckpt")
+
+CHECKPOINT_VERSION = 3.0
+"""Megatron's number for how attention's weights are ordered."""
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""How Megatron is to name and cut things: optimizer state in tensors of the weights' shapes, which can be resharded."""
+_OWN_RNG = "moe_ckpt_rng_state"
+
+
+def export_torch_dist(
+    path: str | os.PathLike[str],
+    model_chunks: Sequence[nn.Module] | nn.Module,
+    optimizer: Any = None,
+    scheduler: Stateful | None = None,
+    *,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+) -> None:
+    """Write what the job holds now, with Megatron's ``dist_checkpointing.save``. A collective, between iterations.
+
+    path: a directory, new or empty, on storage that all ranks see. For Megatron's training script name it
+        ``<load>/iter_0000500``, and write ``500`` into ``<load>/latest_checkpointed_iteration.txt``.
+    model_chunks, scheduler: as for ``megatron.attach``.
+    optimizer: None to write the weights alone.
+    iteration, consumed_samples: done by now.
+
+    Megatron's loader opens it into the same model in any layout. The optimizer it opens with any tensor, pipeline and
+    data parallelism, but not across expert parallelism of 1 and more, nor with and without the distributed optimizer:
+    use a checkpoint of this package there.
+
+    Megatron starts a process for the writing that imports the main script again: guard that with
+    ``if __name__ == "__main__"``. The directory is closed to other users; files in it are as the umask says.
+
+    Raises:
+        MissingPackageError: psutil, without which Megatron hangs here for ever.
+        ConfigError: ``path`` is not empty, or the optimizer has not made a step yet.
+        UnsupportedError: an optimizer, or a version of Megatron-Core, that is not known here.
+    """
+    require_groups()
+    if importlib.util.find_spec("psutil") is None:
+        raise MissingPackageError("psutil", "moe_ckpt.megatron.export_torch_dist", "megatron")
+    if optimizer is not None and count_of(optimizer) is None:
+        raise ConfigError("the optimizer has made no step: export after the first one, or with optimizer=None")
+    serialization = _serialization()
+    chunks = _chunks(model_chunks)
+    _complete_weights(chunks)
+    state = _model_state(chunks)
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(dict(state), metadata=dict(_METADATA))
+    state |= {
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": iteration,
+        "consumed_train_samples": consumed_samples,
+        **{place.key: place.of(value) for place, value in _generators().items()},
+    }
+    if scheduler is not None:
+        state["opt_param_scheduler"] = dict(scheduler.state_dict())
+    _make_directory(os.fspath(path))
+    serialization.save(state, os.fspath(path), content_metadata=dict(_METADATA))
+
+
+def import_torch_dist(
+    path: str | os.PathLike[str],
+    model_chunks: Sequence[nn.Module] | nn.Module,
+    optimizer: Any = None,
+    scheduler: Stateful | None = None,
+    *,
+    weights_only: bool = False,
+) -> Progress:
+    """Load a ``torch_dist`` checkpoint through Megatron's own loader, into live objects, and say where it stands.
+
+    A collective, before training. Megatron's loader unpickles (``common.pt``, ``.metadata``): whoever wrote those
+    files can run code in this job. So nothing in this package calls this function; open only what you trust.
+
+    Training goes on exactly where the exporting job stood, on the same layout. Megatron's loader alone does not see to
+    that with torch's AdamW under the distributed optimizer: it fails before the first step, gives all parameters one
+    step count (which then counts every step as often as there are parameters), and copies that count along with the
+    tensors. This function works around each of these, and leaves Megatron as it is.
+
+    To begin a checkpointed run from it, give it to ``resume``, which calls it if the run has no checkpoint of its own::
+
+        ckpt = megatron.attach(chunks, optimizer, scheduler, dirpath="checkpoints")
+        progress = ckpt.resume(lambda: megatron.import_torch_dist(path, chunks, optimizer, scheduler))
+
+    path: a directory such as ``<load>/iter_0000500``, of ``export_torch_dist`` or of Megatron's training script.
+    optimizer, scheduler: None to leave them as they are. weights_only: take no state for them from the checkpoint, and
+        only give the optimizer's master weights the values of the loaded weights.
+
+    Raises:
+        ConfigError: it is no such checkpoint, or the optimizer's state in it is that of another kind of layout. Other
+            misfits (another model) are told by Megatron, as its ``CheckpointingException`` or torch's ``RuntimeError``,
+            when memory may be changed in part: do not train on then.
+        UnsupportedError: an optimizer, or a version of Megatron-Core, that is not known here.
+    """
+    require_groups()
+    serialization = _serialization()
+    path = os.fspath(path)
+    if not os.path.isfile(os.path.join(path, "metadata.json")):
+        raise ConfigError(f"{path} is no checkpoint of Megatron: it has no metadata.json. Give its iter_... directory")
+    common = serialization.load_common_state_dict(path)
+    chunks = _chunks(model_chunks)
+    metadata = serialization.load_content_metadata(preloaded_state_dict=common) or dict(_METADATA)
+    state = _model_state(chunks, metadata)
+    with_optimizer = optimizer is not None and not weights_only
+    if with_optimizer:
+        _require_optimizer(path, common, optimizer)
+        make_loadable(optimizer)
+        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=True, metadata=dict(metadata))
+    generators = None if weights_only else _stored_generators(serialization.load_sharded_metadata(path))
+    if generators is not None:
+        state[generators.key] = generators.of(None)
+    loaded = serialization.load(state, path)
+    for name, chunk in _named(chunks):
+        chunk.load_state_dict(loaded[name])
+    if with_optimizer:
+        load_optimizer(optimizer, loaded["optimizer"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    if scheduler is not None and not weights_only:
+        if "opt_param_scheduler" not in common:
+            raise ConfigError(f"{path} holds no scheduler: give scheduler=None, and set the schedule yourself")
+        scheduler.load_state_dict(common["opt_param_scheduler"])
+    if generators is not None:
+        _restore(generators.key, loaded[generators.key])
+    samples = common.get("consumed_train_samples", getattr(common.get("args"), "consumed_train_samples", 0))
+    return Progress() if weights_only else Progress(int(common.get("iteration", 0)), int(samples), restored=True)
+
+
+def _serialization() -> Any:
+    """The module with ``save`` and ``load``."""
+    core = megatron_core()
+    module = "megatron.core.dist_checkpointing.serialization"
+    for name in ("save", "load", "load_common_state_dict", "load_content_metadata", "load_sharded_metadata"):
+        look_up(module, name, core.version)
+    return importlib.import_module(module)
+
+
+def _chunks(model_chunks: Sequence[nn.Module] | nn.Module) -> list[nn.Module]:
+    return [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+
+
+def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, Any]]:
+    """Chunks under the names that Megatron gives them."""
+    inner = [unwrapped(chunk) for chunk in chunks]
+    return [("model", inner[0])] if len(inner) == 1 else [(f"model{at}", each) for at, each in enumerate(inner)]
+
+
+def _model_state(chunks: Sequence[nn.Module], metadata: Mapping[str, Any] = _METADATA) -> dict[str, Any]:
+    return {name: chunk.sharded_state_dict(metadata=dict(metadata)) for name, chunk in _named(chunks)}
+
+
+def _complete_weights(chunks: Sequence[nn.Module]) -> None:
+    """Gather the weights that the distributed optimizer would gather in the next forward pass only."""
+    for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            wrapped: Any = chunk
+            wrapped.start_param_sync(force_sync=True)
+
+
+def _make_directory(path: str) -> None:
+    """On rank 0; all ranks raise if it is not empty."""
+    usable = torch.ones(1, dtype=torch.int64)
+    if dist.get_rank() == 0:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        usable[0] = not os.listdir(path)
+    usable = usable.to(_message_device())
+    dist.broadcast(usable, 0)
+    if not usable.item():
+        raise ConfigError(f"{path} is not empty: Megatron would write over what is there. Give a new directory")
+
+
+def _message_device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> None:
+    """Raise ``ConfigError`` where Megatron's loader would fail over how many optimizers there are."""
+    if "optimizer" not in common:
+        raise ConfigError(f"{path} holds no optimizer: give weights_only=True to begin from its weights")
+    stored = common["optimizer"]
+    there = len(stored) if all(isinstance(key, int) for key in stored) else 1
+    here = len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    if here != there:
+        raise ConfigError(
+            f"{path} holds {there} optimizers, and this run has {here}: Megatron keeps one for experts and one for the "
+            "rest with expert parallelism above 1, and cannot load one from the other. Use the expert parallelism of "
+            "that run, weights_only=True, or a checkpoint of moe_ckpt"
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one rank's random numbers are in the checkpoint: number ``offset`` of a grid of ``shape``."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    replica: int
+
+    def of(self, value: Any) -> Any:
+        kind = look_up("megatron.core.dist_checkpointing.mapping", "ShardedObject", megatron_core().version)
+        return kind(self.key, value, self.shape, self.offset, replica_id=self.replica)
+
+
+def _places() -> list[_Place]:
+    """Ours, then those of Megatron and, for expert parallelism, of its newer versions."""
+    state = megatron_core().parallel_state
+    ranks = [
+        (state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
+        (state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        (
+            state.get_data_parallel_rank(with_context_parallel=True),
+            state.get_data_parallel_world_size(with_context_parallel=True),
+        ),
+    ]
+    offset, shape = tuple(rank for rank, _ in ranks), tuple(size for _, size in ranks)
+    return [
+        _Place(_OWN_RNG, (dist.get_world_size(),), (dist.get_rank(),), 0),
+        _Place("rng_state", shape[:2], offset[:2], offset[2]),
+        _Place("rng_state", shape, offset, 0),
+    ]
+
+
+def _generators() -> dict[_Place, Any]:
+    """What to write where."""
+    own, megatrons, _ = _places()
+    tracker = megatron_core().rng_tracker()
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tracker.get_states(),
+    }
+    return {own: capture_generators(), megatrons: [state]}
+
+
+def _stored_generators(stored: Mapping[str, Any]) -> _Place | None:
+    """The place that this rank's are in, on this layout."""
+    found = next((place for place in _places() if place.of(None).unique_key in stored), None)
+    if found is None:
+        log.warning("the checkpoint has no random number generators for this layout: they stay as they are")
+    return found
+
+
+def _restore(key: str, stored: Any) -> None:
+    if key == _OWN_RNG:
+        restore_generators(stored)
+        return
+    state = stored[megatron_core().parallel_state.get_data_parallel_rank() if len(stored) > 1 else 0]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    megatron_core().rng_tracker().set_states(state["rng_tracker_states"])

@@ -20,7 +20,7 @@ STAMP := $(VENV)/.moe_ckpt_installed
 .PHONY: help demo demo-megatron test test-slow lint types bench setup clean
 
 help: ## Say what there is
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 demo: $(STAMP) ## Train without failures, and with Dense, MoC and MoEvement under kills; table and report.html
 	@$(PY) recipes/gpt_moe_lightning/demo.py $(DEMO)

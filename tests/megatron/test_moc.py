@@ -51,7 +51,7 @@ def test_sequential_over_stages_and_a_kill(tmp_path: Path):
     check_capacity(case, tmp_path, owned_by_stages(case))
 
 
-BY_LOAD = [
+OVER_STAGES = [
     Case(
         "load_aware_two_kills",
         setup(PIPELINE, experts=8),
@@ -65,18 +65,25 @@ BY_LOAD = [
         ("MoC", {"k": 1, "selector": "least_loss"}),
         kills=((3, 6),),
     ),
+    Case(
+        "sequential_sharded",
+        setup(PIPELINE, dist_opt=True, precision="bf16"),
+        ("MoC", {"k": 2}),
+        steps=7,
+        kills=((2, 5),),
+    ),
 ]
 
 
 @pytest.mark.slow
-def test_selection_by_load_over_stages(tmp_path: Path):
-    run_cases(lives, BY_LOAD, tmp_path)
-    for case in BY_LOAD:
+def test_selectors_over_stages(tmp_path: Path):
+    run_cases(lives, OVER_STAGES, tmp_path)
+    for case in OVER_STAGES:
         found = check(case, tmp_path)
         assert len(found.faults) == len(case.kills)
         assert found.lost > 0
         check_capacity(case, tmp_path, owned_by_stages(case))
-        Store.read(tmp_path / case.name)
+    check_turns(OVER_STAGES[2], tmp_path)
 
 
 COPIES = [
@@ -87,6 +94,7 @@ COPIES = [
         kills=((3, 6),),
     ),
     Case("sequential", setup(EXPERT_DATA, layers=2), ("MoC", {"k": 2}), steps=7, kills=((0, 5),)),
+    Case("least_loss", EXPERT_DATA, ("MoC", {"k": 1, "selector": "least_loss"}), steps=7, kills=((1, 6),)),
 ]
 
 
@@ -155,11 +163,14 @@ def test_dynamic_k_keeps_its_budget(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_experts_come_back_from_memory_that_outlives_a_fault(tmp_path: Path):
+@pytest.mark.parametrize(
+    "model",
+    [setup(PIPELINE, layers=2), setup(EXPERT_DATA, layers=2, dist_opt=True, **BF16)],
+    ids=["stages", "sharded_copies"],
+)
+def test_experts_come_back_from_memory_that_outlives_a_fault(tmp_path: Path, model: Setup):
     """Two levels: of what the newest checkpoint copied but did not write, nothing is lost in the same process."""
-    case = Case(
-        "tiers", setup(PIPELINE, layers=2), ("MoC", {"k": 1, "snapshot_k": 3}), steps=7, kills=((1, 7),), faults=(6,)
-    )
+    case = Case("tiers", model, ("MoC", {"k": 1, "snapshot_k": 3}), steps=7, kills=((1, 7),), faults=(6,))
     run_cases(lives, [case], tmp_path)
     found = check(case, tmp_path, by_bytes=True)
     begins = [life[0] for life in recount.read_lives(case, tmp_path)]

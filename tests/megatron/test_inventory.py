@@ -1,0 +1,88 @@
+"""Three ways to keep experts are one model: SequentialMLP, and Transformer Engine's layout in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.support import run_ranks
+from tests.support.megatron_gpt import Setup
+
+WARM = "tests.support.megatron_warm"
+
+
+class GroupedLikeTransformerEngine(nn.Module):
+    """Parameters as TEGroupedMLP of megatron.core.transformer.moe.experts has them: ``linear_fc1.weight0``, ...
+
+    Transformer Engine does not run without a GPU. These are the very parameters of a SequentialMLP, renamed.
+    """
+
+    def __init__(self, sequential: Any) -> None:
+        super().__init__()
+        self.config = sequential.config
+        for name in ("linear_fc1", "linear_fc2"):
+            linear = nn.Module()
+            for at, expert in enumerate(sequential.local_experts):
+                linear.register_parameter(f"weight{at}", getattr(expert, name).weight)
+            self.add_module(name, linear)
+
+
+def describe(built: Any) -> tuple[Any, Any, Any]:
+    """(parameters of the model, what this rank tells the others, its state tensors): all that the rest is built on."""
+    from moe_ckpt.engine.comm import make_communicator
+    from moe_ckpt.megatron.inventory import take_inventory
+    from moe_ckpt.megatron.state import MegatronTrainingState
+    from moe_ckpt.megatron.topology import data_parallel_groups, expert_rank, stage
+    from moe_ckpt.megatron.world import exchange
+
+    comm = make_communicator(60)
+    inventory = take_inventory(built.chunks)
+    parts = {part.name: (id(live.parameter), part) for live in inventory.parameters for part in live.parts}
+    state = MegatronTrainingState(inventory, built.optimizer)
+    holding = state.holding(stage(), expert_rank())
+    world = exchange(holding, comm)
+    state.settle(world, comm.rank, data_parallel_groups())
+    tensors = {(t.key, t.offsets): (t.local.data_ptr(), t.local.stride(), t.duplicate) for t in state.tensors()}
+    tensors_of_rank = {tensor.name: tensor for tensor in holding.tensors}
+    return parts, (tensors_of_rank, world.catalog), tensors
+
+
+def compare(rank: int, world_size: int, setup: Setup) -> list[str]:
+    from tests.support import megatron_gpt
+
+    built = megatron_gpt.build(setup, 1)
+    megatron_gpt.train_step(built, 0)
+    before = describe(built)
+    chunk: Any = built.chunks[0]
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    for layer in chunk.decoder.layers:
+        layer.mlp.experts = GroupedLikeTransformerEngine(layer.mlp.experts)
+    assert not any("local_experts" in name for name, _ in built.chunks[0].named_parameters())
+    assert describe(built) == before
+    return [name for name in before[0] if ".experts." in name]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "setup"),
+    [
+        (2, Setup(ep=2, layers=2, glu=True, num_microbatches=1)),
+        pytest.param(2, Setup(ep=2, layers=2, dist_opt=True, precision="bf16"), marks=pytest.mark.slow),
+        pytest.param(2, Setup(tp=2, etp=2, layers=2, glu=True, num_microbatches=1), marks=pytest.mark.slow),
+    ],
+    ids=["gated", "distributed", "tensor_parallel"],
+)
+def test_transformer_engines_experts_are_those_of_sequential_mlp(ranks: int, setup: Setup):
+    names = run_ranks(compare, ranks, setup, preload=WARM)
+    own = setup.experts // setup.ep
+    for rank, found in enumerate(names):
+        first = rank * own if setup.ep > 1 else 0
+        expected = {
+            f"decoder.layers.{layer}.mlp.experts.{expert}.linear_fc{matrix}.weight"
+            for layer in range(2)
+            for expert in range(first, first + own)
+            for matrix in (1, 2)
+        }
+        assert set(found) == expected

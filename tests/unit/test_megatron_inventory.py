@@ -1,0 +1,97 @@
+"""Names and places that no layout changes: what needs no Megatron-Core."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ckpt.errors import NoMoELayerError, UnsupportedError
+from moe_ckpt.megatron.blocks import Part, place
+from moe_ckpt.megatron.inventory import (
+    Sharding,
+    _require_known_state,
+    non_expert_group,
+    require_experts,
+    sharded,
+    unwrapped,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("embedding.word_embeddings.weight", "embedding.word_embeddings"),
+        ("output_layer.weight", "output_layer"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm"),
+        ("decoder.layers.3.input_layernorm.weight", "decoder.layers.3.attention"),
+        ("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.3.attention"),
+        ("decoder.layers.12.self_attention.linear_kv_up_proj.weight", "decoder.layers.12.attention"),
+        ("decoder.layers.3.pre_mlp_layernorm.bias", "decoder.layers.3.mlp"),
+        ("decoder.layers.3.mlp.shared_experts.linear_fc1.weight", "decoder.layers.3.mlp"),
+        ("decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.0.mlp"),
+        ("mtp.layers.0.transformer_layer.mlp.linear_fc1.weight", "mtp.layers.0.mlp"),
+    ],
+)
+def test_parameters_that_are_neither_experts_nor_routers_go_by_layer_and_half(name, group):
+    assert non_expert_group(name) == group
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_blocks_put_together_are_the_whole(dim, gated):
+    """Of a gated unit, each rank has its share of both halves."""
+    whole = torch.arange(8 * 8).view(8, 8)
+    ranks = 2
+    found = torch.full((8, 8), -1)
+    for rank in range(ranks):
+        halves = whole.chunk(2, dim) if gated else [whole]
+        mine = torch.cat([half.chunk(ranks, dim)[rank] for half in halves], dim).contiguous()
+        shape, axes = sharded(tuple(mine.shape), dim, Sharding(rank, ranks), gated)
+        assert shape == (8, 8)
+        part = Part("w", shape, 0, axes)
+        for placed in place(part, 0, part.stop):
+            block = mine.view(-1)[placed.first :][: torch.Size(placed.memory_shape).numel()].view(placed.memory_shape)
+            for axis, (low, length) in enumerate(placed.narrow):
+                block = block.narrow(axis, low, length)
+            rows, columns = placed.offsets
+            found[rows : rows + placed.shape[0], columns : columns + placed.shape[1]] = block.permute(placed.order)
+    assert torch.equal(found, whole)
+
+
+def test_wrappers_are_looked_through():
+    model = nn.Linear(1, 1)
+    inner, outer = nn.Module(), nn.Module()
+    inner.module, outer.module = model, inner
+    assert unwrapped(outer) is model
+
+
+def test_a_model_without_moe_layers():
+    with pytest.raises(NoMoELayerError, match=r"GPTModel, GPTModel.*set num_moe_experts"):
+        require_experts(0, ["GPTModel", "GPTModel"])
+    require_experts(1, ["GPTModel"])
+
+
+class Silent(nn.Module):
+    """As Megatron-Core's linear layers."""
+
+    def get_extra_state(self):
+        return None
+
+
+class Talking(nn.Module):
+    def get_extra_state(self):
+        return torch.ones(1)
+
+
+def test_extra_state_that_nobody_saves():
+    _require_known_state(nn.Sequential(Silent(), nn.Linear(1, 1)))
+    with pytest.raises(UnsupportedError, match=r"^1 \(tests\.unit\.test_megatron_inventory\.Talking\).*stateful"):
+        _require_known_state(nn.Sequential(Silent(), Talking()))
+
+
+def test_transformer_engines_extra_state_is_its_own_matter():
+    """Empty without fp8, and not needed but with delayed scaling."""
+    kind = type("Linear", (Talking,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    wrapped = type("TELinear", (kind,), {})
+    _require_known_state(nn.Sequential(wrapped()))

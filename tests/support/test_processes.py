@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import RanksFailed, processes, run_ranks, start_ranks
+from tests.support import RanksFailed, processes, run_ranks, start_ranks, warm
 
 
 def _sum_of_ranks(rank, world_size, add):
@@ -59,3 +60,26 @@ def test_time_is_limited(monkeypatch):
     with pytest.raises(RanksFailed, match="time was up"):
         run_ranks(_sleeps, 1, timeout=6)
     assert time.monotonic() - began < 30
+
+
+def _parent(rank, world_size):
+    return os.getpid(), os.getppid(), "tests.support.moe_models" in sys.modules
+
+
+def test_ranks_are_forks_of_one_process_that_has_imported_what_they_need():
+    found = [*run_ranks(_parent, 2, preload="tests.support.moe_models")]
+    found += run_ranks(_parent, 1, preload="tests.support.moe_models")
+    pids, parents, imported = zip(*found, strict=True)
+    assert len(set(pids)) == 3
+    assert len(set(parents)) == 1
+    assert parents[0] != os.getpid()
+    assert all(imported)
+
+
+def test_a_server_that_was_given_up_on_answers_nobody(monkeypatch):
+    """The answer to a call that a test's time limit cut short must not be taken for that to the next one."""
+    monkeypatch.setattr(warm, "MARGIN_SECS", -1e9)
+    with pytest.raises(AssertionError, match="did not answer"):
+        run_ranks(_parent, 1, preload="tests.support.moe_models")
+    monkeypatch.undo()
+    assert len(run_ranks(_parent, 2, preload="tests.support.moe_models")) == 2

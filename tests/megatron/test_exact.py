@@ -180,6 +180,22 @@ def check_case(case, directory):
             replayed = ended.replayed(life + 1)
             assert replayed, "the life after the one killed in a replay did not replay"
             assert ended.resumed[life] == ended.resumed[life - 1], "another checkpoint stood in for the window"
+    assert max(recomputed(ended)) <= bound(case), recomputed(ended)
     if case.setup.precision == "fp16":
         made = [line["made"] for life in ended.lives for line in life if "made" in line]
         assert set(made) == ({False} if case.setup.loss_scale == SKIPS_ALL["loss_scale"] else {False, True})
+
+
+def recomputed(ended):
+    """Updates that each life but the first made again, or would have had to."""
+    found, reached = [], 0
+    for life in ended.lives:
+        found.append(reached - life[0]["resumed"])
+        reached = max([reached, *(line["updated"] for line in life if "updated" in line)])
+    return found[1:]
+
+
+def bound(case):
+    """Two checkpoints may be under way, and a window counts from its first step."""
+    window = case.policy[1].get("window")
+    return 3 * case.policy[1]["every_n_steps"] if window is None else 2 * window - 1 + 2

@@ -6,12 +6,15 @@ import importlib.util
 import os
 import random
 import sys
+import types
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from moe_ckpt.megatron import optimizers
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_move import whole_tensors
@@ -95,6 +98,16 @@ def test_trains_on_exactly(tmp_path):
         require_same(exported, imported)
 
 
+def test_a_count_that_megatrons_loader_left_in_a_group_is_not_taken():
+    weight = torch.nn.Parameter(torch.ones(2))
+    adam = torch.optim.AdamW([weight])
+    for _ in range(2):
+        weight.grad = torch.ones(2)
+        adam.step()
+    adam.param_groups[0]["step"] = 1
+    assert list(optimizers._counts(types.SimpleNamespace(optimizer=adam))) == [2]
+
+
 LAYOUTS = {
     "fp32": Setup(ep=2),
     "fp32-sharded": Setup(ep=2, dist_opt=True),
@@ -134,8 +147,6 @@ def wholes(built, store):
 
 def carrying(rank, world_size, place, setup, others, weights_only):
     """(whole tensors before, in each of the other layouts, and as Megatron's own loader by itself has the weights)."""
-    from megatron.core import dist_checkpointing
-
     from moe_ckpt import megatron
 
     path = f"{place}/iter_0000003"
@@ -149,6 +160,8 @@ def carrying(rank, world_size, place, setup, others, weights_only):
         found.append(wholes(built, f"{place}/to_{number}"))
         train(built, STEPS, STEPS + 1)
     built = job(others[-1], 9)
+    from megatron.core import dist_checkpointing
+
     inner = [chunk.module.module if setup.precision != "fp32" else chunk.module for chunk in built.chunks]
     assert len(inner) == 1
     loaded = dist_checkpointing.load({"model": inner[0].sharded_state_dict()}, path)
@@ -196,7 +209,7 @@ def beginning(rank, world_size, place, setup, policy):
         name, arguments = policy
         options = {"policy": getattr(moe_ckpt.policies, name)(**arguments), "when_busy": "wait", "timeout_secs": 60.0}
         ckpt = megatron.attach(*parts(built), dirpath=f"{place}/store", save_last=False, **options)
-        progress = ckpt.resume(lambda: megatron.import_torch_dist(path, *parts(built)))
+        progress = ckpt.resume(partial(megatron.import_torch_dist, path, *parts(built)))
         told.append((progress.iteration, progress.consumed_samples, ckpt.restored_step))
         built.consumed_samples = progress.consumed_samples
         for iteration in range(progress.iteration, until):
@@ -212,7 +225,7 @@ def beginning(rank, world_size, place, setup, policy):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "second"),
-    [(("Dense", {"every_n_steps": 1}), (6, 6)), (("MoEvement", {"window": 2}), (5, 6))],
+    [(("Dense", {"every_n_steps": 1}), (6, 6)), (("MoEvement", {"window": 2}), (4, 5))],
     ids=["dense", "moevement"],
 )
 def test_a_run_begins_from_it(tmp_path, policy, second):

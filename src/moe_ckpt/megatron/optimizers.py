@@ -195,11 +195,12 @@ def read_step(optimizer: Any) -> int | None:
 
 
 def _counts(leaf: Any) -> Iterator[int]:
+    """A parameter's own count before its group's: Megatron's loader leaves one in groups that Adam does not advance."""
     for group in leaf.optimizer.param_groups:
-        if STEP in group and group["params"]:
-            yield int(group[STEP])
-        elif group["params"] and STEP in (state := leaf.optimizer.state.get(group["params"][0], {})):
+        if group["params"] and STEP in (state := leaf.optimizer.state.get(group["params"][0], {})):
             yield int(state[STEP])
+        elif STEP in group and group["params"]:
+            yield int(group[STEP])
 
 
 def write_step(optimizer: Any, step: int | None) -> None:

@@ -123,10 +123,14 @@ def run_cases(function: Any, cases: list[Case], root: Path, world: int = 4, time
         outcomes = start_ranks(function, world, str(root), tuple(todo[: last + 1]), timeout=timeout, preload=WARM)
         if life < len(case.kills):
             victim = case.kills[life][0]
-            assert outcomes[victim].exitcode == -9, [o.error for o in outcomes]
+            assert outcomes[victim].exitcode == -9, _errors(outcomes)
         else:
-            assert all(o.ok for o in outcomes), [o.error for o in outcomes]
+            assert all(o.ok for o in outcomes), _errors(outcomes)
         todo = todo[last + 1 :]
+
+
+def _errors(outcomes: list[Any]) -> str:
+    return "\n---\n".join(f"rank {o.rank}: {(o.error or '')[-800:]}" for o in outcomes)
 
 
 def read_lives(case: Case, root: Path, world: int = 4) -> list[list[list[dict[str, Any]]]]:

@@ -1,4 +1,4 @@
-"""What ``moe_ckpt.megatron`` asks of the training thread of one rank: ``after_step`` until it returns, and ``attach``."""
+"""What ``moe_ckpt.megatron`` asks of one rank's training thread: ``after_step`` until it returns, and ``attach``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def _watched(policy: Policy) -> list[Watched]:
         ("books", running, "_completed"),
         ("operators' bytes", running, "_weigh"),
         ("policy", type(policy), "plan"),
+        ("plain state", checkpoint.MegatronCheckpoint, "_capture"),
         ("plain state", pipeline, "side_pieces"),
         ("tensors, specs", MegatronTrainingState, "tensors"),
         ("tensors, specs", MegatronTrainingState, "specs"),
@@ -168,7 +169,7 @@ def _step(ours: checkpoint.MegatronCheckpoint, iteration: int) -> tuple[float, f
 
 def _slices(ours: checkpoint.MegatronCheckpoint) -> int:
     """Of the newest snapshot of this rank, small plain state included."""
-    return sum(len(shard.placed) for shard in ours.session._running._arranger._last.values())
+    return sum(len(shard.placed) for kept in ours.session._running._arranger._known.values() for shard in kept[:1])
 
 
 def _finish_writing(ours: checkpoint.MegatronCheckpoint, step: int) -> None:

@@ -1,7 +1,7 @@
 """One rank of a Megatron run whose other ranks are only acted: model, optimizer, and a communicator that answers.
 
-Process groups are torch's fake ones: they send nothing, and gathering returns what this rank gave, once per rank. Tensors
-are tiny, so that time is spent on names, plans and layouts, not on bytes. Imports Megatron-Core by
+Process groups are torch's fake ones: they send nothing, and gathering returns what this rank gave, once per rank.
+Tensors are tiny, so that time is spent on names, plans and layouts, not on bytes. Imports Megatron-Core by
 ``moe_ckpt.testing.megatron_cpu``, which changes torch for the life of the process: only for processes of their own.
 """
 

@@ -25,6 +25,7 @@ class Ledger:
     """Newest version of every operator, per tier."""
 
     _versions: dict[Tier, dict[str, Version]] = field(default_factory=dict)
+    _newest_step: dict[Tier, int] = field(default_factory=dict)
 
     def record(self, tier: Tier, step: int, operators: Iterable[str], fidelity: Fidelity = Fidelity.FULL) -> None:
         """Note that ``operators`` are now held by ``tier`` as of ``step``. Called after commit, never before.
@@ -33,10 +34,14 @@ class Ledger:
             ValueError: a newer version is recorded already; versions only move forward within a run.
         """
         held = self._versions.setdefault(tier, {})
-        for op in operators:
-            if op in held and held[op].step > step:
-                raise ValueError(f"{op} is recorded at step {held[op].step}, cannot go back to step {step}")
-            held[op] = Version(step, fidelity)
+        named = dict.fromkeys(operators, Version(step, fidelity))
+        newest = self._newest_step.get(tier, step)
+        if step < newest:
+            for op in named:
+                if op in held and held[op].step > step:
+                    raise ValueError(f"{op} is recorded at step {held[op].step}, cannot go back to step {step}")
+        held.update(named)
+        self._newest_step[tier] = max(step, newest)
 
     def versions(self, tier: Tier = Tier.STORAGE) -> Mapping[str, Version]:
         return dict(self._versions.get(tier, {}))

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from moe_ckpt.errors import CoverageError
 
 
@@ -113,6 +116,31 @@ class Catalog:
     @cached_property
     def experts(self) -> tuple[Operator, ...]:
         return tuple(op for op in self.operators if op.kind is OperatorKind.EXPERT)
+
+    @cached_property
+    def everything(self) -> tuple[str, ...]:
+        """The ids of all operators: the very same object every time, to be told from a selection at once."""
+        return tuple(op.id for op in self.operators)
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """Operator id -> its place among ``operators``."""
+        return {op: at for at, op in enumerate(self.everything)}
+
+    @cached_property
+    def expert_at(self) -> Mapping[str, tuple[int, int]]:
+        """Id of an expert -> ``(layer, expert)``."""
+        return {op.id: (op.layer, op.expert) for op in self.experts if op.layer is not None and op.expert is not None}
+
+    @cached_property
+    def experts_by_layer(self) -> tuple[tuple[str, int, int], ...]:
+        """(id, layer, expert) of all experts, layer by layer."""
+        return tuple(sorted(((op, *at) for op, at in self.expert_at.items()), key=lambda row: row[1:]))
+
+    @cached_property
+    def all_experts(self) -> npt.NDArray[np.int64]:
+        """``[n, 2]``: ``(layer, expert)`` of all experts."""
+        return np.asarray(list(self.expert_at.values()), dtype=np.int64).reshape(-1, 2)
 
     @cached_property
     def always_saved(self) -> tuple[Operator, ...]:

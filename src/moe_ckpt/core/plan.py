@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,9 +68,14 @@ class SnapshotPlan:
 
     def operators(self, tier: Tier = Tier.STORAGE) -> tuple[str, ...]:
         """What goes to ``tier`` at full fidelity."""
-        return tuple(item.operator for item in self.items if item.tier is tier and item.fidelity is Fidelity.FULL)
+        return self._operators.get(tier, ())
 
-    @property
+    @cached_property
+    def _operators(self) -> Mapping[Tier, tuple[str, ...]]:
+        full = [item for item in self.items if item.fidelity is Fidelity.FULL]
+        return {tier: tuple(item.operator for item in full if item.tier is tier) for tier in Tier}
+
+    @cached_property
     def frozen(self) -> tuple[str, ...]:
         """What goes to storage at compute fidelity."""
         return tuple(item.operator for item in self.items if item.fidelity is Fidelity.COMPUTE)
@@ -83,10 +90,33 @@ def save_full(
 ) -> SnapshotPlan:
     """A plan that sends ``operators`` to storage at full fidelity, and keeps ``held`` in host memory besides."""
     stored = _stored(operators)
-    return SnapshotPlan(step, stored + tuple(PlanItem(op, tier=Tier.HOST) for op in held), wait)
+    plan = SnapshotPlan(step, stored + tuple(PlanItem(op, tier=Tier.HOST) for op in held) if held else stored, wait)
+    return _told(plan, {Tier.STORAGE: operators, Tier.HOST: held}, ())
+
+
+def save_slot(
+    step: int, anchored: tuple[str, ...], frozen: tuple[str, ...], window: Window, slot: int
+) -> SnapshotPlan:
+    """A plan that sends ``anchored`` to storage at full fidelity and ``frozen`` at compute fidelity."""
+    everything = _items(anchored) + _items(frozen, Fidelity.COMPUTE)
+    return _told(SnapshotPlan(step, everything, window=window, slot=slot), {Tier.STORAGE: anchored}, frozen)
+
+
+def _told(plan: SnapshotPlan, full: Mapping[Tier, tuple[str, ...]], frozen: tuple[str, ...]) -> SnapshotPlan:
+    """What ``operators`` and ``frozen`` are known to answer need not be looked up among thousands of items."""
+    plan.__dict__.update(_operators=full, frozen=frozen)
+    return plan
 
 
 @lru_cache(maxsize=8)
 def _stored(operators: tuple[str, ...]) -> tuple[PlanItem, ...]:
     """Remembered for dense checkpoints, which name every operator of the model, each time."""
-    return tuple(PlanItem(op) for op in operators)
+    return _items(operators)
+
+
+def _items(operators: tuple[str, ...], fidelity: Fidelity = Fidelity.FULL) -> tuple[PlanItem, ...]:
+    """Of the STORAGE tier. Items are values, and the same ones at most steps: they are made once."""
+    return tuple(map(_item, operators, repeat(fidelity)))
+
+
+_item = lru_cache(maxsize=1 << 16)(PlanItem)

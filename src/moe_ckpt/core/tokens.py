@@ -20,6 +20,8 @@ import numpy.typing as npt
 from moe_ckpt.core.plan import Tier
 
 Counts = npt.NDArray[np.int64]
+Experts = Iterable[tuple[int, int]] | Counts
+"""``(layer, expert)`` of some experts, also as ``[n, 2]``."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,14 @@ class TokenBook:
         """Add one optimizer step's routed tokens ``[L, E]``. Call only when the update really ran."""
         self.applied += counts
 
-    def mark_saved(self, tier: Tier, experts: Iterable[tuple[int, int]], at: Counts) -> None:
+    def mark_saved(self, tier: Tier, experts: Experts, at: Counts) -> None:
         """Note that ``experts`` are held by ``tier`` in the state that had seen ``at`` tokens.
 
         ``at`` is a copy of ``applied`` taken when the snapshot began; the commit comes later.
         """
         saved = self.saved.setdefault(tier, self._zeros())
-        where = tuple(np.asarray(list(experts), dtype=np.int64).reshape(-1, 2).T)
+        listed = experts if isinstance(experts, np.ndarray) else np.asarray(list(experts), dtype=np.int64)
+        where = tuple(listed.reshape(-1, 2).T)
         saved[where] = np.maximum(saved[where], at[where])
 
     def unsaved(self, tier: Tier = Tier.STORAGE) -> Counts:
@@ -74,7 +77,7 @@ class TokenBook:
         saved = self.saved[Tier.STORAGE]
         return self.applied - (np.maximum(saved, self.saved[tier]) if tier in self.saved else saved)
 
-    def expecting(self, under_way: Iterable[tuple[Iterable[tuple[int, int]], Counts]]) -> Counts:
+    def expecting(self, under_way: Iterable[tuple[Experts, Counts]]) -> Counts:
         """``U[l][e]`` of the storage tier as it will be once the saves ``(experts, at)`` are committed."""
         later = TokenBook(self.layers, self.experts)
         later.applied, later.saved = self.applied, {Tier.STORAGE: self.saved[Tier.STORAGE].copy()}
@@ -82,7 +85,7 @@ class TokenBook:
             later.mark_saved(Tier.STORAGE, experts, at)
         return later.unsaved()
 
-    def mark_held(self, experts: Iterable[tuple[int, int]], at: Counts) -> None:
+    def mark_held(self, experts: Experts, at: Counts) -> None:
         """Note what this node's memory holds now: ``experts`` as of ``at``, and nothing older."""
         self.saved[Tier.HOST] = self.saved[Tier.STORAGE].copy()
         self.mark_saved(Tier.HOST, experts, at)

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan
+from moe_ckpt.core.plan import SnapshotPlan, save_slot
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ class Window:
 
 def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
     """The plan of one step of a window: anchors in full, what comes later as compute weights."""
-    anchors = tuple(PlanItem(op) for op in window.slots[slot])
-    frozen = tuple(PlanItem(op, Fidelity.COMPUTE) for op in window.frozen(slot))
-    return SnapshotPlan(step, anchors + frozen, window=window, slot=slot)
+    return save_slot(step, window.slots[slot], window.frozen(slot), window, slot)
 
 
 def slot_bytes(slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> tuple[int, ...]:
@@ -84,6 +82,8 @@ def glue(
 
     groups: without common members.
     """
+    if not groups:
+        return list(order), {op: sizes[op] for op in order}, {op: (op,) for op in order}
     group_of = {op: number for number, group in enumerate(groups) for op in group}
     members: dict[int, list[str]] = {}
     for op in order:

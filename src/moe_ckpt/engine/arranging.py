@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import is_
+from itertools import groupby
+from operator import attrgetter, is_
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.engine.copying import Placed, place
@@ -16,12 +17,27 @@ from moe_ckpt.engine.pieces import Piece, shard_kind
 from moe_ckpt.engine.snapshot import ALIGNMENT, HELD, ShardPart
 from moe_ckpt.format.shard import lay_out
 
+_KEPT = 8
+"""Arrangements remembered per shard: those of a sparse window's slots come back in every window."""
+
 
 @dataclass(frozen=True)
 class _Remembered:
     pieces: tuple[Piece, ...]
     part: ShardPart
     placed: tuple[Placed, ...]
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """pieces, by the part of the buffer that they belong to."""
+
+    pieces: tuple[Piece, ...]
+    held: frozenset[str]
+    by_kind: dict[str, list[Piece]]
+
+
+_NOTHING = _Grouped((), frozenset(), {"expert": [], "non_expert": [], HELD: []})
 
 
 @dataclass(frozen=True)
@@ -38,13 +54,17 @@ class Arranger:
 
     def __init__(self, catalog: Catalog) -> None:
         self._kinds = {op: shard_kind(catalog, op) for op in (*catalog.by_id, "")}
-        self._last: dict[str, _Remembered] = {}
+        self._known: dict[str, list[_Remembered]] = {}
+        self._grouped = _NOTHING
 
-    def arrange(self, pieces: Sequence[Piece], held: Collection[str] = ()) -> Arrangement:
-        by_kind: dict[str, list[Piece]] = {"expert": [], "non_expert": [], HELD: []}
-        for piece in pieces:
-            operator = piece.entry.operator
-            by_kind[HELD if operator in held else self._kinds[operator]].append(piece)
+    def arrange(
+        self, pieces: Sequence[Piece], held: Collection[str] = (), side: Sequence[Piece] = ()
+    ) -> Arrangement:
+        """pieces: of operators. held: operators whose pieces go into no shard. side: tensors of no operator."""
+        grouped = self._grouped
+        if not _same(grouped.pieces, pieces) or grouped.held != frozenset(held):
+            grouped = self._grouped = self._group(pieces, frozenset(held))
+        by_kind = grouped.by_kind | {"non_expert": [*grouped.by_kind["non_expert"], *side]}
         parts: list[ShardPart] = []
         placed: list[Placed] = []
         base = nbytes = 0
@@ -57,14 +77,28 @@ class Arranger:
                 base += -(-found.part.nbytes // ALIGNMENT) * ALIGNMENT
         return Arrangement(tuple(parts), placed, nbytes)
 
+    def _group(self, pieces: Sequence[Piece], held: frozenset[str]) -> _Grouped:
+        by_kind: dict[str, list[Piece]] = {"expert": [], "non_expert": [], HELD: []}
+        for operator, run in groupby(pieces, key=attrgetter("entry.operator")):
+            by_kind[HELD if operator in held else self._kinds[operator]].extend(run)
+        return _Grouped(tuple(pieces), held, by_kind)
+
     def _part(self, kind: str, pieces: Sequence[Piece], base: int) -> _Remembered:
-        last = self._last.get(kind)
-        if last is not None and last.part.base == base and _same(last.pieces, pieces):
-            return last
+        known = self._known.setdefault(kind, [])
+        for at, found in enumerate(known):
+            if found.part.base == base and _same(found.pieces, pieces):
+                known.insert(0, known.pop(at))
+                return found
         part = ShardPart(kind, lay_out([piece.entry for piece in pieces]), base)
         found = _Remembered(tuple(pieces), part, tuple(place(pieces, part.entries, base)))
-        self._last[kind] = found
+        if pieces[-1].entry.operator:  # side tensors are others every time
+            known[:] = [found, *known[: _KEPT - 1]]
         return found
+
+    def forget(self) -> None:
+        """The live tensors are others from now on: let go of those before."""
+        self._known.clear()
+        self._grouped = _NOTHING
 
 
 def _same(one: Sequence[Piece], other: Sequence[Piece]) -> bool:

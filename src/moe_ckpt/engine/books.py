@@ -6,7 +6,7 @@ each snapshot, ``adopt`` after a restore.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,11 +50,18 @@ class Pending:
         return self.window is None or self.slot + 1 == self.window.size
 
     @cached_property
-    def experts(self) -> list[tuple[int, int]]:
-        """``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
+    def experts(self) -> Counts:
+        """``[n, 2]``: ``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
         if self.window is None:
-            return experts_among(self.catalog, self.operators)
-        return experts_among(self.catalog, self.window.order) if self.is_checkpoint else []
+            return places(self.catalog, self.operators)
+        return places(self.catalog, self.window.order if self.is_checkpoint else ())
+
+
+def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
+    """``[n, 2]``: ``(layer, expert)`` of the experts among ``operators``."""
+    if operators is catalog.everything:
+        return catalog.all_experts
+    return np.asarray(experts_among(catalog, operators), dtype=np.int64).reshape(-1, 2)
 
 
 class Books:
@@ -68,6 +75,7 @@ class Books:
         self.catalog = catalog
         self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
         self.ledger = Ledger()
+        self._never_saved = catalog.everything
         self.index = 0
         self.last_step: int | None = None
         self.committed_step: int | None = None
@@ -137,7 +145,8 @@ class Books:
             self._hold(pending)
             self.tokens.mark_saved(Tier.STORAGE, pending.experts, pending.applied)
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
-            self.tokens.mark_held(pending.experts + experts_among(self.catalog, pending.held), pending.applied)
+            in_memory = np.concatenate([pending.experts, places(self.catalog, pending.held)])
+            self.tokens.mark_held(in_memory, pending.applied)
             stored = self.tokens.saved[Tier.STORAGE]
             self.at_risk_tokens = int((pending.applied - stored).clip(min=0).sum())
             self.committed_step = pending.step
@@ -147,18 +156,14 @@ class Books:
         # A window's parts are of different steps, so that no partial checkpoint may build on one of them.
         if pending.window is None:
             self.ledger.record(Tier.STORAGE, pending.step, pending.operators)
-        for layer, expert in pending.experts:
-            self._committed_at[layer, expert] = pending.step
+        self._committed_at[tuple(pending.experts.T)] = pending.step
 
     def context(self, step: int, ranks: int, popularity: Counts, measured: Measured) -> PolicyContext:
         """Everything a policy may know at ``step``."""
         under_way = [self.pending[sequence] for sequence in sorted(self.pending)]
-        running = {op for pending in under_way for op in pending.operators}
-        never_saved = self.ledger.missing(op.id for op in self.catalog.operators)
         chosen_at = self._committed_at.copy()
         for pending in under_way:
-            for layer, expert in pending.experts:
-                chosen_at[layer, expert] = pending.step
+            chosen_at[tuple(pending.experts.T)] = pending.step
         return PolicyContext(
             step=step,
             catalog=self.catalog,
@@ -166,7 +171,7 @@ class Books:
             index=self.index,
             chosen_at=chosen_at,
             ranks=ranks,
-            missing=tuple(op for op in never_saved if op not in running),
+            missing=self._missing(under_way),
             unsaved={tier: self.tokens.unsaved(tier) for tier in (Tier.STORAGE, Tier.HOST)},
             expected_unsaved=self.tokens.expecting((pending.experts, pending.applied) for pending in under_way),
             popularity=popularity,
@@ -178,6 +183,12 @@ class Books:
             next_slot=self.next_slot,
             activity=Activity(self._hard, self._soft, self._decayed),
         )
+
+    def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
+        """Operators that no checkpoint holds, committed or under way. What was saved once stays so."""
+        self._never_saved = self.ledger.missing(self._never_saved)
+        running = {op for pending in under_way for op in pending.operators} if self._never_saved else set()
+        return tuple(op for op in self._never_saved if op not in running)
 
     def oldest_expert_steps(self, step: int) -> int:
         """Steps since the state of the expert whose newest committed copy is the oldest; 0 before the first."""

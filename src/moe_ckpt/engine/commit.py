@@ -196,5 +196,5 @@ def _slot_of(
 
 def experts_among(catalog: Catalog, operators: Sequence[str]) -> list[tuple[int, int]]:
     """``(layer, expert)`` of the experts among ``operators``."""
-    found = (catalog.by_id[op] for op in operators)
-    return [(op.layer, op.expert) for op in found if op.layer is not None and op.expert is not None]
+    at = catalog.expert_at
+    return [at[op] for op in operators if op in at]

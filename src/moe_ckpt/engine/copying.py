@@ -94,7 +94,7 @@ class Copier:
     def start(self, placed: Sequence[Placed], memory: torch.Tensor) -> Copy:
         """Begin copying; returns at once. ``memory`` is a byte tensor that nobody else touches until done."""
         ready = None
-        if any(source.is_cuda for _, source, _ in placed):
+        if torch.cuda.is_initialized() and any(s.is_cuda for _, s, _ in placed):  # type: ignore[no-untyped-call]
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream())

@@ -44,14 +44,18 @@ class LocalState:
         self.held: dict[str, list[tuple[Span, StateTensor, torch.Tensor]]] = {}
         """Operator -> (its rows of a tensor, the tensor, its local block detached from autograd)."""
         self.scattered: list[tuple[Operator, Span, StateTensor]] = []
-        """State without rows, with its home."""
+        """State without rows of parameters that others than its home have a share in, with its home."""
         self._own: dict[str, list[Piece]] = {}
+        self._own_light: dict[str, list[Piece]] = {}
+        self._compute: ComputeTypes = {}
         for tensor in tensors:
             local = tensor.local.detach()  # once: narrowing a tensor that autograd watches is slow
+            home = catalog.home[tensor.parameter]
+            shared = any(operator.id != home for operator, _ in catalog.spans_of[tensor.parameter])
             for operator, span in holders(catalog, tensor):
                 if not tensor.duplicate:
                     self.held.setdefault(operator.id, []).append((span, tensor, local))
-                if not is_weight(tensor) and not has_rows(catalog, tensor):
+                if shared and not is_weight(tensor) and not has_rows(catalog, tensor):
                     self.scattered.append((operator, span, tensor))
 
     def of(self, tensors: Sequence[StateTensor]) -> LocalState:
@@ -73,6 +77,25 @@ class LocalState:
         ]
         if not any(tensor.replicated for _, tensor, _ in self.held[operator]):
             self._own[operator] = found
+        return found
+
+    def light_pieces(self, operator: str, dealt: Dealt, rank: int, compute: ComputeTypes) -> Iterable[Piece]:
+        """What ``rank`` writes of one operator's weights, in the types ``compute``; remembered like ``pieces``."""
+        if compute is not self._compute:
+            self._own_light, self._compute = {}, compute
+        known = self._own_light.get(operator)
+        if known is not None:
+            return known
+        op = self.catalog.by_id[operator]
+        weights = [held for held in self.held[operator] if is_weight(held[1])]
+        found = [
+            piece
+            for span, tensor, block in weights
+            for rows in (dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,))
+            if (piece := _piece(operator, rows, tensor, block, REPLAY, compute.get(tensor.parameter))) is not None
+        ]
+        if not any(tensor.replicated for _, tensor, _ in weights):
+            self._own_light[operator] = found
         return found
 
     def in_order(self, operators: Collection[str]) -> Iterable[str]:
@@ -102,17 +125,7 @@ def cut_replay(
 
     dealt: of ``anchored`` and ``frozen``. compute: types of the weights of ``frozen``.
     """
-    pieces: list[Piece] = []
-    for name in local.in_order(frozen):
-        operator = local.catalog.by_id[name]
-        for span, tensor, block in local.held[name]:
-            if not is_weight(tensor):
-                continue
-            mine = dealt.rows(operator, span, tensor, rank) if tensor.replicated else (span,)
-            for rows in mine:
-                piece = _piece(name, rows, tensor, block, REPLAY, compute.get(tensor.parameter))
-                if piece is not None:
-                    pieces.append(piece)
+    pieces = [p for name in local.in_order(frozen) for p in local.light_pieces(name, dealt, rank, compute)]
     for operator, span, tensor in local.scattered:
         if not _counted_here(local.catalog, tensor.parameter, operator, anchored) or tensor.duplicate:
             continue

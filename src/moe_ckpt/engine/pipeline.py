@@ -141,13 +141,18 @@ class Pipeline:
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         chosen, held, frozen = frozenset(order.operators), frozenset(order.held), frozenset(order.frozen)
         encoded, side = side_pieces(capture(), self._rank)
-        dealt = self._sharder.deal(chosen | held, tensors, frozen, order.compute)
-        self._local = self._local.of(tensors)
-        live = cut(self._local, chosen | held, dealt, self._rank)
+        copied = chosen | held if held else chosen
+        dealt = self._sharder.deal(copied, tensors, frozen, order.compute)
+        local = self._local.of(tensors)
+        if local is not self._local:
+            self._local = local
+            self._arranger.forget()
+        live = cut(self._local, copied, dealt, self._rank)
         if order.window is not None:
             live += cut_replay(self._local, chosen, frozen, dealt, self._rank, order.compute)
-        pieces = [self._steady(piece) for piece in live] + side
-        arranged = self._arranger.arrange(pieces, held)
+        if self._restless:
+            live = [self._steady(piece) for piece in live]
+        arranged = self._arranger.arrange(live, held, side)
         nbytes = arranged.nbytes
         buffer, waited = self._buffer(order.step, nbytes)
         self._copy = self._copier.start(arranged.placed, buffer.memory)

@@ -24,9 +24,9 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.agreement import Facts, agree
-from moe_ckpt.engine.books import Books, Pending
+from moe_ckpt.engine.books import Books, Pending, places
 from moe_ckpt.engine.collect import clean_start, collect
-from moe_ckpt.engine.commit import Committer, experts_among
+from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.meter import Meter
@@ -104,7 +104,7 @@ class CheckpointSession:
 
     def open(self) -> None:
         """Take possession of the store and start the threads. All ranks, before ``adopt``."""
-        opened = open_store(self._storage, self.catalog.fingerprint(), self._comm, self._lock)
+        opened = open_store(self._storage, self.catalog, self._comm, self._lock)
         self.generation = opened.generation
         if self._comm.rank == 0:
             self._clean_start()
@@ -343,7 +343,7 @@ class CheckpointSession:
             begun=True,
             waited=snapshot.waited,
             nbytes=snapshot.nbytes,
-            experts_saved=len(experts_among(self.catalog, snapshot.operators)),
+            experts_saved=len(places(self.catalog, snapshot.operators)),
             frozen_nbytes=snapshot.frozen_nbytes,
             window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,

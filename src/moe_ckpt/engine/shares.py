@@ -161,8 +161,9 @@ class Sharder:
         self._apart = placement.experts_apart
         self._sharding = sharding
         self._owners = expert_owners(catalog, placement)
-        self._weighed: tuple[StateTensor, ...] = ()
-        self._weights = self._compute_weights = Weights((), {})
+        self._weighed: tuple[StateTensor, ...] | None = None
+        self._weights = Weights((), {})
+        self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
         self._fixed: Parts = {}
 
@@ -205,10 +206,10 @@ class Sharder:
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighed anew when a tensor is another one than last time; plain tensors rarely are."""
-        same = len(tensors) == len(self._weighed) and all(map(is_, tensors, self._weighed))
-        if not same or not self._weights.units:
+        known = self._weighed
+        if known is None or len(tensors) != len(known) or not all(map(is_, tensors, known)):
             self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
-            self._compute_weights = Weights((), {})
+            self._compute_weights = None
             self._weighed = tuple(tensors)
             if self._sharding == "none":
                 self._fixed = parts_none(self._weights.units)
@@ -218,7 +219,7 @@ class Sharder:
 
     def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:
         """After ``_weigh`` of the same tensors, whose memory this shares."""
-        if not self._compute_weights.units or compute != self._compute_types:
+        if self._compute_weights is None or compute != self._compute_types:
             light = weigh(self._catalog, tensors, compute)
             weights = [tensor for tensor in tensors if is_weight(tensor)]
             self._compute_weights = self._with_peers_experts(light, weights)

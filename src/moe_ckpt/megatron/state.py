@@ -196,8 +196,9 @@ class _Views:
         used = [slot for live in parameters if (slot := slots.get(live.parameter)) and slot.updated is not None]
         self._states = [(leaf.optimizer, leaf.optimizer.state) for leaf in {id(s.leaf): s.leaf for s in used}.values()]
         self._sizes = [len(state) for _, state in self._states]
-        self._entries = [(slot.state, key) for slot in used for key in slot.state]
-        self._values = [state[key] for state, key in self._entries]
+        entries = [(slot.state, key) for slot in used for key in slot.state]
+        self._dicts, self._keys = [state for state, _ in entries], [key for _, key in entries]
+        self._values = [state[key] for state, key in entries]
         tensors = [live.parameter for live in parameters] + [s.updated for s in used if s.updated is not None]
         self._tensors = [*tensors, *(value for value in self._values if isinstance(value, torch.Tensor))]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -207,8 +208,8 @@ class _Views:
         return (
             all(optimizer.state is state for optimizer, state in self._states)
             and [len(state) for _, state in self._states] == self._sizes
-            and all(map(is_, [state.get(key) for state, key in self._entries], self._values))
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
 

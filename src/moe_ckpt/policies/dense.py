@@ -30,7 +30,7 @@ class Dense:
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):
             return save_nothing(context.step)
-        return save_full(context.step, tuple(op.id for op in context.catalog.operators), wait=self.sync)
+        return save_full(context.step, context.catalog.everything, wait=self.sync)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "dense", **asdict(self)}

@@ -86,7 +86,7 @@ class MoC:
         if self.budget is not None:
             chosen.update(expert_id(*expert) for expert in top_up(context, experts_of(context, chosen), self.budget))
         chosen.update(op.id for op in context.catalog.always_saved)
-        stored = tuple(op.id for op in context.catalog.operators if op.id in chosen)
+        stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
         held = tuple(op for op in (expert_id(*expert) for expert in selection.held) if op not in chosen)
         return replace(save_full(context.step, stored, held=held), k=k, plt_budget=self.budget)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
-from moe_ckpt.core.operators import Catalog, Operator
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import Activity, PolicyContext
 
@@ -72,7 +72,7 @@ class Ordering:
         if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
             return former.order, former.frequencies
         # values are in the order of layers and indices, which a stable sort keeps between equals.
-        return self._with_others(catalog, sorted(values, key=lambda op: values[op])), now or None
+        return self._with_others(catalog, sorted(values, key=values.__getitem__)), now or None
 
     def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
         """True when so much has changed that the order should be made anew.
@@ -85,7 +85,8 @@ class Ordering:
         """
         if before is None:
             return True
-        moved = sum(_moved(before.get(op, 0.0), share, self.change) for op, share in now.items())
+        limit = self.change + _ROUNDING
+        moved = sum(abs(share - (was := before.get(op, 0.0))) > was * limit for op, share in now.items())
         return moved >= self.experts * experts - _ROUNDING
 
     def _with_others(self, catalog: Catalog, experts: Sequence[str]) -> tuple[str, ...]:
@@ -110,17 +111,17 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, flo
     if kind == "capacity_normalised":
         table = [_over_even_share(tokens) for tokens in table]
     rows = {layer.index: row for layer, row in zip(catalog.layers, table, strict=True)}
-    return {op.id: rows[layer][expert] for op, layer, expert in _by_layer(catalog)}
+    return {op: rows[layer][expert] for op, layer, expert in catalog.experts_by_layer}
 
 
 def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
     """Activation frequency: each expert's share of its layer's popularity. Layers with none are left out."""
-    totals: dict[int | None, list[float]] = {}
-    for op in catalog.experts:
-        totals.setdefault(op.layer, []).append(values[op.id])
+    totals: dict[int, list[float]] = {}
+    for op, layer, _ in catalog.experts_by_layer:
+        totals.setdefault(layer, []).append(values[op])
     # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
     sums = {layer: fsum(found) for layer, found in totals.items()}
-    return {op.id: values[op.id] / sums[op.layer] for op in catalog.experts if sums[op.layer] > 0}
+    return {op: values[op] / sums[layer] for op, layer, _ in catalog.experts_by_layer if sums[layer] > 0}
 
 
 def _table(catalog: Catalog, values: Any) -> list[list[float]]:
@@ -136,20 +137,10 @@ def _over_even_share(tokens: Sequence[float]) -> list[float]:
     return [count * len(tokens) / total if total > 0 else 0.0 for count in tokens]
 
 
-def _moved(before: float, now: float, change: float) -> bool:
-    return abs(now - before) > before * (change + _ROUNDING)
-
-
-def _by_layer(catalog: Catalog) -> list[tuple[Operator, int, int]]:
-    """(expert, layer, index), layer by layer."""
-    found = [(op, op.layer, op.expert) for op in catalog.experts if op.layer is not None and op.expert is not None]
-    return sorted(found, key=lambda row: row[1:])
-
-
 def _of_this_model(context: PolicyContext) -> Window | None:
     """The newest window, if there is one and it has this model's operators."""
     window = context.window
-    same = window is not None and set(window.order) == set(context.catalog.by_id)
+    same = window is not None and set(window.order) == context.catalog.by_id.keys()
     return window if same else None
 
 
@@ -161,7 +152,7 @@ def _next_in_turn(context: PolicyContext, former: Window | None) -> tuple[str, .
     experts = context.catalog.by_id.keys() - {op.id for op in context.catalog.always_saved}
     if former is not None:
         return _rotated([op for op in former.order if op in experts], 1)
-    return _rotated([op.id for op, *_ in _by_layer(context.catalog)], context.step)
+    return _rotated([op for op, *_ in context.catalog.experts_by_layer], context.step)
 
 
 def _rotated(ops: Sequence[str], places: int) -> tuple[str, ...]:

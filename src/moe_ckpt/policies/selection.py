@@ -49,5 +49,5 @@ def known(context: PolicyContext, counts: Counts, unknown: int) -> Counts:
 
 def experts_of(context: PolicyContext, operators: Iterable[str]) -> set[Expert]:
     """The experts among ``operators``, which are ids of the catalog."""
-    found = (context.catalog.by_id[op] for op in operators)
-    return {(op.layer, op.expert) for op in found if op.layer is not None and op.expert is not None}
+    at = context.catalog.expert_at
+    return {at[op] for op in operators if op in at}

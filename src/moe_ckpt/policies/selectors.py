@@ -50,7 +50,7 @@ def _oldest_first(chosen_at: Counts, first: int) -> Counts:
     positions = np.arange(len(chosen_at))
     turn = (positions - first) % len(chosen_at)
     newest = chosen_at == chosen_at.max()
-    ends = positions[newest & ~np.roll(newest, -1)]
+    ends = positions[newest & ~np.concatenate([newest[1:], newest[:1]])]
     if ends.size:
         turn = (positions - ends[turn[ends].argmin()] - 1) % len(chosen_at)
     oldest: Counts = np.lexsort((turn, chosen_at))

@@ -136,8 +136,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
     refused = dict(zip([*others, "window"], [*views[0][1:], views_sparse[0][1]], strict=True))
     for name, view in refused.items():
         assert view["untouched"], name
-    for name in ("vocab", "experts", "hidden", "layers"):
+    for name, difference in {
+        "vocab": "embedding.word_embeddings.weight has shape [48, 16] in the model, [32, 16] in the checkpoint",
+        "experts": "decoder.layers.0.mlp.router.weight has shape [8, 16] in the model, [4, 16] in the checkpoint",
+        "hidden": "decoder.final_layernorm.bias has shape [32] in the model, [16] in the checkpoint",
+        "layers": "decoder.layers.2.input_layernorm.bias of the checkpoint is not in the model",
+    }.items():
         assert refused[name]["error"] == "ForeignStoreError"
+        assert difference in refused[name]["said"]
     assert refused["precision"]["error"] == refused["window"]["error"] == "ConfigError"
     assert "is torch.float32 in the model, but BF16 in checkpoint step_00000001" in refused["precision"]["said"]
     assert "checkpoint step_00000003 is a sparse window" in refused["window"]["said"]

@@ -8,6 +8,8 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.engine.differences import describe_differences
 from moe_ckpt.errors import DamagedError, ForeignStoreError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, parse_step_dir
@@ -26,8 +28,8 @@ class Opened:
     generation: int
 
 
-def open_store(storage: Storage, fingerprint: str, comm: Communicator, lock: StoreLock) -> Opened:
-    """Called once by all ranks before training; rank 0 takes the ``lock``.
+def open_store(storage: Storage, catalog: Catalog, comm: Communicator, lock: StoreLock) -> Opened:
+    """Called once by all ranks before training; rank 0 takes the ``lock``. catalog: of the model.
 
     Raises:
         ForeignStoreError: the directory belongs to another model.
@@ -37,7 +39,7 @@ def open_store(storage: Storage, fingerprint: str, comm: Communicator, lock: Sto
     """
     if comm.rank == 0:
         try:
-            opened = _open(storage, fingerprint, lock)
+            opened = _open(storage, catalog, lock)
         except (OSError, MoECheckpointError) as error:
             comm.broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             if isinstance(error, MoECheckpointError):
@@ -51,7 +53,8 @@ def open_store(storage: Storage, fingerprint: str, comm: Communicator, lock: Sto
     return Opened(answer["run_id"], answer["generation"])
 
 
-def _open(storage: Storage, fingerprint: str, lock: StoreLock) -> Opened:
+def _open(storage: Storage, catalog: Catalog, lock: StoreLock) -> Opened:
+    fingerprint = catalog.fingerprint()
     storage.probe()
     lock.acquire()
     try:
@@ -61,7 +64,9 @@ def _open(storage: Storage, fingerprint: str, lock: StoreLock) -> Opened:
         if identity is None:
             identity = Identity(secrets.token_hex(16), fingerprint, time.time())
             storage.write(STORE_NAME, [identity.encode()])
-        identity.require_model(fingerprint, storage.root)
+        if identity.fingerprint != fingerprint:
+            differences = describe_differences(storage, sorted(steps), catalog.parameters)
+            identity.require_model(fingerprint, storage.root, differences)
     except BaseException:
         lock.release()
         raise

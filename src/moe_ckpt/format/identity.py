@@ -33,10 +33,14 @@ class Identity:
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(path, f"not a store identity ({error!r})") from error
 
-    def require_model(self, fingerprint: str, root: str) -> None:
-        """Raise ``ForeignStoreError`` unless the store was written by a model of this structure."""
+    def require_model(self, fingerprint: str, root: str, differences: str = "") -> None:
+        """Raise ``ForeignStoreError`` unless the store was written by a model of this structure.
+
+        differences: what is known of how they differ.
+        """
         if self.fingerprint != fingerprint:
             raise ForeignStoreError(
                 f"the store {root} holds checkpoints of another model (structure {self.fingerprint}, "
-                f"this model is {fingerprint}). Choose another dirpath, or restore the model's configuration."
+                f"this model is {fingerprint}{': ' + differences if differences else ''}). "
+                "Choose another dirpath, or restore the model's configuration."
             )

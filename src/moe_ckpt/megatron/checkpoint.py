@@ -236,7 +236,7 @@ class MegatronCheckpoint:
         self.restored_step = restored.manifest.step
         if restored.replay is not None:
             self._replaying = Replaying(restored.replay)
-            log.info(
+            self._say(
                 "resumed at iteration %d; the sparse window up to %d is computed again", self._step, self.restored_step
             )
         else:
@@ -246,7 +246,7 @@ class MegatronCheckpoint:
 
     def _adopt(self, restored: Restored) -> None:
         fault = self._session.adopt(restored.manifest, held=restored.held)
-        log.info(
+        self._say(
             "resumed at iteration %d from %s: %d experts are older than that, %d tokens lost (PLT %.4f)",
             restored.manifest.step,
             os.path.join(self.dirpath, restored.manifest.directory),
@@ -254,6 +254,11 @@ class MegatronCheckpoint:
             fault.lost_tokens,
             self._session.books.tokens.plt,
         )
+
+    def _say(self, message: str, *values: object) -> None:
+        """Once per job."""
+        if self._comm.rank == 0:
+            log.info(message, *values)
 
     def before_step(self) -> None:
         """Just before ``optimizer.step()``: waits for the copy under way, for it reads what the optimizer changes.

@@ -53,7 +53,7 @@ def bits(built):
         "buffers": {f"{at} {n}": digest(p) for at, c in enumerate(built.chunks) for n, p in c.named_buffers()},
         "updated": [digest(each) for _, each in updated],
         "states": [{name: digest(value) for name, value in sorted(state.items())} for state, _ in updated],
-        "rates": [(group["lr"], group["weight_decay"]) for group in groups],
+        "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
         "scheduler": built.scheduler.state_dict(),
         "random": [digest(each) for each in generators] + [random.getstate(), np.random.get_state()[1].tolist()],
     }
@@ -125,10 +125,16 @@ def small(setup):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_trains_on_exactly_in_a_new_job(tmp_path, name):
-    path, setup = str(tmp_path / "iter_0000003"), small(LAYOUTS[name])
-    exported = run_ranks(exporting, 2, path, setup, timeout=300)
-    imported = run_ranks(importing, 2, path, setup, timeout=300)
+def test_every_layout_trains_on_exactly(tmp_path, name):
+    for exported, imported in run_ranks(both, 2, str(tmp_path / "iter_0000003"), small(LAYOUTS[name]), timeout=300):
+        require_same(exported, imported)
+
+
+@pytest.mark.slow
+def test_trains_on_exactly_in_a_new_job(tmp_path):
+    path, setup = str(tmp_path / "iter_0000003"), small(Setup(pp=2, ep=2, dist_opt=True))
+    exported = run_ranks(exporting, 4, path, setup, timeout=300)
+    imported = run_ranks(importing, 4, path, setup, timeout=300)
     for one, other in zip(exported, imported, strict=True):
         require_same(one, other)
 

@@ -168,8 +168,9 @@ def _step(ours: checkpoint.MegatronCheckpoint, iteration: int) -> tuple[float, f
 
 
 def _slices(ours: checkpoint.MegatronCheckpoint) -> int:
-    """Of the newest snapshot of this rank, small plain state included."""
-    return sum(len(shard.placed) for kept in ours.session._running._arranger._known.values() for shard in kept[:1])
+    """Of the snapshot that was begun just now, small plain state included."""
+    copy = ours.session._running._copy
+    return 0 if copy is None else len(copy._watch._placed)
 
 
 def _finish_writing(ours: checkpoint.MegatronCheckpoint, step: int) -> None:

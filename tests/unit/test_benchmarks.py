@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 import lightning.pytorch as pl
 
-from benchmarks import agreement, copy_speed, lost_tokens, moevement, stall
+from benchmarks import agreement, copy_speed, lost_tokens, megatron_prepare, moevement, stall, stopwatch
 from benchmarks.contestants import Gate, HookClock
 
 
@@ -122,3 +122,48 @@ def test_moevement_counts_what_is_computed_again(tmp_path):
     assert all(0 <= restart["recomputed"] <= 12 for restart in dense["restarts"])
     assert all(2 <= restart["recomputed"] <= 7 for restart in windows["restarts"])
     assert all(restart["secs"] >= restart["loading_secs"] > 0 for restart in windows["restarts"])
+
+
+@pytest.mark.slow
+def test_megatron_prepare_measures_ours_and_the_peer(tmp_path, capfd):
+    pytest.importorskip("megatron.core.package_info")
+    out = tmp_path / "out"
+    assert megatron_prepare.main(["--quick", "--write", "--dir", str(tmp_path), "--out", str(out)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    cases = json.loads((out / "megatron_prepare.json").read_text())["cases"]
+    assert [case["case"]["precision"] for case in cases] == ["fp32", "bf16"]
+    for case in cases:
+        ours, peer = case["ours"], case["peer"]
+        assert 4 <= ours["local_operators"] <= ours["operators"] - 7 * 4  # an expert of each layer is here
+        assert all(policy["wall_ms"]["median"] > 0 for policy in ours["policies"].values())
+        assert ours["policies"]["MoC, K=1, sequential"]["slices"] < ours["policies"]["Dense"]["slices"]
+        assert ours["attach"]["received_bytes"] > 6 * ours["attach"]["told_bytes"]
+        assert all("wall_ms" in way for way in peer.values()), peer
+    assert "| 4 x 8 | 8 | bf16 |" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("--grid 48", "48x128"), ("--grid 4x8 --ep 3", "divisor"), ("--grid 4x8 --ep 1", "at least 2")],
+)
+def test_megatron_prepare_refuses_what_is_no_case(options, said):
+    with pytest.raises(SystemExit, match=said):
+        megatron_prepare.main(options.split())
+
+
+def test_stopwatch_charges_each_function_for_itself_only():
+    class Work:
+        def outer(self):
+            time.sleep(0.02)
+            self.inner()
+
+        def inner(self):
+            time.sleep(0.05)
+
+    inner, watch = Work.inner, stopwatch.Stopwatch()
+    with watch.watching([("outer", Work, "outer"), ("inner", Work, "inner")]):
+        Work().outer()
+    assert Work.inner is inner
+    taken = watch.take()
+    assert 0.019 < taken["outer"] < 0.05 <= taken["inner"] + 0.001
+    assert watch.take() == {}

@@ -80,8 +80,8 @@ def take_inventory(chunks: Sequence[nn.Module]) -> Inventory:
     """Look through this rank's model chunks, wrapped (DDP, ``Float16Module``) or not.
 
     Raises:
-        UnsupportedError: an expert container, a parameter layout or an extra state that is not known; fp8 with delayed
-            scaling.
+        UnsupportedError: an expert container, a parameter layout or an extra state that is not known; weights kept in
+            fp8; fp8 with delayed scaling.
     """
     parameters: list[LiveParameter] = []
     layers: list[FoundMoE] = []
@@ -132,6 +132,15 @@ def _is_of_transformer_engine(kind: type) -> bool:
     return any(base.__module__.startswith("transformer_engine") for base in kind.__mro__)
 
 
+def _require_plain(name: str, parameter: nn.Parameter) -> None:
+    """Raise ``UnsupportedError`` for weights whose memory is not an array of their elements."""
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedError(
+            f"{name} is a {type(parameter).__name__}, whose memory is not that of an ordinary tensor. Keep weights in "
+            "bf16 (fp8_param_gather=False), and do not shard them with FSDP."
+        )
+
+
 def require_experts(layers: int, classes: Sequence[str]) -> None:
     """Raise ``NoMoELayerError`` if no rank holds an MoE layer."""
     if not layers:
@@ -170,6 +179,7 @@ class _Chunk:
 
     def parameters(self) -> Iterator[LiveParameter]:
         for name, parameter in self._model.named_parameters():
+            _require_plain(name, parameter)
             moe = next((m for m in self._moe if name.startswith(f"{m}.experts.")), None)
             if moe is not None:
                 yield self._expert_parameter(moe, name, parameter)
@@ -202,17 +212,39 @@ class _Chunk:
 
     def _dense_axes(self, name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, tuple[Axis, ...]]:
         """(global shape, 0, axes) of a parameter that is no expert's."""
-        dim = getattr(parameter, "partition_dim", -1)
-        parallel = bool(getattr(parameter, "tensor_model_parallel", False)) and dim >= 0
-        sharding = self._dense if parallel else Sharding(0, 1)
+        dim = self._split_dim(name, parameter)
+        sharding = Sharding(0, 1) if dim is None else self._dense
         gated = self._is_gated(name)
         if sharding.size > 1 and int(getattr(parameter, "partition_stride", 1)) != 1 and not gated:
             raise UnsupportedError(
                 f"{name} is split over tensor-parallel ranks with stride above 1: which rows of the whole these "
                 "are is not known. Use tensor parallelism 1."
             )
-        shape, axes = sharded(tuple(parameter.shape), max(dim, 0), sharding, gated)
+        shape, axes = sharded(tuple(parameter.shape), dim or 0, sharding, gated)
         return shape, 0, axes
+
+    def _split_dim(self, name: str, parameter: nn.Parameter) -> int | None:
+        """Which axis tensor-parallel ranks divide among them; None if each holds all of it.
+
+        Raises:
+            UnsupportedError: they divide it in a way that is not told (Mamba, gated delta nets).
+        """
+        module, _, own = name.rpartition(".")
+        if own == "softmax_offset":  # one per attention head; nothing on the parameter says that the heads are divided
+            return 0
+        # Transformer Engine marks every weight as divided, those too of the layers that Megatron calls "duplicated".
+        if getattr(self._modules[module], "parallel_mode", "") is None:
+            return None
+        if not getattr(parameter, "tensor_model_parallel", False):
+            return None
+        dim = int(getattr(parameter, "partition_dim", -1))
+        if dim < 0 and self._dense.size > 1:
+            raise UnsupportedError(
+                f"{name} ({type(self._modules[module]).__name__}) is divided over tensor-parallel ranks, but along "
+                "which axis is not said (partition_dim), so that the whole cannot be put together. Use tensor "
+                "parallelism 1."
+            )
+        return dim if dim >= 0 else None
 
     def _is_gated(self, name: str) -> bool:
         """True for the first matrix of a gated unit, whose halves (gate, up) are split over ranks each by itself."""

@@ -128,17 +128,28 @@ def _of_float16(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
 
 
 def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+    shards = dict(_shards(leaf))
     for buffer in leaf.buffers:
         for parameter in buffer.params:
-            place = leaf.model_param_group_index_map.get(parameter)
-            if place is None:
+            updated = shards.get(parameter)
+            if updated is None:
                 yield parameter, Slot(leaf, None, None, (0, 0))
                 continue
-            group, order = place
-            updated = leaf.optimizer.param_groups[group]["params"][order]
             own = leaf._get_model_param_range_map(parameter)["param"]
             master = None if parameter.dtype is torch.float32 else updated
             yield parameter, Slot(leaf, updated, master, (own.start, own.end))
+
+
+def _shards(leaf: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """(parameter, what of it this rank updates). Not by ``model_param_group_index_map``, as Megatron's own checkpoints
+    have it: in a group with parameters of 16 and of 32 bits that counts in another order than the inner optimizer."""
+    of_type = (
+        (leaf.model_float16_groups, leaf.shard_fp32_from_float16_groups),
+        (leaf.model_fp32_groups, leaf.shard_fp32_groups),
+    )
+    for groups, shards in of_type:
+        for parameters, updated in zip(groups, shards, strict=True):
+            yield from zip(parameters, updated, strict=True)
 
 
 def state_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,7 +42,7 @@ def owned_by_copies(case: Case) -> list[list[tuple[int, int]]]:
 
 
 def test_sequential_over_stages_and_a_kill(tmp_path: Path):
-    case = Case("a", PIPELINE, ("MoC", {"k": 1}), steps=7, kills=((1, 6),))
+    case = Case("a", PIPELINE, ("MoC", {"k": 1}), steps=6, kills=((1, 5),))
     run_cases(lives, [case], tmp_path)
     found = check(case, tmp_path)
     assert len(found.faults) == 1

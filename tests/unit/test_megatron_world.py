@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import expert_id, gate_id, non_expert_id
-from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 from moe_ckpt.megatron.world import HeldTensor, Holding, World, merge, natural
 
 SHAPE = (4, 2)
@@ -189,3 +189,12 @@ def test_a_block_that_is_missing_or_doubled(cut, data):
     world = world_of(((0,), Holding(0, moe, (expert(0, 0, blocks=wrong),))))
     with pytest.raises(CoverageError, match=r"experts\.0\.linear_fc1\.weight: ranks hold \d+ of 8 elements"):
         world.catalog  # noqa: B018
+
+
+def test_ranks_on_which_nothing_is_trained():
+    whole, other = holding(0, 0, range(4), (0,)), holding(1, 0, range(4), (1,))
+    idle = Holding.decode(replace(other, updates=False).encode())
+    world_of(((0,), whole), ((1,), other)).require_updates()
+    world_of(((0,), replace(whole, updates=False)), ((1, 2), idle)).require_updates()
+    with pytest.raises(UnsupportedError, match=r"updates nothing on ranks 1, 2: .* each pipeline stage trainable"):
+        world_of(((0,), whole), ((1, 2), idle)).require_updates()

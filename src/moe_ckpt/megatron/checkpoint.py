@@ -190,6 +190,7 @@ class MegatronCheckpoint:
 
     def _settle(self, world: World, rank: int) -> None:
         world.catalog  # noqa: B018  the proof comes before anything else
+        world.require_updates()
         self._state.settle(world, rank, data_parallel_groups())
 
     @property
@@ -342,10 +343,11 @@ class MegatronCheckpoint:
         unfinished = self._replaying is not None
         if unfinished:
             log.warning("training ended before a sparse window was computed again: nothing was saved")
-        self._session.finish(
-            self._step, self._capture, save_last=self._save_last and self.last is not None and not unfinished
-        )
-        self._counter.close()
+        save_last = self._save_last and self.last is not None and not unfinished
+        try:
+            self._session.finish(self._step, self._capture, save_last=save_last)
+        finally:
+            self._counter.close()
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Let go of threads, lock and hooks after a failure. Safe to call twice, and after ``finish``."""
@@ -356,9 +358,11 @@ class MegatronCheckpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if kind is None:
-            self.finish()
-        self.close(10.0 if kind is not None else None)
+        try:
+            if kind is None and self._session.is_open:  # else it was finished inside
+                self.finish()
+        finally:
+            self.close(10.0)
 
 
 def _metrics(experts: Sequence[int]) -> Any:

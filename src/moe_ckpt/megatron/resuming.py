@@ -36,7 +36,7 @@ def load(
 ) -> None:
     """Everything but tensors and random numbers, into live objects.
 
-    On another layout, buffers of layers that this rank now holds are in the state files of other ranks.
+    Where this rank now holds other layers, their buffers are in the state files of other ranks.
     """
     if plain.get("framework") != "megatron":
         raise ConfigError(
@@ -46,6 +46,7 @@ def load(
     found = plain["plain"]
     if plain["layout"] != layout:
         log.info("the checkpoint is of the layout %s; random numbers differ from here on", plain["layout"])
+    if plain["layout"] != layout or not state.buffers <= found["buffers"].keys():
         found = found | {"buffers": all_buffers(StoreReader(storage), manifest)}
     restore_stateful(stateful, plain["stateful"])
     state.load_plain(found)

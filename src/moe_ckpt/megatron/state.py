@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from operator import is_
@@ -67,7 +67,8 @@ class MegatronTrainingState:
                 known = found.get(tensor.name)
                 # A tied embedding is two parameters of one name where both its ends are on this rank.
                 found[tensor.name] = tensor if known is None or tensor.trained else known
-        return Holding(stage, layers, tuple(found.values()), expert_rank)
+        updates = any(slot.updated is not None for slot in self._slots.values())
+        return Holding(stage, layers, tuple(found.values()), expert_rank, updates)
 
     def _held(self, live: LiveParameter) -> Iterator[HeldTensor]:
         slot = self._slots.get(live.parameter)
@@ -86,6 +87,11 @@ class MegatronTrainingState:
     def shards(self) -> bool:
         """True if a distributed optimizer has dealt the state out already."""
         return any(slot.range is not None for slot in self._slots.values())
+
+    @property
+    def buffers(self) -> Set[str]:
+        """Names of the buffers that this rank holds."""
+        return self._inventory.buffers.keys()
 
     # --- ports.TrainingState ---
 

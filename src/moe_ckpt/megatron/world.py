@@ -28,7 +28,7 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 from moe_ckpt.ports import Communicator
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
@@ -57,25 +57,27 @@ class HeldTensor:
 @dataclass(frozen=True)
 class Holding:
     """What one rank holds. layers: (name, E, k) of its MoE layers. stage, expert_rank: its ranks in pipeline and expert
-    parallelism."""
+    parallelism. updates: the optimizer updates something here."""
 
     stage: int
     layers: tuple[tuple[str, int, int], ...]
     tensors: tuple[HeldTensor, ...]
     expert_rank: int = 0
+    updates: bool = True
 
     def encode(self) -> bytes:
         rows = [[t.name, t.dtype, t.shape, t.owner, t.trained, t.master, t.blocks] for t in self.tensors]
-        return json.dumps([self.stage, self.expert_rank, self.layers, rows]).encode()
+        return json.dumps([self.stage, self.expert_rank, self.updates, self.layers, rows]).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Holding:
-        stage, expert_rank, layers, rows = json.loads(raw)
+        stage, expert_rank, updates, layers, rows = json.loads(raw)
         tensors = tuple(
             HeldTensor(name, dtype, tuple(shape), tuple(owner), trained, master, _blocks(blocks))
             for name, dtype, shape, owner, trained, master, blocks in rows
         )
-        return cls(stage, tuple((name, experts, top_k) for name, experts, top_k in layers), tensors, expert_rank)
+        named = tuple((name, experts, top_k) for name, experts, top_k in layers)
+        return cls(stage, named, tensors, expert_rank, updates)
 
 
 def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
@@ -108,7 +110,7 @@ class World:
     tensors: name -> facts, ``blocks`` being those of all ranks.
     holders: (name, block) -> the ranks that hold it, ascending.
     layers: MoE layers in the order of their numbers. stages: pipeline stage of each rank. expert_ranks: rank in expert
-    parallelism of each rank.
+    parallelism of each rank. idle: ranks on which the optimizer updates nothing.
     """
 
     tensors: Mapping[str, HeldTensor]
@@ -116,6 +118,7 @@ class World:
     layers: tuple[MoELayer, ...]
     stages: Mapping[int, int]
     expert_ranks: Mapping[int, int]
+    idle: tuple[int, ...] = ()
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -176,6 +179,18 @@ class World:
                 found[name] = f"{name} is on several pipeline stages (global ranks {_listed(ranks)})"
         return list(found.values())
 
+    def require_updates(self) -> None:
+        """Raise ``UnsupportedError`` if the optimizer updates something on some ranks only.
+
+        Which state tensors exist, each rank sees by its own: one that has none would take all other ranks' for wrong.
+        """
+        if self.idle and len(self.idle) < len(self.stages):
+            raise UnsupportedError(
+                f"the optimizer updates nothing on ranks {_listed(self.idle)}: all parameters there are frozen, or the "
+                "model is smaller than the distributed optimizer divides it. Leave some parameter of each pipeline "
+                "stage trainable, or use fewer ranks."
+            )
+
     def holders_of(self, name: str) -> tuple[int, ...]:
         """Ranks that hold any of a tensor, ascending."""
         return tuple(sorted({r for block in self.tensors[name].blocks for r in self.holders[name, block]}))
@@ -227,7 +242,9 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
     layers: dict[str, tuple[str, int, int]] = {}
     stages: dict[int, int] = {}
     expert_ranks: dict[int, int] = {}
+    idle: list[int] = []
     for ranks, holding in kinds:
+        idle += () if holding.updates else ranks
         stages.update(dict.fromkeys(ranks, holding.stage))
         expert_ranks.update(dict.fromkeys(ranks, holding.expert_rank))
         for layer in holding.layers:
@@ -247,6 +264,7 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
         tuple(MoELayer(index, name, experts, top_k) for index, (name, experts, top_k) in enumerate(ordered)),
         stages,
         expert_ranks,
+        tuple(sorted(idle)),
     )
 
 

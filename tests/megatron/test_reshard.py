@@ -196,7 +196,7 @@ def test_tensor_parallel_gated_units_and_tied_embeddings(tmp_path):
         replace(base, tp=2, ep=2, dist_opt=True),
         replace(base, ep=4),
     ]
-    check_moves(tmp_path, 4, replace(base, tp=2, ep=2, etp=2), layouts)
+    check_moves(tmp_path, 4, replace(base, tp=2, ep=2, etp=2, dist_opt=True), layouts)
 
 
 @pytest.mark.slow

@@ -130,6 +130,22 @@ def test_every_layout_trains_on_exactly(tmp_path, name):
         require_same(exported, imported)
 
 
+def both_in_form(rank, world_size, path, setup, form):
+    from moe_ckpt.megatron import torch_dist
+
+    torch_dist._METADATA["distrib_optim_sharding_type"] = form
+    exported = exporting(rank, world_size, path, setup)
+    torch_dist._METADATA["distrib_optim_sharding_type"] = "unknown"  # the checkpoint says how it was saved
+    return exported, importing(rank, world_size, path, setup)
+
+
+@pytest.mark.slow
+def test_the_form_that_megatrons_script_saves_by_default(tmp_path):
+    setup, form = replace(BASE, ep=2, dist_opt=True, precision="bf16"), "dp_reshardable"
+    for exported, imported in run_ranks(both_in_form, 2, str(tmp_path / "iter_0000003"), setup, form, timeout=300):
+        require_same(exported, imported)
+
+
 @pytest.mark.slow
 def test_trains_on_exactly_in_a_new_job(tmp_path):
     path, setup = str(tmp_path / "iter_0000003"), small(Setup(pp=2, ep=2, dist_opt=True))

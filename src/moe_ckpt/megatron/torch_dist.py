@@ -29,7 +29,8 @@ from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.megatron.checkpoint import Progress
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.inventory import unwrapped
-from moe_ckpt.megatron.own_loader import count_of, load_optimizer, make_loadable
+from moe_ckpt.megatron.optimizers import read_step
+from moe_ckpt.megatron.own_format import buckets_in_place, load_optimizer, make_loadable
 from moe_ckpt.megatron.side import Stateful, capture_generators, restore_generators
 from moe_ckpt.megatron.topology import require_groups
 
@@ -68,6 +69,9 @@ def export_torch_dist(
     data parallelism, but not across expert parallelism of 1 and more, nor with and without the distributed optimizer:
     use a checkpoint of this package there.
 
+    With the distributed optimizer and several buckets, Megatron alone would save wrong values (``own_format``): that is
+    put right here.
+
     Megatron starts a process for the writing that imports the main script again: guard that with
     ``if __name__ == "__main__"``. The directory is closed to other users; files in it are as the umask says.
 
@@ -79,14 +83,15 @@ def export_torch_dist(
     require_groups()
     if importlib.util.find_spec("psutil") is None:
         raise MissingPackageError("psutil", "moe_ckpt.megatron.export_torch_dist", "megatron")
-    if optimizer is not None and count_of(optimizer) is None:
+    if optimizer is not None and read_step(optimizer) is None:
         raise ConfigError("the optimizer has made no step: export after the first one, or with optimizer=None")
     serialization = _serialization()
     chunks = _chunks(model_chunks)
     _complete_weights(chunks)
     state = _model_state(chunks)
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(dict(state), metadata=dict(_METADATA))
+        with buckets_in_place(optimizer):
+            state["optimizer"] = optimizer.sharded_state_dict(dict(state), metadata=dict(_METADATA))
     state |= {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": iteration,
@@ -145,7 +150,8 @@ def import_torch_dist(
     if with_optimizer:
         _require_optimizer(path, common, optimizer)
         make_loadable(optimizer)
-        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=True, metadata=dict(metadata))
+        with buckets_in_place(optimizer):
+            state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=True, metadata=dict(metadata))
     generators = None if weights_only else _stored_generators(serialization.load_sharded_metadata(path))
     if generators is not None:
         state[generators.key] = generators.of(None)

@@ -1,32 +1,66 @@
-"""Megatron's own loading of optimizer state, where it goes wrong with torch's Adam and AdamW, put right around it.
+"""Megatron's own saving and loading of optimizer state, put right around it where it goes wrong.
 
-Found in megatron-core 0.16.1, ``core/optimizer/distrib_optimizer.py``; with Apex's or Transformer Engine's FusedAdam,
-which count steps per group, none of it happens.
+Found in megatron-core 0.16.1, ``core/optimizer/distrib_optimizer.py``. Saving: with several buckets,
+state of all but the first is another parameter's. Loading: with torch's Adam and AdamW; Apex's or Transformer Engine's
+FusedAdam, which count steps per group, are loaded right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.optimizers import STEP, leaves, make_state, read_step, slots, write_step
+from moe_ckpt.megatron.optimizers import STEP, leaves, make_state, slots, write_step
 
 _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 _LOADERS = {
     "fully_reshardable": "load_parameter_state_from_fully_reshardable",
     "dp_reshardable": "load_parameter_state_from_dp_reshardable",
-    "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
 }
 
 
-def count_of(optimizer: Any) -> int | None:
-    """How often the optimizer has stepped; None before the first time."""
-    return read_step(optimizer)
+@contextmanager
+def buckets_in_place(optimizer: Any) -> Iterator[None]:
+    """While Megatron describes the state as ``fully_reshardable``: let it find each parameter's own.
+
+    It gathers a buffer without the padding at the ends of buckets (``get_parameter_state_dp_zero``), and then looks for
+    parameters at their places in the buffer with padding (``sharded_param_state_fully_reshardable``). Where padding
+    precedes, as behind the bucket of a shared embedding, it would save values that belong some elements further on,
+    and say so only for the last parameter. So the padding is put back in between.
+    """
+    distributed: list[Any] = [leaf for leaf in leaves(optimizer) if type(leaf) is megatron_core().distributed_optimizer]
+    for leaf in distributed:
+        leaf.get_parameter_state_dp_zero = partial(_gathered_with_padding, leaf, leaf.get_parameter_state_dp_zero)
+    try:
+        yield
+    finally:
+        for leaf in distributed:
+            del leaf.get_parameter_state_dp_zero  # the method of the class is seen again
+
+
+def _gathered_with_padding(leaf: Any, gather: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    gathered = gather(*args, **options)
+    if gathered is not None:
+        for number, buffer in enumerate(leaf.buffers):
+            for tensors in gathered[number].values():
+                flat = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
+                tensors.update({key: _with_padding(value, buffer) for key, value in flat.items()})
+    return gathered
+
+
+def _with_padding(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
+    padded = flat.new_zeros(buffer.numel)
+    at = 0
+    for bucket in buffer.buckets:
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[at : at + bucket.numel_unpadded]
+        at += bucket.numel_unpadded
+    return padded
 
 
 def make_loadable(optimizer: Any) -> None:

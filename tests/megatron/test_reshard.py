@@ -23,9 +23,9 @@ MOC = ("MoC", {"k": 1})
 TIMEOUT = 420
 
 
-def travel(store, ranks, *stops):
+def travel(place, ranks, *stops):
     """What each rank saw at each stop. Whole tensors are gathered, so that rank 0 tells those of all."""
-    return run_ranks(journey, ranks, str(store), list(stops), timeout=TIMEOUT)
+    return run_ranks(journey, ranks, str(place), list(stops), timeout=TIMEOUT)
 
 
 def require_alike(found, expected, but=()):
@@ -61,20 +61,19 @@ def check_moves(tmp_path, ranks, start, layouts, *, elsewhere=(), policy=DENSE, 
 
     Returns rank 0's view of the first and the second stop.
     """
-    store = tmp_path / "store"
     start, *layouts = (_with_batches(setup, ranks) for setup in (start, *layouts))
     train, stay = Stop(start, steps=steps, more=more, policy=policy), Stop(start, more=more, policy=policy)
     away = [Stop(layout, more=more, policy=policy) for layout in layouts]
     back = [Stop(layouts[-1], idle=1), Stop(start)]
-    views = travel(store, ranks, train, stay, *away, *([] if elsewhere else back))
+    views = travel(tmp_path, ranks, train, stay, *away, *([] if elsewhere else back))
     moved = [[view[number] for view in views] for number in range(2, 2 + len(layouts))]
     for other, layout in elsewhere:
-        visit = travel(store, other, Stop(_with_batches(layout, other), more=more, policy=policy))
+        visit = travel(tmp_path, other, Stop(_with_batches(layout, other), more=more, policy=policy))
         moved.append([view[0] for view in visit])
-    ended = (travel(store, ranks, *back) if elsewhere else [view[-2:] for view in views])[0]
+    ended = (travel(tmp_path, ranks, *back) if elsewhere else [view[-2:] for view in views])[0]
 
     first, again = views[0][:2]
-    held = as_committed(first, manifest_of(store, steps))
+    held = as_committed(first, manifest_of(tmp_path / "store", steps))
     require_alike(again["came"], first["left"] | {"tensors": held}, but=("tokens", "ages", "lost"))
     unbroken = {step: loss for step, loss in losses_of(views, 1).items() if step > steps}
     if policy is DENSE:
@@ -116,6 +115,7 @@ def test_other_layouts_of_two_ranks(tmp_path):
     check_moves(tmp_path, 2, start, layouts)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(tmp_path):
     """With the names of both culprits, and with nothing in memory changed."""
     start = replace(BASE, ep=2, precision="bf16")
@@ -127,13 +127,13 @@ def test_what_does_not_fit_is_refused(tmp_path):
         "layers": replace(start, layers=2),
     }
     window = ("MoEvement", {"window": 3})
-    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     stops = [Stop(other, resumes=False) for other in others.values()]
-    views = travel(dense, 2, Stop(start, steps=1), *stops)
-    views_sparse = travel(
-        sparse, 2, Stop(start, steps=4, policy=window), Stop(replace(start, ep=1), resumes=False, policy=window)
-    )
-    refused = dict(zip([*others, "window"], [*views[0][1:], views_sparse[0][1]], strict=True))
+    sparse = [
+        Stop(start, steps=4, policy=window, store="sparse"),
+        Stop(replace(start, ep=1), resumes=False, policy=window, store="sparse"),
+    ]
+    views = travel(tmp_path, 2, sparse[0], Stop(start, steps=1), *stops, sparse[1])
+    refused = dict(zip([*others, "window"], views[0][2:], strict=True))
     for name, view in refused.items():
         assert view["untouched"], name
     for name, difference in {

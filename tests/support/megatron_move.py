@@ -32,11 +32,13 @@ class Stop:
     options: dict[str, Any] = field(default_factory=dict)
     resumes: bool = True
     """False to take note of the error that ``attach`` or ``resume`` raises."""
+    store: str = "store"
+    """Where, below the place that all stops share."""
 
 
-def journey(rank: int, world_size: int, store: str, stops: list[Stop]) -> list[dict[str, Any]]:
+def journey(rank: int, world_size: int, place: str, stops: list[Stop]) -> list[dict[str, Any]]:
     """What was true at each stop."""
-    return [_visit(store, stop, number) for number, stop in enumerate(stops)]
+    return [_visit(f"{place}/{stop.store}", stop, number) for number, stop in enumerate(stops)]
 
 
 def _visit(store: str, stop: Stop, number: int) -> dict[str, Any]:

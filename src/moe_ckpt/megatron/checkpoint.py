@@ -10,11 +10,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.core.retention import RetentionPolicy
@@ -35,7 +34,14 @@ from moe_ckpt.megatron.side import (
     restore_generators,
 )
 from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.megatron.topology import data_parallel_groups, expert_rank, layout, require_groups, stage
+from moe_ckpt.megatron.topology import (
+    data_parallel_groups,
+    expert_rank,
+    layout,
+    local_ranks,
+    require_groups,
+    stage,
+)
 from moe_ckpt.megatron.world import World, exchange
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
 from moe_ckpt.policies.guard import guarded
@@ -111,7 +117,6 @@ def attach(
         max_failures=max_failures,
         sharding=sharding,
         pinned=torch.cuda.is_available(),
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
     )
     beside = all_stateful(scheduler, stateful or {})
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
@@ -173,7 +178,7 @@ class MegatronCheckpoint:
                 catalog=world.catalog,
                 state=self._state,
                 comm=comm,
-                settings=settings,
+                settings=replace(settings, local_ranks=local_ranks(comm)),
                 placement=world.placement(groups.dense, experts_apart=not self._state.shards),
                 lock=StoreLock(self._storage, job_name()),
                 on_phase=on_phase,

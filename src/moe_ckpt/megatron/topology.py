@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch.distributed as dist
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.state import Groups
+from moe_ckpt.megatron.world import all_digests
+from moe_ckpt.ports import Communicator
 
 
 def require_groups() -> None:
@@ -55,6 +60,12 @@ def layout(chunks: Sequence[Any]) -> dict[str, int]:
         "expert_tensor": state.get_expert_tensor_parallel_world_size(),
         "data": state.get_data_parallel_world_size(),
     }
+
+
+def local_ranks(comm: Communicator) -> int:
+    """Ranks that share this host's memory: as torchrun says, else (``srun``) those of one host name. A collective."""
+    digests = all_digests(hashlib.sha256(socket.gethostname().encode()).digest(), comm)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", digests.count(digests[comm.rank])))
 
 
 def stage() -> int:

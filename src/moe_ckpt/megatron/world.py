@@ -87,15 +87,15 @@ def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
 def exchange(own: Holding, comm: Communicator) -> World:
     """What all ranks hold, on every rank. A collective of the training thread."""
     raw = own.encode()
-    digests = _all_digests(hashlib.sha256(raw).digest(), comm)
+    digests = all_digests(hashlib.sha256(raw).digest(), comm)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank, digest in enumerate(digests):
         kinds.setdefault(digest, []).append(rank)
     return merge([(tuple(ranks), Holding.decode(comm.share(raw, ranks[0]))) for ranks in kinds.values()])
 
 
-def _all_digests(digest: bytes, comm: Communicator) -> list[tuple[int, ...]]:
-    """The first 16 bytes of every rank's digest, as two whole numbers each."""
+def all_digests(digest: bytes, comm: Communicator) -> list[tuple[int, ...]]:
+    """The first 16 bytes of every rank's digest, as two whole numbers each. A collective of the training thread."""
     words = np.frombuffer(digest[:16], dtype=np.int64)
     slots = np.full((comm.world_size, len(words)), np.iinfo(np.int64).min, dtype=np.int64)
     slots[comm.rank] = words

@@ -127,6 +127,8 @@ def optimizers(rank: int, world_size: int, root: str) -> dict[str, Said]:
     with changed(leaf, "config", replace(leaf.config)):
         object.__setattr__(leaf.config, "use_precision_aware_optimizer", True)
         found["precision aware"] = said(lambda: attach(built, root))
+    with changed(leaf.config, "overlap_param_gather_with_optimizer_step", True):
+        found["gathers in step"] = said(lambda: attach(built, root, policy=("MoEvement", {})))
     other = megatron_gpt.build(SETUP, 2)
     found["other chunks"] = said(lambda: attach(replace(built, optimizer=other.optimizer), root))
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])

@@ -56,6 +56,7 @@ def test_optimizers_whose_state_is_elsewhere(tmp_path: Path):
         "muon": ("UnsupportedError", "FP32Optimizer with TensorParallelMuon", adam),
         "torch's own": ("UnsupportedError", "Adam", adam),
         "precision aware": ("UnsupportedError", "use_precision_aware_optimizer", "Set it to False"),
+        "gathers in step": ("UnsupportedError", "overlap_param_gather_with_optimizer_step", "Set it to False"),
         "other chunks": ("ConfigError", "none of the model chunks", "give the chunks that it was made from"),
     }
     found = only(bad_input.optimizers, tmp_path)

@@ -24,6 +24,7 @@ from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.megatron.inventory import require_experts, take_inventory
+from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.resuming import Replaying, load, require_same_layout
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.side import (
@@ -121,6 +122,8 @@ def attach(
     beside = all_stateful(scheduler, stateful or {})
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     policy = guarded(policy, guard, plt_budget)
+    if uses_windows(policy):
+        require_quiet_weights(optimizer)
     return MegatronCheckpoint(
         chunks, optimizer, beside, policy, os.fspath(dirpath), settings, resume, save_last, on_phase
     )

@@ -98,6 +98,19 @@ def _check(leaf: Any, version: str) -> None:
         )
 
 
+def require_quiet_weights(optimizer: Any) -> None:
+    """Raise ``UnsupportedError`` if weights are still being gathered from other ranks when ``step`` has returned.
+
+    What a window loads into them would be written over. (``overlap_param_gather`` alone gathers in the next forward
+    pass, from what was loaded.)
+    """
+    if any(getattr(leaf.config, "overlap_param_gather_with_optimizer_step", False) for leaf in leaves(optimizer)):
+        raise UnsupportedError(
+            "overlap_param_gather_with_optimizer_step gathers weights while a sparse window would be loaded into them. "
+            "Set it to False (overlap_param_gather may stay), or choose a policy without windows."
+        )
+
+
 def slots(optimizer: Any) -> dict[nn.Parameter, Slot]:
     """Model parameter -> its slot, for all that any optimizer updates."""
     core = megatron_core()

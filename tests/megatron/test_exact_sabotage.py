@@ -69,7 +69,8 @@ def killed(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
 def test_nothing_left_out(name, killed, tmp_path):
-    last_life(name, killed, tmp_path, None)
+    ended = last_life(name, killed, tmp_path, None)
+    assert bool(ended.replayed(-1)) == (name == "windows")
 
 
 @pytest.mark.slow
@@ -82,4 +83,6 @@ def test_one_thing_left_out(name, broken, match, killed, tmp_path):
 def last_life(name, killed, directory, broken):
     shutil.copytree(killed(name), directory, dirs_exist_ok=True)
     case = BASES[name]
-    require_exact(case, directory, finish(case, directory, broken))
+    ended = finish(case, directory, broken)
+    require_exact(case, directory, ended)
+    return ended

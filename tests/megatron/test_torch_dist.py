@@ -284,6 +284,10 @@ def refusing(rank, world_size, place, setup):
     megatron.export_torch_dist(path + "_whole", *parts(built), iteration=1)
     other = job(replace(setup, ep=1), 2)
     told(ConfigError, megatron.import_torch_dist, path + "_whole", *parts(other))
+    other = job(replace(setup, dist_opt=False), 2)
+    before = bits(other)
+    told(ConfigError, megatron.import_torch_dist, path + "_whole", *parts(other))
+    assert bits(other) == before
     return said
 
 
@@ -300,6 +304,7 @@ def test_what_is_refused(tmp_path):
             "is not empty",
             "holds no optimizer",
             "holds 2 optimizers, and this run has 1",
+            "was saved with the distributed optimizer, and this run is without it",
         ),
         strict=True,
     ):

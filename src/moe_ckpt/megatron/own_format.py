@@ -19,6 +19,8 @@ from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.optimizers import STEP, leaves, make_state, slots, write_step
 
 _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+SHARDING = "param_state_sharding_type"
+"""Where Megatron says in which form it saved the distributed optimizer; absent for the others."""
 _LOADERS = {
     "fully_reshardable": "load_parameter_state_from_fully_reshardable",
     "dp_reshardable": "load_parameter_state_from_dp_reshardable",
@@ -114,7 +116,7 @@ def _step_in(state: Mapping[str, Any]) -> int | None:
 
 def _load_distributed(leaf: Any, state: dict[str, Any]) -> None:
     """Hyperparameters first, then tensors while no step counts are about (:936-940 looks for them in the tensors)."""
-    tensors, kind = state.pop("param_state", None), state.pop("param_state_sharding_type", None)
+    tensors, kind = state.pop("param_state", None), state.pop(SHARDING, None)
     if kind not in _LOADERS:
         raise UnsupportedError(
             f"the checkpoint has the distributed optimizer's state in the form {kind!r}, which is not known here. "
@@ -127,10 +129,11 @@ def _load_distributed(leaf: Any, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_steps(inner: Any) -> Iterator[None]:
-    """Step counts out of the inner optimizer's state for a while; each comes back as a tensor of its own (:785-789)."""
+    """Step counts out of the inner optimizer's state for a while. They are one tensor for all parameters (:785-789), on
+    which each of them would count every step: ``write_step`` gives each its own."""
     taken = {parameter: state.pop(STEP) for parameter, state in inner.state.items() if STEP in state}
     try:
         yield
     finally:
         for parameter, step in taken.items():
-            inner.state[parameter][STEP] = step.clone() if isinstance(step, torch.Tensor) else step
+            inner.state[parameter][STEP] = step

@@ -30,7 +30,7 @@ from moe_ckpt.megatron.checkpoint import Progress
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.inventory import unwrapped
 from moe_ckpt.megatron.optimizers import read_step
-from moe_ckpt.megatron.own_format import buckets_in_place, load_optimizer, make_loadable
+from moe_ckpt.megatron.own_format import SHARDING, buckets_in_place, load_optimizer, make_loadable
 from moe_ckpt.megatron.side import Stateful, capture_generators, restore_generators
 from moe_ckpt.megatron.topology import require_groups
 
@@ -145,10 +145,13 @@ def import_torch_dist(
     common = serialization.load_common_state_dict(path)
     chunks = _chunks(model_chunks)
     metadata = serialization.load_content_metadata(preloaded_state_dict=common) or dict(_METADATA)
-    state = _model_state(chunks, metadata)
     with_optimizer = optimizer is not None and not weights_only
     if with_optimizer:
         _require_optimizer(path, common, optimizer)
+    if scheduler is not None and not weights_only and "opt_param_scheduler" not in common:
+        raise ConfigError(f"{path} holds no scheduler: give scheduler=None, and set the schedule yourself")
+    state = _model_state(chunks, metadata)
+    if with_optimizer:
         make_loadable(optimizer)
         with buckets_in_place(optimizer):
             state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=True, metadata=dict(metadata))
@@ -163,8 +166,6 @@ def import_torch_dist(
     elif optimizer is not None:
         optimizer.reload_model_params()
     if scheduler is not None and not weights_only:
-        if "opt_param_scheduler" not in common:
-            raise ConfigError(f"{path} holds no scheduler: give scheduler=None, and set the schedule yourself")
         scheduler.load_state_dict(common["opt_param_scheduler"])
     if generators is not None:
         _restore(generators.key, loaded[generators.key])
@@ -220,17 +221,24 @@ def _message_device() -> torch.device:
 
 
 def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> None:
-    """Raise ``ConfigError`` where Megatron's loader would fail over how many optimizers there are."""
+    """Raise ``ConfigError`` where Megatron's loader would fail half-way: another number or kind of optimizers."""
     if "optimizer" not in common:
         raise ConfigError(f"{path} holds no optimizer: give weights_only=True to begin from its weights")
     stored = common["optimizer"]
-    there = len(stored) if all(isinstance(key, int) for key in stored) else 1
-    here = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    if here != there:
+    there = list(stored.values()) if all(isinstance(key, int) for key in stored) else [stored]
+    here = getattr(optimizer, "chained_optimizers", [optimizer])
+    advice = "Do likewise, or give weights_only=True, or use a checkpoint of moe_ckpt, which opens on any layout"
+    if len(here) != len(there):
         raise ConfigError(
-            f"{path} holds {there} optimizers, and this run has {here}: Megatron keeps one for experts and one for the "
-            "rest with expert parallelism above 1, and cannot load one from the other. Use the expert parallelism of "
-            "that run, weights_only=True, or a checkpoint of moe_ckpt"
+            f"{path} holds {len(there)} optimizers, and this run has {len(here)}: Megatron keeps one for experts and "
+            f"one for the rest with expert parallelism above 1, and cannot load one from the other. {advice}"
+        )
+    saved = any(SHARDING in each for each in there)
+    used = any(type(each) is megatron_core().distributed_optimizer for each in here)
+    if saved != used:
+        raise ConfigError(
+            f"{path} was saved with{'' if saved else 'out'} the distributed optimizer, and this run is with"
+            f"{'' if used else 'out'} it: Megatron cannot load one from the other. {advice}"
         )
 
 

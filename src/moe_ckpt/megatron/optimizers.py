@@ -232,7 +232,9 @@ def write_step(optimizer: Any, step: int | None) -> None:
     for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             fused = not isinstance(leaf.optimizer, _DISTINCT_STEP)
-            if step is not None and (STEP in group or fused):
+            if step is None:
+                group.pop(STEP, None)  # as before the first step
+            elif STEP in group or fused:
                 old = group.get(STEP)
                 group[STEP] = old.fill_(step) if isinstance(old, torch.Tensor) else step
             for parameter in group["params"]:

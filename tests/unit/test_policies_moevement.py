@@ -429,7 +429,8 @@ def test_operators_that_cannot_be_parted_are_anchored_together():
 
 
 def two_stages(second, ranks=(2, 2)):
-    return Placement((), (0,), ranks, {op: int(op in second) for op in ALL})
+    owners = ((0, 0, 1, 1), (2, 2, 3, 3))
+    return Placement(owners, (0,), ranks, {op: int(op in second) for op in ALL})
 
 
 def test_each_pipeline_stage_is_cut_by_itself():
@@ -459,3 +460,21 @@ def test_a_stage_with_little_to_save_does_not_shorten_the_window_of_another():
     assert report.size > 2
     assert report.fits
     assert set(report.window.slots[0]) > few
+
+
+def test_a_window_grows_until_no_owner_has_too_much():
+    """All popular experts on one rank: by even shares W = 2 would do, but one slot's experts would be that rank's."""
+    owners = Placement(((0, 0, 1, 1), (0, 0, 1, 1)), (0, 1), (2,), expert_ranks=1)
+    hot = counts([9, 9, 1, 1], [9, 9, 1, 1])
+    known = {"ranks": 2, "activity": hot, "measured": at(45.0)}
+    assert MoEvement().explain(facts(**known)).size == 2
+    report = MoEvement().explain(facts(placement=owners, **known))
+    assert report.size > 2
+    assert report.fits
+
+
+def test_among_equals_the_owners_take_turns():
+    owners = Placement(((0, 0, 1, 1), (0, 0, 1, 1)), (0, 1), (2,), expert_ranks=1)
+    window = MoEvement(window=4).plan(facts(ranks=2, placement=owners)).window
+    experts = [op for op in window.order if op.startswith("expert/0/")]
+    assert experts == ["expert/0/0", "expert/0/2", "expert/0/1", "expert/0/3"]

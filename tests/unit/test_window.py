@@ -228,3 +228,17 @@ def test_stages_cut_by_themselves_never_weigh_more_than_cut_as_one(data, count, 
         assert sorted(op for slot in apart for op in slot) == sorted(order)
         together = balance(order, weights, most)
         assert max(share_bytes(apart, weights, lanes)) <= max(share_bytes(together, weights, lanes))
+
+
+def test_an_expert_weighs_on_its_owner_alone():
+    """Two owners of two experts each, on a stage of two ranks; the gate is divided."""
+    sizes = {op: OperatorBytes(6, 1) for op in ("expert/0/0", "expert/0/1", "expert/0/2", "expert/0/3", "gate/0")}
+    placement = Placement(((0, 0, 1, 1),), (0, 1), (2,), expert_ranks=1)
+    lanes = lanes_of(tuple(sizes), 2, placement)
+    together = (("expert/0/0", "expert/0/1", "gate/0"), ("expert/0/2", "expert/0/3"))
+    apart = (("expert/0/0", "expert/0/2", "gate/0"), ("expert/0/1", "expert/0/3"))
+    # Rank 0: both experts in full and half of the gate; rank 1: two as compute weights and half of the gate.
+    assert share_bytes(together, sizes, lanes) == (12 + 3, 12)
+    assert share_bytes(apart, sizes, lanes) == (6 + 1 + 3, 6)
+    shared = Placement(((0, 0, 2, 2),), (0, 1), (4,), expert_ranks=2)
+    assert share_bytes(together, sizes, lanes_of(tuple(sizes), 4, shared)) == (6 + 2, 6)

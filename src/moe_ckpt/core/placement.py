@@ -24,6 +24,8 @@ class Placement:
     stages: of parts of the model between which no rank is shared (pipeline stages), the number of ranks each.
     stage_of: operator -> its place in ``stages``; 0 for what is not named.
     experts_apart: peers hold different experts, and each writes those that it owns (expert parallelism).
+    expert_ranks: how many ranks divide the bytes of each expert between them; None where the rest is dealt out so that
+        experts and it together weigh alike on all ranks.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -31,6 +33,7 @@ class Placement:
     stages: tuple[int, ...]
     stage_of: Mapping[str, int] = field(default_factory=dict)
     experts_apart: bool = False
+    expert_ranks: int | None = None
 
 
 @lru_cache(maxsize=64)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
+from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, save_slot
 
@@ -141,21 +142,47 @@ def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots
 class Lane:
     """Operators over whose bytes the same ranks divide: those of a pipeline stage, or all.
 
-    order: in which they are anchored. ranks: how many. An even share is assumed, of experts too.
+    order: in which they are anchored. ranks: how many, of even shares but for experts that have an owner.
+    owners: expert -> its owner, of whose kind there are ``expert_ranks`` with a share in it each.
     """
 
     order: tuple[str, ...]
     ranks: int
+    owners: Mapping[str, int] = field(default_factory=dict)
+    expert_ranks: int = 1
+
+    def most_on_a_rank(self, slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> list[int]:
+        """Bytes of each slot's snapshot on the rank that has most of it. slots: of this lane's operators."""
+        apart: dict[int, list[list[str]]] = {}
+        for at, slot in enumerate(slots):
+            for op in slot:
+                owner = self.owners.get(op, _SHARED)
+                apart.setdefault(owner, [[] for _ in slots])[at].append(op)
+        even = slot_bytes(apart.pop(_SHARED, [[] for _ in slots]), sizes)
+        owned = [slot_bytes(parts, sizes) for parts in apart.values()] or [(0,) * len(even)]
+        most = map(max, zip(*owned, strict=True))
+        return [-(-n // self.ranks) + -(-m // self.expert_ranks) for n, m in zip(even, most, strict=True)]
+
+
+_SHARED = -1
 
 
 def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = None) -> tuple[Lane, ...]:
     """``order`` by pipeline stage. ranks: of the run, all in one lane where there is no placement."""
-    if placement is None or len(placement.stages) == 1:
+    if placement is None:
         return (Lane(tuple(order), ranks),)
     found: list[list[str]] = [[] for _ in placement.stages]
     for op in order:
         found[placement.stage_of.get(op, 0)].append(op)
-    return tuple(Lane(tuple(ops), width) for ops, width in zip(found, placement.stages, strict=True) if ops)
+    owners: dict[str, int] = {}
+    if placement.expert_ranks is not None:
+        for layer, row in enumerate(placement.owners):
+            owners.update({expert_id(layer, expert): rank for expert, rank in enumerate(row)})
+    return tuple(
+        Lane(tuple(ops), width, owners, placement.expert_ranks or 1)
+        for ops, width in zip(found, placement.stages, strict=True)
+        if ops
+    )
 
 
 def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:
@@ -170,8 +197,7 @@ def share_bytes(
     found = []
     for lane in lanes:
         own = frozenset(lane.order)
-        parts = [[op for op in slot if op in own] for slot in slots]
-        found.append([-(-nbytes // lane.ranks) for nbytes in slot_bytes(parts, sizes)])
+        found.append(lane.most_on_a_rank([[op for op in slot if op in own] for slot in slots], sizes))
     return tuple(map(max, zip(*found, strict=True)))
 
 

@@ -6,7 +6,7 @@ and optimizer state, with tensors still on disk until they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,10 +89,17 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     return WholeCheckpoint(reader, manifest, rank, state, parameters, extras, tuple(optimizers), tuple(keys))
 
 
-def all_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
-    """Buffers, where ranks hold different layers: those of one name are alike."""
+def all_buffers(
+    reader: StoreReader, manifest: Manifest, names: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Buffers, where ranks hold different layers: those of one name are alike.
+
+    names: enough of them; None for all there are.
+    """
     found: dict[str, Any] = {}
     for rank in range(manifest.world_size):
+        if names is not None and found.keys() >= set(names):
+            break
         found |= reader.state(manifest, rank)["plain"]["buffers"]
     return found
 

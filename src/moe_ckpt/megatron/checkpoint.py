@@ -250,7 +250,8 @@ class MegatronCheckpoint:
             )
         else:
             self._adopt(restored)
-        restore_generators(plain["rng"])
+        if plain["layout"] == self._layout:  # on another one, no rank is the one whose numbers these are
+            restore_generators(plain["rng"])
         return Progress(self._step, self._consumed, restored=True)
 
     def _adopt(self, restored: Restored) -> None:

@@ -44,10 +44,10 @@ def write(optimizer: Any, stored: Mapping[str, Any]) -> None:
         for key in entry.keys() - {_EXPERT}:
             group[key] = fitted(group.get(key), entry[key])
     write_step(optimizer, stored["step"])
-    scales = [state for state in stored["scalers"] if state is not None]
+    scales = [state for state in stored["scalers"] if state]  # a constant scale has no state
     for number, leaf in enumerate(leaves(optimizer)):
         scaler = _scaler(leaf)
-        if scaler is not None and scales:  # all are alike: whether a step overflowed is decided together
+        if scaler is not None and scales:  # each sees its own overflows: by position, as far as there are as many
             scaler.load_state_dict(scales[min(number, len(scales) - 1)])
 
 

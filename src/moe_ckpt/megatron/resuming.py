@@ -23,6 +23,7 @@ _REPEATED: tuple[Repeated, ...] = (
     ("the hyperparameters of the optimizer", lambda state: state["plain"]["optimizer"]),
     ("the state of the scheduler or of another object in stateful=", lambda state: state["stateful"]),
     ("the number of consumed samples", lambda state: state["consumed_samples"]),
+    ("an expert bias or another buffer of a router, so that tokens took other ways", lambda s: s["plain"]["buffers"]),
 )
 
 
@@ -45,9 +46,9 @@ def load(
         )
     found = plain["plain"]
     if plain["layout"] != layout:
-        log.info("the checkpoint is of the layout %s; random numbers differ from here on", plain["layout"])
+        log.info("the checkpoint is of the layout %s: random numbers go on as they are seeded now", plain["layout"])
     if plain["layout"] != layout or not state.buffers <= found["buffers"].keys():
-        found = found | {"buffers": all_buffers(StoreReader(storage), manifest)}
+        found = found | {"buffers": all_buffers(StoreReader(storage), manifest, state.buffers)}
     restore_stateful(stateful, plain["stateful"])
     state.load_plain(found)
 

@@ -228,7 +228,8 @@ class World:
         order = sorted(set(self.stages.values()))
         ranks = tuple(sum(at == stage for at in self.stages.values()) for stage in order)
         places = {op: order.index(stage) for op, stage in stage_of.items()}
-        return Placement(tuple(map(tuple, owners)), tuple(peers), ranks, places, experts_apart)
+        divided = 1 if experts_apart else max(1, len(self.stages) // max(1, len({r for row in owners for r in row})))
+        return Placement(tuple(map(tuple, owners)), tuple(peers), ranks, places, experts_apart, divided)
 
 
 def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:

@@ -182,8 +182,18 @@ class MoEvement:
         """The fewest slots that keep within ``limit``, evened out; the best of ``max_window`` slots if none do."""
         if limit is None:
             return (tuple(op for lane in lanes for op in lane.order),)
-        needed = _needed(lanes, sizes, limit, self.max_window)
-        return _balanced(lanes, sizes, self.max_window if needed is None else needed)
+        needed = _needed(lanes, sizes, limit, self.max_window) or self.max_window
+        slots = _balanced(lanes, sizes, needed)
+        heaviest = max(share_bytes(slots, sizes, lanes))
+        # Experts of one owner may have come together in a slot: a longer window parts them, as far as that helps.
+        while heaviest > limit and needed < self.max_window:
+            needed += 1
+            longer = _balanced(lanes, sizes, needed)
+            lighter = max(share_bytes(longer, sizes, lanes))
+            if lighter >= heaviest:
+                break
+            slots, heaviest = longer, lighter
+        return slots
 
     def _too_large(self, lanes: Sequence[Lane], context: PolicyContext, size: int, heaviest: int) -> str:
         """Why no snapshot of this window fits in host memory, and what to change. heaviest: on one rank."""

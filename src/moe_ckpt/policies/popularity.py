@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import Activity, PolicyContext
 
@@ -71,8 +72,8 @@ class Ordering:
         now = shares(catalog, values)
         if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
             return former.order, former.frequencies
-        # values are in the order of layers and indices, which a stable sort keeps between equals.
-        return self._with_others(catalog, sorted(values, key=values.__getitem__)), now or None
+        # A stable sort keeps between equals the order of layers, and in each the experts of one owner after another's.
+        return self._with_others(catalog, sorted(_in_turns(context), key=values.__getitem__)), now or None
 
     def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
         """True when so much has changed that the order should be made anew.
@@ -122,6 +123,12 @@ def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
     # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
     sums = {layer: fsum(found) for layer, found in totals.items()}
     return {op: values[op] / sums[layer] for op, layer, _ in catalog.experts_by_layer if sums[layer] > 0}
+
+
+def _in_turns(context: PolicyContext) -> list[str]:
+    """Experts layer by layer, one of each owner rank in turn, so that a run of them loads the ranks evenly."""
+    rows = zip(context.catalog.layers, context.owners, strict=True)
+    return [expert_id(layer.index, expert) for layer, owners in rows for expert in interleaved_order(owners)]
 
 
 def _table(catalog: Catalog, values: Any) -> list[list[float]]:

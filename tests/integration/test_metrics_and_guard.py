@@ -386,7 +386,7 @@ def test_all_ranks_halt_at_the_same_step(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"plt_budget": 0.03}, r"plt_budget=0\.03\) without guard"),
+        ({"plt_budget": 0.03}, r"plt_budget=0\.03 without guard"),
         ({"guard": "panic"}, r"'escalate', 'dense', 'stop'"),
         ({"guard": "stop", "plt_budget": 5}, "between 0 and 1"),
         ({"guard": "stop", "policy": Guarded(MoC(1))}, "give the guard once"),

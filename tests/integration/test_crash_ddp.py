@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -24,6 +20,7 @@ from tests.integration.lives import (
     split_lives,
 )
 from tests.integration.recount import Recount, check_history
+from tests.support.torchrun import torchrun
 
 DENSE = Run(None, policy=("dense", 1), epochs=4, ranks=2)
 DENSE_3 = replace(DENSE, policy=("dense", 3), sampler="plain")
@@ -31,30 +28,12 @@ MOC = replace(DENSE, policy=("moc", 1), hashes=True, callback={"when_busy": "wai
 TWO_RANK_ORDER = (0, 2, 1, 3)
 
 
-def torchrun(run: Run, kills: tuple[Kill, ...], timeout_secs: float = 240) -> Run:
+def killed(run: Run, kills: tuple[Kill, ...]) -> Run:
     """Run to the end under torchrun; every kill must have happened. Returns the run as it was told."""
     run = replace(run, kills=KillSchedule(kills).to_json())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.ranks}"]
-    command += [f"--max-restarts={len(kills) + 1}", "-m", "tests.integration.crash_run", run.to_json()]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        # Without it gloo reads addresses of the dead from the rendezvous store (pytorch issue 135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    # A session of its own: on a timeout the launcher dies with its workers.
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    said = torchrun(
+        "tests.integration.crash_run", run.to_json(), ranks=run.ranks, restarts=len(kills) + 1, timeout_secs=240
     )
-    try:
-        said, _ = process.communicate(timeout=timeout_secs)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        pytest.fail(f"the job did not end in {timeout_secs} s\n{said[-6000:]}", pytrace=False)
-    assert process.returncode == 0, said[-6000:]
     fired = KillSchedule(kills).fired(f"{run.log}.kills")
     assert sorted(fired) == sorted(kills), f"fired: {json.dumps([asdict(kill) for kill in fired])}\n{said[-3000:]}"
     return run
@@ -79,12 +58,12 @@ def _check_moc(run: Run) -> Recount:
 
 def test_dense_loses_nothing(place):  # noqa: F811
     """Comes back in the middle of the second epoch, under a sampler that must be told so in time."""
-    run = torchrun(placed(replace(DENSE, sampler="plain"), place), (Kill(8, 1, "write"),))
+    run = killed(placed(replace(DENSE, sampler="plain"), place), (Kill(8, 1, "write"),))
     _check_dense(run, most_lives=2)
 
 
 def test_moc_loses_what_it_says(place):  # noqa: F811
-    run = torchrun(placed(MOC, place), (Kill(9, 0, "manifest"),))
+    run = killed(placed(MOC, place), (Kill(9, 0, "manifest"),))
     recount = _check_moc(run)
     assert recount.lost > 0
 
@@ -101,7 +80,7 @@ def test_moc_loses_what_it_says(place):  # noqa: F811
     ids=["compute", "rank-0-only", "writing"],
 )
 def test_dense_loses_nothing_however_often(run, kills, place):  # noqa: F811
-    run = torchrun(placed(run, place), kills)
+    run = killed(placed(run, place), kills)
     _check_dense(run, most_lives=len(kills) + 1)
 
 
@@ -109,4 +88,4 @@ def test_dense_loses_nothing_however_often(run, kills, place):  # noqa: F811
 @pytest.mark.parametrize("seed", range(4))
 def test_moc_loses_what_it_says_however_often(seed, place):  # noqa: F811
     schedule = KillSchedule.draw(seed, kills=random.Random(seed).randint(2, 3), ranks=2, first_step=3, last_step=17)
-    _check_moc(torchrun(placed(MOC, place), schedule.kills))
+    _check_moc(killed(placed(MOC, place), schedule.kills))

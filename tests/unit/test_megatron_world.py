@@ -122,7 +122,18 @@ def test_blocks_of_expert_tensor_parallelism_have_writers_of_their_own():
     world = world_of(*kinds)
     assert world.catalog.parameters[expert(0, 0).name] == SHAPE
     assert [world.expert_writer(expert(0, 0).name, half) for half in halves] == [0, 1]
-    assert world.placement((0,), experts_apart=True).owners == ((0,),), "the first of several that write parts"
+    placement = world.placement((0,), experts_apart=True)
+    assert placement.owners == ((0,),), "the first of several that write parts"
+    assert placement.expert_ranks == 2
+
+
+def test_what_a_distributed_optimizer_divides_has_one_owner_for_all_that_hold_it():
+    """EP2 x DP4: four ranks hold each expert. Each of them writes a range of it, or one of them all of it."""
+    world = copies(8)
+    divided = world.placement(range(8), experts_apart=False)
+    assert (divided.owners, divided.expert_ranks) == (((0, 0, 1, 1),), 4)
+    apart = world.placement(range(8), experts_apart=True)
+    assert (apart.owners, apart.expert_ranks) == (((0, 4, 1, 5),), 1)
 
 
 def test_placement_of_stages():

@@ -19,7 +19,8 @@ from moe_ckpt.core.operators import MoELayer
 class Placement:
     """Where the operators are. All but ``peers`` is alike on every rank.
 
-    owners: per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first.
+    owners: per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first,
+        which stands for them all where capacity is counted.
     peers: the ranks that hold all replicated state that this rank holds, itself included, in ascending order.
     stages: of parts of the model between which no rank is shared (pipeline stages), the number of ranks each.
     stage_of: operator -> its place in ``stages``; 0 for what is not named.

@@ -138,6 +138,10 @@ def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots
     return _cut(order, runs.ends(enough, most_slots)) or ()
 
 
+_SHARED = -1
+"""Stands for an owner where there is none."""
+
+
 @dataclass(frozen=True)
 class Lane:
     """Operators over whose bytes the same ranks divide: those of a pipeline stage, or all.
@@ -162,9 +166,6 @@ class Lane:
         owned = [slot_bytes(parts, sizes) for parts in apart.values()] or [(0,) * len(even)]
         most = map(max, zip(*owned, strict=True))
         return [-(-n // self.ranks) + -(-m // self.expert_ranks) for n, m in zip(even, most, strict=True)]
-
-
-_SHARED = -1
 
 
 def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = None) -> tuple[Lane, ...]:

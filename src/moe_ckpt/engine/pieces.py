@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
@@ -32,6 +32,10 @@ class Piece:
     source: torch.Tensor
 
 
+Held: TypeAlias = "tuple[Span, StateTensor, torch.Tensor]"
+"""An operator's rows of a tensor, the tensor, its local block detached from autograd."""
+
+
 class LocalState:
     """This rank's tensors, by operator: so that describing a snapshot costs as much as it takes, not as all there is.
 
@@ -41,8 +45,7 @@ class LocalState:
     def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
         self.catalog = catalog
         self.tensors = tuple(tensors)
-        self.held: dict[str, list[tuple[Span, StateTensor, torch.Tensor]]] = {}
-        """Operator -> (its rows of a tensor, the tensor, its local block detached from autograd)."""
+        self.held: dict[str, list[Held]] = {}
         self.scattered: list[tuple[Operator, Span, StateTensor]] = []
         """State without rows of parameters that others than its home have a share in, with its home."""
         self._own: dict[str, list[Piece]] = {}
@@ -66,18 +69,7 @@ class LocalState:
     def pieces(self, operator: str, dealt: Dealt, rank: int) -> Iterable[Piece]:
         """What ``rank`` writes of one operator. The very same pieces again, where peers do not share in it."""
         known = self._own.get(operator)
-        if known is not None:
-            return known
-        op = self.catalog.by_id[operator]
-        found = [
-            piece
-            for span, tensor, block in self.held[operator]
-            for rows in (dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,))
-            if (piece := _piece(operator, rows, tensor, block)) is not None
-        ]
-        if not any(tensor.replicated for _, tensor, _ in self.held[operator]):
-            self._own[operator] = found
-        return found
+        return self._describe(self._own, operator, self.held[operator], dealt, rank) if known is None else known
 
     def light_pieces(self, operator: str, dealt: Dealt, rank: int, compute: ComputeTypes) -> Iterable[Piece]:
         """What ``rank`` writes of one operator's weights, in the types ``compute``; remembered like ``pieces``."""
@@ -86,16 +78,29 @@ class LocalState:
         known = self._own_light.get(operator)
         if known is not None:
             return known
-        op = self.catalog.by_id[operator]
         weights = [held for held in self.held[operator] if is_weight(held[1])]
+        return self._describe(self._own_light, operator, weights, dealt, rank, REPLAY, compute)
+
+    def _describe(
+        self,
+        kept: dict[str, list[Piece]],
+        operator: str,
+        held: Sequence[Held],
+        dealt: Dealt,
+        rank: int,
+        prefix: str = "",
+        compute: ComputeTypes | None = None,
+    ) -> list[Piece]:
+        """The pieces of ``held``; in ``kept`` from now on, unless peers share in them, each time otherwise."""
+        op, types = self.catalog.by_id[operator], compute or {}
         found = [
             piece
-            for span, tensor, block in weights
+            for span, tensor, block in held
             for rows in (dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,))
-            if (piece := _piece(operator, rows, tensor, block, REPLAY, compute.get(tensor.parameter))) is not None
+            if (piece := _piece(operator, rows, tensor, block, prefix, types.get(tensor.parameter))) is not None
         ]
-        if not any(tensor.replicated for _, tensor, _ in weights):
-            self._own_light[operator] = found
+        if not any(tensor.replicated for _, tensor, _ in held):
+            kept[operator] = found
         return found
 
     def in_order(self, operators: Collection[str]) -> Iterable[str]:

@@ -209,7 +209,8 @@ class MegatronCheckpoint:
     def resume(self, otherwise: Callable[[], Progress] | None = None) -> Progress:
         """Go on from the newest checkpoint that all ranks can load, on this layout or another. Once, before training.
 
-        At its end the random number generators stand where they stood: build everything that draws from them before.
+        At its end the random number generators stand where they stood (on another layout, where they were left): build
+        everything that draws from them before.
         After a failure in the middle of a sparse window (MoEvement), training goes on at the window's first step, and
         the steps up to its last are computed again exactly, by the same loop.
 
@@ -240,7 +241,7 @@ class MegatronCheckpoint:
 
     def _go_on(self, restored: Restored) -> Progress:
         plain = restored.plain
-        load(self._storage, restored.manifest, plain, self._state, self._stateful, self._layout)
+        load(self._storage, restored.manifest, plain, self._state, self._stateful)
         self._step, self._consumed = int(plain["iteration"]), int(plain["consumed_samples"])
         self.restored_step = restored.manifest.step
         if restored.replay is not None:
@@ -250,8 +251,10 @@ class MegatronCheckpoint:
             )
         else:
             self._adopt(restored)
-        if plain["layout"] == self._layout:  # on another one, no rank is the one whose numbers these are
+        if plain["layout"] == self._layout:
             restore_generators(plain["rng"])
+        else:  # no rank is the one whose numbers these are
+            self._say("the checkpoint is of the layout %s: random numbers go on as seeded now", plain["layout"])
         return Progress(self._step, self._consumed, restored=True)
 
     def _adopt(self, restored: Restored) -> None:

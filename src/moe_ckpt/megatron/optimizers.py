@@ -228,7 +228,7 @@ def _counts(leaf: Any) -> Iterator[int]:
 
 
 def write_step(optimizer: Any, step: int | None) -> None:
-    """Set the count everywhere, each parameter's in place: other tensors may be views of none of them."""
+    """Set the count everywhere. Each parameter gets a tensor of its own: Megatron's loader leaves one for all."""
     for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             fused = not isinstance(leaf.optimizer, _DISTINCT_STEP)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,6 @@ from moe_ckpt.recovery.divergence import Repeated, require_repeated
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.storage.base import Storage
-
-log = logging.getLogger("moe_ckpt")
 
 _REPEATED: tuple[Repeated, ...] = (
     ("the state of the random number generators", lambda state: state["rng"]),
@@ -33,11 +30,13 @@ def load(
     plain: Mapping[str, Any],
     state: MegatronTrainingState,
     stateful: Mapping[str, Stateful],
-    layout: Mapping[str, int],
 ) -> None:
     """Everything but tensors and random numbers, into live objects.
 
     Where this rank now holds other layers, their buffers are in the state files of other ranks.
+
+    Raises:
+        ConfigError: the checkpoint is not Megatron's, or of a run with other stateful objects or buffers.
     """
     if plain.get("framework") != "megatron":
         raise ConfigError(
@@ -45,9 +44,7 @@ def load(
             "optimizer and schedules cannot go on here"
         )
     found = plain["plain"]
-    if plain["layout"] != layout:
-        log.info("the checkpoint is of the layout %s: random numbers go on as they are seeded now", plain["layout"])
-    if plain["layout"] != layout or not state.buffers <= found["buffers"].keys():
+    if not state.buffers <= found["buffers"].keys():
         found = found | {"buffers": all_buffers(StoreReader(storage), manifest, state.buffers)}
     restore_stateful(stateful, plain["stateful"])
     state.load_plain(found)

@@ -215,20 +215,24 @@ class World:
         }
 
     def placement(self, peers: Sequence[int], *, experts_apart: bool) -> Placement:
-        """peers, experts_apart: see ``Placement``."""
+        """peers, experts_apart: see ``Placement``. Where experts are not apart, a distributed optimizer divides each
+        over all ranks that hold it, and the first of them stands for them all."""
         owners = [[0] * layer.experts for layer in self.layers]
         numbers = {layer.name: layer.index for layer in self.layers}
         stage_of: dict[str, int] = {}
+        divided = 1
         for name, tensor in self.tensors.items():
             moe, expert = tensor.owner
             first = min(tensor.blocks)
             if moe is not None and expert is not None:
-                owners[numbers[moe]][int(expert)] = self.expert_writer(name, first)
+                every = self.holders_of(name)
+                writers = [self.expert_writer(name, block) for block in tensor.blocks] if experts_apart else every
+                owners[numbers[moe]][int(expert)] = writers[0]
+                divided = max(divided, len(set(writers)))
             stage_of[self.operator_of[name]] = self.stages[self.holders[name, first][0]]
         order = sorted(set(self.stages.values()))
         ranks = tuple(sum(at == stage for at in self.stages.values()) for stage in order)
         places = {op: order.index(stage) for op, stage in stage_of.items()}
-        divided = 1 if experts_apart else max(1, len(self.stages) // max(1, len({r for row in owners for r in row})))
         return Placement(tuple(map(tuple, owners)), tuple(peers), ranks, places, experts_apart, divided)
 
 

@@ -60,8 +60,9 @@ def restore(
         copy_slices(reader, index.tensors, parameters)
         return
     state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(_MODEL)})
+    tensors = state.tensors()
     check_match(manifest, index, state.specs(), index.tensors)
-    copy_slices(reader, index.tensors, state.tensors())
+    copy_slices(reader, index.tensors, tensors)
 
 
 def weight_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:

@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 70
 
 LAYERS = (
     *("core", "policies", "format", "storage", "engine", "recovery"),
-    *("modeling", "data", "interop", "metrics", "callbacks", "megatron"),
+    *("sim", "modeling", "data", "interop", "metrics", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
 ADAPTERS = ("callbacks", "megatron")

@@ -1,0 +1,48 @@
+"""Checks of settings that are numbers: the error names the owner, the field and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from moe_ckpt.errors import ConfigError
+
+
+def above_zero(owner: str, **fields: Any) -> None:
+    """Every field is a finite number above 0; None is passed over."""
+    for name, value in fields.items():
+        if value is not None and not (_number(value) and value > 0):
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number above 0")
+
+
+def at_least(owner: str, least: float, **fields: Any) -> None:
+    """Every field is a finite number of at least ``least``; None is passed over."""
+    for name, value in fields.items():
+        if value is not None and not (_number(value) and value >= least):
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number of at least {least:g}")
+
+
+def portion(owner: str, **fields: Any) -> None:
+    """Every field is a number from 0 to 1."""
+    for name, value in fields.items():
+        if not (_number(value) and 0 <= value <= 1):
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must be a number from 0 to 1")
+
+
+def whole(owner: str, least: int = 1, **fields: Any) -> None:
+    """Every field is a whole number of at least ``least``; None is passed over."""
+    for name, value in fields.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must be a whole number of at least {least}")
+
+
+def one_of(owner: str, choices: Mapping[str, Any] | tuple[str, ...], **fields: Any) -> None:
+    """Every field is one of ``choices``."""
+    for name, value in fields.items():
+        if value not in tuple(choices):
+            raise ConfigError(f"{owner}({name}={value!r}): choose from {', '.join(map(repr, choices))}")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)

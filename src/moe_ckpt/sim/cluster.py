@@ -1,0 +1,160 @@
+"""Where a model is trained: machines, their links, and how the model lies on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from moe_ckpt.core.placement import Placement, expert_owner
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.sim.checks import above_zero, at_least, portion, whole
+from moe_ckpt.sim.model import SimModel
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and links.
+
+    pcie_bytes_per_sec: from one GPU to host memory, as snapshots get it. nic_bytes_per_sec: out of one node, all its
+        NICs together. nvlink_bytes_per_sec: of one GPU. storage_bytes_per_sec: of the whole cluster.
+    nic_share: portion of the NICs' rate that training leaves to checkpoints.
+    flops_per_sec: peak of one GPU. mfu: portion of it that training's arithmetic reaches.
+    alpha_secs: time to start one message of a collective.
+    host_memory_bytes: of one node, for checkpoints.
+    detect_secs: from a failure to its notice. restart_secs: from there to ranks that can load a checkpoint; a spare
+        has taken the place of the dead node by then. repair_secs: until a dead node is a spare again; None for never.
+    spare_nodes: at the start.
+    """
+
+    name: str
+    nodes: int
+    gpus_per_node: int = 8
+    pcie_bytes_per_sec: float = 16e9
+    nic_bytes_per_sec: float = 10e9
+    nvlink_bytes_per_sec: float = 300e9
+    storage_bytes_per_sec: float = 5e9
+    nic_share: float = 1.0
+    flops_per_sec: float = 312e12
+    mfu: float = 0.35
+    alpha_secs: float = 2e-5
+    host_memory_bytes: float = 880e9
+    detect_secs: float = 0.0
+    restart_secs: float = 15.0
+    repair_secs: float | None = 3600.0
+    spare_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        owner = f"Cluster {self.name!r}"
+        whole(owner, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        whole(owner, 0, spare_nodes=self.spare_nodes)
+        above_zero(owner, pcie_bytes_per_sec=self.pcie_bytes_per_sec, nic_bytes_per_sec=self.nic_bytes_per_sec)
+        above_zero(owner, nvlink_bytes_per_sec=self.nvlink_bytes_per_sec, flops_per_sec=self.flops_per_sec)
+        above_zero(owner, storage_bytes_per_sec=self.storage_bytes_per_sec, mfu=self.mfu, nic_share=self.nic_share)
+        above_zero(owner, host_memory_bytes=self.host_memory_bytes)
+        portion(owner, nic_share=self.nic_share, mfu=self.mfu)
+        at_least(owner, 0, alpha_secs=self.alpha_secs, detect_secs=self.detect_secs, restart_secs=self.restart_secs)
+        at_least(owner, 0, repair_secs=self.repair_secs)
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """``pp`` stages in each of ``dp`` pipelines whose stages are ``ep`` ranks wide: pp * dp * ep ranks (the papers'
+    way to count). Ranks are numbered stage by stage, then pipeline by pipeline; experts are split over ``ep``.
+
+    vpp: chunks of layers per stage (interleaved 1F1B).
+    """
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        whole("Parallel", pp=self.pp, dp=self.dp, ep=self.ep, vpp=self.vpp)
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.ep
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.ep
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on a cluster.
+
+    Raises:
+        ConfigError: more ranks than GPUs, more stages than layers.
+    """
+
+    model: SimModel
+    cluster: Cluster
+    parallel: Parallel
+
+    def __post_init__(self) -> None:
+        ranks, gpus = self.parallel.ranks, self.cluster.gpus
+        if ranks > gpus:
+            raise ConfigError(
+                f"Parallel(pp={self.parallel.pp}, dp={self.parallel.dp}, ep={self.parallel.ep}) needs {ranks} ranks, "
+                f"but Cluster {self.cluster.name!r} has {gpus} GPUs ({self.cluster.nodes} nodes)"
+            )
+        if self.parallel.pp * self.parallel.vpp > self.model.network_layers:
+            raise ConfigError(
+                f"Parallel(pp={self.parallel.pp}, vpp={self.parallel.vpp}): model {self.model.name!r} has only "
+                f"{self.model.network_layers} layers"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that ranks run on."""
+        return -(-self.parallel.ranks // self.cluster.gpus_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.cluster.gpus_per_node, self.parallel.ranks)
+
+    def stages_of(self, node: int) -> range:
+        """Pipeline stages that have a rank on ``node``."""
+        first = node * self.cluster.gpus_per_node
+        last = min(first + self.cluster.gpus_per_node, self.parallel.ranks) - 1
+        return range(first // self.parallel.stage_ranks, last // self.parallel.stage_ranks + 1)
+
+    def stage_at(self, layer: int) -> int:
+        """Stage of a layer of the network; chunks of interleaved stages go round."""
+        chunks = self.parallel.pp * self.parallel.vpp
+        at = min(max(layer, 0), self.model.network_layers - 1)
+        return (at * chunks // self.model.network_layers) % self.parallel.pp
+
+    @cached_property
+    def stage_of(self) -> Mapping[str, int]:
+        return {op: self.stage_at(layer) for op, layer in self.model.stage_layer.items()}
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Who owns what, as the Megatron adapter tells it: optimizer state is dealt over the ranks that hold copies."""
+        ep, width, dp = self.parallel.ep, self.parallel.stage_ranks, self.parallel.dp
+        owners = []
+        for layer in self.model.catalog.layers:
+            # Of a layer's experts, which all are on one stage, the first pipeline's rank stands for all that share it.
+            stage = self.stage_of[f"expert/{layer.index}/0"]
+            spread = min(ep, layer.experts)
+            owners.append(
+                tuple(stage * width + expert_owner(e, layer.experts, spread) for e in range(layer.experts))
+            )
+        apart = ep > 1
+        return Placement(
+            owners=tuple(owners),
+            peers=tuple(range(width)),
+            stages=(width,) * self.parallel.pp,
+            stage_of=self.stage_of,
+            experts_apart=apart,
+            expert_ranks=dp if apart else None,
+        )

@@ -1,0 +1,152 @@
+"""Everything a simulation needs, and everything it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.sim.checks import above_zero, whole
+from moe_ckpt.sim.cluster import Layout
+from moe_ckpt.sim.failures import Failures
+from moe_ckpt.sim.load import ExpertLoad
+from moe_ckpt.sim.model import Precision
+from moe_ckpt.sim.system import System
+from moe_ckpt.sim.training import Batch, Iteration
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run to simulate. The same scenario gives the same outcome, on any machine.
+
+    tokens_per_step: tokens that one iteration trains, before top-k.
+    """
+
+    layout: Layout
+    precision: Precision
+    batch: Batch
+    iteration: Iteration
+    failures: Failures
+    system: System
+    load: ExpertLoad = field(default_factory=ExpertLoad)
+    duration_secs: float = 12 * 3600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        above_zero("Scenario", duration_secs=self.duration_secs)
+        whole("Scenario", 0, seed=self.seed)
+        mean, cluster = self.failures.mean_secs, self.layout.cluster
+        down = cluster.detect_secs + cluster.restart_secs
+        if mean is not None and mean <= down:
+            raise ConfigError(
+                f"failures: a mean of {mean:g} s between failures is below the {down:g} s that Cluster "
+                f"{cluster.name!r} needs to notice one and to restart (detect_secs + restart_secs): training would never advance"
+            )
+        self.system.policy.check(self.layout.model.catalog)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch.sequences * self.layout.model.seq
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where the time went, in seconds. All together are the run's duration.
+
+    useful: iterations that were not lost later, each counted once and without stalls.
+    stall: training waited for checkpointing, lost iterations' stalls included.
+    lost: iterations that a failure undid, and parts of iterations.
+    down: from failures to restarted ranks. idle: waiting for a spare. retrieve: loading state. replay: computing
+        windows again, by all or by one stage.
+    """
+
+    useful: float = 0.0
+    stall: float = 0.0
+    lost: float = 0.0
+    down: float = 0.0
+    idle: float = 0.0
+    retrieve: float = 0.0
+    replay: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.useful + self.stall + self.lost + self.down + self.idle + self.retrieve + self.replay
+
+    @property
+    def recovery(self) -> float:
+        """What the papers call total recovery time: all but useful time and stalls."""
+        return self.total - self.useful - self.stall
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The run at one moment, taken at failures and now and then between them.
+
+    useful_steps: high-water mark of iterations done. plt: portion of lost tokens so far. k: experts per layer and
+        checkpoint, where the policy counts so. window: W. saved_fraction: bytes of the newest checkpoint or window's
+        heaviest slot over those of a dense one.
+    """
+
+    at_secs: float
+    useful_steps: int
+    lost_tokens: int = 0
+    plt: float = 0.0
+    k: int | None = None
+    window: int | None = None
+    saved_fraction: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    ettr: useful time over all time. steps: iterations done at the end. iteration_secs: of one, without stalls.
+    advances: False where training never got beyond a failure: the run was cut off, and ``verdict`` says why.
+    interval: iterations between checkpoints, the newest; None for windows. window: W of the newest window.
+    mean_stall_secs: per iteration. lost_tokens, plt: over all failures. reorders: windows in another order than the
+        one before.
+    plans: how often the policy was asked. Not part of what is predicted: a measure of the simulation's own work.
+    """
+
+    system: str
+    seed: int
+    spent: Spent
+    steps: int
+    iteration_secs: float
+    failures: int
+    fallbacks: int = 0
+    advances: bool = True
+    verdict: str = ""
+    interval: int | None = None
+    window: int | None = None
+    k: int | None = None
+    mean_stall_secs: float = 0.0
+    lost_tokens: int = 0
+    plt: float = 0.0
+    reorders: int = 0
+    history: tuple[Sample, ...] = field(default=(), repr=False)
+    plans: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def ettr(self) -> float:
+        return self.spent.useful / self.spent.total if self.spent.total else 0.0
+
+    def to_dict(self, history: bool = True) -> dict[str, Any]:
+        """Plain data, floats rounded to 9 significant digits, so that two machines write the same text."""
+        plain = {**asdict(self), "ettr": self.ettr}
+        if not history:
+            del plain["history"]
+        found: dict[str, Any] = _rounded(plain)
+        return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return value

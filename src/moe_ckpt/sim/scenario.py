@@ -41,7 +41,8 @@ class Scenario:
         if mean is not None and mean <= down:
             raise ConfigError(
                 f"failures: a mean of {mean:g} s between failures is below the {down:g} s that Cluster "
-                f"{cluster.name!r} needs to notice one and to restart (detect_secs + restart_secs): training would never advance"
+                f"{cluster.name!r} needs to notice one and to restart (detect_secs + restart_secs): training would "
+                "never advance"
             )
         self.system.policy.check(self.layout.model.catalog)
 

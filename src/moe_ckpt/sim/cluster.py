@@ -92,7 +92,7 @@ class Layout:
     """A model on a cluster.
 
     Raises:
-        ConfigError: more ranks than GPUs, more stages than layers.
+        ConfigError: more ranks than GPUs, more stages than layers. Embedding and head may have a stage each.
     """
 
     model: SimModel
@@ -106,10 +106,11 @@ class Layout:
                 f"Parallel(pp={self.parallel.pp}, dp={self.parallel.dp}, ep={self.parallel.ep}) needs {ranks} ranks, "
                 f"but Cluster {self.cluster.name!r} has {gpus} GPUs ({self.cluster.nodes} nodes)"
             )
-        if self.parallel.pp * self.parallel.vpp > self.model.network_layers:
+        if self.parallel.pp * self.parallel.vpp > self.model.network_layers + 2:
             raise ConfigError(
                 f"Parallel(pp={self.parallel.pp}, vpp={self.parallel.vpp}): model {self.model.name!r} has only "
-                f"{self.model.network_layers} layers"
+                f"{self.model.network_layers} layers, which with embedding and head are not enough for "
+                f"{self.parallel.pp * self.parallel.vpp} stages"
             )
 
     @property
@@ -128,10 +129,15 @@ class Layout:
         return range(first // self.parallel.stage_ranks, last // self.parallel.stage_ranks + 1)
 
     def stage_at(self, layer: int) -> int:
-        """Stage of a layer of the network; chunks of interleaved stages go round."""
-        chunks = self.parallel.pp * self.parallel.vpp
-        at = min(max(layer, 0), self.model.network_layers - 1)
-        return (at * chunks // self.model.network_layers) % self.parallel.pp
+        """Stage of a layer of the network; chunks of interleaved stages go round.
+
+        Layers are dealt evenly; embedding and head go with the first and the last, unless there are more stages.
+        """
+        chunks, layers = self.parallel.pp * self.parallel.vpp, self.model.network_layers
+        if chunks > layers:
+            layer, layers = layer + 1, layers + 2
+        at = min(max(layer, 0), layers - 1)
+        return (at * chunks // layers) % self.parallel.pp
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:

@@ -114,6 +114,7 @@ class SimModel:
 
     elements: parameters of each operator. stage_layer: operator -> layer of the network that it belongs to, -1 for what
         comes before the first and ``network_layers`` for what comes after the last.
+    hidden: width of what layers hand on; None where it is not known, and then iterations cannot be estimated.
     """
 
     name: str
@@ -123,6 +124,7 @@ class SimModel:
     network_layers: int
     top_k: int
     seq: int = 2048
+    hidden: int | None = None
 
     @cached_property
     def total(self) -> int:
@@ -162,6 +164,7 @@ def build(spec: ModelSpec) -> SimModel:
         spec.layers,
         spec.top_k,
         spec.seq,
+        spec.hidden,
     )
 
 

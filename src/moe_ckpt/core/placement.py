@@ -27,6 +27,8 @@ class Placement:
     experts_apart: peers hold different experts, and each writes those that it owns (expert parallelism).
     expert_ranks: how many ranks divide the bytes of each expert between them; None where the rest is dealt out so that
         experts and it together weigh alike on all ranks.
+    experts_whole: each expert is written by its owner alone, and the rest dealt out around that (plain data
+        parallelism): no rank writes less than the experts that it owns.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -35,6 +37,7 @@ class Placement:
     stage_of: Mapping[str, int] = field(default_factory=dict)
     experts_apart: bool = False
     expert_ranks: int | None = None
+    experts_whole: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -43,7 +46,7 @@ def everywhere(layers: tuple[MoELayer, ...], ranks: int) -> Placement:
     owners = tuple(
         tuple(expert_owner(expert, layer.experts, ranks) for expert in range(layer.experts)) for layer in layers
     )
-    return Placement(owners, tuple(range(ranks)), (ranks,))
+    return Placement(owners, tuple(range(ranks)), (ranks,), experts_whole=True)
 
 
 def expert_owner(expert: int, experts: int, ranks: int) -> int:

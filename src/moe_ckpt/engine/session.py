@@ -38,7 +38,7 @@ from moe_ckpt.engine.shares import ComputeTypes, inseparable, operator_bytes
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, step_dir
-from moe_ckpt.policies.base import Measured, Policy, PolicyContext, SparsePolicy, uses_windows
+from moe_ckpt.policies.base import Measured, Policy, PolicyContext, SparsePolicy, uses_sizes, uses_windows
 from moe_ckpt.ports import Communicator, StateTensor, TensorSpec, TrainingState
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
@@ -246,15 +246,15 @@ class CheckpointSession:
             self._carry_out(replace(plan, wait=True), capture, busy=False)
 
     def _plan(self, context: PolicyContext) -> SnapshotPlan:
-        """The policy's decision; one about windows needs to know what the operators weigh now."""
+        """The policy's decision; one about windows or bytes needs to know what the operators weigh now."""
         policy = self._policy
-        context = replace(context, placement=self._placement)
+        changes = self._weigh() if uses_windows(policy) or uses_sizes(policy) else 0
+        context = replace(context, placement=self._placement, sizes=self._sizes)
         if not uses_windows(policy):
             return policy.plan(context)
-        changes = self._weigh()
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
-        context = replace(context, sizes=self._sizes, inseparable=self._inseparable, snapshot_bytes=self._room)
+        context = replace(context, inseparable=self._inseparable, snapshot_bytes=self._room)
         plan = policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
@@ -279,10 +279,12 @@ class CheckpointSession:
 
     def _weigh(self) -> int:
         """Bring ``_sizes`` up to date; returns how often the set of tensors has changed."""
-        _, specs = self._describe()
+        tensors, specs = self._describe()
         self._layout.update(specs)
         if self._sized_at != self._layout.changes:
             self._sized_at = self._layout.changes
+            if not all(tensor.replicated for tensor in tensors):  # FSDP2: experts are divided over all ranks
+                self._placement = replace(self._placement, experts_whole=False)
             self._sizes = operator_bytes(self.catalog, specs, self._compute_types)
             self._inseparable = inseparable(self.catalog, specs)
         return self._layout.changes

@@ -44,6 +44,12 @@ class Measured:
     persist_bytes_per_sec: float | None = None
     recent_iteration_secs: float | None = None
 
+    @property
+    def saving_bytes_per_sec(self) -> float | None:
+        """The slower of both rates, since what is copied must be committed too; None until both are known."""
+        copied, persisted = self.copy_bytes_per_sec, self.persist_bytes_per_sec
+        return None if not copied or not persisted else min(copied, persisted)
+
 
 def _nothing() -> Counts:
     return np.zeros((0, 0), dtype=np.int64)
@@ -159,6 +165,11 @@ def uses_gate_weights(policy: Policy) -> bool:
     return bool(getattr(policy, "soft", False))
 
 
+def uses_sizes(policy: Policy) -> bool:
+    """True for a policy that is to be told ``PolicyContext.sizes`` though it has no windows (MoEtion)."""
+    return bool(getattr(policy, "sized", False))
+
+
 def interval_passed(step: int, last_step: int | None, every_n_steps: int) -> bool:
     """True when a multiple of ``every_n_steps`` lies in ``(last_step, step]``.
 
@@ -166,6 +177,20 @@ def interval_passed(step: int, last_step: int | None, every_n_steps: int) -> boo
     the multiples.
     """
     return step // every_n_steps > (last_step or 0) // every_n_steps
+
+
+def next_multiple(last_step: int | None, every_n_steps: int) -> int:
+    """The first step at which ``interval_passed`` is true."""
+    return ((last_step or 0) // every_n_steps + 1) * every_n_steps
+
+
+def next_due(policy: Policy, context: PolicyContext) -> int:
+    """The first step from ``context.step`` on at which the policy may want a checkpoint, if nothing else changes.
+
+    Asked by the simulator, which need not call ``plan`` before. A policy that does not say is asked at every step.
+    """
+    due = getattr(policy, "next_due", None)
+    return context.step if due is None else max(context.step, int(due(context)))
 
 
 def require_positive(policy: str, **values: int) -> None:

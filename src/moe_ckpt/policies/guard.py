@@ -8,7 +8,7 @@ from typing import Any
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Policy, PolicyContext, uses_gate_weights, uses_windows
+from moe_ckpt.policies.base import Policy, PolicyContext, uses_gate_weights, uses_sizes, uses_windows
 from moe_ckpt.policies.budget import at_risk, resolve_budget, tokens_left, top_up
 from moe_ckpt.policies.selection import Expert, experts_of
 
@@ -55,6 +55,11 @@ class Guarded:
     def soft(self) -> bool:
         """See ``policies.base.uses_gate_weights``."""
         return uses_gate_weights(self.policy)
+
+    @property
+    def sized(self) -> bool:
+        """See ``policies.base.uses_sizes``."""
+        return uses_sizes(self.policy)
 
     def explain(self, context: PolicyContext) -> Any:
         """Of the policy, if it has windows."""

@@ -26,7 +26,7 @@ from moe_ckpt.core.window import (
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Measured, PolicyContext, require_positive
+from moe_ckpt.policies.base import PolicyContext, require_positive
 from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
 from moe_ckpt.policies.window_report import WindowReport, time_limit_bytes
 
@@ -125,7 +125,7 @@ class MoEvement:
             context.sizes,
             context.ranks,
             context.measured.recent_iteration_secs,
-            _rate(context.measured),
+            context.measured.saving_bytes_per_sec,
             self.budget_fraction,
             context.snapshot_bytes,
             context.placement,
@@ -146,7 +146,7 @@ class MoEvement:
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
         measured = context.measured
-        return time_limit_bytes(measured.recent_iteration_secs, _rate(measured), self.budget_fraction)
+        return time_limit_bytes(measured.recent_iteration_secs, measured.saving_bytes_per_sec, self.budget_fraction)
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)
@@ -229,12 +229,6 @@ def _under_way(context: PolicyContext) -> Window | None:
     if window is None or not 0 < slot < window.size:
         return None
     return window
-
-
-def _rate(measured: Measured) -> float | None:
-    """Bytes per second of the slowest rank: what is copied each iteration must be committed each iteration too."""
-    copied, persisted = measured.copy_bytes_per_sec, measured.persist_bytes_per_sec
-    return None if not copied or not persisted else min(copied, persisted)
 
 
 def _needed(

@@ -1,0 +1,108 @@
+"""How many experts each layer may save, and which ones do (MoEtion, arXiv 2412.15411 v1, Algorithm 1).
+
+Whole numbers only: fractions of floats could round differently on another processor, and plans must be equal on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from moe_ckpt.policies.selection import Expert
+
+
+def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: int = 0) -> tuple[int, ...]:
+    """S[l], how many of ``total`` experts each layer saves, in proportion to what it has at risk.
+
+    ``S[l] = floor(R[l] / sum(R) * total)``; what is left goes to the largest fractions, one each. A layer whose part is
+    all its experts or more saves all, and the rest is shared out among the others by the same rule. Layers with
+    nothing at risk get something when the others are full, and all alike then, as when nothing is at risk anywhere.
+    So ``sum(S) = min(total, sum(sizes))``. (The paper only says "adjust S so that the sum is total".)
+
+    risk: ``R[l] >= 0``, unsaved tokens of each layer. sizes: experts of each.
+    first: equal fractions go to the layer with more at risk, then from this layer on, round and round.
+    """
+    shares = [0] * len(sizes)
+    left = min(total, sum(sizes))
+    sharing = [layer for layer, size in enumerate(sizes) if size]
+    while left and sharing:
+        at_risk = sum(risk[layer] for layer in sharing)
+        weight = {layer: risk[layer] if at_risk else 1 for layer in sharing}
+        whole = at_risk or len(sharing)
+        full = [layer for layer in sharing if left * weight[layer] >= sizes[layer] * whole]
+        if not full:
+            for layer in sharing:
+                shares[layer] = left * weight[layer] // whole
+            by_fraction = sorted(
+                sharing,
+                key=lambda layer: (-(left * weight[layer] % whole), -weight[layer], (layer - first) % len(sizes)),
+            )
+            for layer in by_fraction[: left - sum(shares[layer] for layer in sharing)]:
+                shares[layer] += 1
+            break
+        for layer in full:
+            shares[layer] = sizes[layer]
+        left -= sum(sizes[layer] for layer in full)
+        sharing = [layer for layer in sharing if layer not in full]
+    return tuple(shares)
+
+
+def owned_total(capacity: int, owned: Collection[int]) -> int:
+    """Experts that can be saved at once if no rank saves over ``capacity`` of those that it owns."""
+    return sum(min(capacity, count) for count in owned)
+
+
+def least_capacity(total: int, owned: Collection[int]) -> int:
+    """The smallest capacity per rank with which ``total`` experts can be saved, or all if there are fewer."""
+    wanted = min(total, sum(owned))
+    low, high = 0, max(owned, default=0)
+    while low < high:
+        middle = (low + high) // 2
+        if owned_total(middle, owned) >= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+class Taking:
+    """Experts taken one after the other, as long as their owner has capacity left.
+
+    owners: per MoE layer, the rank of each expert. capacity: experts per rank; None where it does not matter who owns
+    them.
+    taken: what was taken so far.
+    """
+
+    def __init__(self, owners: Sequence[Sequence[int]], capacity: int | None) -> None:
+        self.taken: set[Expert] = set()
+        self._owners, self._capacity = owners, capacity
+        self._load: Counter[int] = Counter()
+
+    def force(self, experts: Iterable[Expert]) -> None:
+        """Take ``experts`` whoever owns them."""
+        for expert in experts:
+            self._take(expert)
+
+    def take(self, ordered: Iterable[Expert], most: int, per_layer: Mapping[int, int] | None = None) -> None:
+        """Take from ``ordered``, best first, until ``most`` are taken in all.
+
+        per_layer: how many more of each layer, at most; None: any number.
+        """
+        left = None if per_layer is None else dict(per_layer)
+        for expert in ordered:
+            if len(self.taken) >= most:
+                return
+            layer, index = expert
+            if expert in self.taken or (left is not None and not left[layer]):
+                continue
+            if self._capacity is not None and self._load[self._owners[layer][index]] >= self._capacity:
+                continue
+            self._take(expert)
+            if left is not None:
+                left[layer] -= 1
+
+    def _take(self, expert: Expert) -> None:
+        if expert not in self.taken:
+            self.taken.add(expert)
+            self._load[self._owners[expert[0]][expert[1]]] += 1

@@ -74,6 +74,7 @@ CONFIG_GROUPS = {
     "moe_ckpt/policy": "checkfreq dense moc moc_dynamic moevement",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
+    "simulate/failures": "components gcp_like_6h llama3 none poisson trace weibull",
 }
 
 EXTRAS = "lightning hydra cli plot remote megatron recipes dev"

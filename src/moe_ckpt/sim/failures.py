@@ -1,15 +1,19 @@
-"""When nodes fail: Poisson, Weibull, or a trace; and how often, from what a cluster is made of."""
+"""When nodes fail: memoryless, Weibull, by what a cluster is made of, or never; traces are in ``sim.traces``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 
-from moe_ckpt.sim.checks import above_zero
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.sim.checks import above_zero, at_least, whole
+from moe_ckpt.sim.formulas import Component, system_mtbf_hours
 
 
 @dataclass(frozen=True)
@@ -25,21 +29,37 @@ class Failures(Protocol):
     """Where failures come from."""
 
     def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
-        """In order of time, without end unless the source has one. nodes: those that training runs on, 0 to nodes-1."""
+        """In order of time, without end unless the source has one. nodes: those that training runs on, 0 to nodes-1.
+
+        Several at one time are one failure that takes several nodes.
+        """
         ...
 
     @property
     def mean_secs(self) -> float | None:
-        """Mean time between failures of the whole job; None where nothing fails."""
+        """Mean time between failures of the whole job; None where nothing fails, or where a trace says when."""
         ...
 
 
-_MICRO = 1e6
+@dataclass(frozen=True)
+class NoFailures:
+    """Nothing ever fails."""
+
+    @property
+    def mean_secs(self) -> float | None:
+        return None
+
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+        return iter(())
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """Failures without memory, ``mtbf_secs`` apart on average, of a node drawn evenly."""
+    """Failures without memory, ``mtbf_secs`` apart on average, of a node drawn evenly.
+
+    The same seed gives the same failures on another scale of time: with half the MTBF each comes at half its time, on
+    the same node.
+    """
 
     mtbf_secs: float
 
@@ -51,7 +71,126 @@ class Poisson:
         return self.mtbf_secs
 
     def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+        whole("Poisson.events", nodes=nodes)
+        return self._drawn(rng, nodes)
+
+    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
         at = 0.0
         while True:
-            at += self.mtbf_secs * -math.log1p(-rng.random())
-            yield Event(round(at * _MICRO) / _MICRO, int(rng.integers(nodes)))
+            at += self.mtbf_secs * _waiting(rng)
+            yield Event(_whole_micros(at), _below(rng, nodes))
+
+
+@dataclass(frozen=True)
+class Weibull:
+    """Failures of the whole job, ``mtbf_secs`` apart on average, with Weibull-distributed times between them.
+
+    shape: below 1 failures come in bursts, with long quiet times (0.7 to 0.8 in high-performance computing: Schroeder
+        and Gibson, DSN 2006); 1 is Poisson, to the same draws; above 1 they come more evenly.
+
+    Each failure begins anew (a renewal process). The same seed scales with the MTBF as for ``Poisson``.
+    """
+
+    mtbf_secs: float
+    shape: float = 0.75
+
+    def __post_init__(self) -> None:
+        above_zero("Weibull", mtbf_secs=self.mtbf_secs)
+        # Below that nearly all failures come at once, and the mean is made by waits of a billion times itself.
+        at_least("Weibull", 0.1, shape=self.shape)
+
+    @property
+    def mean_secs(self) -> float | None:
+        return self.mtbf_secs
+
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+        whole("Weibull.events", nodes=nodes)
+        return self._drawn(rng, nodes)
+
+    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+        scale = self.mtbf_secs / math.gamma(1 + 1 / self.shape)
+        at = 0.0
+        while True:
+            at += scale * _waiting(rng) ** (1 / self.shape)
+            yield Event(_whole_micros(at), _below(rng, nodes))
+
+
+@dataclass(frozen=True)
+class Components:
+    """Failures without memory of what a cluster is made of; their rates add.
+
+    table: name -> {count, mtbf_hours, blast_nodes}, or ``Component``s. Counts are of all that can stop the job. The
+        order does not matter.
+
+    What failed is drawn by the rates, then where: a node evenly; with ``blast_nodes`` one of the groups of so many
+    neighbours, all of which fail at that time.
+    """
+
+    table: Mapping[str, Mapping[str, Any]] | Sequence[Component]
+
+    def __post_init__(self) -> None:
+        _ = self.parts
+
+    @cached_property
+    def parts(self) -> tuple[Component, ...]:
+        """What the table lists, by name."""
+        return _components(self.table)
+
+    @property
+    def mean_secs(self) -> float | None:
+        return system_mtbf_hours(self.parts) * 3600
+
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+        whole("Components.events", nodes=nodes)
+        return self._drawn(rng, nodes)
+
+    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+        mean = system_mtbf_hours(self.parts) * 3600
+        reach = list(accumulate(one.failures_per_hour for one in self.parts))
+        at = 0.0
+        while True:
+            at += mean * _waiting(rng)
+            point = rng.random() * reach[-1]
+            failed = next((one for one, end in zip(self.parts, reach, strict=True) if point < end), self.parts[-1])
+            group = failed.blast_nodes * _below(rng, -(-nodes // failed.blast_nodes))
+            for node in range(group, min(group + failed.blast_nodes, nodes)):
+                yield Event(_whole_micros(at), node)
+
+
+def _components(table: Mapping[str, Mapping[str, Any]] | Sequence[Component]) -> tuple[Component, ...]:
+    """By name, checked."""
+    found = tuple(_named(name, row) for name, row in table.items()) if isinstance(table, Mapping) else tuple(table)
+    if not found:
+        raise ConfigError("Components(table={}): name at least one component, or use failures: none")
+    names = [one.name for one in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"Components: {max(names, key=names.count)!r} is in the table twice")
+    return tuple(sorted(found, key=lambda one: one.name))
+
+
+_FIELDS = ("count", "mtbf_hours", "blast_nodes")
+
+
+def _named(name: str, row: Mapping[str, Any]) -> Component:
+    given = set(row) if isinstance(row, Mapping) else set()
+    if not {"count", "mtbf_hours"} <= given <= set(_FIELDS):
+        raise ConfigError(
+            f"Components(table[{name!r}]={row!r}): give count and mtbf_hours, and blast_nodes where one "
+            "takes down several nodes"
+        )
+    return Component(name, **row)
+
+
+def _waiting(rng: np.random.Generator) -> float:
+    """Exponential, of mean 1, by inversion: one draw, so that nothing else moves when a rate changes."""
+    return -math.log1p(-rng.random())
+
+
+def _below(rng: np.random.Generator, count: int) -> int:
+    """From 0 to ``count - 1``, by exactly one draw: times of failures do not depend on the number of nodes."""
+    return int(rng.random() * count)
+
+
+def _whole_micros(secs: float) -> float:
+    """Rounded: two machines' logarithms may differ in the last bit."""
+    return round(secs * 1e6) / 1e6

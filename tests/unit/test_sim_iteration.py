@@ -17,7 +17,7 @@ from moe_ckpt.sim.training import Batch
 SPEC = ModelSpec("m", layers=8, hidden=64, experts=16, top_k=2, expert_ffn=128, vocab=1000, seq=128, bias=False)
 MODEL = build(SPEC)
 CLUSTER = Cluster(
-    "c", nodes=64, flops_per_sec=1e12, mfu=0.5, nvlink_bytes_per_sec=1e11, nic_bytes_per_sec=8e9, alpha_secs=1e-6
+    "c", nodes=256, flops_per_sec=1e12, mfu=0.5, nvlink_bytes_per_sec=1e11, nic_bytes_per_sec=8e9, alpha_secs=1e-6
 )
 FREE = replace(CLUSTER, nvlink_bytes_per_sec=1e30, nic_bytes_per_sec=1e30, alpha_secs=0.0)
 """Links that cost nothing."""

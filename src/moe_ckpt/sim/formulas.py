@@ -70,10 +70,10 @@ def young_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
 
 
 def daly_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Likewise, of higher order, for checkpoints that are not short beside the MTBF (Daly, 2006, equation 37).
+    """Likewise, of higher order, for checkpoints that are not short beside the MTBF (Daly, FGCS 2006).
 
-    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d`` for ``d < 2M``, else ``M``. The two do not
-    quite meet: at ``d = 2M`` the first gives eight ninths of M.
+    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d`` for ``d < 2M``, else ``M``. The two do not quite meet: at
+    ``d = 2M`` the first gives eight ninths of M.
     """
     above_zero("daly_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
     if checkpoint_secs >= 2 * mtbf_secs:

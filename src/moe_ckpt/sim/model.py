@@ -36,11 +36,12 @@ class Precision:
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """What a paper says of the model. total, active: parameters. matched: which of the two the widths give."""
+    """What a paper says of the model. total, active: parameters; None where it does not say. matched: which of the two
+    the widths give: "total" or "both"."""
 
     name: str
     total: float
-    active: float
+    active: float | None = None
     matched: str = "both"
 
 

@@ -37,7 +37,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt.callbacks import MoECheckpoint, moe_checkpoint
-from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies import Dense, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
@@ -45,7 +45,7 @@ from tests.integration import sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
-POLICIES = {"dense": Dense, "moc": MoC, "moevement": MoEvement}
+POLICIES = {"dense": Dense, "moc": MoC, "moetion": MoEtion, "moevement": MoEvement}
 SAMPLERS = {"stateful": StatefulDistributedSampler, "plain": DistributedSampler}
 
 
@@ -53,7 +53,7 @@ SAMPLERS = {"stateful": StatefulDistributedSampler, "plain": DistributedSampler}
 class Run:
     """Everything that decides the run. ``store``: None trains without MoECheckpoint.
 
-    policy: its name, and Dense's interval, MoC's K or MoEvement's W. options: its other arguments.
+    policy: its name, and Dense's or MoEtion's interval, MoC's K or MoEvement's W. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase is reached; ("read", n) at the n-th
     read of the store. kills: a schedule of
     ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.

@@ -29,7 +29,7 @@ SURFACE = {
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "
         "PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"
     ),
-    "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC MoEvement Policy PolicyContext",
+    "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC MoEtion MoEvement Policy PolicyContext",
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
     "moe_ckpt.testing.megatron_cpu": "install",
@@ -46,6 +46,7 @@ POLICY_OPTIONS = {
     "Dense": "every_n_steps sync",
     "CheckFreq": "max_overhead profile_steps max_interval",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
+    "MoEtion": "every_n_steps experts selection budget_fraction",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts",
 }
 
@@ -71,7 +72,7 @@ RECORDS = {
 CONFIG_GROUPS = {
     "callbacks": "moe_ckpt",
     "moe_ckpt": "default",
-    "moe_ckpt/policy": "checkfreq dense moc moc_dynamic moevement",
+    "moe_ckpt/policy": "checkfreq dense moc moc_dynamic moetion moevement",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
     "simulate/failures": "components gcp_like_6h llama3 none poisson trace weibull",

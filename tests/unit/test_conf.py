@@ -21,7 +21,7 @@ from moe_ckpt.cli.train import config_directory, entry_point
 from moe_ckpt.cli.train import main as train_main
 from moe_ckpt.conf.schema import SCHEMAS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEvement
+from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = Path(conf.__file__).parent
@@ -62,7 +62,7 @@ def test_groups_are_those_that_are_documented():
     groups = {p.parent.relative_to(SHIPPED).as_posix(): choices(p.parent) for p in SHIPPED.rglob("*.yaml")}
     assert groups == {
         "moe_ckpt": ["default"],
-        "moe_ckpt/policy": ["checkfreq", "dense", "moc", "moc_dynamic", "moevement"],
+        "moe_ckpt/policy": ["checkfreq", "dense", "moc", "moc_dynamic", "moetion", "moevement"],
         "moe_ckpt/store": ["local", "remote"],
         "moe_ckpt/retention": ["milestones", "recent"],
         "callbacks": ["moe_ckpt"],
@@ -71,7 +71,13 @@ def test_groups_are_those_that_are_documented():
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("moc", MoC()), ("dense", Dense()), ("checkfreq", CheckFreq()), ("moevement", MoEvement())],
+    [
+        ("moc", MoC()),
+        ("dense", Dense()),
+        ("checkfreq", CheckFreq()),
+        ("moetion", MoEtion()),
+        ("moevement", MoEvement()),
+    ],
     ids=lambda v: str(v),
 )
 def test_policies_build_with_the_defaults_of_their_classes(user_app, name, policy):
@@ -104,6 +110,14 @@ def test_a_window_reaches_moevement(user_app):
         instantiate(user_app("moe_ckpt/policy=moevement", "moe_ckpt.policy.order=nope").moe_ckpt.policy)
 
 
+def test_what_moetion_saves_is_set_by_value(user_app):
+    own = ("moe_ckpt.policy.experts=2", "moe_ckpt.policy.selection=round_robin", "moe_ckpt.policy.budget_fraction=0.5")
+    policy = instantiate(user_app("moe_ckpt/policy=moetion", *own).moe_ckpt.policy)
+    assert policy == MoEtion(experts=2, selection="round_robin", budget_fraction=0.5)
+    with pytest.raises(InstantiationException, match=r"selection='nope'\): no such selection; choose from .*'popular'"):
+        instantiate(user_app("moe_ckpt/policy=moetion", "moe_ckpt.policy.selection=nope").moe_ckpt.policy)
+
+
 @pytest.mark.parametrize("budget", ["2", "-1", "0", "foo", "nan"])
 def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app, budget):
     for own in ("moe_ckpt.policy.plt_budget", "moe_ckpt.plt_budget"):
@@ -113,7 +127,7 @@ def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app
 
 
 def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
-    targets = {"dense": Dense, "checkfreq": CheckFreq, "moc": MoC, "moevement": MoEvement}
+    targets = {"dense": Dense, "checkfreq": CheckFreq, "moc": MoC, "moetion": MoEtion, "moevement": MoEvement}
     for name, policy in targets.items():
         described = {f.name: f.default for f in fields(SCHEMAS[name]) if f.name != "_target_"}
         assert described == {f.name: f.default for f in fields(policy)}, name

@@ -39,6 +39,15 @@ class MoCConfig:
 
 
 @dataclass
+class MoEtionConfig:
+    _target_: str = "moe_ckpt.policies.MoEtion"
+    every_n_steps: int = 1
+    experts: Optional[int] = None  # noqa: UP045
+    selection: str = "popular"
+    budget_fraction: float = 1.0
+
+
+@dataclass
 class MoEvementConfig:
     _target_: str = "moe_ckpt.policies.MoEvement"
     window: Optional[int] = None  # noqa: UP045
@@ -85,6 +94,7 @@ class CheckpointConfig:
     when_busy: str = "skip"
     max_failures: int = 5
     sharding: str = "adaptive"
+    profile: Optional[str] = None  # noqa: UP045
 
 
 SCHEMAS: dict[str, type] = {
@@ -92,6 +102,7 @@ SCHEMAS: dict[str, type] = {
     "dense": DenseConfig,
     "checkfreq": CheckFreqConfig,
     "moc": MoCConfig,
+    "moetion": MoEtionConfig,
     "moevement": MoEvementConfig,
     "store": StoreConfig,
     "retention": RetentionConfig,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import fsum
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,22 @@ class FaultRecord:
     lost_tokens: int
     stale_experts: int
     routed_tokens: int = 0
+
+
+def tokens_at_risk(unsaved: Counts, routed: Counts) -> float:
+    """Portion of tokens that a fault now would lose: of each MoE layer's own tokens, mean over layers; in [0, 1].
+
+    MoEtion (arXiv 2412.15411 v1), section 4.1: with ``unsaved`` as of a checkpoint it is MLT, the momentary lost tokens
+    of a recovery from that one. The paper writes a sum over layers; the mean is what its thresholds are about (no harm
+    up to 3 %, steep from 6 %, found by dropping that portion of tokens in every layer).
+
+    unsaved: ``[L, E]`` tokens that the recovered experts would lack. routed: ``[L, E]`` assignments in the span that is
+    asked about, such as ``TokenBook.applied`` for the run so far. A layer that got no token has none at risk.
+    """
+    if not len(routed):
+        return 0.0
+    lost, given = unsaved.sum(axis=1).tolist(), routed.sum(axis=1).tolist()
+    return fsum(part / whole for part, whole in zip(lost, given, strict=True) if whole) / len(given)
 
 
 @dataclass

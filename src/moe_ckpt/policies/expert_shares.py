@@ -7,8 +7,17 @@ ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
+
+from moe_ckpt.core.operators import MoELayer, expert_id
+from moe_ckpt.core.placement import everywhere
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.selection import Expert
 
 
@@ -106,3 +115,89 @@ class Taking:
         if expert not in self.taken:
             self.taken.add(expert)
             self._load[self._owners[expert[0]][expert[1]]] += 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The MoE layers of one pipeline stage, whose experts the same ranks save.
+
+    ranks: of the stage. owned: owner rank -> how many experts it owns.
+    by_owner: an owner's experts cannot be evened out with others'. divided: ranks that share the bytes of each expert,
+    beside their share of the rest; None where ranks are filled up evenly.
+    shared_bytes: all gates and non-experts. expert_bytes: the largest expert; 0 where sizes are not asked for.
+    """
+
+    layers: tuple[MoELayer, ...]
+    ranks: int
+    owned: Counter[int]
+    by_owner: bool
+    divided: int | None
+    shared_bytes: int = 0
+    expert_bytes: int = 0
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(layer.index for layer in self.layers)
+
+    @cached_property
+    def total(self) -> int:
+        return sum(layer.experts for layer in self.layers)
+
+    def affordable(self, limit: int) -> tuple[int, int | None]:
+        """(S_total, most of them that one rank may own) with which no rank has over ``limit`` bytes to save.
+
+        Three ways of division, as ``core.placement.Placement`` tells them:
+        - expert parallelism: each rank has an even share of the rest, and what it owns: the rest must fit, and what
+          remains buys the same number of experts for every owner;
+        - plain data parallelism: the rest is dealt out around the experts, so all bytes together must fit all ranks
+          together, and no rank may own more than fit it alone;
+        - everything divided evenly (FSDP): all bytes together must fit all ranks together.
+        """
+        each = max(self.expert_bytes, 1)
+        if self.divided is not None:
+            left = limit - -(-self.shared_bytes // self.ranks)
+            capacity = max(0, left * self.divided // each)
+            return owned_total(capacity, self.owned.values()), capacity
+        together = min(max(0, limit * self.ranks - self.shared_bytes) // each, self.total)
+        if not self.by_owner:
+            return together, None
+        capacity = limit // each
+        return min(together, owned_total(capacity, self.owned.values())), capacity
+
+    def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[Expert]:
+        """All experts: most unsaved tokens first, then the oldest, then by layer and index. Both ``[L, E]``."""
+        rows = np.repeat(self.rows, [layer.experts for layer in self.layers])
+        experts = np.concatenate([np.arange(layer.experts) for layer in self.layers])
+        order = np.lexsort((experts, rows, chosen_at[rows, experts], -unsaved[rows, experts]))
+        return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
+
+
+def stages_of(context: PolicyContext, *, weighed: bool) -> Iterator[Stage]:
+    """The stages that have MoE layers. weighed: with their bytes.
+
+    Raises:
+        ConfigError: ``context.sizes`` lacks operators that are to be weighed.
+    """
+    catalog = context.catalog
+    placement = context.placement or everywhere(catalog.layers, context.ranks)
+    stage_of = placement.stage_of
+    if weighed:
+        unknown = [op for op in catalog.everything if op not in context.sizes]
+        if unknown:
+            raise ConfigError(
+                f"MoEtion: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not "
+                f"there, such as {unknown[0]}; give MoEtion(experts=...) where sizes are not known"
+            )
+    for number, ranks in enumerate(placement.stages):
+        layers = tuple(layer for layer in catalog.layers if stage_of.get(expert_id(layer.index, 0), 0) == number)
+        if not layers:
+            continue
+        owned = Counter(rank for layer in layers for rank in placement.owners[layer.index])
+        by_owner = placement.experts_whole or placement.expert_ranks is not None
+        stage = Stage(layers, ranks, owned, by_owner, placement.expert_ranks)
+        if weighed:
+            sizes, rows = context.sizes, set(stage.rows)
+            shared = sum(sizes[op.id].full for op in catalog.always_saved if stage_of.get(op.id, 0) == number)
+            largest = max(sizes[op].full for op, layer, _ in catalog.experts_by_layer if layer in rows)
+            stage = replace(stage, shared_bytes=shared, expert_bytes=largest)
+        yield stage

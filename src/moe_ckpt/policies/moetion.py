@@ -1,0 +1,169 @@
+"""MoEtion (arXiv 2412.15411 v1): as many experts per checkpoint as fit beside an iteration, the most popular ones.
+
+Later versions of that paper are MoEvement, which is exact. This one bounds lost tokens instead, as MoC does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from math import ceil, isfinite
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import ConfigError, NoMoELayerError
+from moe_ckpt.policies.base import Measured, PolicyContext, interval_passed, next_multiple, require_positive
+from moe_ckpt.policies.expert_shares import Stage, Taking, layer_shares, least_capacity, stages_of
+from moe_ckpt.policies.load_aware import STALE_ROUNDS
+from moe_ckpt.policies.selection import Expert, experts_of, known
+from moe_ckpt.policies.window_report import time_limit_bytes
+
+SELECTIONS = ("popular", "round_robin")
+
+
+@dataclass(frozen=True)
+class MoEtion:
+    """Save all gates and non-experts, and the experts that the rest of a budget buys, at each checkpoint.
+
+    The budget is what a rank can save in the time between two checkpoints: ``rate * iteration time * every_n_steps *
+    budget_fraction``, with the slower of the measured rates of copying and of committing. Non-experts are paid first.
+    What that leaves is ``S_total`` experts, on the rank that has most to save (``Stage.affordable``), of each pipeline
+    stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
+    tokens are saved, ties oldest first, then lowest index (Algorithm 1, ``expert_shares.layer_shares``). What a layer
+    cannot save because the owners of its experts have no room left goes to the next best experts of all layers.
+
+    As in MoC, the other experts are taken from the checkpoint that saved them last, lost tokens are counted, and the
+    first checkpoint of a run is dense. At least one expert per layer (on average) is saved in any case, over the budget
+    if need be, so that all come round: also while rates are not known, after a start or a restart, so that the first
+    checkpoints measure them. An expert that was not saved for ``STALE_ROUNDS`` rounds goes first, since the file with
+    its last copy could never be deleted otherwise, and weight decay changes experts without tokens too; such experts
+    get at most half of a checkpoint, for many become overdue at once.
+
+    It writes to storage only. Replication to peers (the remote budget, Algorithm 2) is not in the engine yet. A boosted
+    capacity for experts that came back stale is not there yet. Asynchronous optimizer recomputation (Algorithm 3) is
+    not there yet.
+
+    experts: per layer on average, ``S_total / L``, instead of what the budget gives; every owner rank then saves about
+        equally many. None: by the budget.
+    selection: ``popular`` (the paper), or ``round_robin``, its baseline: even shares, oldest experts first.
+    budget_fraction: portion of the time between checkpoints that saving may take.
+    """
+
+    every_n_steps: int = 1
+    experts: int | None = None
+    selection: str = "popular"
+    budget_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("MoEtion", every_n_steps=self.every_n_steps)
+        if self.experts is not None:
+            require_positive("MoEtion", experts=self.experts)
+        if not isinstance(self.selection, str) or self.selection not in SELECTIONS:
+            raise ConfigError(
+                f"MoEtion(selection={self.selection!r}): no such selection; choose from {list(SELECTIONS)}"
+            )
+        value = self.budget_fraction
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        if not number or not 0 < value <= 1:
+            raise ConfigError(
+                f"MoEtion(budget_fraction={value!r}): budget_fraction must be a number above 0 and at most 1, the "
+                "portion of the time between checkpoints that saving may take"
+            )
+
+    @property
+    def sized(self) -> bool:
+        """See ``policies.base.uses_sizes``."""
+        return self.experts is None
+
+    def check(self, catalog: Catalog) -> None:
+        if not catalog.layers:
+            raise NoMoELayerError(
+                "MoEtion saves some experts of the MoE layers, but no MoE layer was found in the model. "
+                "Register the layer's class with moe_ckpt.register_moe(...), or use the Dense policy."
+            )
+        there = len(catalog.experts)
+        if self.experts is not None and self.experts * len(catalog.layers) > there:
+            raise ConfigError(
+                f"MoEtion(experts={self.experts}): the model has only {there} experts in {len(catalog.layers)} MoE "
+                f"layers, {there / len(catalog.layers):g} per layer"
+            )
+
+    def budget_bytes(self, measured: Measured) -> int | None:
+        """Most bytes of one checkpoint on one rank that there is time for; None while not known."""
+        secs = measured.recent_iteration_secs
+        between = None if secs is None else secs * self.every_n_steps
+        return time_limit_bytes(between, measured.saving_bytes_per_sec, self.budget_fraction)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        """The plan's ``k`` is the mean of experts per layer that fit, rounded down.
+
+        Raises:
+            ConfigError: the budget is known, but ``context.sizes`` lacks operators.
+        """
+        if not interval_passed(context.step, context.last_step, self.every_n_steps):
+            return save_nothing(context.step)
+        limit = self.budget_bytes(context.measured) if self.experts is None else None
+        missing = experts_of(context, context.missing)
+        experts, total = set(missing), 0
+        for stage in stages_of(context, weighed=limit is not None):
+            most, capacity = self._most(stage, limit)
+            experts |= self._choose(context, stage, most, capacity, missing)
+            total += most
+        chosen = {expert_id(*expert) for expert in experts} | set(context.missing)
+        chosen.update(op.id for op in context.catalog.always_saved)
+        stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
+        return replace(save_full(context.step, stored), k=total // max(len(context.catalog.layers), 1))
+
+    def _most(self, stage: Stage, limit: int | None) -> tuple[int, int | None]:
+        """How many experts of a stage are saved, and how many of them any rank may own. limit: bytes of one rank."""
+        most, capacity = (0, None) if limit is None else stage.affordable(limit)
+        least = min(len(stage.layers) * (self.experts or 1), stage.total)
+        if most >= least:
+            return most, capacity
+        return least, least_capacity(least, stage.owned.values()) if stage.by_owner else None
+
+    def _choose(
+        self, context: PolicyContext, stage: Stage, most: int, capacity: int | None, missing: Collection[Expert]
+    ) -> set[Expert]:
+        popular = self.selection == "popular"
+        unsaved, chosen_at = known(context, context.expected_unsaved, 0), known(context, context.chosen_at, -1)
+        ordered = stage.ordered(chosen_at, unsaved if popular else np.zeros_like(unsaved))
+        taking = Taking(context.owners, capacity)
+        taking.force(expert for expert in missing if expert[0] in stage.rows)
+        if popular:
+            taking.take(self._overdue(context, stage, chosen_at, most), -(-most // 2))
+        rest = unsaved.copy()
+        sizes = {layer.index: layer.experts for layer in stage.layers}
+        for layer, expert in taking.taken:
+            rest[layer, expert] = 0
+            sizes[layer] -= 1
+        risk = [int(rest[row].sum()) if popular else 0 for row in stage.rows]
+        # Where all layers get alike, what cannot be divided goes on from where it ended last time.
+        first = context.index * most % len(stage.rows)
+        shares = layer_shares(risk, [sizes[row] for row in stage.rows], max(0, most - len(taking.taken)), first)
+        taking.take(ordered, most, dict(zip(stage.rows, shares, strict=True)))
+        taking.take(ordered, most)
+        return taking.taken
+
+    def _overdue(self, context: PolicyContext, stage: Stage, chosen_at: Counts, most: int) -> list[Expert]:
+        """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
+
+        As in ``load_aware``, rounds are counted in steps, at the run's own mean interval.
+        """
+        interval_steps = max(self.every_n_steps, ceil(context.step / (context.index + 1)))
+        patience = STALE_ROUNDS * ceil(stage.total / most) * interval_steps
+        late = (chosen_at >= 0) & (context.step - chosen_at > patience)
+        if not late.any():
+            return []
+        return [expert for expert in stage.ordered(chosen_at, np.zeros_like(chosen_at)) if late[expert]]
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``policies.base.next_due``."""
+        return next_multiple(context.last_step, self.every_n_steps)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "moetion", **asdict(self)}

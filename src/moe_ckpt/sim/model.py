@@ -116,6 +116,7 @@ class SimModel:
     elements: parameters of each operator. stage_layer: operator -> layer of the network that it belongs to, -1 for what
         comes before the first and ``network_layers`` for what comes after the last.
     hidden: width of what layers hand on; None where it is not known, and then iterations cannot be estimated.
+    exact_bytes: what every operator was weighed to be in a real run; None: elements times the precision's bytes.
     """
 
     name: str
@@ -126,6 +127,7 @@ class SimModel:
     top_k: int
     seq: int = 2048
     hidden: int | None = None
+    exact_bytes: Mapping[str, OperatorBytes] | None = None
 
     @cached_property
     def total(self) -> int:
@@ -145,6 +147,8 @@ class SimModel:
 
     def sizes(self, precision: Precision) -> dict[str, OperatorBytes]:
         """Bytes of every operator."""
+        if self.exact_bytes is not None:
+            return dict(self.exact_bytes)
         return {
             op: OperatorBytes(round(n * precision.full_bytes), round(n * precision.compute_bytes))
             for op, n in self.elements.items()

@@ -82,6 +82,8 @@ class MoECheckpoint(Checkpoint):
         order, with the reason in the log. None: nothing. Short for ``policy=Guarded(policy, plt_budget, guard)``.
     plt_budget: of the guard: portion of tokens that may be lost, or a name in ``policies.budget.PLT_BUDGETS``;
         "default" if None.
+    profile: file that this run's times, rates and sizes are kept in, over all its lives, for ``moe-ckpt simulate`` and
+        ``plan`` (docs/profile.md); None: none.
     retention, host_memory_bytes, when_busy, timeout_secs, max_failures, sharding: see ``engine.settings.Settings``.
     on_phase: called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this
         rank; for tests that kill processes (``moe_ckpt.testing``).
@@ -116,6 +118,7 @@ class MoECheckpoint(Checkpoint):
         timeout_secs: float = 600.0,
         max_failures: int = 5,
         sharding: str = "adaptive",
+        profile: str | os.PathLike[str] | None = None,
         on_phase: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__()
@@ -140,6 +143,7 @@ class MoECheckpoint(Checkpoint):
             "timeout_secs": timeout_secs,
             "max_failures": max_failures,
             "sharding": sharding,
+            "profile": None if profile is None else os.fspath(profile),
         }
         Settings(**self._limits)
         self._on_phase = on_phase
@@ -286,6 +290,7 @@ class MoECheckpoint(Checkpoint):
         if trainer.global_step == 0 and self.restored_step is None and uses_windows(self.policy):
             self._rng = capture_rng()
             session.begin_run(lambda: self._capture(trainer))
+        session.training_begins()
 
     # --- every step ---
 

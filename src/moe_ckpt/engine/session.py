@@ -30,8 +30,10 @@ from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.opening import open_store
+from moe_ckpt.engine.opening import Opened, open_store
 from moe_ckpt.engine.pipeline import Order, Pipeline
+from moe_ckpt.engine.profile import Facts as ProfileFacts
+from moe_ckpt.engine.profile import NoRecorder, Recorder
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.shares import ComputeTypes, inseparable, operator_bytes
@@ -99,6 +101,7 @@ class CheckpointSession:
         self._inseparable: tuple[frozenset[str], ...] = ()
         self._sized_at = self._window_layout = self._window_size = -1
         self._room: int | None = None
+        self._profile = NoRecorder()
 
     # --- once, before training ---
 
@@ -131,6 +134,15 @@ class CheckpointSession:
         if uses_windows(self._policy):  # of the rank that has least
             [least] = self.largest([-self._pipeline.snapshot_bytes])
             self._room = -least
+        if self._settings.profile is not None and self._comm.rank == 0:
+            self._profile = self._recorder(self._settings.profile, opened, self._pipeline)
+
+    def _recorder(self, path: str, opened: Opened, pipeline: Pipeline) -> Recorder:
+        ranks, budget_bytes = self._comm.world_size, pipeline.snapshot_bytes * self._settings.max_in_flight
+        local_ranks = min(self._settings.local_ranks, ranks)
+        policy = self._policy.describe()
+        facts = ProfileFacts(opened.run_id, opened.generation, policy, ranks, local_ranks, budget_bytes)
+        return Recorder(path, self.catalog, self._placement, facts)
 
     def _clean_start(self) -> None:
         """Rubbish is no reason not to train: its names are never used again."""
@@ -155,6 +167,7 @@ class CheckpointSession:
             self.committed_directory = manifest.directory
             if self._committer is not None:
                 self._committer.adopt(manifest)
+        self._profile.adopted(manifest.step)
         return fault
 
     @property
@@ -178,13 +191,19 @@ class CheckpointSession:
         if self._committer is not None:
             self._committer.saved = self.books.tokens.saved[Tier.STORAGE].copy()
 
+    def training_begins(self) -> None:
+        """The state is complete, and the loop is entered: for the profile only, and so no collective."""
+        self._profile.ready()
+
     # --- every optimizer step ---
 
     def before_update(self) -> None:
         """Join the copy under way. Must return before the optimizer changes anything."""
         began = time.perf_counter()
         self._running.join()
-        self.add_stall(time.perf_counter() - began)
+        ended = time.perf_counter()
+        self.add_stall(ended - began)
+        self._profile.joined(ended)
 
     def add_stall(self, secs: float) -> None:
         """Time that training waited, for this or for the adapter itself; part of the next record."""
@@ -234,7 +253,9 @@ class CheckpointSession:
         waited = time.perf_counter() - began - agree_secs
         self._meter.waited(waited)
         stall, self._stall = self._stall + waited, 0.0
-        return self._completed(replace(record, stall_secs=stall, agree_secs=agree_secs))
+        record = self._completed(replace(record, stall_secs=stall, agree_secs=agree_secs))
+        self._profile.stepped(record, began, facts.measured, popularity, self._state.specs)
+        return record
 
     def begin_run(self, capture: Capture, step: int = 0) -> None:
         """Training begins after ``step``: save that state, if the policy wants it. Waits until it is committed.
@@ -325,6 +346,7 @@ class CheckpointSession:
 
     def _book(self, sequence: int, committed: bool) -> None:
         pending = self.books.resolved(sequence, committed=committed)
+        self._profile.resolved(committed)
         if committed and pending.is_checkpoint:
             self._layout.settle(pending.relaid)
             self.committed_directory = step_dir(pending.step, pending.generation)
@@ -385,6 +407,7 @@ class CheckpointSession:
         self._described = None
         snapshot = self._running.begin(order, tensors, specs, capture)
         self.books.begun(snapshot.sequence, pending)
+        self._profile.begun(snapshot.nbytes, self._layout.changes, specs, self._compute_types)
         return snapshot
 
     def _completed(self, record: StepRecord) -> StepRecord:
@@ -449,6 +472,7 @@ class CheckpointSession:
         self._close(timeout_secs, keep=True)
 
     def _close(self, timeout_secs: float | None, *, keep: bool) -> None:
+        self._profile.close(finished=not keep)
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             # Its thread may write on: whoever comes next in this process must not share the store with it.

@@ -24,6 +24,7 @@ class Settings:
     local_ranks: ranks that share this host's memory.
     sharding: how the ranks divide the writing of what all of them hold, experts aside: "none", "equal" or
         "adaptive", see ``core.sharding``.
+    profile: file that rank 0 keeps the run's profile in, for simulator and planner; None: none. See docs/profile.md.
     """
 
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -35,12 +36,15 @@ class Settings:
     pinned: bool = False
     local_ranks: int = 1
     sharding: str = "adaptive"
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if self.when_busy not in ("skip", "wait"):
             raise ConfigError(f"when_busy={self.when_busy!r}: choose 'skip' or 'wait'")
         if self.sharding not in SHARDINGS:
             raise ConfigError(f"sharding={self.sharding!r}: choose from {', '.join(map(repr, SHARDINGS))}")
+        if self.profile is not None and (not self.profile or "://" in self.profile):
+            raise ConfigError(f"profile={self.profile!r}: give the path of a local file, or None to keep no profile")
         for name in ("host_memory_bytes", "max_in_flight", "timeout_secs", "max_failures", "local_ranks"):
             value = getattr(self, name)
             if value is not None and not value > 0:

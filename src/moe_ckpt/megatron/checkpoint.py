@@ -86,6 +86,7 @@ def attach(
     timeout_secs: float = 600.0,
     max_failures: int = 5,
     sharding: str = "adaptive",
+    profile: str | os.PathLike[str] | None = None,
     on_phase: Callable[[str], None] | None = None,
 ) -> MegatronCheckpoint:
     """Checkpoint a Megatron training loop. A collective: all ranks, when model and optimizer are complete.
@@ -94,8 +95,8 @@ def attach(
     optimizer: what ``get_megatron_optimizer`` made of these chunks.
     scheduler: the ``OptimizerParamScheduler``, or anything with ``state_dict`` and ``load_state_dict``.
     stateful: name -> whatever else must come back, such as a data loader: plain data and tensors only.
-    policy, dirpath, resume, save_last, guard, plt_budget, on_phase and the settings of the engine: as of the Lightning
-        callback ``moe_ckpt.MoECheckpoint``; ``resume="never"`` starts from what the model holds now.
+    policy, dirpath, resume, save_last, guard, plt_budget, profile, on_phase and the settings of the engine: as of the
+        Lightning callback ``moe_ckpt.MoECheckpoint``; ``resume="never"`` starts from what the model holds now.
 
     Raises:
         MissingPackageError: Megatron-Core is not installed.
@@ -117,6 +118,7 @@ def attach(
         timeout_secs=timeout_secs,
         max_failures=max_failures,
         sharding=sharding,
+        profile=None if profile is None else os.fspath(profile),
         pinned=torch.cuda.is_available(),
     )
     beside = all_stateful(scheduler, stateful or {})
@@ -224,10 +226,12 @@ class MegatronCheckpoint:
         if self._resumed:
             raise ConfigError("MegatronCheckpoint.resume() was called twice: call it once, before the first step")
         self._resumed = True
-        if self._resume == "never":
-            return self._begin(otherwise)
-        restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier, self._admits)
-        return self._begin(otherwise) if restored is None else self._go_on(restored)
+        restored = None
+        if self._resume != "never":
+            restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier, self._admits)
+        progress = self._begin(otherwise) if restored is None else self._go_on(restored)
+        self._session.training_begins()
+        return progress
 
     def _begin(self, otherwise: Callable[[], Progress] | None) -> Progress:
         progress = Progress() if otherwise is None else otherwise()

@@ -183,6 +183,37 @@ class LocalStorage:
         self._durable = directory
 
 
+def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
+    """Put ``data`` under ``path`` at one stroke, in place of what was there: for reports, never for a store's files.
+
+    Whoever reads sees the old file or the new one, whatever dies when. Missing directories are made.
+
+    Raises:
+        OSError: the old file is untouched.
+    """
+    directory, name = os.path.split(os.path.realpath(path))
+    _make_directories(directory)
+    temporary = os.path.join(directory, _temporary_name(name))
+    try:
+        _write_new(temporary, [data], _no_phase)
+        os.replace(temporary, os.path.join(directory, name))
+    finally:
+        _unlink(temporary)
+    _sync_directory(directory)
+
+
+def remove_temporaries_of(path: str | os.PathLike[str]) -> None:
+    """Remove what a process that died in ``replace_file(path)`` left behind. Nobody may be writing it.
+
+    Raises:
+        OSError: the directory cannot be read, or a file not be removed.
+    """
+    directory, name = os.path.split(os.path.realpath(path))
+    for found in os.listdir(directory) if os.path.isdir(directory) else ():
+        if found.startswith(f".{name}.") and _TEMPORARY.fullmatch(found):
+            os.unlink(os.path.join(directory, found))
+
+
 def _make_directories(directory: str) -> list[str]:
     """``os.makedirs`` that gives every level mode 0700 and tells which it made, top first."""
     created: list[str] = []

@@ -159,7 +159,7 @@ class Recorder(NoRecorder):
             self._routed_before = record.routed_tokens - int(popularity.sum())
             entered = self._moments.get("training_unix_secs")
             self._steps["first_step_secs"] = None if entered is None else max(0.0, now - entered)
-        self._steps["last_step"] = record.step
+        self._steps |= {"last_step": record.step, "last_step_unix_secs": now}
         self._sums["stall_secs"] += record.stall_secs
         self._sums["agree_secs"] += record.agree_secs
         newly_known = self._measured.recent_iteration_secs is None and measured.recent_iteration_secs is not None

@@ -76,9 +76,10 @@ class Life:
 
     started_unix_secs: the process began. opened_unix_secs: the store was opened. ready_unix_secs: the state is loaded,
         and the loop is entered. training_unix_secs: likewise, but after a sparse window was computed again.
-        last_unix_secs: the newest step's end, or later.
+        last_unix_secs: when this was written down, the end of the life if it came to one.
     load_secs: from the opening of the store to the restored state. restored_step: None for a run that began anew.
     first_step, last_step: of this life, steps computed again aside. first_step_secs: from ``training_unix_secs`` on.
+        last_step_unix_secs: the last one's end.
 
     iteration_secs, recent_iteration_secs, checkpoint_cost_secs, persist_secs, copy_bytes_per_sec,
         persist_bytes_per_sec: the newest of ``policies.base.Measured``, on which the ranks agreed.
@@ -109,6 +110,7 @@ class Life:
     first_step: int | None = None
     last_step: int | None = None
     first_step_secs: float | None = None
+    last_step_unix_secs: float | None = None
     iteration_secs: float | None = None
     recent_iteration_secs: float | None = None
     update_secs: float | None = None
@@ -331,8 +333,8 @@ _LIFE: Mapping[str, Callable[[Any], str]] = {
         _from_zero,
     ),
     **dict.fromkeys(("started_unix_secs", "opened_unix_secs", "last_unix_secs", "stall_secs", "agree_secs"), _amount),
-    **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "load_secs", "first_step_secs"), _maybe(_amount)),
-    **dict.fromkeys(("checkpoint_cost_secs", "persist_secs", "update_secs"), _maybe(_amount)),
+    **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "last_step_unix_secs"), _maybe(_amount)),
+    **dict.fromkeys(("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), _maybe(_amount)),
     **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), _maybe(_above_zero)),
     **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec"), _maybe(_above_zero)),
     **dict.fromkeys(("restored_step", "first_step", "last_step"), _maybe(_from_zero)),

@@ -206,9 +206,11 @@ def test_recovery_of_dense_and_sparse():
     dense = {"interval": 92, "iteration_secs": 2.5}
     assert expected_recovery_secs_dense(**dense) == 115.0
     assert most_recovery_secs_dense(**dense) == 230.0
+    assert most_recovery_secs_dense(**dense, down_secs=20) == 250.0
     assert expected_recovery_secs_dense(**dense, down_secs=20) == 135.0
     sparse = {"window": 6, "iteration_secs": 2.5}
     assert expected_recovery_secs_sparse(**sparse) == 22.5
+    assert expected_recovery_secs_sparse(**sparse, down_secs=20) == 42.5
     assert most_recovery_secs_sparse(**sparse) == 30.0
     assert most_recovery_secs_sparse(**sparse, down_secs=20) == 50.0
 

@@ -462,11 +462,21 @@ def test_a_stage_with_little_to_save_does_not_shorten_the_window_of_another():
     assert set(report.window.slots[0]) > few
 
 
-def test_a_window_grows_until_no_owner_has_too_much():
-    """All popular experts on one rank: by even shares W = 2 would do, but one slot's experts would be that rank's."""
+def test_no_owner_has_too_much_because_its_experts_are_popular():
+    """By popularity alone, each slot's experts would be those of one rank."""
     owners = Placement(((0, 0, 1, 1), (0, 0, 1, 1)), (0, 1), (2,), expert_ranks=1)
     hot = counts([9, 9, 1, 1], [9, 9, 1, 1])
     known = {"ranks": 2, "activity": hot, "measured": at(45.0)}
+    assert MoEvement().explain(facts(**known)).size == 2
+    report = MoEvement().explain(facts(placement=owners, **known))
+    assert report.size == 2
+    assert report.fits
+
+
+def test_a_window_grows_until_no_owner_has_too_much():
+    """One rank owns three of four experts: by even shares W = 2 would do."""
+    owners = Placement(((0, 0, 0, 1), (0, 0, 0, 1)), (0, 1), (2,), expert_ranks=1)
+    known = {"ranks": 2, "measured": at(45.0)}
     assert MoEvement().explain(facts(**known)).size == 2
     report = MoEvement().explain(facts(placement=owners, **known))
     assert report.size > 2

@@ -169,7 +169,11 @@ class Lane:
 
 
 def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = None) -> tuple[Lane, ...]:
-    """``order`` by pipeline stage. ranks: of the run, all in one lane where there is no placement."""
+    """``order`` by pipeline stage. ranks: of the run, all in one lane where there is no placement.
+
+    Experts that have an owner come one of each owner in turn, so that a slot never weighs more on one rank because the
+    order happens to bring its experts together; those of one owner keep their order.
+    """
     if placement is None:
         return (Lane(tuple(order), ranks),)
     found: list[list[str]] = [[] for _ in placement.stages]
@@ -180,10 +184,20 @@ def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = Non
         for layer, row in enumerate(placement.owners):
             owners.update({expert_id(layer, expert): rank for expert, rank in enumerate(row)})
     return tuple(
-        Lane(tuple(ops), width, owners, placement.expert_ranks or 1)
+        Lane(_owners_in_turn(ops, owners), width, owners, placement.expert_ranks or 1)
         for ops, width in zip(found, placement.stages, strict=True)
         if ops
     )
+
+
+def _owners_in_turn(order: Sequence[str], owners: Mapping[str, int]) -> tuple[str, ...]:
+    """``order``, with the places of experts that have an owner dealt to the owners, one place each, again and again."""
+    queues: dict[int, list[str]] = {}
+    for op in order:
+        if op in owners:
+            queues.setdefault(owners[op], []).append(op)
+    turns = (op for round_ in zip_longest(*queues.values()) for op in round_ if op is not None)
+    return tuple(next(turns) if op in owners else op for op in order)
 
 
 def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:

@@ -51,21 +51,17 @@ class CheckFreq:
         return min(self.max_interval, max(1, ceil(needed)))
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if self._due(context):
+        if context.step >= self.next_due(context):
             return save_full(context.step, tuple(op.id for op in context.catalog.operators))
         return save_nothing(context.step)
 
-    def _due(self, context: PolicyContext) -> bool:
-        since = context.step - (context.last_step or 0)
+    def next_due(self, context: PolicyContext) -> int:
+        """The first step that is due by what ``context`` has measured. See ``policies.base.next_due``."""
         interval = self.interval(context.measured)
-        if interval is not None:
-            return since >= interval
-        if context.measured.iteration_secs is None:
-            return since >= self.max_interval
-        if context.last_step is None:
-            return context.step >= self.profile_steps
-        # One checkpoint is on its way and not yet measured, or a restart forgot the measurements.
-        return since >= self.profile_steps
+        if interval is None:
+            # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
+            interval = self.max_interval if context.measured.iteration_secs is None else self.profile_steps
+        return (context.last_step or 0) + interval
 
     def describe(self) -> dict[str, Any]:
         return {"name": "checkfreq", **asdict(self)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
-from moe_ckpt.policies.base import PolicyContext, interval_passed, require_positive
+from moe_ckpt.policies.base import PolicyContext, interval_passed, next_multiple, require_positive
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Dense:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):
             return save_nothing(context.step)
         return save_full(context.step, context.catalog.everything, wait=self.sync)
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``policies.base.next_due``."""
+        return next_multiple(context.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "dense", **asdict(self)}

@@ -8,7 +8,7 @@ from typing import Any
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.errors import ConfigError, NoMoELayerError
-from moe_ckpt.policies.base import PolicyContext, interval_passed, require_positive
+from moe_ckpt.policies.base import PolicyContext, interval_passed, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.selection import Request, experts_of
 from moe_ckpt.policies.selectors import SELECTORS
@@ -89,6 +89,10 @@ class MoC:
         stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
         held = tuple(op for op in (expert_id(*expert) for expert in selection.held) if op not in chosen)
         return replace(save_full(context.step, stored, held=held), k=k, plt_budget=self.budget)
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``policies.base.next_due``."""
+        return next_multiple(context.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:
         resolved = {"snapshot_k": self.snapshot_k or self.k, "plt_budget": self.budget}

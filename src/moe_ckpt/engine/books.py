@@ -95,10 +95,8 @@ class Books:
 
     def adopt(self, manifest: Manifest, *, same_store: bool, held: Counts | None) -> FaultRecord:
         """Go on from a restored checkpoint. held: see ``TokenBook.recover``."""
-        self.tokens = TokenBook.from_dict(manifest.tokens, self.tokens.layers, self.tokens.experts)
-        fault = self.tokens.recover(manifest.step, held)
-        self.index = manifest.index + 1
-        self.last_step = manifest.step
+        tokens = TokenBook.from_dict(manifest.tokens, self.tokens.layers, self.tokens.experts)
+        fault = self._go_on(tokens, manifest.step, manifest.index, held)
         if same_store:
             self.committed_step = manifest.step
             self.at_risk_tokens = int(self.tokens.unsaved().sum())  # of experts that memory had newer than storage
@@ -109,6 +107,12 @@ class Books:
                 for layer, expert in experts_among(self.catalog, (op,)):
                     self._committed_at[layer, expert] = step
         return fault
+
+    def _go_on(self, tokens: TokenBook, step: int, index: int, held: Counts | None) -> FaultRecord:
+        """From checkpoint number ``index``, which is of ``step`` and has seen ``tokens``."""
+        self.tokens = tokens
+        self.index, self.last_step = index + 1, step
+        return tokens.recover(step, held)
 
     def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:
         """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
@@ -194,6 +198,10 @@ class Books:
         """Steps since the state of the expert whose newest committed copy is the oldest; 0 before the first."""
         held = self._committed_at[self._committed_at >= 0]
         return step - int(held.min()) if held.size else 0
+
+    def expert_steps(self) -> Counts:
+        """``[L, E]`` step of each expert's newest committed copy; -1 where there is none yet."""
+        return self._committed_at.copy()
 
     def expert_ages(self, step: int) -> Counts:
         """``[L, E]`` steps since each expert's newest committed copy; -1 where there is none yet."""

@@ -24,7 +24,7 @@ class Cluster:
     host_memory_bytes: of one node, for checkpoints.
     detect_secs: from a failure to its notice. restart_secs: from there to ranks that can load a checkpoint; a spare
         has taken the place of the dead node by then. repair_secs: until a dead node is a spare again; None for never.
-    spare_nodes: at the start.
+    spare_nodes: at the start; None: there is always one, as the papers have it.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Cluster:
     detect_secs: float = 0.0
     restart_secs: float = 15.0
     repair_secs: float | None = 3600.0
-    spare_nodes: int = 1
+    spare_nodes: int | None = None
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"

@@ -1,0 +1,158 @@
+"""What snapshots weigh on the ranks, and how long the links need for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.window import OperatorBytes, Window, lanes_of, share_bytes, slot_bytes
+from moe_ckpt.policies.base import Measured
+from moe_ckpt.sim.cluster import Layout
+from moe_ckpt.sim.model import Precision
+from moe_ckpt.sim.system import System
+from moe_ckpt.sim.training import Iteration
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Bytes of one snapshot. rank: on the rank that has most. total: of all ranks."""
+
+    rank: int
+    total: int
+
+
+class Costs:
+    """Bytes and seconds of one system on one layout.
+
+    A link that several ranks of a node share is divided evenly: all of them have a snapshot to send at the same time.
+    """
+
+    def __init__(self, layout: Layout, precision: Precision, iteration: Iteration, system: System) -> None:
+        self.layout, self.iteration, self.system = layout, iteration, system
+        self.sizes: Mapping[str, OperatorBytes] = layout.model.sizes(precision)
+        self._catalog = layout.model.catalog
+        self._window = lru_cache(maxsize=256)(self._window_slots)
+        self._partial = lru_cache(maxsize=4096)(self._heaviest)
+
+    # --- bytes ---
+
+    @cached_property
+    def dense(self) -> Snapshot:
+        return self._heaviest(self._catalog.everything)
+
+    def of_plan(self, plan: SnapshotPlan) -> Snapshot:
+        """A plan without a window. What stays in host memory is copied, too."""
+        held = plan.operators(Tier.HOST)
+        return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators() + held)
+
+    def of_window(self, window: Window) -> tuple[Snapshot, ...]:
+        """Each slot of a window."""
+        return self._window(window.slots)
+
+    def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[Snapshot, ...]:
+        order = tuple(op for slot in slots for op in slot)
+        lanes = lanes_of(order, self.layout.parallel.ranks, self.layout.placement)
+        most = share_bytes(slots, self.sizes, lanes)
+        return tuple(map(Snapshot, most, slot_bytes(slots, self.sizes)))
+
+    def _heaviest(self, operators: tuple[str, ...]) -> Snapshot:
+        """Experts on their owners, the rest spread evenly over the ranks of its stage."""
+        at = np.fromiter(map(self._catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
+        table = self._table
+        total = int(table.full[at].sum())
+        even = np.bincount(table.stage[at], weights=table.full[at] * table.even[at], minlength=table.stages)
+        owned = np.bincount(table.owner[at], weights=table.full[at] * ~table.even[at], minlength=table.owners)
+        per_stage = np.zeros(table.stages)
+        np.maximum.at(per_stage, table.stage_of_owner, owned)
+        placement = self.layout.placement
+        shares = even / np.asarray(placement.stages) + per_stage / (placement.expert_ranks or 1)
+        return Snapshot(int(np.ceil(shares.max())), total)
+
+    @cached_property
+    def _table(self) -> _Table:
+        return _table(self.layout, self.sizes)
+
+    # --- seconds ---
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes per second of one rank into host memory."""
+        return self.layout.cluster.pcie_bytes_per_sec
+
+    @cached_property
+    def move_rate(self) -> float:
+        """Bytes per second of one rank from host memory to where a snapshot outlives a failure."""
+        cluster, layout = self.layout.cluster, self.layout
+        if self.system.durable == "storage":
+            return cluster.storage_bytes_per_sec / layout.parallel.ranks
+        return self.nic_rate / self.system.replicas
+
+    @property
+    def nic_rate(self) -> float:
+        """Bytes per second of one rank to other nodes, beside training's own traffic."""
+        return self.layout.cluster.nic_bytes_per_sec * self.layout.cluster.nic_share / self.layout.ranks_per_node
+
+    def copy_secs(self, snapshot: Snapshot) -> float:
+        return snapshot.rank / self.copy_rate
+
+    def move_secs(self, snapshot: Snapshot) -> float:
+        """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
+        if self.system.durable == "storage":
+            return snapshot.total / self.layout.cluster.storage_bytes_per_sec
+        return snapshot.rank / self.move_rate
+
+    def stall_secs(self, snapshot: Snapshot) -> float:
+        """Training waits for a copy that is longer than the time between two updates."""
+        return max(0.0, self.copy_secs(snapshot) - self.iteration.open_secs)
+
+    @cached_property
+    def measured(self) -> Measured:
+        """What a trainer would have measured by now."""
+        copied, moved = self.copy_secs(self.dense), self.move_secs(self.dense)
+        return Measured(
+            iteration_secs=self.iteration.secs,
+            checkpoint_cost_secs=self.stall_secs(self.dense),
+            persist_secs=copied + moved,
+            copy_bytes_per_sec=self.copy_rate,
+            persist_bytes_per_sec=self.move_rate,
+            recent_iteration_secs=self.iteration.secs,
+        )
+
+    @property
+    def backup_secs(self) -> float:
+        """To write all state to storage."""
+        return self.dense.total / self.layout.cluster.storage_bytes_per_sec
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Of each operator, in the order of the catalog: bytes, stage, owner; even: its ranks share it evenly."""
+
+    full: npt.NDArray[np.int64]
+    stage: npt.NDArray[np.int64]
+    owner: npt.NDArray[np.int64]
+    even: npt.NDArray[np.bool_]
+    stage_of_owner: npt.NDArray[np.int64]
+    stages: int
+    owners: int
+
+
+def _table(layout: Layout, sizes: Mapping[str, OperatorBytes]) -> _Table:
+    catalog, placement = layout.model.catalog, layout.placement
+    full = np.array([sizes[op].full for op in catalog.everything], dtype=np.int64)
+    stage = np.array([placement.stage_of.get(op, 0) for op in catalog.everything], dtype=np.int64)
+    even = np.ones(len(full), dtype=bool)
+    owner = np.zeros(len(full), dtype=np.int64)
+    if placement.expert_ranks is not None:
+        for op, (layer, expert) in catalog.expert_at.items():
+            even[catalog.place[op]] = False
+            owner[catalog.place[op]] = placement.owners[layer][expert]
+    ranks, owner = np.unique(owner, return_inverse=True)
+    of_owner = np.zeros(len(ranks), dtype=np.int64)
+    of_owner[owner[~even]] = stage[~even]
+    return _Table(full, stage, owner, even, of_owner, len(placement.stages), len(ranks))

@@ -1,0 +1,90 @@
+"""Intervals that a system does not choose by itself: by Young's or Daly's formula, or by trying them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.formulas import daly_interval_secs, young_interval_secs
+from moe_ckpt.sim.scenario import Outcome, Scenario
+
+ORACLE_STEPS = 16
+"""Intervals that the oracle tries at first, from 1 to all, and then as many between the best one's neighbours."""
+
+
+Run = Callable[[Scenario], Outcome]
+"""``run.simulate``."""
+
+
+def with_interval(scenario: Scenario, run: Run) -> Scenario:
+    """The scenario with the interval that its system's rule chooses, as an ordinary policy. run: for the oracle.
+
+    Raises:
+        ConfigError: the rule needs a mean time between failures, and the failures have none.
+    """
+    rule = scenario.system.interval
+    if rule == "policy":
+        return scenario
+    interval = oracle(scenario, run) if rule == "oracle" else by_formula(scenario, rule)
+    return _with(scenario, interval)
+
+
+def _with(scenario: Scenario, interval: int) -> Scenario:
+    policy: Any = scenario.system.policy  # System has made sure that it has every_n_steps
+    return replace(
+        scenario, system=replace(scenario.system, interval="policy", policy=replace(policy, every_n_steps=interval))
+    )
+
+
+def least_interval(scenario: Scenario) -> int:
+    """The smallest interval at which a snapshot is moved before the next one, and within ``max_overhead``."""
+    costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
+    measured = costs.measured
+    moved = (measured.persist_secs or 0.0) / scenario.iteration.secs
+    share = scenario.system.max_overhead
+    allowed = 0.0 if not share else (measured.checkpoint_cost_secs or 0.0) / (share * scenario.iteration.secs)
+    return max(1, ceil(moved), ceil(allowed))
+
+
+def by_formula(scenario: Scenario, rule: str) -> int:
+    """Iterations between checkpoints by "young" or "daly", not below ``least_interval``."""
+    mean = scenario.failures.mean_secs
+    if mean is None:
+        raise ConfigError(
+            f"System {scenario.system.name!r}(interval={rule!r}) needs a mean time between failures, and "
+            f"{type(scenario.failures).__name__} has none; use interval: oracle or policy"
+        )
+    costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
+    cost = costs.stall_secs(costs.dense)
+    formula: Callable[..., float] = young_interval_secs if rule == "young" else daly_interval_secs
+    secs = formula(checkpoint_secs=cost, mtbf_secs=mean) if cost > 0 else 0.0
+    return max(least_interval(scenario), ceil(secs / scenario.iteration.secs))
+
+
+def oracle(scenario: Scenario, run: Run) -> int:
+    """The interval with the best ETTR on these very failures: hindsight that no real system has."""
+    least = 1
+    most = max(2, int(scenario.duration_secs / scenario.iteration.secs))
+    tried: dict[int, Outcome] = {}
+
+    def best(candidates: list[int]) -> int:
+        for interval in candidates:
+            if interval not in tried:
+                tried[interval] = run(_with(scenario, interval))
+        return max(tried, key=lambda n: (tried[n].ettr, n))
+
+    found = best(_between(least, most, ORACLE_STEPS))
+    known = sorted(tried)
+    at = known.index(found)
+    low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
+    return best(_between(low, high, ORACLE_STEPS))
+
+
+def _between(low: int, high: int, count: int) -> list[int]:
+    """``count`` whole numbers from ``low`` to ``high``, in equal ratios."""
+    ratio = (high / low) ** (1 / (count - 1)) if high > low else 1.0
+    return sorted({min(high, max(low, round(low * ratio**at))) for at in range(count)})

@@ -1,0 +1,116 @@
+"""How long a failure keeps a run from training on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.window import Window
+from moe_ckpt.sim.costs import Costs
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What one recovery takes, in seconds, once its nodes are there. retrieve: loading. replay: computing again."""
+
+    retrieve: float
+    replay: float
+
+    @property
+    def secs(self) -> float:
+        return self.retrieve + self.replay
+
+
+class Recoveries:
+    """Times of recoveries of one system on one layout.
+
+    micro_batches: M, of one pipeline.
+    """
+
+    def __init__(self, costs: Costs, micro_batches: int) -> None:
+        self._costs, self._micro_batches = costs, micro_batches
+        self._model = costs.layout.model
+
+    def whole(self, window: Window | None, counts: Counts, *, from_storage: bool) -> Repair:
+        """All ranks go back: load, and compute a window again. Iterations after it are trained as usual."""
+        base = self._costs.iteration.secs
+        return Repair(self._load_secs(from_storage), self._replay_secs(window, counts, base) if window else 0.0)
+
+    def local(self, window: Window, counts: Counts, steps: int, stages: int) -> Repair:
+        """Some neighbouring stages go back, and come up to the others by their logs.
+
+        steps: iterations since the window's end. stages: how many; they are a short pipeline of their own.
+        """
+        alone = self.alone_secs(stages)
+        return Repair(self._node_secs, self._replay_secs(window, counts, alone) + steps * alone)
+
+    def alone_secs(self, stages: int) -> float:
+        """One iteration of some neighbouring stages: (M + n - 1) / M as long as one of them, never over a whole one."""
+        iteration, many = self._costs.iteration, self._micro_batches
+        one = iteration.alone_secs - iteration.update_secs
+        return min(iteration.secs, one * (many + stages - 1) / many + iteration.update_secs)
+
+    def _replay_secs(self, window: Window, counts: Counts, iteration_secs: float) -> float:
+        """W - 1 iterations, without weight gradients of what is not anchored yet (MoEvement, section 3.3)."""
+        saving = self._costs.iteration.frozen_saving if self._costs.system.freeze else 0.0
+        return sum(iteration_secs * (1.0 - saving * frozen) for frozen in self._frozen_work(window, counts))
+
+    def _frozen_work(self, window: Window, counts: Counts) -> list[float]:
+        """Portion of an iteration's arithmetic that is in operators which are anchored later, of each replay."""
+        place = self._model.catalog.place
+        work = self._work(counts)
+        slots = [float(work[[place[op] for op in slot]].sum()) for slot in window.slots]
+        total = sum(slots)
+        return [sum(slots[at + 1 :]) / total for at in range(len(slots) - 1)] if total else []
+
+    def _work(self, counts: Counts) -> npt.NDArray[np.float64]:
+        """Per operator, in the order of the catalog: parameters times the share of tokens that go through them."""
+        catalog = self._model.catalog
+        found = self._elements.copy()
+        tokens = counts.sum(axis=1) / max(self._model.top_k, 1)
+        for op, (layer, expert) in catalog.expert_at.items():
+            found[catalog.place[op]] *= counts[layer, expert] / tokens[layer] if tokens[layer] else 0.0
+        return found
+
+    @cached_property
+    def _elements(self) -> npt.NDArray[np.float64]:
+        """Embeddings are looked up, not multiplied."""
+        model = self._model
+        first = {op: layer < 0 for op, layer in model.stage_layer.items()}
+        return np.array([0.0 if first[op] else float(model.elements[op]) for op in model.catalog.everything])
+
+    def _load_secs(self, from_storage: bool) -> float:
+        """All state: from storage, or from each node's own memory, and that of the dead node from its peers."""
+        costs = self._costs
+        from_host = costs.copy_secs(costs.dense)
+        if from_storage or costs.system.durable == "storage":
+            return from_host + costs.backup_secs
+        return max(from_host, self._node_secs)
+
+    @property
+    def _node_secs(self) -> float:
+        """The state of one node's ranks, from peers."""
+        costs = self._costs
+        return costs.dense.rank / costs.nic_rate + costs.copy_secs(costs.dense)
+
+
+def peers_lost(failed: Iterable[int], nodes: int, replicas: int) -> bool:
+    """Whether some node and all nodes that hold its replicas have failed. Node n's are on the next ones."""
+    gone = set(failed)
+    return any(all((node + at) % nodes in gone for at in range(replicas + 1)) for node in gone)
+
+
+def segments(stages: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run of neighbouring stages."""
+    found: list[tuple[int, int]] = []
+    for stage in sorted(set(stages)):
+        if found and stage <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], stage)
+        else:
+            found.append((stage, stage))
+    return found

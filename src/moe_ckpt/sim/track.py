@@ -1,0 +1,191 @@
+"""The checkpoints of a simulated run: under way, durable, and what a failure returns to."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.core.window import Window
+from moe_ckpt.engine.books import Books, Pending
+
+_DECIMALS = 6
+
+
+class MovingBooks(Books):
+    """A trainer's books that can be told of many steps at once, and moved ahead in time.
+
+    Steps told together route alike, and time-decayed activity is taken at the limit to which that brings it.
+    """
+
+    def routed_often(self, counts: Counts, steps: int) -> None:
+        """``steps`` optimizer steps, each of which routed ``counts`` [L, E]."""
+        if steps < 1:
+            return
+        self.routed(counts * steps, soft=counts * steps)
+        self._decayed = counts.astype(np.float64)
+        self.popularity = counts
+
+    def window_begins(self) -> None:
+        """What is counted since a window's first slot, which ``begun`` is not told of, begins anew."""
+        self._hard, self._soft = np.zeros_like(self._hard), np.zeros_like(self._soft)
+
+    def return_to(self, checkpoint: Durable) -> FaultRecord:
+        """As ``adopt``, from a checkpoint that was never written."""
+        tokens = book_of(checkpoint.tokens.applied.copy(), checkpoint.tokens)
+        fault = self._go_on(tokens, checkpoint.step, checkpoint.index, None)
+        self.committed_step = checkpoint.step
+        self._committed_at = checkpoint.copies.copy()
+        self._never_saved = ()  # the first checkpoint of a run is dense, whatever the policy
+        return fault
+
+    def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
+        """Everything as it would be ``steps`` later, in a run that does all the time what it did before.
+
+        checkpoints: begun in that time.
+        """
+        tokens = self.tokens
+        tokens.applied = tokens.applied + counts * steps
+        tokens.saved = {tier: saved + counts * steps for tier, saved in tokens.saved.items()}
+        self._committed_at = np.where(self._committed_at < 0, self._committed_at, self._committed_at + steps)
+        self.index += checkpoints
+        self.last_step = None if self.last_step is None else self.last_step + steps
+        self.committed_step = None if self.committed_step is None else self.committed_step + steps
+        if self.window is not None:
+            self.window = replace(self.window, start=self.window.start + steps)
+        self.pending = {key: moved(pending, steps, counts) for key, pending in self.pending.items()}
+
+    def pattern(self, step: int) -> tuple[bytes, ...]:
+        """Everything that policies go by, as seen from ``step``: alike at two steps if the run repeats itself."""
+        unsaved = self.tokens.applied - self.tokens.saved[min(self.tokens.saved)]
+        ages = np.where(self._committed_at < 0, -1, step - self._committed_at)
+        return ages.tobytes(), unsaved.tobytes(), self._hard.tobytes()
+
+
+def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
+    """A snapshot under way, as it would be ``steps`` later."""
+    window = None if pending.window is None else replace(pending.window, start=pending.window.start + steps)
+    return replace(pending, step=pending.step + steps, applied=pending.applied + counts * steps, window=window)
+
+
+@dataclass(frozen=True)
+class Durable:
+    """A checkpoint that outlives a failure.
+
+    step: of the state it holds. begun: of its first slot, ``step`` without a window. tokens: the book as of ``step``,
+    with what its experts have seen. copies: ``[L, E]`` step of each expert's copy.
+    """
+
+    step: int
+    begun: int
+    at_secs: float
+    tokens: TokenBook
+    copies: Counts
+    index: int
+    window: Window | None
+
+    def moved(self, steps: int, secs: float, counts: Counts) -> Durable:
+        """As it would be ``steps`` later."""
+        tokens = book_of(self.tokens.applied + counts * steps, self.tokens)
+        tokens.saved = {tier: saved + counts * steps for tier, saved in self.tokens.saved.items()}
+        window = None if self.window is None else replace(self.window, start=self.window.start + steps)
+        copies = np.where(self.copies < 0, self.copies, self.copies + steps)
+        return Durable(
+            self.step + steps, self.begun + steps, self.at_secs + secs, tokens, copies, self.index, window
+        )
+
+
+def book_of(applied: Counts, like: TokenBook) -> TokenBook:
+    """A token book with the same faults and saved counts, and other tokens applied."""
+    book = TokenBook(like.layers, like.experts)
+    book.applied, book.saved, book.faults = applied, dict(like.saved), list(like.faults)
+    return book
+
+
+@dataclass
+class UnderWay:
+    """ready_secs: when it is durable."""
+
+    sequence: int
+    pending: Pending
+    ready_secs: float
+    index: int
+
+
+class Track:
+    """Books, snapshots under way, and the durable checkpoint that a failure returns to.
+
+    Times are absolute seconds of the run. ``newest`` is None until something is durable.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.books = MovingBooks(catalog)
+        self.under_way: deque[UnderWay] = deque()
+        self.newest: Durable | None = None
+        self.backup: Durable | None = None
+        self.mover_free_secs = 0.0
+        self._sequence = 0
+        self._generation = 0
+
+    def begin(
+        self, step: int, operators: tuple[str, ...], held: tuple[str, ...], ready_secs: float, window: Window | None
+    ) -> None:
+        """A snapshot of ``step`` begins; of a window, only its last slot is told, which makes it a checkpoint."""
+        self._sequence += 1
+        slot = window.size - 1 if window else 0
+        applied = self.books.tokens.applied.copy()
+        pending = Pending(self._catalog, step, self._generation, operators, held, applied, {}, window, slot)
+        self.under_way.append(UnderWay(self._sequence, pending, ready_secs, self.books.index))
+        self.books.begun(self._sequence, pending)
+
+    def settle(self, now_secs: float) -> None:
+        """What has become durable by ``now_secs`` counts from now on."""
+        while self.under_way and self.under_way[0].ready_secs <= now_secs:
+            done = self.under_way.popleft()
+            pending = self.books.resolved(done.sequence, committed=True)
+            tokens = book_of(pending.applied, self.books.tokens)
+            tokens.saved = {tier: counts.copy() for tier, counts in tokens.saved.items()}
+            begun = pending.window.start if pending.window else pending.step
+            self.newest = Durable(
+                pending.step, begun, done.ready_secs, tokens, self.books.expert_steps(), done.index, pending.window
+            )
+
+    def back_up(self) -> None:
+        """What is durable now is written to storage, too."""
+        self.backup = self.newest or self.backup
+
+    def drop(self) -> None:
+        """Snapshots under way are lost, but training goes on from where it is."""
+        while self.under_way:
+            self.books.resolved(self.under_way.pop().sequence, committed=False)
+
+    def fail(self, to: Durable | None) -> FaultRecord | None:
+        """The run goes back to ``to``, or to its very beginning where that is None."""
+        self.books = MovingBooks(self._catalog)
+        self.under_way.clear()
+        self._generation += 1
+        self.newest = to
+        return None if to is None else self.books.return_to(to)
+
+    def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
+        """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""
+        self.books.move(steps, checkpoints, counts)
+        for one in self.under_way:
+            one.pending, one.ready_secs = self.books.pending[one.sequence], one.ready_secs + secs
+            one.index += checkpoints
+        if self.newest is not None:
+            self.newest = self.newest.moved(steps, secs, counts)
+        self.mover_free_secs += secs
+
+    def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:
+        """Alike at two decisions if the run repeats itself."""
+        waiting = tuple((round(u.ready_secs - now_secs, _DECIMALS), step - u.pending.step) for u in self.under_way)
+        idle = round(max(self.mover_free_secs - now_secs, 0.0), _DECIMALS)
+        window = hash(self.books.window.slots) if self.books.window else None
+        behind = None if self.newest is None else step - self.newest.step
+        return (*self.books.pattern(step), waiting, idle, window, behind)
+

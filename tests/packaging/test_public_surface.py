@@ -1,7 +1,8 @@
 """What users and stored files rely on, written down once. A change here is a change for them.
 
 If one of these tests fails and the change is meant: put it right in ``SURFACE``, ``RECORDS`` or ``CONFIG_GROUPS``, and
-say it in CHANGELOG.md; for ``RECORDS`` also in docs/format.md, with a new format version unless old files still open.
+say it in CHANGELOG.md; for ``RECORDS`` also in docs/format.md (a profile's: docs/profile.md), with a new format version
+unless old files still open.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ RECORDS = {
     "moe_ckpt.format.manifest.OperatorRecord": "step files",
     "moe_ckpt.format.manifest.LayerRecord": "name experts top_k",
     "moe_ckpt.format.manifest.ModelRecord": "fingerprint layers aliases",
+    "moe_ckpt.format.profile.Profile": "fingerprint model lives",
+    "moe_ckpt.format.profile.ProfiledModel": "layers operators",
+    "moe_ckpt.format.profile.OperatorRow": "id count elements full_bytes compute_bytes stage",
+    "moe_ckpt.format.profile.Life": (
+        "run_id generation policy ranks ranks_per_node pp dp ep host_memory_bytes started_unix_secs opened_unix_secs "
+        "last_unix_secs ready_unix_secs training_unix_secs finished load_secs restored_step first_step last_step "
+        "first_step_secs last_step_unix_secs iteration_secs recent_iteration_secs update_secs checkpoint_cost_secs "
+        "persist_secs copy_bytes_per_sec persist_bytes_per_sec stall_secs agree_secs begun committed failed skipped "
+        "snapshot_bytes assignments skewness"
+    ),
     "moe_ckpt.format.shard.ShardHeader": "run_id step generation rank slices",
     "moe_ckpt.format.shard.SliceEntry": (
         "key operator dtype offsets shape global_shape begin end checksum on_param_device"
@@ -75,7 +86,37 @@ CONFIG_GROUPS = {
     "moe_ckpt/policy": "checkfreq dense moc moc_dynamic moetion moevement",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
+    "simulate": "simulate",
+    "simulate/batch": "deepseek_15360 deepseek_4608 moetion moevement pec tiny",
+    "simulate/cluster": "a100_64 a100_96 a30_8 gpus_1536 gpus_16384 gpus_4096 gpus_512 h100_128 laptop",
     "simulate/failures": "components gcp_like_6h llama3 none poisson trace weibull",
+    "simulate/iteration": (
+        "estimated given moevement_deepseek moevement_fp16_fp16_fp16 moevement_fp8_fp16_fp32 "
+        "moevement_fp8_fp16_fp8fp16 moevement_fp8_fp32_fp32 moevement_fp8_fp8_fp8fp16 moevement_gpt "
+        "moevement_llava moevement_qwen"
+    ),
+    "simulate/load": "even mild skewed_25 skewed_50 skewed_75 skewed_99",
+    "simulate/model": (
+        "deepseek_145b deepseek_32b deepseek_671b deepseek_671b_mtp deepseek_67b deepseek_moe gpt2_moe_small "
+        "gpt_moe moe_gpt_1_6b_64e moe_gpt_2_9b_16e moe_gpt_3_8b_8e moe_llava qwen_moe tiny"
+    ),
+    "simulate/parallel": (
+        "ep8 pp12_ep8_dp1 pp16_ep8_dp4 pp24_ep8_dp8 pp32_ep8_dp16 pp3_ep8_dp4 pp4_ep2_dp8 pp64_ep8_dp32 "
+        "pp6_ep8_dp2 pp8_ep1_dp8 pp8_ep4_dp2 pp8_ep8_dp2 single"
+    ),
+    "simulate/policy": (
+        "checkfreq dense dense_sync gemini gemini_daly gemini_young moc moc_fixed moc_load_aware moetion "
+        "moevement moevement_freeze moevement_reorder moevement_sparse moevement_storage"
+    ),
+    "simulate/precision": (
+        "fp16_fp16_fp16 fp16_fp32 fp32 fp8_fp16_fp32 fp8_fp16_fp8fp16 fp8_fp32_fp32 fp8_fp8_fp8fp16 zero1_10"
+    ),
+    "simulate/setup": (
+        "moetion_1_6b moetion_2_9b moetion_3_8b moevement_145b moevement_32b moevement_671b moevement_67b "
+        "moevement_deepseek moevement_fp16_fp16_fp16 moevement_fp8_fp16_fp32 moevement_fp8_fp16_fp8fp16 "
+        "moevement_fp8_fp32_fp32 moevement_fp8_fp8_fp8fp16 moevement_gpt moevement_llava moevement_qwen pec "
+        "tiny"
+    ),
 }
 
 EXTRAS = "lightning hydra cli plot remote megatron recipes dev"

@@ -334,7 +334,9 @@ _LIFE: Mapping[str, Callable[[Any], str]] = {
     ),
     **dict.fromkeys(("started_unix_secs", "opened_unix_secs", "last_unix_secs", "stall_secs", "agree_secs"), _amount),
     **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "last_step_unix_secs"), _maybe(_amount)),
-    **dict.fromkeys(("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), _maybe(_amount)),
+    **dict.fromkeys(
+        ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), _maybe(_amount)
+    ),
     **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), _maybe(_above_zero)),
     **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec"), _maybe(_above_zero)),
     **dict.fromkeys(("restored_step", "first_step", "last_step"), _maybe(_from_zero)),

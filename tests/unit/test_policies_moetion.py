@@ -167,11 +167,27 @@ def test_an_expert_nobody_uses_is_saved_after_a_few_rounds_at_no_more_than_half_
     patience = 2 * STALE_ROUNDS
     for age, found in (
         (patience, {(0, 0), (0, 1), (1, 0), (1, 1)}),
-        (patience + 1, {(0, 0), (1, 0), (1, 2), (1, 3)}),
+        (patience + 1, {(0, 2), (0, 3), (0, 0), (1, 0)}),
     ):
-        ages = np.array([[99, 99, 99, 99], [99, 99, 100 - age, 100 - age]])
+        ages = np.array([[99, 99, 100 - age, 100 - age]] * 2)
         known = {"step": 100, "last_step": 99, "index": 100, "limit": 84.0}
         assert chosen(MoEtion(), expected_unsaved=unsaved, chosen_at=ages, **known) == found
+
+
+def test_what_goes_first_is_not_at_risk_when_the_rest_is_shared_out():
+    unsaved = np.array([[2, 2, 2, 100], [6, 6, 6, 6]])
+    ages = np.array([[99, 99, 99, 50], [99, 99, 99, 99]])
+    known = {"step": 100, "last_step": 99, "index": 100, "limit": 84.0}
+    found = chosen(MoEtion(), expected_unsaved=unsaved, chosen_at=ages, **known)
+    assert found == {(0, 3), (0, 0), (1, 0), (1, 1)}  # 6 : 24 of the 3 that are left
+
+
+def test_a_layer_whose_experts_go_first_has_only_the_others_to_save():
+    unsaved = np.array([[0, 0, 0, 90], [10, 10, 10, 0], [12, 6, 6, 6]])
+    missing = ("expert/0/0", "expert/0/1", "expert/0/2")
+    found = chosen(MoEtion(), model=catalog(3, 4), limit=132.0, expected_unsaved=unsaved, missing=missing)
+    # Of 4, layer 0 can take 1; the other 3 are 1.5 and 1.5, and layer 2 is the one that has its turn.
+    assert found == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (2, 1)}
 
 
 @pytest.mark.parametrize(("selection", "wait"), [("popular", 4 * STALE_ROUNDS + 8), ("round_robin", 4)])
@@ -211,6 +227,23 @@ def test_under_expert_parallelism_each_owner_buys_with_what_its_share_of_the_res
     # Two ranks share each expert: 9 bytes of the rest and 6 of each expert.
     assert len(chosen(MoEtion(), limit=33.0, placement=apart(4, 2, divided=2), ranks=4)) == 8
     assert len(chosen(MoEtion(), limit=26.0, placement=apart(4, 2, divided=2), ranks=4)) == 4
+
+
+def test_what_a_layer_cannot_save_because_its_owners_are_full_is_handed_on():
+    """2 experts on each of 2 ranks, shares of 1, 1 and 2. Rank 0 is full when the third layer asks for its second."""
+    unsaved = np.array([[25, 0], [25, 0], [10, 40]])
+    known = {"model": catalog(3, 2), "placement": apart(2, 2, layers=3), "ranks": 2, "limit": 48.0}
+    assert chosen(MoEtion(), expected_unsaved=unsaved, **known) == {(0, 0), (1, 0), (2, 1), (0, 1)}
+
+
+def test_a_fixed_number_of_experts_is_even_over_the_owners():
+    unsaved = np.array([[9, 8, 0, 0], [7, 6, 0, 0]])
+    for where in (apart(4, 2), everywhere(MODEL.layers, 2)):
+        found = chosen(MoEtion(experts=1), placement=where, ranks=2, expected_unsaved=unsaved)
+        assert found == {(0, 0), (1, 2)}
+    evenly = replace(everywhere(MODEL.layers, 2), experts_whole=False)
+    found = chosen(MoEtion(experts=1), placement=evenly, ranks=2, expected_unsaved=unsaved)
+    assert found == {(0, 0), (1, 0)}
 
 
 def test_stages_buy_for_themselves():

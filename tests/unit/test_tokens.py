@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import FaultRecord, TokenBook
+from moe_ckpt.core.tokens import FaultRecord, TokenBook, tokens_at_risk
 
 LAYERS, EXPERTS = 2, 3
 
@@ -182,3 +182,32 @@ def test_reading_does_not_alias_what_was_read():
     book = TokenBook.from_dict({"applied": read, "saved": {}, "faults": []}, 1, 1)
     book.apply(counts([1]))
     assert read.tolist() == [[1]]
+
+
+# --- momentary lost tokens ---
+
+
+@pytest.mark.parametrize(
+    ("unsaved", "routed", "portion"),
+    [
+        (((0, 0), (0, 0)), ((50, 50), (90, 10)), 0.0),
+        (((3, 0), (1, 2)), ((50, 50), (90, 10)), 0.03),  # 3 % of each layer, not 6 % as in the paper's sum
+        (((5, 0), (0, 0)), ((5, 5), (900, 100)), 0.25),  # half of one layer, however few tokens that are
+        (((50, 50), (90, 10)), ((50, 50), (90, 10)), 1.0),
+        (((0, 0), (4, 0)), ((0, 0), (8, 8)), 0.125),  # a layer without tokens loses none
+        (((0, 0), (0, 0)), ((0, 0), (0, 0)), 0.0),
+        ((), (), 0.0),
+    ],
+)
+def test_tokens_at_risk_are_the_mean_portion_of_a_layers_own(unsaved, routed, portion):
+    assert tokens_at_risk(counts(*unsaved), counts(*routed)) == portion
+
+
+def test_tokens_at_risk_of_a_checkpoint_are_what_a_recovery_from_it_loses():
+    book = TokenBook(1, EXPERTS)
+    book.apply(counts((10, 20, 70)))
+    book.mark_saved(Tier.STORAGE, [(0, 1), (0, 2)], book.applied.copy())
+    risk = tokens_at_risk(book.unsaved(), book.applied)
+    assert risk == 0.1
+    book.recover(5)
+    assert (book.plt, tokens_at_risk(book.unsaved(), book.applied)) == (risk, 0.0)

@@ -108,12 +108,13 @@ class MoEtion:
             return save_nothing(context.step)
         limit = self.budget_bytes(context.measured) if self.experts is None else None
         missing = experts_of(context, context.missing)
-        experts, total = set(missing), 0
+        experts: set[Expert] = set()
+        total = 0
         for stage in stages_of(context, weighed=limit is not None):
             most, capacity = self._most(stage, limit)
             experts |= self._choose(context, stage, most, capacity, missing)
             total += most
-        chosen = {expert_id(*expert) for expert in experts} | set(context.missing)
+        chosen = {expert_id(*expert) for expert in experts}
         chosen.update(op.id for op in context.catalog.always_saved)
         stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
         return replace(save_full(context.step, stored), k=total // max(len(context.catalog.layers), 1))

@@ -59,8 +59,9 @@ def run_conf():
 
 
 def test_groups_are_those_that_are_documented():
+    """Those of a training run; the simulator's are in test_sim_conf.py."""
     groups = {p.parent.relative_to(SHIPPED).as_posix(): choices(p.parent) for p in SHIPPED.rglob("*.yaml")}
-    assert groups == {
+    assert {name: listed for name, listed in groups.items() if not name.startswith("simulate")} == {
         "moe_ckpt": ["default"],
         "moe_ckpt/policy": ["checkfreq", "dense", "moc", "moc_dynamic", "moetion", "moevement"],
         "moe_ckpt/store": ["local", "remote"],

@@ -131,6 +131,12 @@ def test_what_is_given_is_taken():
     assert (given_all.secs, given_all.update_secs, given_all.stage_secs, given_all.frozen_saving) == (3, 0.5, 2, 0.1)
 
 
+def test_a_given_time_keeps_its_last_bit():
+    layout, batch = Layout(MODEL, CLUSTER, Parallel(pp=4)), Batch(64, 2)
+    for secs in (1.7, 1.9, 2.1, 2.3, 2.7):
+        assert estimate(layout, batch, FP16, Timing(secs=secs)).secs == secs
+
+
 def test_without_a_width_the_time_must_be_given():
     layout, batch = Layout(replace(MODEL, hidden=None), CLUSTER, Parallel(pp=4)), Batch(64, 2)
     with pytest.raises(ConfigError, match=r"model 'm'.*not known.*give iteration.secs"):

@@ -109,12 +109,20 @@ SCHEMAS: dict[str, type] = {
 }
 
 
+def portion_of(number: int, portion: float) -> int:
+    """``${moe_ckpt.portion_of:${model.experts},0.125}``: so much of ``number``, in whole, at least 1."""
+    return max(1, int(number * portion))
+
+
 def register() -> bool:
-    """Store the schemas in Hydra's ConfigStore; True if Hydra is installed. Harmless when repeated."""
+    """Store the schemas in Hydra's ConfigStore, and what values are computed with; True if Hydra is installed.
+    Harmless when repeated."""
     try:
         from hydra.core.config_store import ConfigStore
+        from omegaconf import OmegaConf
     except ImportError:
         return False
+    OmegaConf.register_new_resolver("moe_ckpt.portion_of", portion_of, replace=True)
     for name, node in SCHEMAS.items():
         ConfigStore.instance().store(group="moe_ckpt/schema", name=name, node=node, provider="moe_ckpt")
     return True

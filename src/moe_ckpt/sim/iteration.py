@@ -129,7 +129,7 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
     found = costs(layout, batch, precision, timing)
     scale = 1.0 if secs is None else secs / found.secs
     return Iteration(
-        secs=found.secs * scale,
+        secs=found.secs if secs is None else secs,
         update_secs=found.update_secs * scale if update is None else update,
         stage_secs=found.stage_secs * scale if stage is None else stage,
         frozen_saving=timing.frozen_saving,

@@ -86,11 +86,18 @@ def save_nothing(step: int) -> SnapshotPlan:
 
 
 def save_full(
-    step: int, operators: tuple[str, ...], *, held: tuple[str, ...] = (), wait: bool = False
+    step: int,
+    operators: tuple[str, ...],
+    *,
+    held: tuple[str, ...] = (),
+    wait: bool = False,
+    k: int | None = None,
+    plt_budget: float | None = None,
 ) -> SnapshotPlan:
     """A plan that sends ``operators`` to storage at full fidelity, and keeps ``held`` in host memory besides."""
     stored = _stored(operators)
-    plan = SnapshotPlan(step, stored + tuple(PlanItem(op, tier=Tier.HOST) for op in held) if held else stored, wait)
+    items = stored + tuple(PlanItem(op, tier=Tier.HOST) for op in held) if held else stored
+    plan = SnapshotPlan(step, items, wait, k, plt_budget)
     return _told(plan, {Tier.STORAGE: operators, Tier.HOST: held}, ())
 
 

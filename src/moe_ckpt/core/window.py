@@ -62,15 +62,10 @@ def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
     return save_slot(step, window.slots[slot], window.frozen(slot), window, slot)
 
 
-def slot_bytes(slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> tuple[int, ...]:
+def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorBytes]) -> tuple[int, ...]:
     """Bytes of each slot's snapshot, all ranks together: its anchors in full, later slots' operators as compute."""
-    found: list[int] = []
-    frozen = 0
-    for slot in reversed(slots):
-        ops = list(slot)
-        found.append(sum(sizes[op].full for op in ops) + frozen)
-        frozen += sum(sizes[op].compute for op in ops)
-    return tuple(reversed(found))
+    full = [sum(sizes[op].full for op in slot) for slot in slots]
+    return tuple(_with_later(full, [sum(sizes[op].compute for op in slot) for slot in slots]))
 
 
 def glue(
@@ -157,15 +152,24 @@ class Lane:
 
     def most_on_a_rank(self, slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> list[int]:
         """Bytes of each slot's snapshot on the rank that has most of it. slots: of this lane's operators."""
-        apart: dict[int, list[list[str]]] = {}
+        full: dict[int, list[int]] = {_SHARED: [0] * len(slots)}
+        compute: dict[int, list[int]] = {_SHARED: [0] * len(slots)}
         for at, slot in enumerate(slots):
             for op in slot:
-                owner = self.owners.get(op, _SHARED)
-                apart.setdefault(owner, [[] for _ in slots])[at].append(op)
-        even = slot_bytes(apart.pop(_SHARED, [[] for _ in slots]), sizes)
-        owned = [slot_bytes(parts, sizes) for parts in apart.values()] or [(0,) * len(even)]
-        most = map(max, zip(*owned, strict=True))
+                owner, size = self.owners.get(op, _SHARED), sizes[op]
+                if owner not in full:
+                    full[owner], compute[owner] = [0] * len(slots), [0] * len(slots)
+                full[owner][at] += size.full
+                compute[owner][at] += size.compute
+        weights = {owner: _with_later(full[owner], compute[owner]) for owner in full}
+        even = weights.pop(_SHARED)
+        most = map(max, zip(*weights.values(), strict=True)) if weights else [0] * len(even)
         return [-(-n // self.ranks) + -(-m // self.expert_ranks) for n, m in zip(even, most, strict=True)]
+
+
+def _with_later(full: Sequence[int], compute: Sequence[int]) -> list[int]:
+    """Per slot, what it has in full and what later ones have at compute fidelity."""
+    return [nbytes + sum(compute[at + 1 :]) for at, nbytes in enumerate(full)]
 
 
 def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = None) -> tuple[Lane, ...]:

@@ -54,7 +54,7 @@ class Pending:
         """``[n, 2]``: ``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
         if self.window is None:
             return places(self.catalog, self.operators)
-        return places(self.catalog, self.window.order if self.is_checkpoint else ())
+        return places(self.catalog, self.catalog.everything if self.is_checkpoint else ())
 
 
 def places(catalog: Catalog, operators: Sequence[str]) -> Counts:

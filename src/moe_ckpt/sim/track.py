@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +30,10 @@ class MovingBooks(Books):
         self._decayed = counts.astype(np.float64)
         self.popularity = counts
 
+    def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
+        """The first checkpoint of a run is dense, whatever the policy: after it, nothing is."""
+        return self.catalog.everything if self.last_step is None else ()
+
     def window_begins(self) -> None:
         """What is counted since a window's first slot, which ``begun`` is not told of, begins anew."""
         self._hard, self._soft = np.zeros_like(self._hard), np.zeros_like(self._soft)
@@ -39,7 +44,6 @@ class MovingBooks(Books):
         fault = self._go_on(tokens, checkpoint.step, checkpoint.index, None)
         self.committed_step = checkpoint.step
         self._committed_at = checkpoint.copies.copy()
-        self._never_saved = ()  # the first checkpoint of a run is dense, whatever the policy
         return fault
 
     def move(self, steps: int, checkpoints: int, counts: Counts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import tokens_at_risk
 from benchmarks.lost_tokens import Workload
 from benchmarks.moc_sim import SimulatedRun
 from benchmarks.moc_sim import catalog as bare
+from benchmarks.tokens_at_risk import risks
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.sharding import water_level
-from moe_ckpt.core.tokens import tokens_at_risk
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, MoEvement, Policy
@@ -373,34 +375,27 @@ def test_all_ranks_plan_alike_whatever_order_their_dicts_are_in(run, limit, seed
 # --- what it is for ---
 
 
-def risks(policy, work, seed=0):
-    """Tokens at risk after every step, as a portion of those routed so far (MLT of the newest checkpoint)."""
-    rng = np.random.default_rng(seed)
-    shares = work.popularity(rng)
-    run = SimulatedRun(policy, bare(work.layers, work.experts), work.ranks)
-    found = []
-    for _ in range(work.steps):
-        run.step(rng.multinomial(work.tokens, shares))
-        newest, saved = run.store[-1].tokens if run.store else None, run.books.tokens.applied
-        if newest is not None:
-            lacking = np.array(newest["applied"]) - np.array(newest["saved"]["storage"])
-            found.append(tokens_at_risk(lacking, saved))
-    return np.array(found)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_popular_experts_first_leave_far_fewer_tokens_at_risk_than_taking_turns(seed):
-    """The paper reports about half, at S = 25 to 40 % of E; here with two experts in three of a skewed load unsaved."""
+    """The paper reports about half; a third of the experts is saved, and the load is as skewed as S = 0.2."""
     work = Workload(layers=4, experts=16, skewness=0.2, steps=120)
-    popular = risks(MoEtion(experts=5), work, seed)
-    in_turn = risks(MoEtion(experts=5, selection="round_robin"), work, seed)
+    popular, _ = risks(MoEtion(experts=5), work, seed)
+    in_turn, _ = risks(MoEtion(experts=5, selection="round_robin"), work, seed)
     assert popular.mean() < 0.6 * in_turn.mean()
 
 
 def test_round_robin_and_moc_in_turn_leave_about_as_many_tokens_at_risk():
     work = Workload(layers=4, experts=16, skewness=0.2, steps=120)
-    ours, theirs = (risks(p, work).mean() for p in (MoEtion(experts=4, selection="round_robin"), MoC(k=4)))
+    ours, theirs = (risks(p, work, 0)[0].mean() for p in (MoEtion(experts=4, selection="round_robin"), MoC(k=4)))
     assert ours == pytest.approx(theirs, rel=0.05)
+
+
+def test_the_comparison_that_the_documentation_shows_runs(tmp_path, capfd):
+    assert tokens_at_risk.main(f"--seeds 1 --steps 30 --shapes 1 --write --out {tmp_path}".split()) == 0
+    rows = json.loads((tmp_path / "tokens_at_risk.json").read_text())["rows"]
+    assert [row["wanted_skewness"] for row in rows] == list(tokens_at_risk.SKEWNESS)
+    assert rows[-1]["mean"]["popular"] < 0.6 * rows[-1]["mean"]["round_robin"]
+    assert "popular / round robin" in capfd.readouterr().out
 
 
 # --- what it says and refuses ---

@@ -168,7 +168,7 @@ class Stage:
         """All experts: most unsaved tokens first, then the oldest, then by layer and index. Both ``[L, E]``."""
         rows = np.repeat(self.rows, [layer.experts for layer in self.layers])
         experts = np.concatenate([np.arange(layer.experts) for layer in self.layers])
-        order = np.lexsort((experts, rows, chosen_at[rows, experts], -unsaved[rows, experts]))
+        order = np.lexsort((chosen_at[rows, experts], -unsaved[rows, experts]))  # stable: what is equal stays in order
         return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
 
 
@@ -181,13 +181,12 @@ def stages_of(context: PolicyContext, *, weighed: bool) -> Iterator[Stage]:
     catalog = context.catalog
     placement = context.placement or everywhere(catalog.layers, context.ranks)
     stage_of = placement.stage_of
-    if weighed:
+    if weighed and not context.sizes.keys() >= catalog.by_id.keys():
         unknown = [op for op in catalog.everything if op not in context.sizes]
-        if unknown:
-            raise ConfigError(
-                f"MoEtion: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not "
-                f"there, such as {unknown[0]}; give MoEtion(experts=...) where sizes are not known"
-            )
+        raise ConfigError(
+            f"MoEtion: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not there, "
+            f"such as {unknown[0]}; give MoEtion(experts=...) where sizes are not known"
+        )
     for number, ranks in enumerate(placement.stages):
         layers = tuple(layer for layer in catalog.layers if stage_of.get(expert_id(layer.index, 0), 0) == number)
         if not layers:

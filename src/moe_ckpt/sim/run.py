@@ -89,6 +89,7 @@ class _Run:
     def _told(self, state: State) -> Outcome:
         scenario, tokens = self._scenario, state.track.books.tokens
         useful = state.step * self._costs.iteration.secs
+        trained = max(1, state.step + round(state.lost / self._costs.iteration.secs))
         if not self._verdict and self._failing.stranded:
             self._verdict = "no spare node was left, and none was repaired or joined in time: the run stands still"
         if not self._verdict and state.step == 0:
@@ -107,7 +108,10 @@ class _Run:
             interval=None if scenario.system.sparse else state.interval,
             window=None if state.window is None else state.window.size,
             k=state.k,
-            mean_stall_secs=state.stall / max(1, state.step + round(state.lost / self._costs.iteration.secs)),
+            mean_stall_secs=state.stall / trained,
+            rank_bytes_per_step=state.rank_bytes / trained,
+            total_bytes_per_step=state.total_bytes / trained,
+            heaviest_bytes=state.heaviest_bytes,
             lost_tokens=tokens.lost_tokens,
             plt=tokens.plt,
             reorders=state.reorders,

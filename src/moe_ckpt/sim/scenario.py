@@ -105,7 +105,9 @@ class Outcome:
     ettr: useful time over all time. steps: iterations done at the end. iteration_secs: of one, without stalls.
     advances: False where training never got beyond a failure: the run was cut off, and ``verdict`` says why.
     interval: iterations between checkpoints, the newest; None for windows. window: W of the newest window.
-    mean_stall_secs: per iteration. lost_tokens, plt: over all failures. reorders: windows in another order than the
+    mean_stall_secs: per iteration. rank_bytes_per_step, total_bytes_per_step: of snapshots, mean over all iterations,
+        on the rank that has most, and on all. heaviest_bytes: of one snapshot, on one rank.
+    lost_tokens, plt: over all failures. reorders: windows in another order than the
         one before.
     plans: how often the policy was asked. Not part of what is predicted: a measure of the simulation's own work.
     """
@@ -123,6 +125,9 @@ class Outcome:
     window: int | None = None
     k: int | None = None
     mean_stall_secs: float = 0.0
+    rank_bytes_per_step: float = 0.0
+    total_bytes_per_step: float = 0.0
+    heaviest_bytes: int = 0
     lost_tokens: int = 0
     plt: float = 0.0
     reorders: int = 0

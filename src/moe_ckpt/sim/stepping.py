@@ -26,6 +26,8 @@ class State:
 
     step: optimizer steps done, less what failures undid. counts: ``[L, E]`` tokens routed by one of them.
     stall, lost, down, idle, retrieve, replay: as ``scenario.Spent``.
+    rank_bytes, total_bytes: of all snapshots that began, on the rank that had most, and on all. heaviest_bytes: of one
+        snapshot, on one rank.
     """
 
     track: Track
@@ -44,6 +46,9 @@ class State:
     k: int | None = None
     window: Window | None = None
     saved_bytes: int = 0
+    rank_bytes: float = 0.0
+    total_bytes: float = 0.0
+    heaviest_bytes: int = 0
     failed_nodes: set[int] = field(default_factory=set)
     """Since something last became durable: what they held for others is not there again before."""
 
@@ -60,7 +65,7 @@ class Stepper:
         self._shares = load.draw(rng, layers, self._catalog.layers[0].experts)
         self._drift_at = load.drift_secs if load.drift and load.skewness else inf
         self._backup_at = self._next_backup(0.0)
-        self._rounds: dict[bytes, tuple[int, float, float, int]] = {}
+        self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows: dict[bytes, Window] = {}
         self._budgeted = getattr(self._policy, "plt_budget", None) is not None
         self.state = State(Track(self._catalog), tokens_of(self._shares, assignments))
@@ -108,12 +113,12 @@ class Stepper:
         """Move ahead by whole rounds if the run is where it was a round ago; True if it did."""
         state = self.state
         pattern = _digest(*state.track.pattern(state.step, state.now))
-        here = (state.step, state.now, state.stall, state.track.books.index)
+        here = (state.step, state.now, state.stall, state.track.books.index, state.rank_bytes, state.total_bytes)
         before = self._rounds.get(pattern)
         self._rounds[pattern] = here
         if before is None:
             return False
-        steps, secs, stall, begun = (new - old for new, old in zip(here, before, strict=True))
+        steps, secs, stall, begun, rank_bytes, total_bytes = (new - old for new, old in zip(here, before, strict=True))
         # One round before each event is stepped through, so that what is under way then is as it would be.
         rounds = int((min(until, self._drift_at, self._backup_at) - state.now) / secs) - 1
         if self._budgeted:  # what may be lost, and with it K, grows with the tokens routed
@@ -124,6 +129,8 @@ class Stepper:
         state.step += int(steps) * rounds
         state.now += secs * rounds
         state.stall += stall * rounds
+        state.rank_bytes += rank_bytes * rounds
+        state.total_bytes += total_bytes * rounds
         self._rounds.clear()
         return True
 
@@ -187,7 +194,10 @@ class Stepper:
 
     def _ready_secs(self, now: float, snapshot: Snapshot) -> float:
         """When a snapshot that begins now is durable; one after the other is moved."""
-        track = self.state.track
+        state, track = self.state, self.state.track
+        state.rank_bytes += snapshot.rank
+        state.total_bytes += snapshot.total
+        state.heaviest_bytes = max(state.heaviest_bytes, snapshot.rank)
         copied = now + self._costs.copy_secs(snapshot)
         track.mover_free_secs = max(copied, track.mover_free_secs) + self._costs.move_secs(snapshot)
         return track.mover_free_secs

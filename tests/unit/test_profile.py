@@ -267,10 +267,10 @@ def test_experts_out_of_order_or_without_rows_are_weighed_too():
     ("placement", "ranks", "found"),
     [
         (everywhere(catalog(1, 4).layers, 3), 3, (1, 3, 1)),
-        (Placement(((0, 0, 1, 1), (4, 4, 5, 5)), (0,), (4, 4), experts_apart=True), 8, (2, 2, 2)),
+        (Placement(((0, 0, 1, 1), (4, 4, 5, 5)), (0,), (4, 4), expert_ranks=2), 8, (2, 2, 2)),
         (Placement(((0, 0, 0, 0),), (0,), (2, 2), experts_apart=False), 4, (2, 2, 1)),
-        (Placement(((0, 1, 2, 2),), (0,), (4,), experts_apart=True), 4, (1, 4, 1)),  # 3 do not divide 4
-        (Placement(((0, 1),), (0,), (1, 3), experts_apart=True), 4, (1, 4, 1)),
+        (Placement(((0, 1, 2, 2),), (0,), (4,), expert_ranks=1), 4, (1, 4, 1)),  # 3 do not divide 4
+        (Placement(((0, 1),), (0,), (1, 3), expert_ranks=1), 4, (1, 4, 1)),
     ],
 )
 def test_parallel(placement, ranks, found):
@@ -616,6 +616,11 @@ def test_pipeline_stages_are_the_runs_own():
     layout = RunProfile("p.json", staged).layout()
     assert layout.stage_of == {op: row.stage for row in MODEL.operators for op in row.ids}
     assert layout.placement.stages == (2, 2)
+
+
+def test_ranks_that_all_hold_everything_own_experts_as_in_the_run():
+    run = RunProfile("p.json", PROFILE)
+    assert run.layout().placement == everywhere(run.sim_model.catalog.layers, 4)
 
 
 def test_lives_of_other_runs_and_ends_that_were_meant_are_no_failures():

@@ -49,10 +49,14 @@ def _follows(row: OperatorRow, before: OperatorRow) -> bool:
 
 
 def parallel(placement: Placement, ranks: int) -> tuple[int, int, int]:
-    """(pp, dp, ep), as ``sim.cluster.Parallel`` counts: stages, pipelines, and ranks that hold different experts."""
+    """(pp, dp, ep), as ``sim.cluster.Parallel`` counts: stages, pipelines, and ranks that experts are split over.
+
+    Without a distributed optimizer pipelines that hold the same experts deal them out, and so count as one wide one.
+    """
     pp = len(placement.stages)
     width = placement.stages[0]
-    ep = max((len(set(row)) for row in placement.owners), default=1) if placement.experts_apart else 1
+    ep = max((len(set(row)) for row in placement.owners), default=1)
+    ep = 1 if placement.expert_ranks is None else ep
     if set(placement.stages) != {width} or width % ep or pp * width != ranks:
         return 1, ranks, 1
     return pp, width // ep, ep

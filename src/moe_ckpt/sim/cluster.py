@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_ckpt.core.placement import Placement, expert_owner
+from moe_ckpt.core.placement import Placement, everywhere, expert_owner
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import above_zero, at_least, portion, whole
 from moe_ckpt.sim.model import SimModel
@@ -145,8 +145,13 @@ class Layout:
 
     @cached_property
     def placement(self) -> Placement:
-        """Who owns what, as the Megatron adapter tells it: optimizer state is dealt over the ranks that hold copies."""
+        """Who owns what, as the Megatron adapter tells it: optimizer state is dealt over the ranks that hold copies.
+
+        Plain data parallelism is as Lightning's adapter has it: every rank holds everything.
+        """
         ep, width, dp = self.parallel.ep, self.parallel.stage_ranks, self.parallel.dp
+        if self.parallel.ranks == dp:
+            return everywhere(self.model.catalog.layers, dp)
         owners = []
         for layer in self.model.catalog.layers:
             # Of a layer's experts, which all are on one stage, the first pipeline's rank stands for all that share it.

@@ -176,6 +176,22 @@ def test_an_expert_nobody_uses_is_saved_after_a_few_rounds_at_no_more_than_half_
         assert chosen(MoEtion(), expected_unsaved=unsaved, chosen_at=ages, **known) == found
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"index": 9},  # checkpoints were made every 10 steps on average: a round is 20 steps
+        {"index": 100, "policy": MoEtion(every_n_steps=10), "limit": 8.4, "last_step": 90},
+        {"index": 100, "chosen_at": np.zeros((0, 0), dtype=np.int64)},  # nothing known of ages
+    ],
+    ids=["storage-is-slow", "interval", "unknown"],
+)
+def test_nobody_is_overdue_where_checkpoints_are_rare_or_ages_unknown(known):
+    unsaved = np.array([[9, 9, 0, 0], [9, 9, 0, 0]])
+    ages = np.array([[99, 99, 40, 40]] * 2)
+    base = {"policy": MoEtion(), "step": 100, "last_step": 99, "limit": 84.0, "chosen_at": ages}
+    assert chosen(**{**base, "expected_unsaved": unsaved, **known}) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
 def test_what_goes_first_is_not_at_risk_when_the_rest_is_shared_out():
     unsaved = np.array([[2, 2, 2, 100], [6, 6, 6, 6]])
     ages = np.array([[99, 99, 99, 50], [99, 99, 99, 99]])

@@ -1,0 +1,110 @@
+"""Tokens at risk under MoEtion: popular experts first beside taking turns, with equally many saved.
+
+The paper's figure 11 (arXiv 2412.15411 v1) without training: the library's policy and books are driven by
+drawn routing counts (moc_sim.py). Tokens at risk are what a recovery from the newest checkpoint would lose, as a
+portion of the tokens routed so far, mean over layers (``core.tokens.tokens_at_risk``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.lost_tokens import Workload, skewness
+from benchmarks.moc_sim import SimulatedRun, catalog
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
+from moe_ckpt.policies import MoEtion, Policy
+
+SKEWNESS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.6)
+SHAPES = ((8, 2, 1), (16, 4, 1), (16, 6, 1), (64, 16, 1), (64, 16, 16))
+"""(experts, experts saved per layer, ranks); the paper saves 25 to 40 % of E. With 16 ranks each has capacity for its
+share only."""
+_EXAMPLE = "example: python benchmarks/tokens_at_risk.py --seeds 2    (about 10 seconds)"
+
+
+def risks(policy: Policy, work: Workload, seed: int) -> tuple[np.ndarray, float]:
+    """Tokens at risk after each step since the first checkpoint, and the skewness drawn."""
+    rng = np.random.default_rng(seed)
+    shares = work.popularity(rng)
+    found = skewness(shares)
+    run = SimulatedRun(policy, catalog(work.layers, work.experts), work.ranks)
+    series = []
+    for step in range(work.steps):
+        if step and step % work.swap_steps == 0:
+            for row in shares:
+                pair = rng.choice(work.experts, 2, replace=False)
+                row[pair] = row[pair[::-1]]
+        run.step(rng.multinomial(work.tokens, shares))
+        if run.store:
+            newest = TokenBook.from_dict(run.store[-1].tokens, work.layers, work.experts)
+            series.append(tokens_at_risk(newest.unsaved(Tier.STORAGE), run.books.tokens.applied))
+    return np.array(series), found
+
+
+def compare(shapes: Sequence[tuple[int, int, int]], steps: int, seeds: int) -> list[dict[str, Any]]:
+    """One row per shape and skewness: mean and highest tokens at risk of both selections."""
+    rows = []
+    for experts, saved, ranks in shapes:
+        for wanted in SKEWNESS:
+            work = Workload(4, experts, ranks, wanted, steps=steps)
+            runs: dict[str, list[tuple[np.ndarray, float]]] = {
+                how: [risks(MoEtion(experts=saved, selection=how), work, seed) for seed in range(seeds)]
+                for how in ("round_robin", "popular")
+            }
+            mean = {how: float(np.mean([series.mean() for series, _ in of])) for how, of in runs.items()}
+            rows.append(
+                {
+                    "experts": experts, "saved_per_layer": saved, "ranks": ranks, "wanted_skewness": wanted,
+                    "skewness": round(float(np.mean([found for _, found in runs["popular"]])), 4),
+                    "mean": {how: round(value, 5) for how, value in mean.items()},
+                    "highest": {how: round(float(max(s.max() for s, _ in of)), 5) for how, of in runs.items()},
+                    "popular_over_round_robin": round(mean["popular"] / mean["round_robin"], 4),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    shown = Table(title="tokens at risk, mean over iterations and seeds", title_justify="left")
+    for column in ("E", "saved", "ranks", "skewness S", "round robin", "popular", "popular / round robin"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        shown.add_row(
+            str(row["experts"]), str(row["saved_per_layer"]), str(row["ranks"]), f"{row['skewness']:.3f}",
+            f"{row['mean']['round_robin']:.2%}", f"{row['mean']['popular']:.2%}",
+            f"{row['popular_over_round_robin']:.2f}",
+        )  # fmt: skip
+    return shown
+
+
+def main(argv: list[str] | None = None) -> int:
+    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    made.add_argument("--seeds", type=int, default=4)
+    made.add_argument("--steps", type=int, default=100, help="iterations per run; the paper shows 100")
+    made.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    made.add_argument("--write", action="store_true", help="keep the JSON in results/")
+    made.add_argument("--out", type=Path, default=report.RESULTS)
+    options = made.parse_args(argv)
+    rows = compare(SHAPES[: options.shapes], options.steps, options.seeds)
+    Console(width=None if sys.stdout.isatty() else 110).print(_table(rows))
+    if options.write:
+        facts = {"layers": 4, "steps": options.steps, "seeds": options.seeds}
+        report.write_json(options.out / "tokens_at_risk.json", {**facts, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

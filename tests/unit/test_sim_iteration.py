@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
-from moe_ckpt.sim.iteration import Timing, bubble_fraction, costs, estimate, pipeline_slots
+from moe_ckpt.sim.iteration import Timing, bubble_fraction, costs, estimate, heaviest_chunk, pipeline_slots
 from moe_ckpt.sim.model import ModelSpec, Precision, build
 from moe_ckpt.sim.training import Batch
 
@@ -63,11 +64,49 @@ def test_a_tied_head_costs_what_its_own_would():
     assert cost(model=tied).compute_secs == pytest.approx(cost().compute_secs, rel=1e-12)
 
 
-def test_the_stage_with_the_head_is_slowest_and_sets_the_pace():
+def test_the_slowest_stage_sets_the_pace():
     found = cost(pp=4, cluster=FREE)
-    assert found.stage == 3
     assert found.pipeline_secs == pytest.approx((64 + 3) * found.micro_secs)
     assert found.stage_secs == pytest.approx(64 * found.micro_secs)
+
+
+def test_the_head_counts_where_layers_are_dealt_out():
+    """A head as heavy as 3.8 of 8 layers: of three stages it has one for itself."""
+    heavy = build(replace(SPEC, vocab=4000))
+    layer = cost(model=build(replace(SPEC, vocab=1)), cluster=FREE, pp=8).compute_secs
+    head = cost(model=heavy, cluster=FREE).compute_secs - 8 * layer
+    found = cost(model=heavy, cluster=FREE, pp=3).compute_secs
+    assert found == pytest.approx(4 * layer, rel=0.01)
+    assert 3.8 < head / layer < 4
+
+
+@pytest.mark.parametrize(
+    ("weights", "chunks", "heaviest"),
+    [
+        ([1, 1, 1, 1], 2, [1, 1]),
+        ([1, 1, 1, 3], 2, [1, 1, 1]),
+        ([5, 1, 1, 1], 3, [5]),
+        ([0, 2, 2, 2, 2, 3], 3, [0, 2, 2]),
+        ([1, 2, 3], 7, [3]),
+        ([4], 1, [4]),
+    ],
+)
+def test_neighbours_are_cut_so_that_the_heaviest_chunk_is_lightest(weights, chunks, heaviest):
+    assert weights[heaviest_chunk(weights, chunks)] == heaviest
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=7), st.integers(1, 5))
+def test_no_cut_is_better(weights, chunks):
+    """Against all cuts there are."""
+    found = sum(weights[heaviest_chunk(weights, chunks)])
+    ends = [
+        (0, *cuts, len(weights))
+        for count in range(min(chunks, len(weights)))
+        for cuts in combinations(range(1, len(weights)), count)
+    ]
+    best = min(max(sum(weights[a:b]) for a, b in pairwise(cuts)) for cuts in ends)
+    assert found == pytest.approx(best, rel=1e-12)
 
 
 def test_experts_are_reached_over_nvlink_inside_a_node_and_over_nics_beyond():

@@ -256,6 +256,9 @@ class Stepper:
             while moving and moving[0] <= state.now:
                 moving.popleft()
             if len(moving) >= self._system.max_in_flight:
+                if slot == 0 and self._system.when_busy == "skip":  # a window that has begun is gone on with
+                    self._iterate(1, until)
+                    return
                 self._wait(moving[len(moving) - self._system.max_in_flight], until)
             if state.now >= until:
                 return

@@ -1,0 +1,69 @@
+"""What a system asks of each resource, and which of them holds training up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.scenario import Outcome, Scenario
+
+RESOURCES = ("compute", "pcie", "nic", "storage", "host_memory")
+
+
+@dataclass(frozen=True)
+class Use:
+    """Of one system, while nothing fails.
+
+    utilisation: of each resource, the portion of its time (or bytes) that is used; ``compute`` is 1 where nothing makes
+        training wait. Above 1: more is asked of it than it can do in an iteration.
+    copied_bytes: into host memory, of the rank that has most, per iteration. sent_bytes: to peers, likewise.
+    stored_bytes: to storage, of all ranks, per iteration. host_bytes: of one node.
+    """
+
+    utilisation: dict[str, float]
+    copied_bytes: float
+    sent_bytes: float
+    stored_bytes: float
+    host_bytes: float
+
+    @property
+    def roof(self) -> str:
+        """The resource that bounds the iteration: compute, unless another is asked for more than it has."""
+        busiest = max((name for name in RESOURCES if name != "compute"), key=lambda name: self.utilisation[name])
+        return busiest if self.utilisation[busiest] > 1 else "compute"
+
+
+def use_of(scenario: Scenario, outcome: Outcome) -> Use:
+    """What ``outcome`` made of the resources of its scenario."""
+    layout, system = scenario.layout, scenario.system
+    costs = Costs(layout, scenario.precision, scenario.iteration, system)
+    peers = system.durable == "peers"
+    copied, total = outcome.rank_bytes_per_step, outcome.total_bytes_per_step
+    sent = copied * system.replicas if peers else 0.0
+    stored = 0.0 if peers else total
+    if peers and system.backup_every_secs:
+        stored = costs.dense.total * scenario.iteration.secs / system.backup_every_secs
+    host = host_bytes(costs, outcome)
+    secs = scenario.iteration.secs
+    utilisation = {
+        "compute": secs / (secs + outcome.mean_stall_secs),
+        "pcie": copied / costs.copy_rate / scenario.iteration.open_secs,
+        "nic": sent / costs.nic_rate / secs,
+        "storage": stored / layout.cluster.storage_bytes_per_sec / secs,
+        "host_memory": host / layout.cluster.host_memory_bytes,
+    }
+    return Use(utilisation, copied, sent, stored, host)
+
+
+def host_bytes(costs: Costs, outcome: Outcome) -> float:
+    """Of one node: snapshots under way and the newest that is done, and what the node keeps for its peers.
+
+    A peer keeps a whole checkpoint and the one that is coming in: of a window, all its slots.
+    """
+    system, ranks = costs.system, costs.layout.ranks_per_node
+    own = (system.max_in_flight + 1) * outcome.heaviest_bytes
+    kept = 0.0
+    if system.durable == "peers":
+        whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.dense.rank
+        kept = 2.0 * system.replicas * whole
+    return ranks * (own + kept)

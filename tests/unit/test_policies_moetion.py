@@ -274,6 +274,10 @@ def test_stages_buy_for_themselves():
     found = chosen(MoEtion(), model=model, limit=108.0, sizes=sizes, placement=where, ranks=2, expected_unsaved=unsaved)
     # Stage 0: the embedding, 60 + 12 of gates, 24 left: 2 experts. Stage 1: 24 of gates, 84 left: 7.
     assert Counter(layer // 2 for layer, _ in found) == {0: 2, 1: 7}
+    # What experts weigh in another stage does not matter.
+    known = {"model": model, "limit": 108.0, "placement": where, "ranks": 2, "expected_unsaved": unsaved}
+    found = chosen(MoEtion(), sizes=sizes | {"expert/3/0": OperatorBytes(24, 2)}, **known)
+    assert Counter(layer // 2 for layer, _ in found) == {0: 2, 1: 3}
 
 
 def test_under_plain_data_parallelism_no_owner_has_more_than_fits_it():
@@ -284,6 +288,12 @@ def test_under_plain_data_parallelism_no_owner_has_more_than_fits_it():
     sharded = replace(everywhere(MODEL.layers, 2), experts_whole=False)
     found = chosen(MoEtion(), limit=44.0, ranks=2, expected_unsaved=unsaved, placement=sharded)
     assert found == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_an_expert_too_large_for_any_rank_alone_is_saved_over_the_budget():
+    """Together 4 ranks could save 3 experts; but each is written by one, which has time for less than one."""
+    model = catalog(2, 4)
+    assert len(chosen(MoEtion(), model=model, sizes=weighing(model, 12, 0), limit=11.0, ranks=4)) == 2
 
 
 def heaviest(context, operators):

@@ -33,7 +33,7 @@ def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: i
     first: equal fractions go to the layer with more at risk, then from this layer on, round and round.
     """
     shares = [0] * len(sizes)
-    left = min(total, sum(sizes))
+    left = total
     sharing = [layer for layer, size in enumerate(sizes) if size]
     while left and sharing:
         at_risk = sum(risk[layer] for layer in sharing)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import stat
 import subprocess
 import sys
 import time
 from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
@@ -211,6 +213,15 @@ def test_a_file_cut_short_is_damaged(cut):
         decode_profile(encoded(PROFILE)[:cut], "p")
 
 
+def test_every_field_is_described():
+    text = (Path(__file__).parents[2] / "docs" / "profile.md").read_text()
+    tables = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    for title, records in (("model", (ProfiledModel, OperatorRow, LayerRecord)), ("lives", (Life,))):
+        named = set(re.findall(r"`(\w+)`", tables[title]))
+        assert {field.name for record in records for field in fields(record)} <= named
+    assert text.startswith("# The profile of a run, version 1\n")
+
+
 # --- facts ---
 
 
@@ -387,6 +398,14 @@ def test_the_next_life_is_added(tmp_path, path):
     assert 0 <= gap < 0.5
 
 
+def test_only_the_newest_lives_are_kept(tmp_path, path, monkeypatch):
+    monkeypatch.setattr("moe_ckpt.engine.profile_file._MOST_LIVES", 3)
+    for _ in range(5):
+        with life(tmp_path, path) as run:
+            run.go(1, settle=True)
+    assert [each.generation for each in read(path).lives] == [2, 3, 4]
+
+
 def test_steps_computed_again_are_no_training_yet(tmp_path, path):
     with life(tmp_path, path) as first:
         first.go(3, settle=True)
@@ -539,6 +558,12 @@ def test_how_often_it_is_written(tmp_path, path, monkeypatch):
             clock[0] += 0.125
             fast.go()
         assert [at - began for at in written[:5]] == [0.0, 0.25, 0.75, 1.25, 1.75]  # 0.25: a lap is known
+        clock[0] = began + 400.0
+        written.clear()
+        for _ in range(100):
+            fast.go()
+            clock[0] += 0.125
+        assert [at - began for at in written[:3]] == [400.0, 404.0, 408.125]
 
 
 WRITES_FOR_EVER = """

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from moe_ckpt import __version__
 from moe_ckpt.errors import MoECheckpointError
 
-COMMANDS = ("inspect", "verify", "window", "export", "train")
-_PASS_ON = ("train",)
+COMMANDS = ("inspect", "verify", "window", "export", "train", "simulate", "plan")
+_PASS_ON = ("train", "simulate", "plan")
 
 EPILOG = """\
 examples:

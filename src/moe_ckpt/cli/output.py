@@ -74,15 +74,16 @@ def print_cells(label: str, cells: Sequence[tuple[str, float]]) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, fed with (bytes done, bytes in all); silent when stderr is no terminal."""
+def progress_bar(what: str, unit: str | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, fed with (done, in all); silent when stderr is no terminal. unit: of both; None: bytes."""
     console = rich_console(stderr=True) if sys.stderr.isatty() else None
     if console is None:
         yield lambda done, total: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    counted = (MofNCompleteColumn(), TextColumn(unit)) if unit else (DownloadColumn(binary_units=True),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *counted, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -30,6 +30,11 @@ CONFIG_DIR = Path(conf.__file__).parent / "simulate"
 _T = TypeVar("_T")
 
 
+def failures_of(cfg: DictConfig) -> Failures:
+    """Where failures come from. Raises ``ConfigError`` as ``scenario_of``."""
+    return cast(Failures, _made(cfg, "failures", object))
+
+
 def scenario_of(cfg: DictConfig) -> Scenario:
     """What ``cfg`` describes, a config composed from ``simulate``.
 
@@ -47,7 +52,7 @@ def scenario_of(cfg: DictConfig) -> Scenario:
         precision=precision,
         batch=batch,
         iteration=_iteration(cfg, layout, batch, precision),
-        failures=cast(Failures, _made(cfg, "failures", object)),
+        failures=failures_of(cfg),
         system=_made(cfg, "policy", System),
         load=_made(cfg, "load", ExpertLoad),
         duration_secs=_value(cfg, "duration_secs"),

@@ -29,18 +29,25 @@ def fidelities(report: WindowReport) -> npt.NDArray[np.int8]:
     return table
 
 
+def pyplot(needed_for: str) -> Any:
+    """``matplotlib.pyplot``. Raises ``MissingPackageError`` where it is not installed."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise MissingPackageError("matplotlib", needed_for, "plot") from error
+    return plt
+
+
 def plot_window(report: WindowReport, ax: Any = None) -> tuple[Any, Any]:
     """Draw the schedule on ``ax``, or on new axes; returns (figure, axes).
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib.colors import ListedColormap
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise MissingPackageError("matplotlib", "a plot of the window", "plot") from error
+    plt = pyplot("a plot of the window")
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
     table = fidelities(report)
     count = len(table)
     if ax is None:

@@ -1,0 +1,259 @@
+"""``moe-ckpt plan``: which policy a model on a cluster should use, and what to expect of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from moe_ckpt.errors import ConfigError, MissingPackageError
+
+if TYPE_CHECKING:
+    from moe_ckpt.engine.rates import Rates
+    from moe_ckpt.sim.planner import Candidate, Plan
+    from moe_ckpt.sim.scenario import Scenario
+    from moe_ckpt.sim.system import System
+
+EPILOG = """\
+examples:
+  moe-ckpt plan setup=moevement_deepseek failures.mtbf_secs=1800     a paper's model on a paper's cluster
+  moe-ckpt plan model=qwen_moe cluster=h100_128 parallel=pp8_ep8_dp2 failures=components --plot roof.png
+  moe-ckpt plan --profile run_profile.json failures.mtbf_secs=7200   a run of yours, as it measured itself
+  moe-ckpt plan --measure runs/ setup=tiny                           with this machine's own rates
+
+Settings are those of moe-ckpt simulate: group=choice, key=value. With --profile, the model, the cluster, the iteration
+time and the load are the profiled run's; of the settings, failures, duration_secs and seed count.
+"""
+
+BACKUP_SECS = 10800.0
+"""How often what peers hold goes to storage, too."""
+MARK = "*"
+"""Of systems that only the simulator has."""
+COLUMNS = (
+    *("policy", "ETTR", "saves every", "stall/iter", "lost tokens"),
+    *("host memory", "sent/iter", "stored/iter", "roof"),
+)
+"""Bytes: of host memory, on one node; sent to peers, by one rank; stored, by all ranks."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the subcommand. Arguments that it does not know are Hydra's: parse with ``parse_known_args``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="which policy to use, with which settings, and what to expect",
+        description="Simulate every policy on the same failures; say what holds training up, and which policy to use.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--profile", metavar="FILE", help="profile that a run wrote (MoECheckpoint(profile=FILE))")
+    parser.add_argument("--measure", metavar="DIR", help="measure copy, network and storage (in DIR) first")
+    parser.add_argument("--max-plt", type=float, default=0.05, metavar="P", help="portion of tokens that may be lost")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per policy (default: 3)")
+    parser.add_argument("--trainer-only", action="store_true", help="leave out what only the simulator has")
+    parser.add_argument("--plot", metavar="FILE", help="write the roofline picture there (png, svg, pdf)")
+    parser.add_argument("--config-dir", metavar="DIR", help="more config groups, of your own")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """0 when a policy is recommended, 1 when none can be used.
+
+    Raises:
+        MissingPackageError: Hydra is not installed.
+        ConfigError: settings that make no sense.
+    """
+    from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.sim.planner import recommend, trainer_systems
+
+    rates = _measure(args.measure) if args.measure else None
+    scenario = _scenario(args, rest, rates)
+    systems = trainer_systems(scenario, args.max_plt or 0.05)
+    if not args.trainer_only:
+        systems += simulated_systems(scenario)
+    with progress_bar("simulating", unit="policies") as tell:
+        plan = recommend(scenario, systems, seeds=args.seeds, most_plt=args.max_plt, progress=tell)
+    if args.plot:
+        _plot(scenario, plan, args.plot)
+    if args.json:
+        print(json.dumps(facts(scenario, plan, rates), indent=2))
+    else:
+        _show(scenario, plan, rates)
+    return 0 if plan.recommended else 1
+
+
+def simulated_systems(scenario: Scenario) -> list[System]:
+    """The papers' systems that keep checkpoints in the memory of peers, which the engine does not do yet."""
+    from moe_ckpt.policies import Dense, MoEtion, MoEvement
+    from moe_ckpt.sim.system import System
+
+    if scenario.layout.nodes < 2:
+        return []
+    replicas = min(2, scenario.layout.nodes - 1)
+    near = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, rollback="localized")
+    rule = "oracle" if scenario.failures.mean_secs is None else "daly"
+    return [
+        replace(near, name="gemini", policy=Dense(), interval=rule, rollback="global"),
+        replace(near, name="moetion_peers", policy=MoEtion(), rollback="global"),
+        near,
+    ]
+
+
+def _scenario(args: argparse.Namespace, overrides: Sequence[str], rates: Rates | None) -> Scenario:
+    try:
+        from moe_ckpt.cli.scenarios import failures_of, scenario_of
+        from moe_ckpt.cli.sweeps import combinations, composed, config_directory
+    except ImportError as error:
+        raise MissingPackageError("hydra-core", "moe-ckpt plan", "hydra") from error
+    asked = combinations(overrides, config_directory(args.config_dir))
+    if len(asked) > 1:
+        raise ConfigError(
+            f"plan compares policies in one setting, and {' '.join(overrides)} are {len(asked)}; sweep with simulate"
+        )
+    cfg = composed(asked[0])
+    if args.profile:
+        from moe_ckpt.policies import Dense
+        from moe_ckpt.sim.profile import read_profile, scenario_from
+        from moe_ckpt.sim.system import System
+
+        profile = read_profile(args.profile)
+        known = scenario_from(profile, failures_of(cfg), System("plan", Dense()), cfg.duration_secs, cfg.seed)
+    else:
+        known = scenario_of(cfg)
+    return known if rates is None else _with_rates(known, rates)
+
+
+def _with_rates(scenario: Scenario, rates: Rates) -> Scenario:
+    """The same on a cluster whose links are as fast as this machine's."""
+    layout = scenario.layout
+    cluster = replace(
+        layout.cluster,
+        name=f"{layout.cluster.name}, links as measured here",
+        pcie_bytes_per_sec=rates.copy.bytes_per_sec,
+        nic_bytes_per_sec=rates.network.bytes_per_sec * layout.ranks_per_node,
+        storage_bytes_per_sec=rates.storage_write.bytes_per_sec * layout.nodes,
+    )
+    return replace(scenario, layout=replace(layout, cluster=cluster))
+
+
+def _measure(directory: str) -> Rates:
+    from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.engine.rates import measure
+
+    with progress_bar("measuring", unit="steps") as tell:
+        return measure(directory, progress=lambda what, done, total: tell(done, total))
+
+
+# --- what is told ---
+
+
+def facts(scenario: Scenario, plan: Plan, rates: Rates | None) -> dict[str, Any]:
+    """Everything that is printed, as plain data."""
+    layout = scenario.layout
+    return {
+        "model": {"name": layout.model.name, "parameters": layout.model.total},
+        "cluster": asdict(layout.cluster),
+        "ranks": layout.parallel.ranks,
+        "iteration_secs": scenario.iteration.secs,
+        "mtbf_secs": scenario.failures.mean_secs,
+        "rates": None if rates is None else rates.to_dict(),
+        "candidates": [_candidate(one) for one in plan.candidates],
+        "recommended": None if plan.recommended is None else plan.recommended.system.name,
+        "overrides": None if plan.recommended is None else override_line(plan.recommended),
+        "best": None if plan.best is None else plan.best.system.name,
+    }
+
+
+def _candidate(one: Candidate) -> dict[str, Any]:
+    return {
+        "system": one.system.name,
+        "in_trainer": one.system.in_trainer,
+        "policy": one.system.policy.describe(),
+        "ettr": round(one.ettr, 6),
+        "stall_secs": round(one.stall_secs, 6),
+        "plt": round(one.plt, 6),
+        "window": one.outcome.window if one.outcome else None,
+        "interval": one.outcome.interval if one.outcome else None,
+        "use": asdict(one.use) if one.use else None,
+        "roof": one.use.roof if one.use else None,
+        "refused": one.refused,
+    }
+
+
+def override_line(candidate: Candidate) -> str:
+    """Only what differs from the group's own settings."""
+    from moe_ckpt.sim.planner import overrides
+
+    policy = candidate.system.policy
+    return overrides(policy, vars(type(policy)()))
+
+
+def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
+    from moe_ckpt.cli.output import human_bytes, print_table
+
+    layout, mean = scenario.layout, scenario.failures.mean_secs
+    print(
+        f"{layout.model.name}: {layout.model.total / 1e9:.3g} B parameters on {layout.parallel.ranks} ranks of "
+        f"{layout.cluster.name}, {scenario.iteration.secs:.3g} s per iteration, "
+        + ("failures as in the trace" if mean is None else f"a failure every {_span(mean)}")
+    )
+    if rates is not None:
+        for name in ("copy", "network", "storage_write", "storage_read"):
+            rate = getattr(rates, name)
+            print(f"  {name:13} {rate.bytes_per_sec / 1e9:8.3g} GB/s  ({rate.how})")
+    print()
+    rows = [_row(one, human_bytes) for one in plan.candidates]
+    print_table(COLUMNS, rows)
+    for one in plan.candidates:
+        if one.refused:
+            print(f"{one.system.name} cannot be used: {one.refused}")
+    if any(not one.system.in_trainer for one in plan.candidates):
+        print(f"{MARK} simulated only: checkpoints in the memory of peers, which the trainer does not do yet")
+    print()
+    _advise(plan)
+
+
+def _row(one: Candidate, human: Any) -> tuple[str, ...]:
+    name = one.system.name + ("" if one.system.in_trainer else f" {MARK}")
+    if one.outcome is None or one.use is None:
+        return (name, *("-",) * 8)
+    use, outcome = one.use, one.outcome
+    every = f"W = {outcome.window}" if outcome.window else f"{outcome.interval or '-'}"
+    return (
+        name,
+        f"{one.ettr:.3f}",
+        every,
+        f"{one.stall_secs:.3f} s",
+        f"{one.plt:.2%}",
+        human(round(use.host_bytes)),
+        human(round(use.sent_bytes)),
+        human(round(use.stored_bytes)),
+        use.roof,
+    )
+
+
+def _advise(plan: Plan) -> None:
+    if plan.recommended is None:
+        print("No policy can be used here as it is: see above for what each of them lacks.")
+        return
+    print(f"recommended: {plan.recommended.system.name} (ETTR {plan.recommended.ettr:.3f})")
+    print(f"  {override_line(plan.recommended)}")
+    if plan.best is not None and plan.best is not plan.recommended:
+        print(f"with checkpoints in the memory of peers, {plan.best.system.name} would reach {plan.best.ettr:.3f}")
+
+
+def _span(secs: float) -> str:
+    return f"{secs / 3600:.3g} h" if secs >= 5400 else f"{secs / 60:.3g} min"
+
+
+def _plot(scenario: Scenario, plan: Plan, path: str) -> None:
+    from moe_ckpt.cli.plan_plot import plot_roof
+
+    figure, _ = plot_roof(scenario, plan)
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # matplotlib's answer to a suffix that it does not know
+        raise ConfigError(f"--plot {path}: {error}") from error

@@ -426,7 +426,9 @@ def test_windows_are_recorded_with_what_they_weigh(tmp_path, path):
         run.session.set_compute_types({"layers.0.moe.w": "BF16"})
         run.session.begin_run(run.capture)
         run.session.training_begins()
-        run.go(4, settle=True)
+        run.go(2, settle=True)
+        run.session.set_compute_types({"layers.0.moe.w": "BF16", "embed.weight": "BF16"})
+        run.go(2, settle=True)
     (found,) = read(path).lives
     assert (found.begun, found.committed) == (5, 4)  # that of step 0 too; nobody booked the newest one
     assert read_profile(path).sizes == run.session._sizes
@@ -597,6 +599,8 @@ def test_what_the_simulator_is_told():
     assert run.life == NEXT
     assert run.iteration_secs == 0.5
     assert run.iteration().update_secs == 0.125
+    waited = replace(PROFILE, lives=(replace(LIFE, iteration_secs=2.0),))
+    assert RunProfile("p", waited).iteration_secs == 0.75
     assert run.tokens_per_step == 256
     assert run.stall_secs_per_step == pytest.approx(0.1)
     assert run.stall_secs_per_snapshot == pytest.approx(0.1)

@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any
 
@@ -31,6 +31,8 @@ _MOST_SECS = 10.0
 _LEAST_SECS = 0.5
 _SHARE_OF_AGE = 0.01
 _RECENT_STEPS = 50
+_RECENT_LOOKS = 100
+"""Of what is measured over few iterations or checkpoints, many looks are taken, and the median counts."""
 _LAST_WRITE_SECS = 10.0
 """Longest wait for the last write: a disk that hangs must not keep training from ending."""
 
@@ -107,7 +109,8 @@ class Recorder(NoRecorder):
         self._routed_before: int | None = None
         self._joined_at: float | None = None
         self._updates: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._skews: list[float] = []
+        self._looks: deque[Measured] = deque(maxlen=_RECENT_LOOKS)
+        self._skews: deque[float] = deque(maxlen=_RECENT_LOOKS)
         self._layout: tuple[int, ComputeTypes] | None = None
         self._specs: Sequence[TensorSpec] | None = None
         self._due = 0.0
@@ -170,6 +173,7 @@ class Recorder(NoRecorder):
             experts = [layer.experts for layer in self._catalog.layers]
             if experts and popularity.any():
                 self._skews.append(float(normalized_hhi(popularity, experts).mean()))
+            self._looks.append(measured)
             self._write(now)
 
     def close(self, finished: bool) -> None:
@@ -178,6 +182,7 @@ class Recorder(NoRecorder):
             return
         self._closed = True
         _left_unix_secs = now = time.time()
+        self._looks.append(self._measured)
         self._writer.wait(_LAST_WRITE_SECS)
         self._write(now, finished=finished)
         self._writer.wait(_LAST_WRITE_SECS)
@@ -189,11 +194,17 @@ class Recorder(NoRecorder):
         if not self._writer.write(self._life(now, finished), specs, compute):
             self._specs = specs
 
+    def _typical(self, name: str) -> float | None:
+        """Of a field of ``Measured``."""
+        seen = [value for look in self._looks if (value := getattr(look, name)) is not None]
+        return median(seen) if seen else None
+
     def _life(self, now: float, finished: bool) -> Life:
-        facts, measured, record = self._facts, self._measured, self._record
+        facts, record = self._facts, self._record
         pp, dp, ep = self._parallel
         routed = 0 if record is None or self._routed_before is None else record.routed_tokens - self._routed_before
         skips = 0 if record is None else record.skips
+        looked: dict[str, Any] = {each.name: self._typical(each.name) for each in fields(Measured)}
         return Life(
             run_id=facts.run_id,
             generation=facts.generation,
@@ -208,15 +219,10 @@ class Recorder(NoRecorder):
             opened_unix_secs=self._opened,
             last_unix_secs=now,
             finished=finished,
-            iteration_secs=measured.iteration_secs,
-            recent_iteration_secs=measured.recent_iteration_secs,
             update_secs=median(self._updates) if self._updates else None,
-            checkpoint_cost_secs=measured.checkpoint_cost_secs,
-            persist_secs=measured.persist_secs,
-            copy_bytes_per_sec=measured.copy_bytes_per_sec,
-            persist_bytes_per_sec=measured.persist_bytes_per_sec,
             assignments=max(0, routed),
             skewness=sum(self._skews) / len(self._skews) if self._skews else None,
+            **looked,
             **self._moments,
             **self._steps,
             **self._sums,

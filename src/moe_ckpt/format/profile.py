@@ -82,7 +82,7 @@ class Life:
         last_step_unix_secs: the last one's end.
 
     iteration_secs, recent_iteration_secs, checkpoint_cost_secs, persist_secs, copy_bytes_per_sec,
-        persist_bytes_per_sec: the newest of ``policies.base.Measured``, on which the ranks agreed.
+        persist_bytes_per_sec: medians over many looks at ``policies.base.Measured``, on which the ranks agreed.
     update_secs: median from the join before the optimizer to the step's end, in which no copy may run.
     stall_secs, agree_secs: sums of ``StepRecord``'s over all steps, of rank 0.
     begun, committed, failed, skipped: snapshots; each step of a sparse window takes one. snapshot_bytes: rank 0's, all

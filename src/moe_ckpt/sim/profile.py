@@ -76,10 +76,11 @@ class RunProfile:
 
     @property
     def iteration_secs(self) -> float:
-        """Median of iterations without checkpoint work beside them; where all had some, less what they waited."""
-        clean, recent = self._newest("iteration_secs"), self._newest("recent_iteration_secs")
-        secs = recent if clean is None else clean
-        return self._known(secs, "iteration_secs", "train for some more steps")
+        """Without checkpoints. The lesser of two medians: of iterations that had no checkpoint work beside them, which
+        may have waited for some, and of all, less what they waited, which may have been slowed down.
+        """
+        known = [secs for secs in map(self._newest, ("iteration_secs", "recent_iteration_secs")) if secs is not None]
+        return self._known(min(known, default=None), "iteration_secs", "train for some more steps")
 
     @property
     def mean_lap_secs(self) -> float | None:
@@ -136,10 +137,9 @@ class RunProfile:
     @property
     def warm_up_secs(self) -> float | None:
         """Median of what a life's first step took longer than an iteration: loaders and kernels start."""
-        usual = self._newest("iteration_secs") or self._newest("recent_iteration_secs")
-        if usual is None:
+        if all(self._newest(name) is None for name in ("iteration_secs", "recent_iteration_secs")):
             return None
-        found = (life.first_step_secs for life in self.lives)
+        usual, found = self.iteration_secs, (life.first_step_secs for life in self.lives)
         return _middle(max(0.0, secs - usual) for secs in found if secs is not None)
 
     @property

@@ -483,6 +483,19 @@ def test_a_window_grows_until_no_owner_has_too_much():
     assert report.fits
 
 
+def test_a_window_grows_past_a_size_that_changes_nothing():
+    """Four owners on a stage of eight ranks, and an embedding as heavy as five experts. By even shares two slots would
+    do; on an owner three weigh as much as two, and four fit."""
+    sizes = {**SIZES, "non_expert/embed": OperatorBytes(60, 10)}
+    owners = Placement(((0, 1, 2, 3), (0, 1, 2, 3)), (0,), (8,), expert_ranks=1)
+    known = {"sizes": sizes, "ranks": 8, "placement": owners}
+    two, three = (MoEvement(window=size).explain(facts(**known)) for size in (2, 3))
+    assert [slot.rank_bytes for slot in two.slots][0] == [slot.rank_bytes for slot in three.slots][0] > 25
+    report = MoEvement().explain(facts(measured=at(25.0), **known))
+    assert report.size == 4
+    assert report.fits
+
+
 def test_among_equals_the_owners_take_turns():
     owners = Placement(((0, 0, 1, 1), (0, 0, 1, 1)), (0, 1), (2,), expert_ranks=1)
     window = MoEvement(window=4).plan(facts(ranks=2, placement=owners)).window

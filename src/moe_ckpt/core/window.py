@@ -213,10 +213,13 @@ def share_bytes(
     slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes], lanes: Sequence[Lane]
 ) -> tuple[int, ...]:
     """Bytes of each slot's snapshot on the rank that has most."""
-    found = []
-    for lane in lanes:
-        own = frozenset(lane.order)
-        found.append(lane.most_on_a_rank([[op for op in slot if op in own] for slot in slots], sizes))
+    lane_of = {op: number for number, lane in enumerate(lanes) for op in lane.order}
+    parts: list[list[list[str]]] = [[[] for _ in slots] for _ in lanes]
+    for at, slot in enumerate(slots):
+        for op in slot:
+            if op in lane_of:
+                parts[lane_of[op]][at].append(op)
+    found = [lane.most_on_a_rank(part, sizes) for lane, part in zip(lanes, parts, strict=True)]
     return tuple(map(max, zip(*found, strict=True)))
 
 

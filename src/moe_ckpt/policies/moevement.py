@@ -185,14 +185,17 @@ class MoEvement:
         needed = _needed(lanes, sizes, limit, self.max_window) or self.max_window
         slots = _balanced(lanes, sizes, needed)
         heaviest = max(share_bytes(slots, sizes, lanes))
-        # Experts of one owner may have come together in a slot: a longer window parts them, as far as that helps.
-        while heaviest > limit and needed < self.max_window:
-            needed += 1
-            longer = _balanced(lanes, sizes, needed)
-            lighter = max(share_bytes(longer, sizes, lanes))
-            if lighter >= heaviest:
+        # Some ranks may own more experts than others, or an owner's may have come together in a slot. Longer windows part
+        # them, though not all of them do: where owners have few experts, one slot more may change nothing.
+        for longer in range(needed + 1, self.max_window + 1):
+            if heaviest <= limit:
                 break
-            slots, heaviest = longer, lighter
+            other = _balanced(lanes, sizes, longer)
+            if len(other) < longer:  # there is nothing left to part
+                break
+            lighter = max(share_bytes(other, sizes, lanes))
+            if lighter < heaviest:
+                slots, heaviest = other, lighter
         return slots
 
     def _too_large(self, lanes: Sequence[Lane], context: PolicyContext, size: int, heaviest: int) -> str:

@@ -6,16 +6,17 @@ ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from moe_ckpt.core.operators import MoELayer, expert_id
-from moe_ckpt.core.placement import everywhere
+from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
+from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.selection import Expert
@@ -166,37 +167,64 @@ class Stage:
 
     def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[Expert]:
         """All experts: most unsaved tokens first, then the oldest, then by layer and index. Both ``[L, E]``."""
-        rows = np.repeat(self.rows, [layer.experts for layer in self.layers])
-        experts = np.concatenate([np.arange(layer.experts) for layer in self.layers])
+        rows, experts = self._places
         order = np.lexsort((chosen_at[rows, experts], -unsaved[rows, experts]))  # stable: what is equal stays in order
         return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
 
+    @cached_property
+    def _places(self) -> tuple[Counts, Counts]:
+        rows = np.repeat(np.asarray(self.rows, dtype=np.int64), [layer.experts for layer in self.layers])
+        return rows, np.concatenate([np.arange(layer.experts, dtype=np.int64) for layer in self.layers])
 
-def stages_of(context: PolicyContext, *, weighed: bool) -> Iterator[Stage]:
+
+def stages_of(context: PolicyContext, *, weighed: bool) -> tuple[Stage, ...]:
     """The stages that have MoE layers. weighed: with their bytes.
+
+    The same objects give the same answer, and it is remembered: they change rarely, and this is asked at every step.
 
     Raises:
         ConfigError: ``context.sizes`` lacks operators that are to be weighed.
     """
     catalog = context.catalog
     placement = context.placement or everywhere(catalog.layers, context.ranks)
+    sizes = context.sizes if weighed else None
+    for known in _REMEMBERED:
+        if known[0] is catalog and known[1] is placement and known[2] is sizes:
+            return known[3]
+    found = tuple(_stages(catalog, placement, sizes))
+    _REMEMBERED.appendleft((catalog, placement, sizes, found))
+    return found
+
+
+_REMEMBERED: deque[tuple[Catalog, Placement, Mapping[str, OperatorBytes] | None, tuple[Stage, ...]]] = deque(maxlen=4)
+
+
+def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, OperatorBytes] | None) -> Iterator[Stage]:
     stage_of = placement.stage_of
-    if weighed and not context.sizes.keys() >= catalog.by_id.keys():
-        unknown = [op for op in catalog.everything if op not in context.sizes]
-        raise ConfigError(
-            f"MoEtion: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not there, "
-            f"such as {unknown[0]}; give MoEtion(experts=...) where sizes are not known"
-        )
-    for number, ranks in enumerate(placement.stages):
-        layers = tuple(layer for layer in catalog.layers if stage_of.get(expert_id(layer.index, 0), 0) == number)
-        if not layers:
-            continue
+    shared: Counter[int] = Counter()
+    largest: dict[int, int] = {}
+    if sizes is not None:
+        unknown = [op for op in catalog.everything if op not in sizes]
+        if unknown:
+            raise ConfigError(
+                f"MoEtion: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not "
+                f"there, such as {unknown[0]}; give MoEtion(experts=...) where sizes are not known"
+            )
+        for op in catalog.always_saved:
+            shared[stage_of.get(op.id, 0)] += sizes[op.id].full
+        for name, row, _ in catalog.experts_by_layer:
+            largest[row] = max(largest.get(row, 0), sizes[name].full)
+    layers_of: dict[int, list[MoELayer]] = {}
+    for layer in catalog.layers:
+        layers_of.setdefault(stage_of.get(expert_id(layer.index, 0), 0), []).append(layer)
+    for number, layers in sorted(layers_of.items()):
         owned = Counter(rank for layer in layers for rank in placement.owners[layer.index])
-        by_owner = placement.experts_whole or placement.expert_ranks is not None
-        stage = Stage(layers, ranks, owned, by_owner, placement.expert_ranks)
-        if weighed:
-            sizes, rows = context.sizes, set(stage.rows)
-            shared = sum(sizes[op.id].full for op in catalog.always_saved if stage_of.get(op.id, 0) == number)
-            largest = max(sizes[op].full for op, layer, _ in catalog.experts_by_layer if layer in rows)
-            stage = replace(stage, shared_bytes=shared, expert_bytes=largest)
-        yield stage
+        yield Stage(
+            tuple(layers),
+            placement.stages[number],
+            owned,
+            placement.experts_whole or placement.expert_ranks is not None,
+            placement.expert_ranks,
+            shared[number],
+            max((largest.get(layer.index, 0) for layer in layers), default=0),
+        )

@@ -6,7 +6,7 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import ceil, isfinite
 from typing import Any
 
@@ -117,7 +117,7 @@ class MoEtion:
         chosen = {expert_id(*expert) for expert in experts}
         chosen.update(op.id for op in context.catalog.always_saved)
         stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
-        return replace(save_full(context.step, stored), k=total // max(len(context.catalog.layers), 1))
+        return save_full(context.step, stored, k=total // max(len(context.catalog.layers), 1))
 
     def _most(self, stage: Stage, limit: int | None) -> tuple[int, int | None]:
         """How many experts of a stage are saved, and how many of them any rank may own. limit: bytes of one rank."""

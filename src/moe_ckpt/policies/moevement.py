@@ -185,7 +185,7 @@ class MoEvement:
         needed = _needed(lanes, sizes, limit, self.max_window) or self.max_window
         slots = _balanced(lanes, sizes, needed)
         heaviest = max(share_bytes(slots, sizes, lanes))
-        # Some ranks may own more experts than others, or an owner's may have come together in a slot. Longer windows part
+        # Some ranks may own more experts than others, or an owner's may have come together. Longer windows part
         # them, though not all of them do: where owners have few experts, one slot more may change nothing.
         for longer in range(needed + 1, self.max_window + 1):
             if heaviest <= limit:

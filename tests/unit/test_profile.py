@@ -380,7 +380,9 @@ def test_the_next_life_is_added(tmp_path, path):
     with life(tmp_path, path) as first:
         first.session.training_begins()
         first.go(3, settle=True)
+    (tmp_path / ".profile.json.1.0123abcd.tmp").touch()  # of a writer that was killed
     with life(tmp_path, path) as second:
+        assert not list(tmp_path.glob(".profile.json.*"))
         assert [each.generation for each in read(path).lives] == [0]
         second.session.adopt(engine_parts.manifests(tmp_path / "store")[-1])
         second.session.training_begins()
@@ -396,6 +398,26 @@ def test_the_next_life_is_added(tmp_path, path):
     assert two.assignments == 2 * second.counts.sum()
     (gap,) = read_profile(path).gap_secs
     assert 0 <= gap < 0.5
+
+
+def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
+    with life(tmp_path, path) as first:
+        first.go(2, settle=True)
+    clock = [time.time()]
+
+    def backwards():
+        clock[0] -= 10.0
+        return clock[0]
+
+    monkeypatch.setattr(engine_profile.time, "time", backwards)
+    with life(tmp_path, path) as second:
+        second.session.adopt(engine_parts.manifests(tmp_path / "store")[-1])
+        second.session.training_begins()
+        second.step = 2
+        second.go(3, settle=True)
+    found = read_profile(path)
+    assert (found.life.load_secs, found.life.first_step_secs) == (0.0, 0.0)
+    assert found.mean_lap_secs == 0.0
 
 
 def test_only_the_newest_lives_are_kept(tmp_path, path, monkeypatch):

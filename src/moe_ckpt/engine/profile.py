@@ -123,7 +123,7 @@ class Recorder(NoRecorder):
             self._moments["load_secs"] = self._load_secs
             self._moments["training_unix_secs"] = time.time()
         else:
-            self._moments["load_secs"] = time.time() - self._opened
+            self._moments["load_secs"] = max(0.0, time.time() - self._opened)  # clocks may be set back
 
     def ready(self) -> None:
         now = time.time()
@@ -221,7 +221,7 @@ class Recorder(NoRecorder):
             finished=finished,
             update_secs=median(self._updates) if self._updates else None,
             assignments=max(0, routed),
-            skewness=sum(self._skews) / len(self._skews) if self._skews else None,
+            skewness=min(1.0, sum(self._skews) / len(self._skews)) if self._skews else None,
             **looked,
             **self._moments,
             **self._steps,

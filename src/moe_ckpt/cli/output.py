@@ -43,7 +43,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     # rich would swallow whole columns on a narrow terminal; lines that wrap there can still be read.
-    needed = len(plain_table(columns, rows).split("\n")[0]) + 2 * len(columns)
+    needed = max(map(len, plain_table(columns, rows).split("\n"))) + 2 * len(columns)
     console.width = max(console.width, needed)
     console.print(table)
 

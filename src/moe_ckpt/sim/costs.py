@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.window import OperatorBytes, Window, lanes_of, share_bytes, slot_bytes
 from moe_ckpt.policies.base import Measured
+from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.model import Precision
 from moe_ckpt.sim.system import System
@@ -33,7 +34,13 @@ class Costs:
     """
 
     def __init__(self, layout: Layout, precision: Precision, iteration: Iteration, system: System) -> None:
-        self.layout, self.iteration, self.system = layout, iteration, system
+        self.layout, self.system = layout, system
+        self.iteration = replace(
+            iteration,
+            secs=on_clock(iteration.secs),
+            update_secs=on_clock(iteration.update_secs),
+            stage_secs=None if iteration.stage_secs is None else on_clock(iteration.stage_secs),
+        )
         self.sizes: Mapping[str, OperatorBytes] = layout.model.sizes(precision)
         self._catalog = layout.model.catalog
         self._window = lru_cache(maxsize=256)(self._window_slots)

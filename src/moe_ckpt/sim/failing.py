@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 
+from moe_ckpt.core.window import Window
+from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Event
-from moe_ckpt.sim.recovery import Recoveries, Repair, peers_lost
+from moe_ckpt.sim.recovery import Recoveries, Repair, peers_lost, segments
 from moe_ckpt.sim.stepping import State
 from moe_ckpt.sim.track import Durable
+
+FUTILE_FAILURES = 100
+"""So many failures in a row without one recovery that ends, or one iteration gained for good, and a run is given up."""
 
 
 class Spares:
@@ -21,26 +28,64 @@ class Spares:
     """
 
     def __init__(self, count: int | None, repair_secs: float | None) -> None:
-        self._count, self._repair_secs = count, repair_secs
+        self._count = count
+        self._repair_secs = None if repair_secs is None else on_clock(repair_secs)
         self._coming: list[float] = []
+        self._dead: deque[int] = deque()
 
     def add(self, at_secs: float) -> None:
         """One more, from then on."""
         heapq.heappush(self._coming, at_secs)
 
-    def take(self, now: float) -> float:
-        """When a spare is there for a node that dies at ``now``; ``inf`` if never."""
+    def replace(self, nodes: Iterable[int], now: float) -> float:
+        """When all nodes that died and have no successor, ``nodes`` too since ``now``, have one; ``inf`` if never.
+
+        One that died before and was not replaced since does not die again.
+        """
         if self._count is None:
             return now
+        self._arrive(now)
+        fresh = [node for node in nodes if node not in self._dead]
+        self._dead.extend(fresh)
         if self._repair_secs is not None:
-            self.add(now + self._repair_secs)
+            for _ in fresh:
+                self.add(now + self._repair_secs)
+        self._arrive(now)
+        if not self._dead:
+            return now
+        return sorted(self._coming)[len(self._dead) - 1] if len(self._coming) >= len(self._dead) else inf
+
+    def _arrive(self, now: float) -> None:
+        """Whoever is there by now takes the place of who died first."""
+        if self._count is None:
+            return
         while self._coming and self._coming[0] <= now:
             heapq.heappop(self._coming)
             self._count += 1
-        if self._count:
+        while self._count and self._dead:
             self._count -= 1
-            return now
-        return heapq.heappop(self._coming) if self._coming else inf
+            self._dead.popleft()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Nodes that fail at one moment: one failure, however many they are."""
+
+    at_secs: float
+    nodes: tuple[int, ...]
+
+
+def _failures(events: Iterator[Event], spares: Spares) -> Iterator[_Failure]:
+    """Nodes that join become spares as they pass by, up to the failure that is asked for."""
+    for at, together in groupby(events, key=lambda event: on_clock(event.at_secs)):
+        nodes: list[int] = []
+        for event in together:
+            if event.joins:
+                spares.add(at)
+            else:
+                nodes.append(event.node)
+        if nodes:
+            yield _Failure(at, tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -77,112 +122,115 @@ class Failing:
     """Brings a run back after each failure.
 
     ``events`` hands out what happens to nodes; those that join become spares as they pass by.
+
+    stranded: a dead node is never replaced. hopeless: one recovery was begun anew ``FUTILE_FAILURES`` times.
     """
 
     def __init__(self, costs: Costs, recoveries: Recoveries, events: Iterator[Event], spares: Spares) -> None:
         self._costs, self._recoveries, self._spares = costs, recoveries, spares
         self._layout = costs.layout
-        self._events = events
-        self._next: Event | None = None
+        self._upcoming = _failures(events, spares)
+        self._next = next(self._upcoming, None)
         self.failures = self.fallbacks = 0
-        self.stranded = False
-        self._advance()
+        self.stranded = self.hopeless = False
 
     @property
     def next_secs(self) -> float:
         """When the next failure comes; ``inf`` if none does."""
         return self._next.at_secs if self._next else inf
 
-    def _advance(self) -> Event | None:
-        """Take the next failure; nodes that join before the one after it are spares from then on."""
-        taken, self._next = self._next, None
-        for event in self._events:
-            if not event.joins:
-                self._next = event
-                break
-            self._spares.add(event.at_secs)
-        return taken
-
     def recover(self, state: State, until: float) -> None:
         """The failure that comes at ``state.now``, and all that come before it is repaired, or before ``until``."""
-        attempts, local = list[_Attempt](), self._costs.system.rollback == "localized"
-        while (event := self._advance()) is not None:
+        attempts, local, begun = list[_Attempt](), self._costs.system.rollback == "localized", 0
+        while (failure := self._next) is not None and not self.hopeless:
+            self._next = next(self._upcoming, None)
             self.failures += 1
-            state.failed_nodes.add(event.node)
-            ready = self._ready(event.at_secs)
+            begun += 1
+            state.failed_nodes.update(failure.nodes)
+            ready = self._ready(failure)
             source, from_storage = self._source(state)
             local = local and source is not None and source.window is not None and not from_storage
             if local and source is not None and source.window is not None:
-                stages = self._layout.stages_of(event.node)
-                attempts = self._joint(attempts, state, source, stages.start, stages.stop - 1, event.at_secs, ready)
+                attempts = self._local(attempts, state, source, source.window, failure, ready)
             else:
-                repair = self._recoveries.whole(
-                    None if source is None else source.window, state.counts, from_storage=from_storage
-                )
-                attempts = [self._attempt(0, self._layout.parallel.pp - 1, event.at_secs, ready, repair)]
+                attempts = [self._whole(state, source, from_storage, failure, ready)]
             longest = max(attempts, key=lambda one: one.end)
             stop = min(longest.end, self.next_secs, until)
             longest.spend(state, state.now, stop)
             state.now = stop
             if self.next_secs >= min(longest.end, until):
+                self.stranded = longest.end == inf
                 break
+            self.hopeless = begun >= FUTILE_FAILURES
         if local:
             state.track.drop()
         else:
             self._go_back(state)
 
-    def _ready(self, at: float) -> tuple[tuple[str, float], ...]:
-        """From a failure to ranks that can load: noticed, a spare found, restarted."""
+    def _ready(self, failure: _Failure) -> tuple[tuple[str, float], ...]:
+        """From a failure to ranks that can load: noticed, spares found, restarted."""
         cluster = self._layout.cluster
-        noticed = at + cluster.detect_secs
-        spare = self._spares.take(noticed)
-        self.stranded = self.stranded or spare == inf
-        return ("down", cluster.detect_secs), ("idle", spare - noticed), ("down", cluster.restart_secs)
+        detect_secs = on_clock(cluster.detect_secs)
+        noticed = failure.at_secs + detect_secs
+        there = self._spares.replace(failure.nodes, noticed)
+        return ("down", detect_secs), ("idle", there - noticed), ("down", on_clock(cluster.restart_secs))
 
     def _source(self, state: State) -> tuple[Durable | None, bool]:
         """What to go back to, and whether it must come from storage though the system has peers."""
         system, newest = self._costs.system, state.track.newest
         if system.durable == "storage":
             return newest, False
-        if newest is not None and not peers_lost(state.failed_nodes, self._layout.nodes, system.replicas):
-            return newest, False
-        return state.track.backup, True
+        lost = state.peers_empty or peers_lost(state.failed_nodes, self._layout.nodes, system.replicas)
+        return (newest, False) if newest is not None and not lost else (state.track.backup, True)
 
-    def _joint(
+    def _whole(
+        self,
+        state: State,
+        source: Durable | None,
+        from_storage: bool,
+        failure: _Failure,
+        ready: tuple[tuple[str, float], ...],
+    ) -> _Attempt:
+        """All ranks; with nothing to go back to they begin anew at once."""
+        repair = Repair(0.0, 0.0)
+        if source is not None:
+            repair = self._recoveries.whole(source.window, state.counts, from_storage=from_storage)
+        return _attempt(0, self._layout.parallel.pp - 1, failure.at_secs, ready, repair)
+
+    def _local(
         self,
         attempts: list[_Attempt],
         state: State,
         source: Durable,
-        first: int,
-        last: int,
-        at: float,
+        window: Window,
+        failure: _Failure,
         ready: tuple[tuple[str, float], ...],
     ) -> list[_Attempt]:
-        """The recoveries under way and that of stages ``first`` to ``last``: neighbours recover together, anew, and
+        """The recoveries under way and those of the stages of ``failure``: neighbours recover together, anew, and
         others go on by themselves (MoEvement, appendix A)."""
-        apart: list[_Attempt] = []
-        for one in attempts:
-            if one.end > at and one.touches(first, last):
-                first, last = min(first, one.first), max(last, one.last)
-            else:
-                apart.append(one)
-        if source.window is None:
-            raise RuntimeError("localized recovery without a window")
-        repair = self._recoveries.local(source.window, state.counts, state.step - source.step, last - first + 1)
-        return [*apart, self._attempt(first, last, at, ready, repair)]
-
-    def _attempt(
-        self, first: int, last: int, at: float, ready: tuple[tuple[str, float], ...], repair: Repair
-    ) -> _Attempt:
-        return _Attempt(first, last, at, (*ready, ("retrieve", repair.retrieve), ("replay", repair.replay)))
+        at, steps = failure.at_secs, state.step - source.step
+        for first, last in segments(stage for node in failure.nodes for stage in self._layout.stages_of(node)):
+            joined = [one for one in attempts if one.end > at and one.touches(first, last)]
+            first, last = min([first, *(one.first for one in joined)]), max([last, *(one.last for one in joined)])
+            repair = self._recoveries.local(window, state.counts, steps, last - first + 1)
+            apart = [one for one in attempts if one not in joined]
+            attempts = [*apart, _attempt(first, last, at, ready, repair)]
+        return attempts
 
     def _go_back(self, state: State) -> None:
         """All ranks: to the newest durable checkpoint whose copies are still there, or to the very beginning."""
-        source, _ = self._source(state)
+        source, from_storage = self._source(state)
         if source is not state.track.newest:
             self.fallbacks += 1
+        if from_storage:
             state.failed_nodes.clear()
+            state.peers_empty = True
         step = 0 if source is None else source.step
         state.lost += (state.step - step) * self._costs.iteration.secs
         state.step = step
         state.track.fail(source)
+
+
+def _attempt(first: int, last: int, at: float, ready: tuple[tuple[str, float], ...], repair: Repair) -> _Attempt:
+    loading, computing = on_clock(repair.retrieve), on_clock(repair.replay)
+    return _Attempt(first, last, at, (*ready, ("retrieve", loading), ("replay", computing)))

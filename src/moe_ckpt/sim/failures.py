@@ -40,10 +40,19 @@ class Failures(Protocol):
         """Mean time between failures of the whole job; None where nothing fails, or where a trace says when."""
         ...
 
+    @property
+    def tells_joins(self) -> bool:
+        """Whether ``events`` says when nodes come back; if not, each is repaired (``Cluster.repair_secs``)."""
+        ...
+
 
 @dataclass(frozen=True)
 class NoFailures:
     """Nothing ever fails."""
+
+    @property
+    def tells_joins(self) -> bool:
+        return False
 
     @property
     def mean_secs(self) -> float | None:
@@ -65,6 +74,10 @@ class Poisson:
 
     def __post_init__(self) -> None:
         above_zero("Poisson", mtbf_secs=self.mtbf_secs)
+
+    @property
+    def tells_joins(self) -> bool:
+        return False
 
     @property
     def mean_secs(self) -> float | None:
@@ -98,6 +111,10 @@ class Weibull:
         above_zero("Weibull", mtbf_secs=self.mtbf_secs)
         # Below that nearly all failures come at once, and the mean is made by waits of a billion times itself.
         at_least("Weibull", 0.1, shape=self.shape)
+
+    @property
+    def tells_joins(self) -> bool:
+        return False
 
     @property
     def mean_secs(self) -> float | None:
@@ -135,6 +152,10 @@ class Components:
     def parts(self) -> tuple[Component, ...]:
         """What the table lists, by name."""
         return _components(self.table)
+
+    @property
+    def tells_joins(self) -> bool:
+        return False
 
     @property
     def mean_secs(self) -> float | None:

@@ -13,19 +13,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failing import Failing, Spares
+from moe_ckpt.sim.failing import FUTILE_FAILURES, Failing, Spares
 from moe_ckpt.sim.intervals import with_interval
 from moe_ckpt.sim.recovery import Recoveries
 from moe_ckpt.sim.scenario import Outcome, Sample, Scenario, Spent
 from moe_ckpt.sim.stepping import State, Stepper
-from moe_ckpt.sim.traces import Trace
 
 Progress = Callable[[float], None]
 """Told the portion of the run that is done."""
-
-FUTILE_FAILURES = 100
-"""So many failures in a row without one iteration gained for good, and the run is given up."""
 
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
@@ -48,27 +45,29 @@ class _Run:
         self._costs = Costs(layout, scenario.precision, scenario.iteration, scenario.system)
         recoveries = Recoveries(self._costs, scenario.batch.micro_batches(layout.parallel.dp))
         assignments = scenario.tokens_per_step * layout.model.top_k
-        self._stepper = Stepper(self._costs, scenario.load, assignments, loads)
-        repairs = None if isinstance(scenario.failures, Trace) else cluster.repair_secs
+        self._stepper = Stepper(self._costs, scenario.load, assignments, loads, scenario.stepwise)
+        repairs = None if scenario.failures.tells_joins else cluster.repair_secs
         events = scenario.failures.events(failures, layout.nodes)
         self._failing = Failing(self._costs, recoveries, events, Spares(cluster.spare_nodes, repairs))
         self._history: list[Sample] = []
         self._verdict = ""
 
     def outcome(self, progress: Progress | None) -> Outcome:
-        end, state = self._scenario.duration_secs, self._stepper.state
-        best, futile = -1, 0
+        end, state = on_clock(self._scenario.duration_secs), self._stepper.state
+        kept, futile = 0, 0
         while state.now < end and not self._verdict:
             self._stepper.train(min(self._failing.next_secs, end))
-            if state.now >= end:
+            if state.halt is not None:
+                self._verdict = f"the policy ended training after {state.now:.0f} s: {state.halt}"
+            if state.now >= end or self._verdict:
                 break
             self._failing.recover(state, end)
             self._stepper.interrupted()
             self._sample(state)
-            kept = state.step if state.track.newest is None else state.track.newest.step
-            best, futile = (kept, 0) if kept > best else (best, futile + 1)
-            if futile >= FUTILE_FAILURES:
-                self._verdict = self._futile(state, futile)
+            before, kept = kept, 0 if state.track.newest is None else state.track.newest.step
+            futile = 0 if kept > before else futile + 1
+            if futile >= FUTILE_FAILURES or self._failing.hopeless:
+                self._verdict = self._futile(state, max(futile, FUTILE_FAILURES))
             if progress is not None:
                 progress(min(1.0, state.now / end))
         self._sample(state)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, whole
+from moe_ckpt.sim.checks import above_zero, at_least, whole
+from moe_ckpt.sim.clock import MOST_SECS
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.failures import Failures
 from moe_ckpt.sim.load import ExpertLoad
@@ -15,12 +16,16 @@ from moe_ckpt.sim.model import Precision
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.training import Batch, Iteration
 
+LEAST_ITERATION_SECS = 1e-6
+"""Shorter ones would be lost in the parts of ``sim.clock``."""
+
 
 @dataclass(frozen=True)
 class Scenario:
     """One run to simulate. The same scenario gives the same outcome, on any machine.
 
     tokens_per_step: tokens that one iteration trains, before top-k.
+    stepwise: step through every round of a run that repeats itself: for checking, it takes longer and changes nothing.
     """
 
     layout: Layout
@@ -32,9 +37,16 @@ class Scenario:
     load: ExpertLoad = field(default_factory=ExpertLoad)
     duration_secs: float = 12 * 3600.0
     seed: int = 0
+    stepwise: bool = False
 
     def __post_init__(self) -> None:
         above_zero("Scenario", duration_secs=self.duration_secs)
+        if self.duration_secs > MOST_SECS:
+            raise ConfigError(
+                f"Scenario(duration_secs={self.duration_secs!r}): a run of over {MOST_SECS:.0f} s (388 days) cannot be "
+                "simulated exactly; simulate a part of it"
+            )
+        at_least("Scenario: Iteration", LEAST_ITERATION_SECS, secs=self.iteration.secs)
         whole("Scenario", 0, seed=self.seed)
         mean, cluster = self.failures.mean_secs, self.layout.cluster
         down = cluster.detect_secs + cluster.restart_secs

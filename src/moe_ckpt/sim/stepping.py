@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf, lcm
 
 import numpy as np
 import xxhash
@@ -12,20 +11,22 @@ import xxhash
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
-from moe_ckpt.policies.base import PolicyContext, next_due, uses_windows
+from moe_ckpt.policies.base import PolicyContext, next_due, uses_sizes, uses_windows
+from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs, Snapshot
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.track import Track
+from moe_ckpt.sim.track import Track, order_of
 
 _WINDOWS_KEPT = 64
 
 
 @dataclass
 class State:
-    """Where a simulated run is. Seconds since its start.
+    """Where a simulated run is. Seconds since its start, all on the clock of ``sim.clock``.
 
     step: optimizer steps done, less what failures undid. counts: ``[L, E]`` tokens routed by one of them.
     stall, lost, down, idle, retrieve, replay: as ``scenario.Spent``.
+    halt: why the policy asked training to end in good order.
     rank_bytes, total_bytes: of all snapshots that began, on the rank that had most, and on all. heaviest_bytes: of one
         snapshot, on one rank.
     """
@@ -46,28 +47,39 @@ class State:
     k: int | None = None
     window: Window | None = None
     saved_bytes: int = 0
-    rank_bytes: float = 0.0
-    total_bytes: float = 0.0
+    rank_bytes: int = 0
+    total_bytes: int = 0
     heaviest_bytes: int = 0
     failed_nodes: set[int] = field(default_factory=set)
     """Since something last became durable: what they held for others is not there again before."""
+    peers_empty: bool = False
+    """Everything came from storage, or from nowhere, since something last became durable."""
+    halt: str | None = None
 
 
 class Stepper:
-    """Trains a run from one failure to the next."""
+    """Trains a run from one failure to the next.
 
-    def __init__(self, costs: Costs, load: ExpertLoad, assignments: int, rng: np.random.Generator) -> None:
+    stepwise: never move ahead by several rounds at once.
+    """
+
+    def __init__(
+        self, costs: Costs, load: ExpertLoad, assignments: int, rng: np.random.Generator, stepwise: bool = False
+    ) -> None:
         self._costs, self._system = costs, costs.system
         self._policy = costs.system.policy
         self._catalog = costs.layout.model.catalog
         self._load, self._assignments, self._rng = load, assignments, rng
-        layers = len(self._catalog.layers)
-        self._shares = load.draw(rng, layers, self._catalog.layers[0].experts)
-        self._drift_at = load.drift_secs if load.drift and load.skewness else inf
+        self._stepwise = stepwise
+        layers = self._catalog.layers
+        self._shares = load.draw(rng, len(layers), max((layer.experts for layer in layers), default=0))
+        self._drift_secs = on_clock(load.drift_secs) if load.drift and load.skewness else inf
+        self._drift_at = self._drift_secs
         self._backup_at = self._next_backup(0.0)
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows: dict[bytes, Window] = {}
         self._budgeted = getattr(self._policy, "plt_budget", None) is not None
+        self._cycle = self._cycle_of_index()
         self.state = State(Track(self._catalog), tokens_of(self._shares, assignments))
 
     # --- between failures ---
@@ -75,12 +87,12 @@ class Stepper:
     def train(self, until: float) -> None:
         """Train to that very moment; the iteration that it interrupts is lost."""
         state = self.state
-        while state.now < until:
+        while state.now < until and state.halt is None:
             self._housekeeping()
             if self._repeat(until):
                 continue
             self._round(until)
-        state.track.settle(state.now)
+        self._settle()
 
     def interrupted(self) -> None:
         """A failure: what was regular is no more."""
@@ -89,30 +101,44 @@ class Stepper:
     def _housekeeping(self) -> None:
         """What is looked at between rounds only."""
         state = self.state
-        before = state.track.newest
-        state.track.settle(state.now)
-        if state.track.newest is not before:
-            state.failed_nodes.clear()
+        self._settle()
         if state.now >= self._drift_at:
-            self._shares = self._load.drifted(self._rng, self._shares)
+            while state.now >= self._drift_at:  # each one, so that the load at a time is the same for all systems
+                self._shares = self._load.drifted(self._rng, self._shares)
+                self._drift_at += self._drift_secs
             state.counts = tokens_of(self._shares, self._assignments)
-            self._drift_at += self._load.drift_secs * (1 + (state.now - self._drift_at) // self._load.drift_secs)
             self._rounds.clear()
         if state.now >= self._backup_at:
-            state.track.back_up()
+            state.track.back_up(state.now + on_clock(self._costs.backup_secs))
             self._backup_at = self._next_backup(state.now)
             self._rounds.clear()
 
+    def _settle(self) -> None:
+        if self.state.track.settle(self.state.now):
+            self.state.failed_nodes.clear()
+            self.state.peers_empty = False
+
     def _next_backup(self, now: float) -> float:
         every = self._system.backup_every_secs
-        return inf if every is None or self._system.durable == "storage" else now + max(every, self._costs.backup_secs)
+        if every is None or self._system.durable == "storage":
+            return inf
+        return now + on_clock(max(every, self._costs.backup_secs))
+
+    @property
+    def _undisturbed_secs(self) -> float:
+        """Until then there is nothing to look at between rounds."""
+        return min(self._drift_at, self._backup_at)
 
     # --- what repeats ---
 
     def _repeat(self, until: float) -> bool:
         """Move ahead by whole rounds if the run is where it was a round ago; True if it did."""
+        if self._stepwise:
+            return False
         state = self.state
-        pattern = _digest(*state.track.pattern(state.step, state.now))
+        # A rhythm of multiples is not the same a step later, nor is a choice by turns.
+        phase = state.step % getattr(self._policy, "every_n_steps", 1), state.track.books.index % self._cycle
+        pattern = _digest(*state.track.pattern(state.step, state.now), phase)
         here = (state.step, state.now, state.stall, state.track.books.index, state.rank_bytes, state.total_bytes)
         before = self._rounds.get(pattern)
         self._rounds[pattern] = here
@@ -120,7 +146,7 @@ class Stepper:
             return False
         steps, secs, stall, begun, rank_bytes, total_bytes = (new - old for new, old in zip(here, before, strict=True))
         # One round before each event is stepped through, so that what is under way then is as it would be.
-        rounds = int((min(until, self._drift_at, self._backup_at) - state.now) / secs) - 1
+        rounds = int((min(until, self._undisturbed_secs) - state.now) // secs) - 1
         if self._budgeted:  # what may be lost, and with it K, grows with the tokens routed
             rounds = min(rounds, state.step // (8 * int(steps)))
         if rounds < 1:
@@ -129,10 +155,18 @@ class Stepper:
         state.step += int(steps) * rounds
         state.now += secs * rounds
         state.stall += stall * rounds
-        state.rank_bytes += rank_bytes * rounds
-        state.total_bytes += total_bytes * rounds
+        state.rank_bytes += int(rank_bytes) * rounds
+        state.total_bytes += int(total_bytes) * rounds
         self._rounds.clear()
         return True
+
+    def _cycle_of_index(self) -> int:
+        """MoEtion goes on from layer to layer of a stage by the number of the checkpoint."""
+        if not uses_sizes(self._policy):
+            return 1
+        stages = self._costs.layout.placement.stage_of
+        layers = [stages[op.id] for op in self._catalog.experts if op.expert == 0]
+        return lcm(*(layers.count(stage) for stage in set(layers)))
 
     # --- one decision of the policy, and the iterations up to the next ---
 
@@ -144,19 +178,18 @@ class Stepper:
             self._iterate(due - state.step, until)
             return
         if uses_windows(self._policy):
-            window = self._window_of(context)
-            if window is None:
-                self._iterate(1, until)
-            else:
-                self._train_window(window, until)
+            self._sparse_round(context, until)
             return
         plan = self._policy.plan(context)
         state.plans += 1
-        if not plan or not self._admitted(until):
+        if not plan:
             self._iterate(1, until)
-            return
-        self._begin(plan)
-        self._iterate(1, until, self._copy_secs, wait=plan.wait)
+        elif self._admitted(until):
+            copy_secs = self._begin(plan)
+            self._iterate(1, until, copy_secs, wait=plan.wait)
+            state.halt = plan.halt
+        elif state.now < until:
+            self._skip(until)
 
     def _context(self) -> PolicyContext:
         state = self.state
@@ -164,18 +197,29 @@ class Stepper:
         known = state.track.books.context(state.step, ranks, state.counts, self._costs.measured)
         return replace(known, placement=self._costs.layout.placement, sizes=self._costs.sizes)
 
-    def _admitted(self, until: float) -> bool:
-        """Whether a buffer is free, now or after a wait."""
+    def _admitted(self, until: float, skip: bool = True) -> bool:
+        """Whether a buffer is free, now or after a wait. skip: do not wait if the system does not."""
         state = self.state
-        waiting = state.track.under_way
-        if len(waiting) < self._system.max_in_flight:
+        self._settle()
+        if self._free_secs <= state.now:
             return True
-        if self._system.when_busy == "skip":
+        if skip and self._system.when_busy == "skip":
             return False
-        free = waiting[len(waiting) - self._system.max_in_flight].ready_secs
-        self._wait(free, until)
-        state.track.settle(state.now)
+        self._wait(self._free_secs, until)
+        self._settle()
         return state.now < until
+
+    @property
+    def _free_secs(self) -> float:
+        """When a buffer is free."""
+        moving, most = self.state.track.moving, self._system.max_in_flight
+        return moving[len(moving) - most] if len(moving) >= most else self.state.now
+
+    def _skip(self, until: float) -> None:
+        """Iterations up to the first one that begins with a free buffer: a policy that is due stays due."""
+        state, secs = self.state, self._costs.iteration.secs
+        moment = min(self._free_secs, self._undisturbed_secs, until)
+        self._iterate(max(1, ceil((moment - state.now) / secs)), until)
 
     def _wait(self, moment: float, until: float) -> None:
         state = self.state
@@ -183,14 +227,15 @@ class Stepper:
         state.stall += moment - state.now
         state.now = moment
 
-    def _begin(self, plan: SnapshotPlan) -> None:
+    def _begin(self, plan: SnapshotPlan) -> float:
+        """Returns how long its copy takes."""
         state, snapshot = self.state, self._costs.of_plan(plan)
         last = state.track.books.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         ready = self._ready_secs(state.now, snapshot)
         state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), ready, None)
         state.k, state.saved_bytes = plan.k, snapshot.total
-        self._copy_secs = self._costs.copy_secs(snapshot)
+        return on_clock(self._costs.copy_secs(snapshot))
 
     def _ready_secs(self, now: float, snapshot: Snapshot) -> float:
         """When a snapshot that begins now is durable; one after the other is moved."""
@@ -198,8 +243,9 @@ class Stepper:
         state.rank_bytes += snapshot.rank
         state.total_bytes += snapshot.total
         state.heaviest_bytes = max(state.heaviest_bytes, snapshot.rank)
-        copied = now + self._costs.copy_secs(snapshot)
-        track.mover_free_secs = max(copied, track.mover_free_secs) + self._costs.move_secs(snapshot)
+        copied = now + on_clock(self._costs.copy_secs(snapshot))
+        track.mover_free_secs = max(copied, track.mover_free_secs) + on_clock(self._costs.move_secs(snapshot))
+        track.moving.append(track.mover_free_secs)
         return track.mover_free_secs
 
     def _iterate(self, steps: int, until: float, copy_secs: float = 0.0, wait: bool = False) -> None:
@@ -210,7 +256,8 @@ class Stepper:
             copy_secs = 0.0
         iteration = self._costs.iteration
         first = iteration.secs + max(0.0, copy_secs - iteration.open_secs)
-        done = min(steps, 1 + int((until - state.now - first) / iteration.secs)) if state.now + first <= until else 0
+        left = until - state.now - first
+        done = min(steps, 1 + int(left // iteration.secs)) if left >= 0 else 0
         state.track.books.routed_often(state.counts, done)
         state.step += done
         if done:
@@ -222,6 +269,17 @@ class Stepper:
 
     # --- sparse windows ---
 
+    def _sparse_round(self, context: PolicyContext, until: float) -> None:
+        if not self._admitted(until):  # as at every slot; but a window that has begun is gone on with
+            if self.state.now < until:
+                self._skip(until)
+            return
+        window = self._window_of(context)
+        if window is None:
+            self._iterate(1, until)
+        else:
+            self._train_window(window, until)
+
     def _window_of(self, context: PolicyContext) -> Window | None:
         """The window that begins here, if any. The policy is asked once for each pattern of what it goes by."""
         state = self.state
@@ -229,7 +287,7 @@ class Stepper:
         steps = hard.sum() // max(1, int(counts.sum()))
         # The order goes by shares: a load that was the same all the time gives the same one, however long it was.
         activity = b"" if (hard == counts * steps).all() else hard.tobytes()
-        before = None if context.window is None else hash(context.window.slots)
+        before = None if context.window is None else order_of(context.window)
         first = (context.step == 0, context.last_step is None, steps == 0)
         key = _digest(activity, counts.tobytes(), before, first)
         window = self._windows.get(key)
@@ -251,23 +309,14 @@ class Stepper:
         state, snapshots = self.state, self._costs.of_window(window)
         state.saved_bytes = max(snapshot.total for snapshot in snapshots)
         state.track.books.window_begins()
-        moving: deque[float] = deque(one.ready_secs for one in state.track.under_way)
         for slot, snapshot in enumerate(snapshots):
-            while moving and moving[0] <= state.now:
-                moving.popleft()
-            if len(moving) >= self._system.max_in_flight:
-                if slot == 0 and self._system.when_busy == "skip":  # a window that has begun is gone on with
-                    self._iterate(1, until)
-                    return
-                self._wait(moving[len(moving) - self._system.max_in_flight], until)
-            if state.now >= until:
+            if not self._admitted(until, skip=False):
                 return
             ready = self._ready_secs(state.now, snapshot)
-            moving.append(ready)
             if slot + 1 == window.size:
                 state.track.begin(state.step, window.order, (), ready, window)
             done = state.step
-            self._iterate(1, until, self._costs.copy_secs(snapshot))
+            self._iterate(1, until, on_clock(self._costs.copy_secs(snapshot)))
             if state.step == done:
                 return
 

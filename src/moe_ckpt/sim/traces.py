@@ -77,6 +77,11 @@ class Trace:
             )
 
     @property
+    def tells_joins(self) -> bool:
+        """True: ``add`` does."""
+        return True
+
+    @property
     def mean_secs(self) -> float | None:
         """None: a trace may have failures close together, which says nothing against the others."""
         return None

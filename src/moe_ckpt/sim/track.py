@@ -13,8 +13,6 @@ from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.books import Books, Pending
 
-_DECIMALS = 6
-
 
 class MovingBooks(Books):
     """A trainer's books that can be told of many steps at once, and moved ahead in time.
@@ -64,9 +62,10 @@ class MovingBooks(Books):
 
     def pattern(self, step: int) -> tuple[bytes, ...]:
         """Everything that policies go by, as seen from ``step``: alike at two steps if the run repeats itself."""
-        unsaved = self.tokens.applied - self.tokens.saved[min(self.tokens.saved)]
+        tiers = sorted(self.tokens.saved)
+        unsaved = [(self.tokens.applied - self.tokens.saved[tier]).tobytes() for tier in tiers]
         ages = np.where(self._committed_at < 0, -1, step - self._committed_at)
-        return ages.tobytes(), unsaved.tobytes(), self._hard.tobytes()
+        return ages.tobytes(), self._hard.tobytes(), *unsaved
 
 
 def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
@@ -97,9 +96,13 @@ class Durable:
         tokens.saved = {tier: saved + counts * steps for tier, saved in self.tokens.saved.items()}
         window = None if self.window is None else replace(self.window, start=self.window.start + steps)
         copies = np.where(self.copies < 0, self.copies, self.copies + steps)
-        return Durable(
-            self.step + steps, self.begun + steps, self.at_secs + secs, tokens, copies, self.index, window
-        )
+        return Durable(self.step + steps, self.begun + steps, self.at_secs + secs, tokens, copies, self.index, window)
+
+
+def order_of(window: Window) -> int:
+    """Alike for windows of the same slots that were ordered by the same frequencies; within one process only."""
+    frequencies = window.frequencies
+    return hash((window.slots, None if frequencies is None else tuple(frequencies.items())))
 
 
 def book_of(applied: Counts, like: TokenBook) -> TokenBook:
@@ -122,15 +125,18 @@ class UnderWay:
 class Track:
     """Books, snapshots under way, and the durable checkpoint that a failure returns to.
 
-    Times are absolute seconds of the run. ``newest`` is None until something is durable.
+    Times are absolute seconds of the run. ``newest`` is None until something is durable. moving: when each snapshot
+    that is still in a buffer, a window's slots among them, is durable. backup: what is on storage beside the peers.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self.books = MovingBooks(catalog)
         self.under_way: deque[UnderWay] = deque()
+        self.moving: deque[float] = deque()
         self.newest: Durable | None = None
         self.backup: Durable | None = None
+        self._backing: tuple[float, Durable] | None = None
         self.mover_free_secs = 0.0
         self._sequence = 0
         self._generation = 0
@@ -146,8 +152,13 @@ class Track:
         self.under_way.append(UnderWay(self._sequence, pending, ready_secs, self.books.index))
         self.books.begun(self._sequence, pending)
 
-    def settle(self, now_secs: float) -> None:
-        """What has become durable by ``now_secs`` counts from now on."""
+    def settle(self, now_secs: float) -> bool:
+        """What has become durable by ``now_secs`` counts from now on; True if a checkpoint has."""
+        before = self.newest
+        while self.moving and self.moving[0] <= now_secs:
+            self.moving.popleft()
+        if self._backing is not None and self._backing[0] <= now_secs:
+            self.backup, self._backing = self._backing[1], None
         while self.under_way and self.under_way[0].ready_secs <= now_secs:
             done = self.under_way.popleft()
             pending = self.books.resolved(done.sequence, committed=True)
@@ -157,20 +168,28 @@ class Track:
             self.newest = Durable(
                 pending.step, begun, done.ready_secs, tokens, self.books.expert_steps(), done.index, pending.window
             )
+        return self.newest is not before
 
-    def back_up(self) -> None:
-        """What is durable now is written to storage, too."""
-        self.backup = self.newest or self.backup
+    def back_up(self, ready_secs: float) -> None:
+        """What is durable now is on storage, too, from ``ready_secs`` on."""
+        if self.newest is not None:
+            self._backing = ready_secs, self.newest
 
     def drop(self) -> None:
         """Snapshots under way are lost, but training goes on from where it is."""
         while self.under_way:
             self.books.resolved(self.under_way.pop().sequence, committed=False)
+        self._stop_moving()
+
+    def _stop_moving(self) -> None:
+        self.moving.clear()
+        self.mover_free_secs, self._backing = 0.0, None
 
     def fail(self, to: Durable | None) -> FaultRecord | None:
         """The run goes back to ``to``, or to its very beginning where that is None."""
         self.books = MovingBooks(self._catalog)
         self.under_way.clear()
+        self._stop_moving()
         self._generation += 1
         self.newest = to
         return None if to is None else self.books.return_to(to)
@@ -181,15 +200,19 @@ class Track:
         for one in self.under_way:
             one.pending, one.ready_secs = self.books.pending[one.sequence], one.ready_secs + secs
             one.index += checkpoints
+        self.moving = deque(ready + secs for ready in self.moving)
         if self.newest is not None:
             self.newest = self.newest.moved(steps, secs, counts)
         self.mover_free_secs += secs
 
     def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:
         """Alike at two decisions if the run repeats itself."""
-        waiting = tuple((round(u.ready_secs - now_secs, _DECIMALS), step - u.pending.step) for u in self.under_way)
-        idle = round(max(self.mover_free_secs - now_secs, 0.0), _DECIMALS)
-        window = hash(self.books.window.slots) if self.books.window else None
+        pending = tuple((step - one.pending.step, one.ready_secs - now_secs) for one in self.under_way)
+        chosen = b"".join(one.pending.experts.tobytes() for one in self.under_way)
+        held = tuple(one.pending.held for one in self.under_way)
+        moving = tuple(ready - now_secs for ready in self.moving)
+        idle = max(self.mover_free_secs - now_secs, 0.0)
+        window = None if self.books.window is None else order_of(self.books.window)
         behind = None if self.newest is None else step - self.newest.step
-        return (*self.books.pattern(step), waiting, idle, window, behind)
-
+        last = None if self.books.last_step is None else step - self.books.last_step
+        return (*self.books.pattern(step), chosen, pending, held, moving, idle, window, behind, last)

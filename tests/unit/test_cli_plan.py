@@ -1,0 +1,138 @@
+"""``moe-ckpt plan``: what it prints, its exit codes, and what it asks for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.cli.main import main
+from moe_ckpt.cli.plan import COLUMNS, simulated_systems
+from moe_ckpt.cli.scenarios import scenario_of
+from moe_ckpt.cli.sweeps import combinations, composed
+
+QUICK = ("setup=moetion_2_9b", "failures.mtbf_secs=1800", "duration_secs=3600", "iteration.secs=6", "--seeds", "1")
+
+
+def call(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(["plan", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> tuple[dict, Path]:
+    """One plan, told as JSON, and its picture."""
+    import contextlib
+    import io
+
+    picture = tmp_path_factory.mktemp("plan") / "roof.png"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["plan", *QUICK, "--json", "--plot", str(picture)]) == 0
+    return json.loads(out.getvalue()), picture
+
+
+def test_every_policy_is_told_with_its_figures(planned):
+    facts, _ = planned
+    names = {one["system"] for one in facts["candidates"]}
+    assert {"dense", "checkfreq", "moetion", "moevement", "gemini", "moevement_peers"} <= names
+    for one in facts["candidates"]:
+        if one["use"]:
+            assert set(one["use"]["utilisation"]) == {"compute", "pcie", "nic", "storage", "host_memory"}
+            assert one["roof"] in one["use"]["utilisation"]
+            assert 0 <= one["ettr"] <= 1
+
+
+def test_the_recommended_policy_is_one_of_the_trainers_with_its_line(planned):
+    facts, _ = planned
+    chosen = next(one for one in facts["candidates"] if one["system"] == facts["recommended"])
+    assert chosen["in_trainer"]
+    assert facts["overrides"].startswith(f"moe_ckpt/policy={chosen['policy']['name']}")
+
+
+def test_the_picture_is_written(planned):
+    _, picture = planned
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_marks_what_only_the_simulator_has(capsys):
+    code, out, err = call(capsys, *QUICK, "policy=dense")
+    assert (code, err) == (0, "")
+    for column in COLUMNS:
+        assert column in out
+    assert "moevement_peers *" in out
+    assert "* simulated only" in out
+    assert "recommended: " in out
+
+
+def test_trainer_only_leaves_it_out(capsys):
+    code, out, _ = call(capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only")
+    assert code == 0
+    assert "simulated only" not in out
+
+
+def test_one_node_has_no_peers():
+    [tiny] = combinations(["setup=tiny"])
+    assert simulated_systems(scenario_of(composed(tiny))) == []
+
+
+def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
+    from moe_ckpt.engine import rates
+
+    measure = rates.measure
+    small = {"copy_bytes": 1 << 20, "network_bytes": 1 << 20, "file_bytes": 1 << 20, "repeats": 1}
+    monkeypatch.setattr(rates, "measure", lambda directory, **known: measure(directory, **{**known, **small}))
+    code, out, _ = call(
+        capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--measure", str(tmp_path), "--json"
+    )
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["cluster"]["pcie_bytes_per_sec"] == facts["rates"]["copy"]["bytes_per_sec"]
+    assert facts["cluster"]["storage_bytes_per_sec"] == facts["rates"]["storage_write"]["bytes_per_sec"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("failures.mtbf_secs=600,700",), "sweep with simulate"),
+        (("setup=nope",), "nope"),
+        (("cluster.pcie_bytes_per_sec=0",), "pcie_bytes_per_sec"),
+        (("failures.mtbf_secs=3",), "never advance"),
+        (("--profile", "there_is_none.json"), "there_is_none.json"),
+        (("setup=tiny", "--seeds", "0"), "seeds"),
+        (("setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "--plot", "roof.xyz"), "roof.xyz"),
+        (("--config-dir", "not/there"), "not/there"),
+    ],
+    ids=["sweep", "unknown", "bandwidth", "mtbf", "profile", "seeds", "suffix", "config-dir"],
+)
+def test_what_makes_no_sense_is_said_in_one_line(capsys, tmp_path, monkeypatch, argv, said):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *argv)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("moe-ckpt plan: ")
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_policy_can_be_used_the_exit_code_is_1(capsys):
+    code, out, _ = call(
+        capsys, "setup=tiny", "cluster.host_memory_bytes=1000", "duration_secs=600", "--seeds", "1", "--trainer-only"
+    )
+    assert code == 1
+    assert "cannot be used" in out
+    assert "No policy can be used" in out
+
+
+def test_without_hydra_the_extra_is_named(capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("hydra", "moe_ckpt.cli.scen", "moe_ckpt.cli.sweep"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    code, _, err = call(capsys, "setup=tiny")
+    assert code == 2
+    assert "hydra" in err
+    assert "pip install" in err

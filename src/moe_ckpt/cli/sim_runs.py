@@ -78,7 +78,7 @@ class Result:
         return {
             "varied": dict(self.combination.varied),
             "overrides": [one for one in self.combination.overrides if not one.startswith("hydra.searchpath=")],
-            "mtbf_secs": self.mtbf_secs,
+            "mtbf_secs": None if self.mtbf_secs is None else float(f"{self.mtbf_secs:.9g}"),
             "ettr": {key: float(f"{value:.9g}") for key, value in spans.items()},
             "outcomes": [one.to_dict() for one in self.outcomes],
         }

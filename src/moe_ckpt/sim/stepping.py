@@ -71,8 +71,8 @@ class Stepper:
         self._catalog = costs.layout.model.catalog
         self._load, self._assignments, self._rng = load, assignments, rng
         self._stepwise = stepwise
-        layers = self._catalog.layers
-        self._shares = load.draw(rng, len(layers), max((layer.experts for layer in layers), default=0))
+        self._experts = [layer.experts for layer in self._catalog.layers]
+        self._shares = load.draw(rng, len(self._experts), max(self._experts, default=0))
         self._drift_secs = on_clock(load.drift_secs) if load.drift and load.skewness else inf
         self._drift_at = self._drift_secs
         self._backup_at = self._next_backup(0.0)
@@ -80,7 +80,7 @@ class Stepper:
         self._windows: dict[bytes, Window] = {}
         self._budgeted = getattr(self._policy, "plt_budget", None) is not None
         self._cycle = self._cycle_of_index()
-        self.state = State(Track(self._catalog), tokens_of(self._shares, assignments))
+        self.state = State(Track(self._catalog), tokens_of(self._shares, assignments, self._experts))
 
     # --- between failures ---
 
@@ -106,7 +106,7 @@ class Stepper:
             while state.now >= self._drift_at:  # each one, so that the load at a time is the same for all systems
                 self._shares = self._load.drifted(self._rng, self._shares)
                 self._drift_at += self._drift_secs
-            state.counts = tokens_of(self._shares, self._assignments)
+            state.counts = tokens_of(self._shares, self._assignments, self._experts)
             self._rounds.clear()
         if state.now >= self._backup_at:
             state.track.back_up(state.now + on_clock(self._costs.backup_secs))
@@ -165,7 +165,7 @@ class Stepper:
         if not uses_sizes(self._policy):
             return 1
         stages = self._costs.layout.placement.stage_of
-        layers = [stages[op.id] for op in self._catalog.experts if op.expert == 0]
+        layers = [stages.get(op.id, 0) for op in self._catalog.experts if op.expert == 0]
         return lcm(*(layers.count(stage) for stage in set(layers)))
 
     # --- one decision of the policy, and the iterations up to the next ---

@@ -646,6 +646,14 @@ def test_what_the_simulator_is_told():
     assert run.batch().sequences == 256
 
 
+def test_the_newest_life_that_tells_a_thing_counts():
+    changed = replace(NEXT, copy_bytes_per_sec=5000.0, persist_bytes_per_sec=None, update_secs=0.25)
+    run = RunProfile("p.json", replace(PROFILE, lives=(LIFE, changed)))
+    cluster = run.cluster()
+    assert (cluster.pcie_bytes_per_sec, cluster.storage_bytes_per_sec) == (5000.0, 2000.0)
+    assert run.iteration().update_secs == 0.25
+
+
 def test_sizes_and_order_of_the_operators_are_the_runs_own():
     run = RunProfile("p.json", PROFILE)
     model = run.sim_model

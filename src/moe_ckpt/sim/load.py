@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,8 +41,8 @@ class ExpertLoad:
 
     def draw(self, rng: np.random.Generator, layers: int, experts: int) -> npt.NDArray[np.int64]:
         """``[L, E]`` shares in parts of 2**40."""
-        if not self.skewness or experts == 1:
-            drawn = np.full((layers, experts), 1 / experts)
+        if not self.skewness or experts <= 1:
+            drawn = np.ones((layers, experts))
         else:
             drawn = _dirichlet(rng, self.alpha(experts), layers, experts)
         return _whole_parts(drawn, _PARTS)
@@ -52,9 +53,15 @@ class ExpertLoad:
         return _whole_parts((1 - self.drift) * shares + self.drift * fresh, _PARTS)
 
 
-def tokens_of(shares: npt.NDArray[np.int64], assignments: int) -> Counts:
-    """``[L, E]`` whole numbers of tokens, ``assignments`` per layer, by largest remainder."""
-    return _whole_parts(shares, assignments)
+def tokens_of(shares: npt.NDArray[np.int64], assignments: int, experts: Sequence[int] | None = None) -> Counts:
+    """``[L, E]`` whole numbers of tokens, ``assignments`` per layer, by largest remainder.
+
+    experts: how many each layer has; columns beyond get nothing. None: all of them.
+    """
+    if experts is None:
+        return _whole_parts(shares, assignments)
+    has = np.arange(shares.shape[1]) < np.asarray(experts, dtype=np.int64)[:, None]
+    return _whole_parts(np.where(has, shares, 0), assignments)
 
 
 def _dirichlet(rng: np.random.Generator, alpha: float, layers: int, experts: int) -> npt.NDArray[np.float64]:

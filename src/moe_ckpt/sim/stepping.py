@@ -15,7 +15,7 @@ from moe_ckpt.policies.base import PolicyContext, next_due, uses_sizes, uses_win
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs, Snapshot
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.track import Track, order_of
+from moe_ckpt.sim.track import Track
 
 _WINDOWS_KEPT = 64
 
@@ -287,7 +287,7 @@ class Stepper:
         steps = hard.sum() // max(1, int(counts.sum()))
         # The order goes by shares: a load that was the same all the time gives the same one, however long it was.
         activity = b"" if (hard == counts * steps).all() else hard.tobytes()
-        before = None if context.window is None else order_of(context.window)
+        before = None if context.window is None else state.track.order_of(context.window)
         first = (context.step == 0, context.last_step is None, steps == 0)
         key = _digest(activity, counts.tobytes(), before, first)
         window = self._windows.get(key)

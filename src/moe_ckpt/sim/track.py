@@ -99,12 +99,6 @@ class Durable:
         return Durable(self.step + steps, self.begun + steps, self.at_secs + secs, tokens, copies, self.index, window)
 
 
-def order_of(window: Window) -> int:
-    """Alike for windows of the same slots that were ordered by the same frequencies; within one process only."""
-    frequencies = window.frequencies
-    return hash((window.slots, None if frequencies is None else tuple(frequencies.items())))
-
-
 def book_of(applied: Counts, like: TokenBook) -> TokenBook:
     """A token book with the same faults and saved counts, and other tokens applied."""
     book = TokenBook(like.layers, like.experts)
@@ -140,6 +134,18 @@ class Track:
         self.mover_free_secs = 0.0
         self._sequence = 0
         self._generation = 0
+        self._ordered: tuple[Window, int] | None = None
+
+    def order_of(self, window: Window) -> int:
+        """Alike for windows of the same slots that were ordered by the same frequencies; within one process only."""
+        slots, frequencies = window.slots, window.frequencies
+        if self._ordered is not None:
+            last, known = self._ordered
+            if last.slots is slots and last.frequencies is frequencies:  # a moved window, most of the time
+                return known
+        found = hash((slots, None if frequencies is None else tuple(frequencies.items())))
+        self._ordered = window, found
+        return found
 
     def begin(
         self, step: int, operators: tuple[str, ...], held: tuple[str, ...], ready_secs: float, window: Window | None
@@ -212,7 +218,7 @@ class Track:
         held = tuple(one.pending.held for one in self.under_way)
         moving = tuple(ready - now_secs for ready in self.moving)
         idle = max(self.mover_free_secs - now_secs, 0.0)
-        window = None if self.books.window is None else order_of(self.books.window)
+        window = None if self.books.window is None else self.order_of(self.books.window)
         behind = None if self.newest is None else step - self.newest.step
         last = None if self.books.last_step is None else step - self.books.last_step
         return (*self.books.pattern(step), chosen, pending, held, moving, idle, window, behind, last)

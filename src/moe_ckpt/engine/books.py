@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.ledger import Ledger
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, experts_among
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.commit import experts_among
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Activity, Measured, PolicyContext
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_ckpt.core.coverage import prove_cover
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, experts_among
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.core.window import Window
@@ -192,9 +192,3 @@ def _slot_of(
     states = tuple(ack.state for ack in acknowledgements if ack.state is not None)
     files = tuple(record for ack in acknowledgements for record, _ in ack.files)
     return _Slot(window, SlotRecord(snapshot.step, states), holdings, files)
-
-
-def experts_among(catalog: Catalog, operators: Sequence[str]) -> list[tuple[int, int]]:
-    """``(layer, expert)`` of the experts among ``operators``."""
-    at = catalog.expert_at
-    return [at[op] for op in operators if op in at]

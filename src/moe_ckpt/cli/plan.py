@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--profile", metavar="FILE", help="profile that a run wrote (MoECheckpoint(profile=FILE))")
     parser.add_argument("--measure", metavar="DIR", help="measure copy, network and storage (in DIR) first")
     parser.add_argument("--max-plt", type=float, default=0.05, metavar="P", help="portion of tokens that may be lost")
-    parser.add_argument("--seeds", type=int, default=3, help="runs per policy (default: 3)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs per policy, each with other failures (default: 1)")
     parser.add_argument("--trainer-only", action="store_true", help="leave out what only the simulator has")
     parser.add_argument("--plot", metavar="FILE", help="write the roofline picture there (png, svg, pdf)")
     parser.add_argument("--config-dir", metavar="DIR", help="more config groups, of your own")

@@ -1,8 +1,8 @@
 """What a run tells of itself while it trains: a JSON file that simulator and planner take as input (docs/profile.md).
 
-Rank 0 records. The training thread does no more than add numbers up; now and then it hands them to a short-lived
-thread, which writes the whole file anew under a temporary name and renames it. Nothing that goes wrong here disturbs
-training: it is logged once.
+Rank 0 records. The training thread does no more than add numbers up; now and then it hands them to a thread of the
+profile's own, which writes the whole file anew under a temporary name and renames it. Nothing that goes wrong here
+disturbs training: it is logged once.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Recorder(NoRecorder):
         self._looks.append(self._measured)
         self._writer.wait(_LAST_WRITE_SECS)
         self._write(now, finished=finished)
-        self._writer.wait(_LAST_WRITE_SECS)
+        self._writer.close(_LAST_WRITE_SECS)
 
     def _write(self, now: float, *, finished: bool = False) -> None:
         self._due = now + min(_MOST_SECS, max(_LEAST_SECS, _SHARE_OF_AGE * (now - self._started)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 from collections.abc import Sequence
 
@@ -21,13 +22,18 @@ log = logging.getLogger("moe_ckpt")
 _MOST_LIVES = 1000
 
 
+_Job = tuple[Life, Sequence[TensorSpec] | None, ComputeTypes]
+
+
 class ProfileWriter:
-    """Owns the file. One write at a time, each on a thread of its own that ends with it."""
+    """Owns the file, and the thread that writes it, one write at a time. ``close`` ends the thread."""
 
     def __init__(self, path: str, catalog: Catalog, placement: Placement, fingerprint: str) -> None:
         self._path = path
         self._catalog, self._placement, self._fingerprint = catalog, placement, fingerprint
-        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
         self._model = encode_model(None)
         self._earlier: tuple[str, ...] = ()
         self._off = self._complained = False
@@ -36,6 +42,9 @@ class ProfileWriter:
         except OSError as error:
             self._off = True
             log.warning("the profile %s cannot be used, so this run writes none: %s", path, error)
+        # A daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="moe_ckpt-profile", daemon=True)
+        self._thread.start()
 
     def _take_up(self) -> None:
         """Go on with the file that is there, if it is one of this model."""
@@ -64,21 +73,28 @@ class ProfileWriter:
 
     def write(self, life: Life, specs: Sequence[TensorSpec] | None, compute: ComputeTypes) -> bool:
         """Begin to write; False if the write before is still going on. specs: to be weighed, None if they were."""
-        if self._off:
-            return True
-        if self._thread is not None and self._thread.is_alive():
+        if not self._idle.is_set():
             return False
-        self._thread = threading.Thread(
-            target=self._run, args=(life, specs, compute), name="moe_ckpt-profile", daemon=True
-        )
-        self._thread.start()
+        if not self._off:
+            self._idle.clear()
+            self._jobs.put((life, specs, compute))
         return True
 
     def wait(self, timeout_secs: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout_secs)
+        """Until nothing is being written."""
+        self._idle.wait(timeout_secs)
 
-    def _run(self, life: Life, specs: Sequence[TensorSpec] | None, compute: ComputeTypes) -> None:
+    def close(self, timeout_secs: float) -> None:
+        """After what was asked for; leaves a thread that does not come to an end to itself."""
+        self._jobs.put(None)
+        self._thread.join(timeout_secs)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._write(*job)
+            self._idle.set()
+
+    def _write(self, life: Life, specs: Sequence[TensorSpec] | None, compute: ComputeTypes) -> None:
         try:
             if specs is not None:
                 self._model = encode_model(weighed(self._catalog, self._placement, specs, compute))

@@ -115,7 +115,7 @@ def _hydra() -> Iterator[None]:
 
 def _parsed(parser: OverridesParser, text: str) -> Override:
     try:
-        return parser.parse_override(text)
+        return parser.parse_overrides([text])[0]  # not parse_override: glob needs what this sets
     except HydraException as error:
         raise ConfigError(f"{text!r} is no setting such as group=choice or key=value: {_one_line(error)}") from error
 

@@ -24,29 +24,42 @@ def plot_roof(scenario: Scenario, plan: Plan, ax: Any = None) -> tuple[Any, Any]
     if ax is None:
         _, ax = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
-    shown = [one for one in plan.candidates if one.use is not None and one.use.copied_bytes > 0]
-    points = [one.use.copied_bytes for one in shown if one.use is not None]
-    low, high = min([*points, costs.dense.rank]) / 3, max([*points, costs.dense.rank]) * 3
-    nbytes = np.geomspace(low, high, 200)
-    secs = scenario.iteration.secs
-    cluster, ranks = scenario.layout.cluster, scenario.layout.parallel.ranks
-    rates = {"PCIe": costs.copy_rate, "NIC": costs.nic_rate, "storage": cluster.storage_bytes_per_sec / ranks}
+    ranks = scenario.layout.parallel.ranks
+    saved = [(one.outcome.total_bytes_per_step / ranks, one) for one in plan.candidates if one.outcome is not None]
+    shown = sorted(((at, one) for at, one in saved if at > 0), key=lambda pair: pair[0])
+    dense, secs = costs.dense.total / ranks, scenario.iteration.secs
+    extent = [dense, *(at for at, _ in shown)]
+    nbytes = np.geomspace(min(extent) / 3, max(extent) * 3, 200)
     ax.axhline(secs, color="#444444", linewidth=2, label=f"compute: {secs:.3g} s")
-    for name, rate in rates.items():
+    for name, rate in _roofs(costs, plan).items():
         label = f"{name}: {rate / 1e9:.3g} GB/s per rank"
-        ax.plot(nbytes, np.maximum(secs, nbytes / rate), color=_LINKS[name], label=label)
-    ax.axvline(costs.dense.rank, color="#bbbbbb", linestyle=":", label="everything, at every iteration")
-    for one in shown:
-        at = (one.use.copied_bytes if one.use else 0.0, secs + one.stall_secs)
-        ax.plot(*at, "o", color="#2b8a3e" if one.system.in_trainer else "#999999")
-        ax.annotate(one.system.name, at, textcoords="offset points", xytext=(4, 5), fontsize=8, rotation=20)
+        ax.plot(nbytes, np.maximum(secs, nbytes / rate), color=_LINKS[name.partition(",")[0]], label=label)
+    ax.axvline(dense, color="#bbbbbb", linestyle=":", label="everything, at every iteration")
+    for number, (at, one) in enumerate(shown):
+        needs = secs + one.stall_secs
+        ax.plot(at, needs, "o", color="#2b8a3e" if one.system.in_trainer else "#999999")
+        below, far = number % 2, 8 + 12 * (number // 2 % 3)
+        offset = (0, -far - 8 if below else far)
+        ax.annotate(one.system.name, (at, needs), textcoords="offset points", xytext=offset, fontsize=8, ha="center")
     ax.set(
         xscale="log",
         yscale="log",
-        xlabel="bytes that a rank saves, per iteration",
+        xlabel="bytes that a rank saves per iteration, mean over ranks",
         ylabel="seconds per iteration",
-        title=f"{scenario.layout.model.name} on {cluster.name}",
-        ylim=(secs / 2, None),
+        title=f"{scenario.layout.model.name} on {scenario.layout.cluster.name}",
+        ylim=(secs / 3, None),
     )
     ax.legend(fontsize=8, frameon=False)
     return ax.get_figure(), ax
+
+
+def _roofs(costs: Costs, plan: Plan) -> dict[str, float]:
+    """Bytes per second and rank of each link. Where the ranks save unevenly, the one that has most sets the pace."""
+    ranks = costs.layout.parallel.ranks
+    even = costs.dense.total / ranks / costs.dense.rank
+    copies = max((one.system.replicas for one in plan.candidates if one.system.durable == "peers"), default=1)
+    return {
+        "PCIe": costs.copy_rate * even,
+        f"NIC, {copies} copies" if copies > 1 else "NIC": costs.nic_rate / copies * even,
+        "storage": costs.layout.cluster.storage_bytes_per_sec / ranks,
+    }

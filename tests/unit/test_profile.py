@@ -353,6 +353,7 @@ def test_a_life_is_recorded(tmp_path, path):
     (found,) = read(path).lives
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert found.finished
+    assert engine_profile._left_unix_secs == found.last_unix_secs  # and not when it was closed once more
     assert (found.first_step, found.last_step, found.steps, found.restored_step) == (1, 5, 5, None)
     assert found.policy == MoC(k=1).describe()
     assert (found.ranks, found.ranks_per_node, found.pp, found.dp, found.ep) == (1, 1, 1, 1, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class Taking:
             self._load[self._owners[expert[0]][expert[1]]] += 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """The MoE layers of one pipeline stage, whose experts the same ranks save.
 
@@ -143,6 +143,18 @@ class Stage:
     @cached_property
     def total(self) -> int:
         return sum(layer.experts for layer in self.layers)
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - stages are few and stay
+    def most(self, limit: int | None, least: int) -> tuple[int, int | None]:
+        """How many experts are saved, and how many of them any rank may own.
+
+        limit: bytes of one rank; None: no budget. least: experts that are saved in any case.
+        """
+        most, capacity = (0, None) if limit is None else self.affordable(limit)
+        least = min(least, self.total)
+        if most >= least:
+            return most, capacity
+        return least, least_capacity(least, self.owned.values()) if self.by_owner else None
 
     def affordable(self, limit: int) -> tuple[int, int | None]:
         """(S_total, most of them that one rank may own) with which no rank has over ``limit`` bytes to save.

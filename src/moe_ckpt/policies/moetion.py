@@ -17,7 +17,7 @@ from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import Measured, PolicyContext, interval_passed, next_multiple, require_positive
-from moe_ckpt.policies.expert_shares import Stage, Taking, layer_shares, least_capacity, stages_of
+from moe_ckpt.policies.expert_shares import Stage, Taking, layer_shares, stages_of
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.selection import Expert, experts_of, known
 from moe_ckpt.policies.window_report import time_limit_bytes
@@ -111,21 +111,13 @@ class MoEtion:
         experts: set[Expert] = set()
         total = 0
         for stage in stages_of(context, weighed=limit is not None):
-            most, capacity = self._most(stage, limit)
+            most, capacity = stage.most(limit, len(stage.layers) * (self.experts or 1))
             experts |= self._choose(context, stage, most, capacity, missing)
             total += most
         chosen = {expert_id(*expert) for expert in experts}
         chosen.update(op.id for op in context.catalog.always_saved)
         stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
         return save_full(context.step, stored, k=total // max(len(context.catalog.layers), 1))
-
-    def _most(self, stage: Stage, limit: int | None) -> tuple[int, int | None]:
-        """How many experts of a stage are saved, and how many of them any rank may own. limit: bytes of one rank."""
-        most, capacity = (0, None) if limit is None else stage.affordable(limit)
-        least = min(len(stage.layers) * (self.experts or 1), stage.total)
-        if most >= least:
-            return most, capacity
-        return least, least_capacity(least, stage.owned.values()) if stage.by_owner else None
 
     def _choose(
         self, context: PolicyContext, stage: Stage, most: int, capacity: int | None, missing: Collection[Expert]

@@ -1,0 +1,213 @@
+"""Whole runs: rounds moved ahead at once are rounds stepped through; closed forms; a second, naive simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+
+from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion, MoEvement
+from moe_ckpt.sim import formulas
+from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.failures import Poisson
+from moe_ckpt.sim.load import ExpertLoad
+from moe_ckpt.sim.run import simulate
+from tests.sim.builders import LOCAL, predicted, scenario, sparse
+from tests.sim.naive import Naive
+
+SKEWED = ExpertLoad(skewness=0.2, drift=0.3, drift_secs=200.0)
+SLOW, ONE_BUFFER = {"storage_bytes_per_sec": 80e3}, {"when_busy": "skip", "max_in_flight": 1}
+
+REPEATING = {
+    "dense": (Dense(7), {}),
+    "dense that waits": (Dense(1), {"cluster": SLOW}),
+    "dense that skips": (Dense(1), {"cluster": SLOW, "system": {"when_busy": "skip"}}),
+    "dense out of phase": (Dense(3), {"cluster": SLOW, "system": ONE_BUFFER}),
+    "dense out of phase, two under way": (Dense(3), {"cluster": SLOW, "system": {"when_busy": "skip"}}),
+    "dense sync": (Dense(7, sync=True), {}),
+    "dense on peers": (Dense(3), {"system": {"durable": "peers", "backup_every_secs": 100.0}}),
+    "checkfreq": (CheckFreq(), {}),
+    "moc": (MoC(k=1), {"load": SKEWED}),
+    "moc of four": (MoC(k=4, every_n_steps=3), {"load": SKEWED}),
+    "moc that skips": (
+        MoC(k=1, snapshot_k=3, every_n_steps=2),
+        {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER},
+    ),
+    "moetion": (MoEtion(), {"load": SKEWED}),
+    "moevement": (MoEvement(window=4), {"load": SKEWED, "system": {"durable": "peers"}}),
+    "moevement localized": (MoEvement(), {"load": SKEWED, "system": LOCAL}),
+    "moevement on slow storage": (MoEvement(max_window=4), {"load": SKEWED, "cluster": SLOW}),
+    "moevement that skips": (MoEvement(max_window=3), {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER}),
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_rounds_moved_ahead_are_rounds_stepped_through(name):
+    """To the last bit: the clock counts whole parts."""
+    policy, settings = REPEATING[name]
+    worked = []
+    for seed, mtbf in ((0, 45.0), (1, 150.0), (2, 1000.0)):
+        tried = scenario(policy, failures=Poisson(mtbf), seed=seed, duration_secs=1500.0, **settings)
+        jumped, stepped = simulate(tried), simulate(replace(tried, stepwise=True))
+        assert predicted(jumped) == predicted(stepped)
+        assert jumped.spent.total == pytest.approx(1500.0, abs=1e-6)
+        worked.append((jumped.plans, stepped.plans))
+    assert sum(few for few, _ in worked) <= sum(many for _, many in worked)
+
+
+def test_a_quiet_run_is_not_stepped_through():
+    assert simulate(scenario(Dense(1), duration_secs=1e6)).plans < 20
+
+
+@pytest.mark.parametrize("selector", ["load_aware", "least_loss"])
+def test_rounds_of_selectors_by_load(selector):
+    policy = MoC(k=2, selector=selector)
+    tried = scenario(policy, failures=Poisson(150.0), seed=1, duration_secs=600.0, load=SKEWED)
+    assert predicted(simulate(tried)) == predicted(simulate(replace(tried, stepwise=True)))
+
+
+def test_a_budget_moves_ahead_by_an_eighth_at_most():
+    """K and the wall go by all tokens routed, so no two rounds are quite alike: it is near, not equal."""
+    ratios = []
+    policy = MoC(k=1, plt_budget=0.05)
+    for seed in range(3):
+        tried = scenario(policy, failures=Poisson(200.0), seed=seed, load=SKEWED, duration_secs=1500.0)
+        jumped, stepped = simulate(tried), simulate(replace(tried, stepwise=True))
+        assert jumped.ettr == pytest.approx(stepped.ettr, rel=0.003)
+        assert max(jumped.plt, stepped.plt) <= 0.05
+        ratios.append(jumped.lost_tokens / stepped.lost_tokens)
+    assert ratios == pytest.approx([1.0] * 3, abs=0.12)
+    assert fmean(ratios) == pytest.approx(1.0, abs=0.05)
+
+
+# --- closed forms ---
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("pcie", [200e3, 20e3])
+def test_without_failures_only_stalls_cost(every, pcie):
+    tried = scenario(Dense(every), cluster={"pcie_bytes_per_sec": pcie}, duration_secs=40_000.0)
+    stall = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
+    told = simulate(tried)
+    expected = formulas.ettr(
+        checkpoint_secs=stall.stall_secs(stall.dense),
+        iteration_secs=1.0,
+        interval=every,
+        recovery_secs=0,
+        mtbf_secs=None,
+    )
+    assert told.ettr == pytest.approx(expected, abs=3 / 40_000)  # the first interval and the last iteration
+    assert (told.spent.stall > 0) == (pcie == 20e3)
+    assert told.steps == told.spent.useful
+
+
+def test_a_sync_checkpoint_stalls_for_copy_and_commit():
+    tried = scenario(Dense(10, sync=True), duration_secs=10_000.0)
+    costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
+    each = costs.copy_secs(costs.dense) + costs.move_secs(costs.dense)
+    assert simulate(tried).ettr == pytest.approx(10 / (10 + each), abs=2e-4)
+
+
+@pytest.mark.parametrize("every", [10, 60])
+def test_the_mean_over_seeds_is_near_the_closed_form(every):
+    """First order holds for an MTBF that is long beside the interval and what a recovery takes."""
+    mtbf, found = 900.0, []
+    for seed in range(30):
+        tried = scenario(Dense(every), failures=Poisson(mtbf), seed=seed, duration_secs=36_000.0)
+        found.append(simulate(tried).ettr)
+    costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
+    # Half an iteration more is lost, since it is cut off, and what is not committed yet.
+    late = costs.copy_secs(costs.dense) + costs.move_secs(costs.dense)
+    down = 5.0 + late + 0.5 + costs.copy_secs(costs.dense) + costs.backup_secs
+    recovery = formulas.expected_recovery_secs_dense(interval=every, iteration_secs=1.0, down_secs=down)
+    closed = formulas.ettr(
+        checkpoint_secs=0, iteration_secs=1.0, interval=every, recovery_secs=recovery, mtbf_secs=mtbf
+    )
+    error = stdev(found) / sqrt(len(found))
+    assert abs(fmean(found) - closed) < 4 * error + (recovery / mtbf) ** 2 / 2
+
+
+@pytest.mark.parametrize("window", [2, 4, 6])
+def test_recovery_of_windows_takes_at_most_two_of_them(window):
+    """0 <= R <= 2 W T, without down and load; and 1.5 W T on average, less the one that the last slot needs not."""
+    down, recoveries = 5.0, []
+    fast = {"nic_bytes_per_sec": 100e6, "pcie_bytes_per_sec": 100e6}  # committed at once
+    for seed in range(5):
+        tried = sparse(
+            window, failures=Poisson(150.0), seed=seed, system={"durable": "peers", "freeze": False}, cluster=fast
+        )
+        told = simulate(tried)
+        apart = [at.at_secs for at in told.history]
+        if told.failures:
+            recoveries.append((told.spent.lost + told.spent.replay) / told.failures)
+            assert told.spent.lost + told.spent.replay <= told.failures * 2 * window * 1.0
+        assert apart == sorted(apart)
+        assert told.spent.down <= told.failures * down
+    assert fmean(recoveries) == pytest.approx(1.5 * window - 1, abs=0.1 * window)
+
+
+@pytest.mark.parametrize("system", [{}, {"durable": "peers", "backup_every_secs": 200.0}, LOCAL])
+def test_where_the_time_went_is_all_of_it(system):
+    policy = MoEvement(window=3) if system is LOCAL else Dense(4)
+    for seed in range(3):
+        told = simulate(scenario(policy, failures=Poisson(40.0), seed=seed, system=system, cluster={"spare_nodes": 3}))
+        assert told.spent.total == pytest.approx(3600.0, abs=1e-6)
+        assert min(vars(told.spent).values()) >= 0
+        assert told.spent.useful == told.steps * 1.0
+        assert told.ettr == told.spent.useful / told.spent.total
+        assert told.spent.recovery == pytest.approx(told.spent.total - told.spent.useful - told.spent.stall)
+
+
+# --- a second simulator ---
+
+
+@pytest.mark.parametrize(
+    ("policy", "system", "cluster"),
+    [
+        (Dense(7), {}, {}),
+        (Dense(1), {}, {}),
+        (Dense(1), {}, SLOW),
+        (Dense(1), {"when_busy": "skip"}, SLOW),
+        (Dense(3), ONE_BUFFER, SLOW),
+        (Dense(5), {}, {"pcie_bytes_per_sec": 20e3}),
+        (Dense(6, sync=True), {}, {}),
+        (Dense(200), {}, {}),
+    ],
+)
+def test_a_naive_simulator_tells_the_same(policy, system, cluster):
+    for seed, mtbf in ((0, 30.0), (1, 100.0), (2, 700.0)):
+        tried = scenario(
+            policy, failures=Poisson(mtbf), seed=seed, system=system, cluster=cluster, duration_secs=3000.5
+        )
+        costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed).spawn(2)[0]))
+        events, times = tried.failures.events(rng, tried.layout.nodes), [0.0]
+        while times[-1] < 3000.5:
+            times.append(next(events).at_secs)
+        copy = costs.dense.rank / tried.layout.cluster.pcie_bytes_per_sec
+        move = costs.dense.total / tried.layout.cluster.storage_bytes_per_sec
+        naive = Naive(
+            every=policy.every_n_steps,
+            iteration=1.0,
+            room=0.9,
+            copy=copy,
+            move=move,
+            load=copy + move,
+            detect=1.0,
+            restart=4.0,
+            failures=times[1:],
+            until=3000.5,
+            buffers=tried.system.max_in_flight,
+            sync=policy.sync,
+            skip=tried.system.when_busy == "skip",
+        ).run()
+        told = simulate(tried)
+        if not told.advances:
+            assert policy.every_n_steps == 200
+            continue
+        assert told.ettr == pytest.approx(naive.step / 3000.5, rel=1e-6)
+        for name in ("stall", "lost", "down", "retrieve"):
+            assert getattr(told.spent, name) == pytest.approx(getattr(naive, name), rel=1e-6, abs=1e-5), name

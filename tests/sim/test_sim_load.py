@@ -1,0 +1,177 @@
+"""Loads that are drawn, and what experts lose: tokens counted again from the plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies import MoC
+from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.policies.budget import dynamic_k
+from moe_ckpt.sim.failures import Poisson
+from moe_ckpt.sim.load import ExpertLoad, tokens_of
+from moe_ckpt.sim.run import simulate
+from tests.sim.builders import MODEL, scenario, trace
+
+SKEWED = ExpertLoad(skewness=0.2, drift=0.0)
+
+
+def generator(seed=0):
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+# --- loads ---
+
+
+@pytest.mark.parametrize("skewness", [0.02, 0.1, 0.25, 0.5, 0.75, 0.99])
+@pytest.mark.parametrize("experts", [8, 64])
+def test_the_skewness_drawn_is_the_one_wanted(skewness, experts):
+    """``S = (HHI - 1/E) / (1 - 1/E)``, on average over layers (MoEvement, appendix D)."""
+    shares = ExpertLoad(skewness).draw(generator(), 4000, experts) / 2**40
+    found = ((shares**2).sum(axis=1) - 1 / experts) / (1 - 1 / experts)
+    assert found.mean() == pytest.approx(skewness, rel=0.06)
+    assert found.std() > 0
+
+
+def test_all_parts_are_dealt_out():
+    for skewness in (0.0, 0.3, 0.999999):
+        shares = ExpertLoad(skewness).draw(generator(3), 5, 7)
+        assert (shares.sum(axis=1) == 2**40).all()
+        assert (shares >= 0).all()
+        for total in (1, 6, 7, 1001):
+            assert (tokens_of(shares, total).sum(axis=1) == total).all()
+
+
+def test_an_even_load_is_even_and_the_rest_goes_to_the_first():
+    shares = ExpertLoad(0.0).draw(generator(), 2, 4)
+    assert tokens_of(shares, 12).tolist() == [[3] * 4] * 2
+    assert tokens_of(shares, 14).tolist() == [[4, 4, 3, 3]] * 2
+
+
+def test_layers_with_fewer_experts_get_their_tokens_all_the_same():
+    shares = ExpertLoad(0.3).draw(generator(), 2, 4)
+    found = tokens_of(shares, 100, [4, 2])
+    assert found.sum(axis=1).tolist() == [100, 100]
+    assert found[1, 2:].tolist() == [0, 0]
+    assert tokens_of(ExpertLoad(0.3).draw(generator(), 0, 0), 100, []).shape == (0, 0)
+
+
+@pytest.mark.parametrize("drift", [0.1, 0.5, 1.0])
+def test_a_drift_keeps_the_rest_of_the_load(drift):
+    load = ExpertLoad(0.3, drift)
+    old, fresh = load.draw(generator(1), 3, 8), load.draw(generator(2), 3, 8)
+    drifted = load.drifted(generator(2), old)
+    assert np.abs(drifted - ((1 - drift) * old + drift * fresh)).max() <= 1
+    assert (drifted.sum(axis=1) == 2**40).all()
+
+
+def test_the_load_at_a_time_is_the_same_for_all_systems():
+    """One looks every 50 s and the other every second: by 400 s both have seen the same three drifts."""
+    load = ExpertLoad(0.3, 0.5, 130.0)
+    seen = []
+    for every in (1, 50):
+        policy = Recorded(MoC(k=8, every_n_steps=every))
+        simulate(scenario(policy, load=load, duration_secs=402.0))
+        seen.append(policy.told[-1].popularity.tolist())
+    assert seen[0] == seen[1]
+
+
+def test_bad_loads():
+    for field_name, value in (("skewness", 1.0), ("skewness", -0.1), ("skewness", float("nan")), ("drift", 1.5)):
+        with pytest.raises(ConfigError, match=field_name):
+            ExpertLoad(**{field_name: value})
+    for value in (0, -1.0, True, "600"):
+        with pytest.raises(ConfigError, match="drift_secs"):
+            ExpertLoad(drift_secs=value)
+
+
+# --- lost tokens ---
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A policy, and what it was told and planned."""
+
+    policy: MoC
+    told: list[PolicyContext] = field(default_factory=list, hash=False)
+    plans: list[SnapshotPlan] = field(default_factory=list, hash=False)
+
+    def plan(self, context):
+        plan = self.policy.plan(context)
+        if plan:
+            self.told.append(context)
+            self.plans.append(plan)
+        return plan
+
+    def check(self, catalog):
+        self.policy.check(catalog)
+
+    def describe(self):
+        return self.policy.describe()
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+@pytest.mark.parametrize("selector", ["sequential", "load_aware", "least_loss"])
+def test_lost_tokens_counted_again_from_the_plans(selector, k, every):
+    """A fault loses, of each expert, what was routed from its newest save to the step that is returned to.
+
+    The load does not change, so that is steps times tokens per step; a save that was lost before it was committed is
+    none, and what a former fault took from an expert it has not got a second time.
+    """
+    policy = Recorded(MoC(k=k, selector=selector, every_n_steps=every))
+    events = ((333.5, 0), (601.25, 1), (603.0, 2), (955.5, 3))
+    tried = scenario(policy, failures=trace(*events), load=SKEWED, stepwise=True, duration_secs=1000.0)
+    lives = [0]
+    told = simulate(tried, progress=lambda _: lives.append(len(policy.plans)))
+    counts = policy.told[-1].popularity  # of every step
+    returned = [sample.useful_steps for sample in told.history[:-1]]
+    assert (told.failures, len(returned)) == (4, 3)  # one came while another was repaired
+
+    lost, saved = 0, np.zeros_like(counts)
+    for step, first, end in zip(returned, lives[:-1], lives[1:], strict=True):
+        for plan in policy.plans[first:end]:
+            for op in plan.operators():
+                if op in MODEL.catalog.expert_at and plan.step <= step:
+                    saved[MODEL.catalog.expert_at[op]] = plan.step
+        lost += int(((step - saved) * counts).sum())
+        saved[:] = step  # what is lost is not lost again
+    assert told.lost_tokens == lost
+    assert (lost == 0) == (k == 8)
+    assert told.plt == lost / (told.steps * counts.sum())
+
+
+# --- Dynamic-K and the budget ---
+
+
+def test_k_doubles_as_faults_use_up_the_budget():
+    tried = scenario(
+        MoC(k=1, plt_budget=0.01), failures=Poisson(60.0), load=SKEWED, duration_secs=3000.0, stepwise=True
+    )
+    told = simulate(tried)
+    found = {sample.k for sample in told.history if sample.k}
+    assert {1, 2, 4} <= found <= {1, 2, 4, 8}
+    free = simulate(scenario(MoC(k=1), failures=Poisson(60.0), load=SKEWED, duration_secs=3000.0))
+    assert {sample.k for sample in free.history if sample.k} == {1}
+    assert free.plt > 0.01 > told.plt
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("budget", [0.005, 0.02, 0.05])
+def test_plt_is_never_above_its_budget(budget, seed):
+    """Not at the first fault, either: the wall makes early checkpoints denser."""
+    policy = MoC(k=1, plt_budget=budget)
+    told = simulate(scenario(policy, failures=Poisson(50.0), seed=seed, load=SKEWED, duration_secs=1500.0))
+    assert told.failures > 10
+    assert max(sample.plt for sample in told.history) <= budget
+    assert told.plt > 0
+
+
+def test_k_does_not_fall_when_more_is_lost():
+    found = [dynamic_k(1, 64, lost, 1_000_000, 0.05) for lost in range(0, 60_000, 500)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (1, 64)

@@ -23,15 +23,14 @@ _NONE = "-"
 def one_table(result: Result) -> tuple[list[str], list[list[str]]]:
     """(columns, rows): where the time of a run that was not swept went, means over its seeds."""
     total = result.over_seeds(lambda one: one.spent.total).mean
-    width = max(map(len, MEANING.values()))
     rows = []
     for part in PARTS:
         share = result.share(part)
         if part == "idle" and not share:
             continue
-        bar = "█" * max(round(share * _BAR), 1 if share > 0 else 0)
-        rows.append([part, duration(share * total), _percent(share), bar.ljust(_BAR), MEANING[part].ljust(width)])
-    return ["", "time", "share", "", "what it is".ljust(width)], rows
+        bar = "█" * round(share * _BAR)
+        rows.append([part, duration(share * total), _percent(share), bar.ljust(_BAR, "·"), MEANING[part]])
+    return ["", "time", "share", "", "what it is"], rows
 
 
 def one_facts(result: Result) -> str:

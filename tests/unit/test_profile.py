@@ -39,8 +39,9 @@ from moe_ckpt.format.profile import (
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.failures import Poisson
+from moe_ckpt.sim.failures import NoFailures, Poisson
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
+from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.system import System
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.local import remove_temporaries_of, replace_file
@@ -74,6 +75,8 @@ LIFE = Life(
     persist_secs=2.0,
     copy_bytes_per_sec=4000.0,
     persist_bytes_per_sec=500.0,
+    clean_steps=20,
+    clean_secs=12.0,
     stall_secs=4.1,
     begun=41,
     committed=39,
@@ -368,6 +371,7 @@ def test_a_life_is_recorded(tmp_path, path):
     assert found.assignments == 5 * run.counts.sum()
     assert 0 < found.skewness < 1
     assert found.recent_iteration_secs > 0
+    assert (found.clean_steps, found.clean_secs, found.waited_secs) == (0, 0.0, 0.0)  # a checkpoint at every step
     assert found.update_secs > 0
     assert found.copy_bytes_per_sec > 0
     assert found.persist_bytes_per_sec > 0
@@ -633,18 +637,36 @@ def test_what_the_simulator_is_told():
     assert run.load_secs == 2
     assert run.replay_secs == 2
     assert run.warm_up_secs == 1.0
-    assert run.set_up_secs == pytest.approx((8 + (11 - 2)) / 2 + 1.0)
+    assert run.set_up_secs == pytest.approx(11 - 2 + 1.0)  # the first start is no restart
     assert run.gap_secs == (2.0,)
     assert run.downtime_secs == (15.0,)
     cluster = run.cluster(detect_secs=3.0, nic_bytes_per_sec=7.0)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus) == (2, 2, 4)
     assert (cluster.pcie_bytes_per_sec, cluster.storage_bytes_per_sec) == (4000.0, 2000.0)
-    assert (cluster.restart_secs, cluster.detect_secs, cluster.nic_bytes_per_sec) == (9.5, 3.0, 7.0)
+    assert (cluster.restart_secs, cluster.detect_secs, cluster.nic_bytes_per_sec) == (10.0, 3.0, 7.0)
     assert cluster.host_memory_bytes == 2000.0
     assert run.cluster(restart_secs=1.0, pcie_bytes_per_sec=5.0).pcie_bytes_per_sec == 5.0
     assert run.parallel == Parallel(1, 4, 1)
     assert run.load().skewness == 0.25
     assert run.batch().sequences == 256
+
+
+def test_what_a_run_pays_for_is_a_sum_so_means_count():
+    run = RunProfile("p", PROFILE)
+    assert run.iteration().secs == run.clean_iteration_secs == pytest.approx(24 / 40)
+    laps, took = 40 + 40, (129.5 - 108 - 1.5) + (180 - 146 - 1.5)
+    longer = (took / laps - 0.6) * 82
+    assert run.iteration().drag_secs_per_byte == pytest.approx(longer / 8200)
+    restarts = replace(PROFILE, lives=(LIFE, NEXT, replace(NEXT, started_unix_secs=129.0)))
+    assert RunProfile("p", restarts).set_up_secs == pytest.approx(((11 - 2) + (15 - 2)) / 2 + 1.0)
+    waited = replace(PROFILE, lives=(replace(LIFE, waited_secs=1.0), NEXT))
+    assert RunProfile("p", waited).drag_secs_per_byte == pytest.approx((longer - 1.0) / 8200)
+    slow = replace(PROFILE, lives=(LIFE, replace(NEXT, copy_bytes_per_sec=100 / 0.5)))
+    assert RunProfile("p", slow).drag_secs_per_byte == pytest.approx((longer - 82 * (0.5 - 0.475)) / 8200)
+    busy = replace(PROFILE, lives=tuple(replace(life, clean_steps=3, clean_secs=1.0) for life in PROFILE.lives))
+    stalled = (took - 8.2 / 82 * laps) / laps
+    assert RunProfile("p", busy).iteration().secs == pytest.approx(stalled)
+    assert RunProfile("p", busy).drag_secs_per_byte == pytest.approx(8.2 / 8200)
 
 
 def test_the_newest_life_that_tells_a_thing_counts():
@@ -692,9 +714,9 @@ def test_lives_of_other_runs_and_ends_that_were_meant_are_no_failures():
 def test_a_scenario_from_a_profile():
     scenario = scenario_from(RunProfile("p.json", PROFILE), Poisson(100.0), System("moc", MoC(k=1)), 600.0, seed=3)
     assert scenario.tokens_per_step == 256
-    assert scenario.layout.cluster.restart_secs == 9.5
+    assert scenario.layout.cluster.restart_secs == 10.0
     assert (scenario.duration_secs, scenario.seed) == (600.0, 3)
-    assert scenario.iteration.secs == 0.5
+    assert scenario.iteration.secs == pytest.approx(0.6)
 
 
 UNKNOWN = dict.fromkeys(("iteration_secs", "recent_iteration_secs", "copy_bytes_per_sec", "persist_bytes_per_sec"))
@@ -739,3 +761,18 @@ def test_a_profile_that_is_not_there(tmp_path):
 def test_reading_a_profile_needs_no_torch():
     code = "import sys, moe_ckpt.sim.profile; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"
+
+
+def test_drag_makes_iterations_beside_snapshots_longer():
+    def outcome(drag):
+        rates = {"copy_bytes_per_sec": 1e12, "persist_bytes_per_sec": 1e12}
+        run = RunProfile("p.json", replace(PROFILE, lives=(LIFE, replace(NEXT, **rates))))
+        scenario = scenario_from(run, NoFailures(), System("dense", Dense(every_n_steps=7)), 600.0)
+        return simulate(replace(scenario, iteration=replace(scenario.iteration, drag_secs_per_byte=drag)))
+
+    free, slow = outcome(0.0), outcome(2.0 / sum(row.full_bytes * row.count for row in MODEL.operators))
+    assert free.spent.stall == 0
+    snapshots = slow.steps // 7 + 1  # of which each of four ranks has a quarter
+    assert slow.spent.stall == pytest.approx(0.5 * snapshots, abs=0.5)
+    assert slow.spent.useful + slow.spent.stall + slow.spent.lost == pytest.approx(600)
+    assert slow.steps < free.steps

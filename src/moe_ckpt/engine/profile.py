@@ -70,6 +70,9 @@ class NoRecorder:
     def resolved(self, committed: bool) -> None:
         """A snapshot ended."""
 
+    def lap(self, now: float, *, loaded: bool) -> None:
+        """A step ended at ``now`` (``perf_counter``); ``loaded`` if a checkpoint was in flight during it."""
+
     def stepped(
         self,
         record: StepRecord,
@@ -102,12 +105,14 @@ class Recorder(NoRecorder):
         self._moments: dict[str, Any] = {}
         self._load_secs = 0.0
         self._steps: dict[str, Any] = {}
-        self._sums: dict[str, Any] = {"stall_secs": 0.0, "agree_secs": 0.0}
+        self._sums: dict[str, Any] = {"stall_secs": 0.0, "waited_secs": 0.0, "agree_secs": 0.0, "clean_secs": 0.0}
         self._counts: dict[str, Any] = {"begun": 0, "committed": 0, "failed": 0, "skipped": 0, "snapshot_bytes": 0}
+        self._counts |= {"clean_steps": 0}
         self._measured = Measured()
         self._record: StepRecord | None = None
         self._routed_before: int | None = None
         self._joined_at: float | None = None
+        self._lap_at: float | None = None
         self._updates: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._looks: deque[Measured] = deque(maxlen=_RECENT_LOOKS)
         self._skews: deque[float] = deque(maxlen=_RECENT_LOOKS)
@@ -144,6 +149,12 @@ class Recorder(NoRecorder):
     def resolved(self, committed: bool) -> None:
         self._counts["committed" if committed else "failed"] += 1
 
+    def lap(self, now: float, *, loaded: bool) -> None:
+        if self._lap_at is not None and not loaded:
+            self._sums["clean_secs"] += now - self._lap_at
+            self._counts["clean_steps"] += 1
+        self._lap_at = now
+
     def stepped(
         self,
         record: StepRecord,
@@ -164,6 +175,7 @@ class Recorder(NoRecorder):
             self._steps["first_step_secs"] = None if entered is None else max(0.0, now - entered)
         self._steps |= {"last_step": record.step, "last_step_unix_secs": now}
         self._sums["stall_secs"] += record.stall_secs
+        self._sums["waited_secs"] += record.stall_secs if record.waited else 0.0
         self._sums["agree_secs"] += record.agree_secs
         newly_known = self._measured.recent_iteration_secs is None and measured.recent_iteration_secs is not None
         self._measured, self._record = measured, record

@@ -234,7 +234,9 @@ class CheckpointSession:
         pipeline = self._running
         pipeline.raise_fatal()
         pipeline.join()
-        self._meter.lap(began, loaded=bool(self.books.pending))
+        loaded = bool(self.books.pending)
+        self._meter.lap(began, loaded=loaded)
+        self._profile.lap(began, loaded=loaded)
         ended = pipeline.resolutions(self._settled)
         self._meter.moved(ended)
         asked = time.perf_counter()

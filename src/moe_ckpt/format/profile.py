@@ -83,8 +83,10 @@ class Life:
 
     iteration_secs, recent_iteration_secs, checkpoint_cost_secs, persist_secs, copy_bytes_per_sec,
         persist_bytes_per_sec: medians over many looks at ``policies.base.Measured``, on which the ranks agreed.
+    clean_steps, clean_secs: iterations without checkpoint work beside them, and what they took together.
     update_secs: median from the join before the optimizer to the step's end, in which no copy may run.
-    stall_secs, agree_secs: sums of ``StepRecord``'s over all steps, of rank 0.
+    stall_secs, agree_secs: sums of ``StepRecord``'s over all steps, of rank 0. waited_secs: of ``stall_secs``, at steps
+        for which no buffer was free.
     begun, committed, failed, skipped: snapshots; each step of a sparse window takes one. snapshot_bytes: rank 0's, all
         that were begun together.
     assignments: tokens times top-k of all MoE layers in this life. skewness: mean over looks now and then.
@@ -113,12 +115,15 @@ class Life:
     last_step_unix_secs: float | None = None
     iteration_secs: float | None = None
     recent_iteration_secs: float | None = None
+    clean_steps: int = 0
+    clean_secs: float = 0.0
     update_secs: float | None = None
     checkpoint_cost_secs: float | None = None
     persist_secs: float | None = None
     copy_bytes_per_sec: float | None = None
     persist_bytes_per_sec: float | None = None
     stall_secs: float = 0.0
+    waited_secs: float = 0.0
     agree_secs: float = 0.0
     begun: int = 0
     committed: int = 0
@@ -332,7 +337,9 @@ _LIFE: Mapping[str, Callable[[Any], str]] = {
         ("generation", "host_memory_bytes", "begun", "committed", "failed", "skipped", "snapshot_bytes", "assignments"),
         _from_zero,
     ),
-    **dict.fromkeys(("started_unix_secs", "opened_unix_secs", "last_unix_secs", "stall_secs", "agree_secs"), _amount),
+    "clean_steps": _from_zero,
+    **dict.fromkeys(("started_unix_secs", "opened_unix_secs", "last_unix_secs", "stall_secs", "waited_secs"), _amount),
+    **dict.fromkeys(("agree_secs", "clean_secs"), _amount),
     **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "last_step_unix_secs"), _maybe(_amount)),
     **dict.fromkeys(
         ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), _maybe(_amount)

@@ -114,8 +114,12 @@ class Costs:
         return snapshot.rank / self.move_rate
 
     def stall_secs(self, snapshot: Snapshot) -> float:
-        """Training waits for a copy that is longer than the time between two updates."""
-        return max(0.0, self.copy_secs(snapshot) - self.iteration.open_secs)
+        """What training takes longer: also a wait, if the copy is longer than the time between two updates."""
+        return max(0.0, self.copy_secs(snapshot) - self.iteration.open_secs) + self.drag_secs(snapshot)
+
+    def drag_secs(self, snapshot: Snapshot) -> float:
+        """What training takes longer though it does not wait for the copy."""
+        return snapshot.rank * self.iteration.drag_secs_per_byte
 
     @cached_property
     def measured(self) -> Measured:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
@@ -28,6 +28,7 @@ from moe_ckpt.sim.training import Batch, Iteration
 _T = TypeVar("_T")
 _KINDS = {kind.value: kind for kind in OperatorKind}
 _MOST_SKEWED = 0.999
+_ENOUGH_LAPS = 20
 _LONGEST_UPDATE = 0.95
 """Portion of an iteration. Where the optimizer takes nearly all of it, its median and the iteration's may cross."""
 
@@ -91,6 +92,45 @@ class RunProfile:
                 return max(0.0, took - (life.first_step_secs or 0.0)) / (life.steps - 1)
         return None
 
+    @cached_property
+    def clean_iteration_secs(self) -> float:
+        """Mean of all iterations that had no checkpoint work beside them, those that are slow for other reasons
+        included; where hardly any had none, of all, less what they waited. What the simulator takes: of a sum of many
+        iterations the mean tells more than the median.
+        """
+        steps, secs = sum(life.clean_steps for life in self.lives), sum(life.clean_secs for life in self.lives)
+        (laps, took), usual = self._laps(), self.iteration_secs
+        if secs and steps >= min(_ENOUGH_LAPS, laps):
+            return secs / steps
+        waited = self.stall_secs_per_step * laps
+        return (took - waited) / laps if took > waited else usual
+
+    @property
+    def drag_secs_per_byte(self) -> float:
+        """What iterations took longer than clean ones, over the bytes of the snapshots, rank 0's; without waits for a
+        free buffer, or for copies that need longer than the time between two updates, which the simulator adds itself.
+        """
+        laps, took = self._laps()
+        steps = sum(life.steps for life in self.lives)
+        nbytes = sum(life.snapshot_bytes for life in self.lives)
+        if not (laps and nbytes):
+            return 0.0
+        waited = sum(life.waited_secs for life in self.lives)
+        copy_rate, secs = self._newest("copy_bytes_per_sec"), self.clean_iteration_secs
+        if copy_rate:
+            copy_secs = self.mean_snapshot_bytes / copy_rate
+            waited += max(0.0, copy_secs - (secs - self._update_secs(secs))) * sum(life.begun for life in self.lives)
+        return max(0.0, (took / laps - secs) * steps - waited) / nbytes
+
+    def _laps(self) -> tuple[int, float]:
+        """From step to step, of all lives, all in: how many, and seconds. A life's first step is none."""
+        told = [
+            (life.steps - 1, took - (life.first_step_secs or 0.0))
+            for life in self.lives
+            if life.steps > 1 and (took := _between(life.training_unix_secs, life.last_step_unix_secs)) is not None
+        ]
+        return sum(laps for laps, _ in told), sum(max(0.0, secs) for _, secs in told)
+
     @property
     def stall_secs_per_step(self) -> float:
         return sum(life.stall_secs for life in self.lives) / max(1, sum(life.steps for life in self.lives))
@@ -144,12 +184,13 @@ class RunProfile:
 
     @property
     def set_up_secs(self) -> float | None:
-        """Median of what a restart takes besides loading and computing steps again: up to a process that can load,
-        from a loaded one to its loop, and the warm-up. This is ``Cluster.restart_secs``.
+        """What a restart takes besides loading and computing steps again: up to a process that can load, from a loaded
+        one to its loop, and the warm-up. This is ``Cluster.restart_secs``. Mean of the restarts, since it is their sum
+        that a run pays for; of the first start where there was none, which may be slower, its files not being cached.
         """
-        found = (self._set_up(life) for life in self.lives)
-        bare = _middle(found)
-        return None if bare is None else bare + (self.warm_up_secs or 0.0)
+        restarts = [life for life in self.lives if life.restored_step is not None] or self.lives
+        found = [secs for life in restarts if (secs := self._set_up(life)) is not None]
+        return fmean(found) + (self.warm_up_secs or 0.0) if found else None
 
     @staticmethod
     def _set_up(life: Life) -> float | None:
@@ -248,8 +289,11 @@ class RunProfile:
         return Layout(self.sim_model, cluster or self.cluster(), parallel or self.parallel)
 
     def iteration(self) -> Iteration:
-        secs = self.iteration_secs
-        return Iteration(secs, update_secs=min(self._newest("update_secs") or 0.0, _LONGEST_UPDATE * secs))
+        secs = self.clean_iteration_secs
+        return Iteration(secs, self._update_secs(secs), drag_secs_per_byte=self.drag_secs_per_byte)
+
+    def _update_secs(self, iteration_secs: float) -> float:
+        return min(self._newest("update_secs") or 0.0, _LONGEST_UPDATE * iteration_secs)
 
     def batch(self, tokens_per_step: int | None = None) -> Batch:
         """In sequences of one token, ``sim_model.seq``."""

@@ -68,7 +68,7 @@ class Spent:
     """Where the time went, in seconds. All together are the run's duration.
 
     useful: iterations that were not lost later, each counted once and without stalls.
-    stall: training waited for checkpointing, lost iterations' stalls included.
+    stall: training waited for checkpointing or was slowed down by it, in lost iterations, too.
     lost: iterations that a failure undid, and parts of iterations.
     down: from failures to restarted ranks. idle: waiting for a spare. retrieve: loading state. replay: computing
         windows again, by all or by one stage.

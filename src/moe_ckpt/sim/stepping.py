@@ -185,8 +185,7 @@ class Stepper:
         if not plan:
             self._iterate(1, until)
         elif self._admitted(until):
-            copy_secs = self._begin(plan)
-            self._iterate(1, until, copy_secs, wait=plan.wait)
+            self._iterate(1, until, self._begin(plan, until))
             state.halt = plan.halt
         elif state.now < until:
             self._skip(until)
@@ -227,15 +226,18 @@ class Stepper:
         state.stall += moment - state.now
         state.now = moment
 
-    def _begin(self, plan: SnapshotPlan) -> float:
-        """Returns how long its copy takes."""
+    def _begin(self, plan: SnapshotPlan, until: float) -> float:
+        """Returns what the next iteration takes longer; a plan that is to be waited for is, before."""
         state, snapshot = self.state, self._costs.of_plan(plan)
         last = state.track.books.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         ready = self._ready_secs(state.now, snapshot)
         state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), ready, None)
         state.k, state.saved_bytes = plan.k, snapshot.total
-        return on_clock(self._costs.copy_secs(snapshot))
+        if plan.wait:
+            self._wait(ready, until)
+            return on_clock(self._costs.drag_secs(snapshot))
+        return on_clock(self._costs.stall_secs(snapshot))
 
     def _ready_secs(self, now: float, snapshot: Snapshot) -> float:
         """When a snapshot that begins now is durable; one after the other is moved."""
@@ -248,14 +250,11 @@ class Stepper:
         track.moving.append(track.mover_free_secs)
         return track.mover_free_secs
 
-    def _iterate(self, steps: int, until: float, copy_secs: float = 0.0, wait: bool = False) -> None:
-        """``steps`` iterations, the first beside a copy. wait: it begins when that is durable."""
+    def _iterate(self, steps: int, until: float, extra_secs: float = 0.0) -> None:
+        """``steps`` iterations, the first of which takes longer because of a snapshot."""
         state = self.state
-        if wait:
-            self._wait(state.track.under_way[-1].ready_secs, until)
-            copy_secs = 0.0
         iteration = self._costs.iteration
-        first = iteration.secs + max(0.0, copy_secs - iteration.open_secs)
+        first = iteration.secs + extra_secs
         left = until - state.now - first
         done = min(steps, 1 + int(left // iteration.secs)) if left >= 0 else 0
         state.track.books.routed_often(state.counts, done)
@@ -316,7 +315,7 @@ class Stepper:
             if slot + 1 == window.size:
                 state.track.begin(state.step, window.order, (), ready, window)
             done = state.step
-            self._iterate(1, until, on_clock(self._costs.copy_secs(snapshot)))
+            self._iterate(1, until, on_clock(self._costs.stall_secs(snapshot)))
             if state.step == done:
                 return
 

@@ -39,6 +39,8 @@ class Iteration:
     secs: all of it. update_secs: of the optimizer, in which tensors change and no copy may run.
     stage_secs: of forward and backward of all micro-batches of a stage, bubbles left out: what one stage alone
         needs to compute the iteration again from its neighbours' logs.
+    drag_secs_per_byte: what training takes longer for each byte that a rank saves, beside waiting for copies: a
+        snapshot is begun on the training thread, and the threads that copy and write it take time from that.
     frozen_saving: portion of forward and backward that is weight gradients, which frozen operators do without (a third,
         MoEvement, section 3.5).
     """
@@ -47,10 +49,11 @@ class Iteration:
     update_secs: float = 0.0
     stage_secs: float | None = None
     frozen_saving: float = 1 / 3
+    drag_secs_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         above_zero("Iteration", secs=self.secs, stage_secs=self.stage_secs)
-        at_least("Iteration", 0, update_secs=self.update_secs)
+        at_least("Iteration", 0, update_secs=self.update_secs, drag_secs_per_byte=self.drag_secs_per_byte)
         portion("Iteration", frozen_saving=self.frozen_saving)
         if self.update_secs >= self.secs:
             raise ConfigError(

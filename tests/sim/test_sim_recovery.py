@@ -112,6 +112,13 @@ def test_spares_run_out():
     assert told.spent.total == pytest.approx(200)
 
 
+def test_a_run_that_stands_still_does_not_fail_any_more():
+    cluster = {"spare_nodes": 0, "repair_secs": None}
+    told = simulate(scenario(failures=Poisson(60.0), cluster=cluster, duration_secs=1e5))
+    assert (told.failures, told.spent.total) == (1, pytest.approx(1e5))
+    assert told.verdict.startswith("no spare node")
+
+
 def test_a_repaired_node_is_a_spare_again():
     tried = scenario(failures=Poisson(100.0), cluster={"spare_nodes": 0, "repair_secs": 20.0}, duration_secs=3000.0)
     told = simulate(tried)

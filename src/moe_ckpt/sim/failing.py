@@ -25,10 +25,11 @@ class Spares:
     """Nodes that wait to replace a dead one.
 
     count: at the start; None: there is always one. repair_secs: None where dead nodes do not come back by themselves.
+    joins: whether others may be added later on.
     """
 
-    def __init__(self, count: int | None, repair_secs: float | None) -> None:
-        self._count = count
+    def __init__(self, count: int | None, repair_secs: float | None, joins: bool = False) -> None:
+        self._count, self.joins = count, joins
         self._repair_secs = None if repair_secs is None else on_clock(repair_secs)
         self._coming: list[float] = []
         self._dead: deque[int] = deque()
@@ -155,12 +156,15 @@ class Failing:
             else:
                 attempts = [self._whole(state, source, from_storage, failure, ready)]
             longest = max(attempts, key=lambda one: one.end)
-            stop = min(longest.end, self.next_secs, until)
+            waits = longest.end == inf
+            disturbed = inf if waits and not self._spares.joins else self.next_secs
+            stop = min(longest.end, disturbed, until)
             longest.spend(state, state.now, stop)
             state.now = stop
-            if self.next_secs >= min(longest.end, until):
-                self.stranded = longest.end == inf
+            if disturbed >= min(longest.end, until):
+                self.stranded = waits
                 break
+            begun = 0 if waits else begun
             self.hopeless = begun >= FUTILE_FAILURES
         if local:
             state.track.drop()

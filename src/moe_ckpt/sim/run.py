@@ -46,9 +46,10 @@ class _Run:
         recoveries = Recoveries(self._costs, scenario.batch.micro_batches(layout.parallel.dp))
         assignments = scenario.tokens_per_step * layout.model.top_k
         self._stepper = Stepper(self._costs, scenario.load, assignments, loads, scenario.stepwise)
-        repairs = None if scenario.failures.tells_joins else cluster.repair_secs
+        joins = scenario.failures.tells_joins
+        spares = Spares(cluster.spare_nodes, None if joins else cluster.repair_secs, joins)
         events = scenario.failures.events(failures, layout.nodes)
-        self._failing = Failing(self._costs, recoveries, events, Spares(cluster.spare_nodes, repairs))
+        self._failing = Failing(self._costs, recoveries, events, spares)
         self._history: list[Sample] = []
         self._verdict = ""
 

@@ -1,0 +1,302 @@
+"""Settings that cannot be: errors that name the field and both culprits. Runs that never advance: a verdict, soon."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from time import perf_counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.sim.cluster import Parallel
+from moe_ckpt.sim.failing import FUTILE_FAILURES
+from moe_ckpt.sim.failures import Event, Poisson, Weibull
+from moe_ckpt.sim.load import ExpertLoad
+from moe_ckpt.sim.model import build
+from moe_ckpt.sim.run import simulate
+from moe_ckpt.sim.system import System
+from moe_ckpt.sim.traces import Trace
+from moe_ckpt.sim.training import Batch, Iteration
+from tests.sim.builders import CLUSTER, SPEC, layout, scenario, trace
+
+NOT_RATES = (0, 0.0, -1.0, float("nan"), float("inf"), True, "1e9")
+RATES = (
+    "pcie_bytes_per_sec",
+    "nic_bytes_per_sec",
+    "nvlink_bytes_per_sec",
+    "storage_bytes_per_sec",
+    "flops_per_sec",
+    "host_memory_bytes",
+    "nic_share",
+    "mfu",
+)
+
+
+@pytest.mark.parametrize("value", NOT_RATES, ids=repr)
+@pytest.mark.parametrize("name", RATES)
+def test_rates(name, value):
+    with pytest.raises(ConfigError, match=rf"Cluster 'toy'\({name}={re.escape(repr(value))}\).*{name} must be"):
+        replace(CLUSTER, **{name: value})
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), True, "15"], ids=repr)
+@pytest.mark.parametrize("name", ["detect_secs", "restart_secs", "repair_secs", "alpha_secs"])
+def test_waits(name, value):
+    with pytest.raises(ConfigError, match=name):
+        replace(CLUSTER, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", float("nan")], ids=repr)
+@pytest.mark.parametrize("name", ["nodes", "gpus_per_node"])
+def test_counts(name, value):
+    with pytest.raises(ConfigError, match=name):
+        replace(CLUSTER, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -3.0, float("nan"), float("inf"), True, "3600"], ids=repr)
+def test_lengths_of_a_run(value):
+    with pytest.raises(ConfigError, match="duration_secs"):
+        scenario(duration_secs=value)
+    with pytest.raises(ConfigError, match="mtbf_secs"):
+        Poisson(value)
+
+
+def test_runs_too_long_or_iterations_too_short_to_be_exact():
+    with pytest.raises(ConfigError, match=r"duration_secs=40000000.0.*388 days"):
+        scenario(duration_secs=4e7)
+    with pytest.raises(ConfigError, match=r"Iteration\(secs=1e-09\)"):
+        scenario(secs=1e-9, update_secs=0.0)
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, True, "0"])
+def test_seeds(seed):
+    with pytest.raises(ConfigError, match="seed"):
+        scenario(seed=seed)
+
+
+def test_an_mtbf_below_the_restart_time():
+    with pytest.raises(
+        ConfigError, match=r"mean of 4 s between failures .* 5 s that Cluster 'toy'.*detect_secs \+ restart"
+    ):
+        scenario(failures=Poisson(4.0))
+    with pytest.raises(ConfigError, match="never advance"):
+        scenario(failures=Weibull(5.0))
+
+
+def test_more_experts_than_there_are():
+    with pytest.raises(ConfigError, match=r"MoC\(k=9\): layer .* has only 8 experts"):
+        scenario(MoC(k=9))
+    with pytest.raises(ConfigError, match=r"snapshot_k=9"):
+        scenario(MoC(k=2, snapshot_k=9))
+    with pytest.raises(ConfigError, match=r"top_k=9, experts=8"):
+        replace(SPEC, top_k=9)
+
+
+def test_more_slots_than_operators():
+    count = len(build(SPEC).catalog.operators)
+    with pytest.raises(ConfigError, match=rf"window={count + 1}.*only {count} operators"):
+        scenario(MoEvement(window=count + 1))
+
+
+def test_localized_rollback_needs_windows():
+    with pytest.raises(ConfigError, match=r"'tried'\(rollback='localized'\).*use rollback: global"):
+        scenario(Dense(1), system={"rollback": "localized"})
+
+
+@pytest.mark.parametrize("rule", ["young", "daly"])
+def test_a_formula_needs_a_mean(rule):
+    for failures in (trace((5.0, 0)), None):
+        tried = scenario(Dense(1), failures=failures, system={"interval": rule})
+        with pytest.raises(ConfigError, match=rf"interval='{rule}'.*mean time between failures.*use interval: oracle"):
+            simulate(tried)
+    with pytest.raises(ConfigError, match="CheckFreq has no every_n_steps"):
+        scenario(CheckFreq(), system={"interval": rule})
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "name"),
+    [
+        ({"durable": "memory"}, "durable"),
+        ({"rollback": "none"}, "rollback"),
+        ({"interval": "optimal"}, "interval"),
+        ({"when_busy": "fail"}, "when_busy"),
+        ({"replicas": 0}, "replicas"),
+        ({"max_in_flight": True}, "max_in_flight"),
+        ({"backup_every_secs": -1.0}, "backup_every_secs"),
+        ({"max_overhead": 2.0}, "max_overhead"),
+    ],
+)
+def test_systems(given_settings, name):
+    with pytest.raises(ConfigError, match=name):
+        System("tried", Dense(1), **given_settings)
+
+
+def test_a_system_without_a_policy():
+    with pytest.raises(ConfigError, match="not a policy"):
+        System("tried", "dense")
+
+
+def test_more_ranks_than_gpus_and_more_stages_than_layers():
+    with pytest.raises(ConfigError, match=r"pp=4, dp=2, ep=2\) needs 16 ranks.*'toy' has 8 GPUs \(4 nodes\)"):
+        layout(Parallel(pp=4, dp=2, ep=2))
+    with pytest.raises(ConfigError, match=r"pp=4, vpp=2.*only 4 layers"):
+        layout(Parallel(pp=4, vpp=2))
+
+
+def test_a_batch_that_does_not_divide():
+    tried = scenario(parallel=Parallel(pp=1, dp=3), batch=Batch(64, 4))
+    with pytest.raises(ConfigError, match=r"sequences=64, micro_sequences=4.*3 pipelines \(Parallel dp\)"):
+        simulate(tried)
+
+
+def test_an_update_as_long_as_the_iteration():
+    with pytest.raises(ConfigError, match=r"secs=1, update_secs=1.*below secs"):
+        Iteration(1.0, 1.0)
+
+
+def test_a_trace_out_of_order_and_one_of_nodes_that_are_not_there():
+    with pytest.raises(ConfigError, match=r"event 2 .*time 10.0 is before 20.0"):
+        Trace(given=(Event(20.0, 0), Event(10.0, 1)))
+    with pytest.raises(ConfigError, match=r"node 4, but training runs on 4 nodes"):
+        simulate(scenario(failures=trace((5.0, 4))))
+
+
+# --- runs that never advance ---
+
+FUTILE = {
+    "an interval far longer than the MTBF": scenario(Dense(100_000), failures=Poisson(60.0), duration_secs=1e7),
+    "a copy longer than the run": scenario(
+        Dense(1), failures=Poisson(60.0), cluster={"pcie_bytes_per_sec": 0.01}, duration_secs=1e7
+    ),
+    "a commit longer than the MTBF": scenario(
+        MoC(k=1), failures=Poisson(30.0), cluster={"storage_bytes_per_sec": 100.0}, duration_secs=1e7
+    ),
+    "iterations longer than the MTBF": scenario(Dense(1), failures=Poisson(30.0), secs=1000.0, duration_secs=1e7),
+    "loading longer than the MTBF": scenario(
+        MoEvement(window=2),
+        failures=Poisson(10.0),
+        system={"durable": "peers"},
+        cluster={"nic_bytes_per_sec": 2000.0, "restart_secs": 0.0},
+        duration_secs=1e7,
+    ),
+    "no spare left": scenario(
+        Dense(1), failures=Poisson(60.0), cluster={"spare_nodes": 2, "repair_secs": None}, duration_secs=1e7
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUTILE)
+def test_a_run_that_never_advances_ends_soon_with_that_verdict(name):
+    began = perf_counter()
+    told = simulate(FUTILE[name])
+    assert perf_counter() - began < 2
+    assert not told.advances
+    assert "not advance" in told.verdict or "stands still" in told.verdict
+    assert told.failures <= 3 * FUTILE_FAILURES
+    assert told.spent.total <= 1e7
+    assert told.ettr < 0.05
+
+
+def test_a_recovery_that_never_ends_is_given_up():
+    """A copy of the state is there, but loading it takes 40 times the MTBF."""
+    events = [(100.0 + 10 * at, at % 3 + 1, False) for at in range(300)]
+    back = [(at + 5.0, node, True) for at, node, _ in events]
+    told = simulate(
+        scenario(
+            Dense(10), failures=trace(*sorted(events + back)), cluster={"storage_bytes_per_sec": 3e3}, duration_secs=1e6
+        )
+    )
+    assert (told.failures, told.advances) == (FUTILE_FAILURES, False)
+
+
+def test_a_run_that_lost_much_at_once_is_not_given_up():
+    """Back at the very beginning at 60 000 s, it needs more failures than that to be where it was, and gets on."""
+    events = [(60_000.0, 0, False), (60_000.0, 1, False)]
+    for at in range(150):
+        events += [(60_100.0 + 100 * at, 2, False), (60_150.0 + 100 * at, 2, True)]
+    tried = scenario(
+        Dense(5), failures=trace(*events), system={"durable": "peers", "replicas": 1}, duration_secs=76_000.0
+    )
+    told = simulate(tried)
+    assert told.fallbacks == 1
+    assert told.advances
+    assert told.steps > 10_000
+
+
+def test_a_policy_that_asks_to_stop_ends_the_run():
+    policy = Guarded(MoC(k=1, every_n_steps=20), budget=0.002, action="stop")
+    told = simulate(scenario(policy, failures=Poisson(100.0), load=ExpertLoad(0.3, 0.0)))
+    assert "policy ended training" in told.verdict
+    assert told.spent.total < 3600
+    assert told.spent.total == pytest.approx(told.history[-1].at_secs)
+
+
+def test_a_dense_checkpoint_that_is_never_committed_is_not_asked_for_again_and_again():
+    """While buffers are full and a system skips, nothing can change: iterations pass in one go."""
+    tried = scenario(Dense(1), system={"when_busy": "skip"}, cluster={"storage_bytes_per_sec": 0.01}, duration_secs=1e7)
+    told = simulate(tried)
+    assert (told.plans, told.steps) == (3, 10_000_000)
+
+
+ANY = st.floats(min_value=0.05, max_value=1e7)
+POLICIES = st.one_of(
+    st.builds(Dense, every_n_steps=st.sampled_from([1, 3, 1000, 10**9]), sync=st.booleans()),
+    st.just(CheckFreq()),
+    st.builds(
+        MoC, k=st.sampled_from([1, 8]), plt_budget=st.sampled_from([None, 0.01]), every_n_steps=st.sampled_from([1, 50])
+    ),
+    st.builds(MoEvement, window=st.sampled_from([None, 1, 5])),
+    st.just(MoEtion(every_n_steps=5)),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_whatever_the_numbers_a_run_ends_and_sums_up(data):
+    def draw(strategy):
+        return data.draw(strategy)
+
+    policy = draw(POLICIES)
+    durable = draw(st.sampled_from(["storage", "peers"]))
+    local = durable == "peers" and isinstance(policy, MoEvement) and draw(st.booleans())
+    restart = draw(st.sampled_from([0.0, 4.0, 500.0]))
+    mtbf = draw(st.one_of(st.floats(restart + 1.5, restart + 50), st.floats(restart + 50, 1e6)))
+    tried = scenario(
+        policy,
+        failures=draw(st.sampled_from([Poisson(mtbf), Weibull(mtbf, 0.5)])),
+        seed=draw(st.integers(0, 5)),
+        secs=draw(st.sampled_from([0.3, 1.0, 7.1, 4000.0])),
+        update_secs=0.01,
+        duration_secs=draw(st.sampled_from([0.001, 1.0, 5000.3])),
+        system={
+            "durable": durable,
+            "rollback": "localized" if local else "global",
+            "when_busy": draw(st.sampled_from(["wait", "skip"])),
+            "max_in_flight": draw(st.sampled_from([1, 2, 5])),
+            "replicas": draw(st.sampled_from([1, 2, 9])),
+            "backup_every_secs": draw(st.sampled_from([None, 0.0, 100.0])),
+        },
+        cluster={
+            "pcie_bytes_per_sec": draw(ANY),
+            "nic_bytes_per_sec": draw(ANY),
+            "storage_bytes_per_sec": draw(ANY),
+            "restart_secs": restart,
+            "spare_nodes": draw(st.sampled_from([None, 0, 3])),
+            "repair_secs": draw(st.sampled_from([None, 0.0, 200.0])),
+        },
+        load=draw(st.sampled_from([ExpertLoad(0.0), ExpertLoad(0.9, 1.0, 50.0)])),
+    )
+    began = perf_counter()
+    told = simulate(tried)
+    assert perf_counter() - began < 10
+    assert min(vars(told.spent).values()) >= 0
+    assert 0 <= told.ettr <= 1
+    if told.advances:
+        assert told.spent.total == pytest.approx(tried.duration_secs, rel=1e-9, abs=1e-7)
+    assert told.spent.total <= tried.duration_secs * (1 + 1e-9) + 1e-7
+    assert told.verdict or told.steps > 0
+    assert told.spent.useful == told.steps * told.iteration_secs

@@ -1,0 +1,206 @@
+"""Bytes on ranks and seconds on links, counted again rank by rank; intervals by formula and by trying."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, sqrt
+
+import pytest
+
+from moe_ckpt.core.plan import save_full
+from moe_ckpt.core.window import Window
+from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.sim.clock import MOST_SECS, on_clock
+from moe_ckpt.sim.cluster import Parallel
+from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.failures import Poisson
+from moe_ckpt.sim.intervals import by_formula, least_interval, oracle, with_interval
+from moe_ckpt.sim.recovery import Recoveries
+from moe_ckpt.sim.run import simulate
+from tests.sim.builders import MODEL, scenario, sparse, trace
+
+PARALLELS = [Parallel(), Parallel(pp=4, ep=2), Parallel(pp=2, dp=2, ep=2), Parallel(pp=1, dp=4), Parallel(pp=2, ep=4)]
+
+
+def costs_of(tried):
+    return Costs(tried.layout, tried.precision, tried.iteration, tried.system)
+
+
+def by_rank(layout, bytes_of, operators):
+    """Bytes of each rank: experts on their owners, shared where several hold them; the rest spread over a stage."""
+    placement, width = layout.placement, layout.parallel.stage_ranks
+    found = [0.0] * layout.parallel.ranks
+    for op in operators:
+        stage = layout.stage_of[op]
+        ranks = [stage * width + at for at in range(width)]
+        if op in MODEL.catalog.expert_at and layout.parallel.ep > 1:
+            layer, expert = MODEL.catalog.expert_at[op]
+            first = placement.owners[layer][expert]
+            ranks = [first + pipeline * layout.parallel.ep for pipeline in range(layout.parallel.dp)]
+        for rank in ranks:
+            found[rank] += bytes_of(op) / len(ranks)
+    return found
+
+
+@pytest.mark.parametrize("parallel", PARALLELS)
+def test_the_rank_that_has_most(parallel):
+    costs = costs_of(scenario(parallel=parallel))
+    for operators in (MODEL.catalog.everything, MODEL.catalog.everything[5:17], tuple(MODEL.catalog.everything[::3])):
+        snapshot = costs.of_plan(save_full(1, operators))
+        ranks = by_rank(costs.layout, lambda op: costs.sizes[op].full, operators)
+        assert snapshot.rank == ceil(max(ranks) - 1e-6)
+        assert snapshot.total == sum(costs.sizes[op].full for op in operators) == pytest.approx(sum(ranks))
+
+
+@pytest.mark.parametrize("parallel", PARALLELS)
+def test_slots_of_windows(parallel):
+    """Anchors in full, what comes later as compute weights; one slot with everything is a dense checkpoint."""
+    costs = costs_of(scenario(parallel=parallel))
+    everything = MODEL.catalog.everything
+    assert costs.of_window(Window(0, (everything,))) == (costs.dense,)
+    slots = (everything[:9], everything[9:30], everything[30:])
+    for at, snapshot in enumerate(costs.of_window(Window(0, slots))):
+        later = {op for slot in slots[at + 1 :] for op in slot}
+        saved = [op for op in everything if op in later or op in slots[at]]
+        ranks = by_rank(
+            costs.layout,
+            lambda op, later=later: costs.sizes[op].compute if op in later else costs.sizes[op].full,
+            saved,
+        )
+        assert snapshot.rank == pytest.approx(max(ranks), abs=len(slots[at]))
+        assert snapshot.total == pytest.approx(sum(ranks))
+
+
+def test_what_is_kept_in_host_memory_is_copied_too_and_not_counted_twice():
+    costs = costs_of(scenario(MoC(k=1, snapshot_k=3)))
+    operators = MODEL.catalog.everything
+    held = save_full(1, operators[:20], held=operators[20:30])
+    assert costs.of_plan(held) == costs.of_plan(save_full(1, operators[:30]))
+
+
+def test_links():
+    costs = costs_of(scenario(Dense(1)))
+    dense = costs.dense
+    assert costs.copy_secs(dense) == dense.rank / 200e3
+    assert costs.move_secs(dense) == dense.total / 400e3  # all ranks share it
+    assert costs.stall_secs(dense) == max(0.0, dense.rank / 200e3 - 0.9)
+    peers = costs_of(scenario(Dense(1), system={"durable": "peers", "replicas": 2}, cluster={"nic_share": 0.5}))
+    assert peers.nic_rate == 100e3 * 0.5 / 2  # two ranks on a node
+    assert peers.move_secs(dense) == dense.rank / (peers.nic_rate / 2)
+    assert peers.measured.persist_secs == peers.copy_secs(dense) + peers.move_secs(dense)
+
+
+def test_a_wider_link_never_makes_anything_longer():
+    for link in ("pcie_bytes_per_sec", "nic_bytes_per_sec", "storage_bytes_per_sec"):
+        for system in ({}, {"durable": "peers"}):
+            found = [costs_of(scenario(Dense(1), system=system, cluster={link: rate})) for rate in (1e3, 1e4, 1e6)]
+            for secs in ("copy_secs", "move_secs", "stall_secs"):
+                told = [getattr(costs, secs)(costs.dense) for costs in found]
+                assert told == sorted(told, reverse=True)
+
+
+def test_loading():
+    """From storage all state passes one link; from peers only a dead node's does, at their NICs' rate."""
+    tried = sparse(4)
+    costs = costs_of(tried)
+    recoveries, counts = Recoveries(costs, 16), tried.load.draw(None, 4, 8)
+    copy = costs.dense.rank / 200e3
+    assert recoveries.whole(None, counts, from_storage=True).secs == pytest.approx(copy + costs.dense.total / 400e3)
+    assert recoveries.whole(None, counts, from_storage=False).secs == pytest.approx(copy + costs.dense.rank / 50e3)
+
+
+def test_replayed_work_goes_by_parameters_and_tokens():
+    """Two slots of like parameters: half of the weight gradients are left out of the replay, unless one slot's experts
+    get all tokens. Embeddings cost nothing, since they are looked up."""
+    tried = sparse(2)
+    experts = [op.id for op in MODEL.catalog.experts]
+    rest = tuple(op for op in MODEL.catalog.everything if op not in experts)
+    popular = [op for op in experts if MODEL.catalog.expert_at[op][1] < 4]
+    others = [op for op in experts if op not in popular]
+    recoveries = Recoveries(costs_of(tried), 16)
+    even = tried.load.draw(None, 4, 8)
+    uneven = even.copy()
+    uneven[:, 4:] = 0
+    first_popular, first_others = (
+        Window(0, (tuple(popular), (*others, *rest))),
+        Window(0, (tuple(others), (*popular, *rest))),
+    )
+
+    def replay(window, counts):
+        return recoveries.whole(window, counts, from_storage=False).replay
+
+    assert replay(first_popular, even) == pytest.approx(replay(first_others, even))
+    assert replay(first_others, uneven) == pytest.approx(1 - 1 / 3)  # all that works is frozen
+    assert replay(first_popular, uneven) > replay(first_popular, even)
+    embedding = Window(0, ((*experts, *rest[1:]), rest[:1]))
+    assert rest[0] == "non_expert/embedding"
+    assert replay(embedding, even) == pytest.approx(1.0)
+
+
+def test_the_clock_sums_up_exactly():
+    third = on_clock(1 / 3)
+    total = 0.0
+    for _ in range(100_000):
+        total += third
+    assert total == third * 100_000
+    assert third == pytest.approx(1 / 3, abs=2e-9)
+    assert on_clock(float("inf")) == float("inf")
+    assert on_clock(MOST_SECS * 2 + 0.1) == MOST_SECS * 2 + 0.1
+
+
+# --- intervals ---
+
+
+def young(mtbf, **given):
+    slow = {"pcie_bytes_per_sec": 4e3}  # copies take 8 to 9 s
+    return scenario(Dense(1), failures=Poisson(mtbf), cluster=slow, system={"interval": "young", **given})
+
+
+def test_young_and_daly():
+    tried = young(7200.0)
+    cost = costs_of(tried).stall_secs(costs_of(tried).dense)
+    assert by_formula(tried, "young") == ceil(sqrt(2 * cost * 7200.0))
+    assert by_formula(tried, "daly") < by_formula(tried, "young")
+    assert with_interval(tried, simulate).system.policy == Dense(by_formula(tried, "young"))
+    assert simulate(tried).interval == by_formula(tried, "young")
+
+
+def test_intervals_grow_with_the_mtbf_and_fall_with_what_they_may_cost():
+    assert (found := [by_formula(young(m), "young") for m in (60.0, 600.0, 6000.0)]) == sorted(found)
+    shares = [least_interval(young(600.0, max_overhead=share)) for share in (0.01, 0.1, 0.5)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > shares[2]
+
+
+def test_no_interval_is_shorter_than_a_commit_takes():
+    slow = scenario(Dense(1), failures=Poisson(100.0), cluster={"storage_bytes_per_sec": 10e3})
+    persist = costs_of(slow).measured.persist_secs
+    assert least_interval(slow) == by_formula(slow, "young") == ceil(persist)
+
+
+def test_the_oracle_knows_what_it_tries():
+    """Against every interval there is: a sixteenth of them are tried, and none is better by over half a per cent."""
+    tried = scenario(
+        Dense(1),
+        failures=Poisson(120.0),
+        cluster={"pcie_bytes_per_sec": 20e3},
+        duration_secs=600.0,
+        system={"interval": "oracle"},
+    )
+    found = oracle(tried, simulate)
+
+    def at(interval):
+        system = replace(tried.system, interval="policy", policy=Dense(interval))
+        return simulate(replace(tried, system=system)).ettr
+
+    assert at(found) >= max(map(at, range(1, 200))) - 0.005
+    assert simulate(tried).ettr == at(found)
+
+
+def test_an_interval_goes_to_the_policy_and_nothing_else_changes():
+    tried = scenario(MoC(k=2), failures=trace((50.0, 0)), system={"interval": "oracle", "max_in_flight": 3})
+    chosen = with_interval(tried, simulate)
+    assert chosen.system.policy == MoC(k=2, every_n_steps=chosen.system.policy.every_n_steps)
+    assert replace(chosen, system=tried.system) == tried
+    assert with_interval(sparse(4), simulate) == sparse(4)
+    assert simulate(scenario(MoEvement(window=3))).window == 3

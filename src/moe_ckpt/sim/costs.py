@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.window import OperatorBytes, Window, lanes_of, share_bytes, slot_bytes
+from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.cluster import Layout
@@ -62,15 +62,29 @@ class Costs:
         return self._window(window.slots)
 
     def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[Snapshot, ...]:
-        order = tuple(op for slot in slots for op in slot)
-        lanes = lanes_of(order, self.layout.parallel.ranks, self.layout.placement)
-        most = share_bytes(slots, self.sizes, lanes)
-        return tuple(map(Snapshot, most, slot_bytes(slots, self.sizes)))
+        """As ``core.window.share_bytes`` and ``slot_bytes`` have it, all operators at once."""
+        table, size = self._table, len(slots)
+        slot = np.empty(len(table.full), dtype=np.int64)
+        for number, operators in enumerate(slots):
+            slot[self._at(operators)] = number
+        places = size * table.stage + slot, size * table.owner + slot
+        even, owned = (
+            _in_window(table, here, mine, (count, size))
+            for here, mine, count in zip(places, (table.even, ~table.even), (table.stages, table.owners), strict=True)
+        )
+        most = np.zeros_like(even)
+        np.maximum.at(most, table.stage_of_owner, owned)
+        placement = self.layout.placement
+        ranks = -(-even // np.asarray(placement.stages)[:, None]) - (-most // (placement.expert_ranks or 1))
+        return tuple(map(Snapshot, ranks.max(axis=0).tolist(), (even.sum(axis=0) + owned.sum(axis=0)).tolist()))
+
+    def _at(self, operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        """Their places in the catalog."""
+        return np.fromiter(map(self._catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
 
     def _heaviest(self, operators: tuple[str, ...]) -> Snapshot:
         """Experts on their owners, the rest spread evenly over the ranks of its stage."""
-        at = np.fromiter(map(self._catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
-        table = self._table
+        at, table = self._at(operators), self._table
         total = int(table.full[at].sum())
         even = np.bincount(table.stage[at], weights=table.full[at] * table.even[at], minlength=table.stages)
         owned = np.bincount(table.owner[at], weights=table.full[at] * ~table.even[at], minlength=table.owners)
@@ -145,6 +159,7 @@ class _Table:
     """Of each operator, in the order of the catalog: bytes, stage, owner; even: its ranks share it evenly."""
 
     full: npt.NDArray[np.int64]
+    compute: npt.NDArray[np.int64]
     stage: npt.NDArray[np.int64]
     owner: npt.NDArray[np.int64]
     even: npt.NDArray[np.bool_]
@@ -156,6 +171,7 @@ class _Table:
 def _table(layout: Layout, sizes: Mapping[str, OperatorBytes]) -> _Table:
     catalog, placement = layout.model.catalog, layout.placement
     full = np.array([sizes[op].full for op in catalog.everything], dtype=np.int64)
+    compute = np.array([sizes[op].compute for op in catalog.everything], dtype=np.int64)
     stage = np.array([placement.stage_of.get(op, 0) for op in catalog.everything], dtype=np.int64)
     even = np.ones(len(full), dtype=bool)
     owner = np.zeros(len(full), dtype=np.int64)
@@ -166,4 +182,21 @@ def _table(layout: Layout, sizes: Mapping[str, OperatorBytes]) -> _Table:
     ranks, owner = np.unique(owner, return_inverse=True)
     of_owner = np.zeros(len(ranks), dtype=np.int64)
     of_owner[owner[~even]] = stage[~even]
-    return _Table(full, stage, owner, even, of_owner, len(placement.stages), len(ranks))
+    return _Table(full, compute, stage, owner, even, of_owner, len(placement.stages), len(ranks))
+
+
+def _in_window(
+    table: _Table, places: npt.NDArray[np.int64], mine: npt.NDArray[np.bool_], shape: tuple[int, int]
+) -> npt.NDArray[np.int64]:
+    """``[who, slot]``: bytes of what each saves in full in a slot, and of compute weights of what comes in later ones.
+
+    places: of each operator in that table. mine: which operators count.
+    """
+
+    def added(weights: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        # Sums in float64 are exact up to 2**53 bytes.
+        return np.bincount(places, weights * mine, shape[0] * shape[1]).reshape(shape).astype(np.int64)
+
+    full, compute = added(table.full), added(table.compute)
+    later: npt.NDArray[np.int64] = compute[:, ::-1].cumsum(axis=1)[:, ::-1] - compute
+    return full + later

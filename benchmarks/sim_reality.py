@@ -1,0 +1,126 @@
+"""The simulator against reality: runs of the tiny recipe, really killed, beside simulations of the same.
+
+One process trains the tiny GPT-MoE on the CPU and is killed with SIGKILL at moments drawn without memory, from a seed;
+it is started again at once. Each run writes its own profile. From that profile, and from the library's own policy, the
+simulator says what should have come of the run: with the very same failures, and with others of the same mean.
+
+    python benchmarks/sim_reality.py                       three policies, under 12 minutes
+    python benchmarks/sim_reality.py --minutes 8 --policies dense
+
+ETTR is, on both sides, iterations that are part of the state at the end, times the median length of one without
+checkpoints and failures (of a run of its own, or a failing one's clean iterations, whichever was less disturbed), over
+the time on the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.sim_reality_compare import Comparison, compare
+from benchmarks.sim_reality_report import table, write
+from benchmarks.sim_reality_runs import CONTESTANTS, NO_CHECKPOINTS, Contestant, RealRun, kill_times, run
+from moe_ckpt.sim.profile import read_profile
+
+RESULTS = Path(__file__).resolve().parent / "results" / "sim_reality.json"
+LIMIT = 0.03
+
+
+class Watch:
+    """Progress, one line per run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description:<18}"), BarColumn(bar_width=30), TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(), console=console,
+        )  # fmt: skip
+
+    def __enter__(self) -> Watch:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def run(self, contestant: Contestant, directory: Path, kills: Sequence[float], secs: float, seed: int) -> RealRun:
+        """One real run, shown."""
+        line = self._progress.add_task(contestant.title, total=secs, status="starting")
+        if not self._console.is_terminal:
+            self._console.print(f"{contestant.title}: {secs:.0f} s, {len(kills)} kills")
+
+        def tell(at: float, killed: int) -> None:
+            self._progress.update(line, completed=min(at, secs), status=f"kills {killed}/{len(kills)}")
+
+        found = run(contestant, directory, kills, secs, seed, tell)
+        self._progress.update(line, completed=secs, status=f"kills {len(found.kills)}/{len(kills)}")
+        self._progress.stop_task(line)
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if a difference is over the limit."""
+    args = _parse(argv)
+    console = Console()
+    secs = args.minutes * 60.0
+    kills = kill_times(args.seed, args.mtbf, secs)
+    chosen = [one for one in CONTESTANTS if one.name in args.policies]
+    console.print(f"{len(chosen)} runs of {args.minutes:g} minutes, {len(kills)} kills in each, MTBF {args.mtbf:g} s")
+    with _directory(args.keep) as directory:
+        with Watch(console) as watch:
+            bare = watch.run(NO_CHECKPOINTS, directory / "no_checkpoints", (), args.calibration, args.seed)
+            runs = [watch.run(one, directory / one.name, kills, secs, args.seed) for one in chosen]
+        # Other programs only ever make an iteration longer: the quietest run tells best what one takes.
+        clean_secs = min(read_profile(each.profile_path).iteration_secs for each in (bare, *runs))
+        found = [compare(one, real, clean_secs, args.mtbf) for one, real in zip(chosen, runs, strict=True)]
+    for line in table(found, clean_secs):
+        console.print(line)
+    if args.results is not None:
+        write(args.results, found, clean_secs, vars(args))
+        console.print(f"Written: {args.results.name}, {args.results.with_suffix('.md').name}")
+    return _verdict(console, found)
+
+
+def _verdict(console: Console, found: Sequence[Comparison]) -> int:
+    over = [one.title for one in found if abs(one.difference) > LIMIT]
+    if over:
+        console.print(f"[red]over {LIMIT:.0%}: {', '.join(over)}[/]")
+    return 1 if over else 0
+
+
+@contextmanager
+def _directory(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="sim_reality_") as directory:
+        yield Path(directory)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    names = [one.name for one in CONTESTANTS]
+    parser = argparse.ArgumentParser(prog="sim_reality", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--minutes", type=float, default=3.5, help="of each run (default %(default)s)")
+    parser.add_argument("--mtbf", type=float, default=18.0, help="seconds between kills, mean (default %(default)s)")
+    parser.add_argument("--policies", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument("--seed", type=int, default=2, help="of the kills and of training (default %(default)s)")
+    parser.add_argument("--calibration", type=float, default=30.0, help="seconds without checkpoints")
+    parser.add_argument("--keep", type=Path, help="new directory for the runs; without it they are deleted")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON; the .md lies beside it")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

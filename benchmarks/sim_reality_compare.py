@@ -1,0 +1,151 @@
+"""One real run beside simulations of it: where the time of both went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean
+
+from benchmarks.sim_reality_runs import Contestant, RealRun
+from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.sim.failures import Event, Failures, Poisson
+from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
+from moe_ckpt.sim.run import simulate
+from moe_ckpt.sim.scenario import Outcome
+from moe_ckpt.sim.system import System
+from moe_ckpt.sim.traces import Trace
+
+SEEDS = 40
+"""Of the simulations with other failures."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """One side. Seconds of the whole run. steps: part of the state at the end.
+
+    lost: iterations that failures undid, and parts of iterations.
+    down: from a kill to an iteration of usual length; loading and computing again are in it.
+    slowed: what remains: iterations waited for checkpoints, or took longer than one without.
+    """
+
+    steps: int
+    ettr: float
+    lost: float
+    down: float
+    slowed: float
+    snapshot_bytes: float
+    plt: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """iteration_secs: as simulated. stall_secs: measured waits, part of ``slowed``. restarts: seconds of each.
+    spread: ETTR of simulations with other failures of the same mean, in order."""
+
+    name: str
+    title: str
+    secs: float
+    kills: tuple[float, ...]
+    restarts: tuple[float, ...]
+    iteration_secs: float
+    stall_secs: float
+    real: Told
+    simulated: Told
+    spread: tuple[float, ...]
+
+    @property
+    def difference(self) -> float:
+        """Of the simulated ETTR, relative to the measured one."""
+        return self.simulated.ettr / self.real.ettr - 1
+
+
+def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs: float) -> Comparison:
+    """clean_secs: length of an iteration without checkpoints and failures, for the ETTR of both sides."""
+    profile = read_profile(real.profile_path)
+    same = simulated(contestant, profile, real, _trace(real))
+    others = [simulated(contestant, profile, real, Poisson(mtbf_secs), seed) for seed in range(1, SEEDS + 1)]
+    return Comparison(
+        name=contestant.name,
+        title=contestant.title,
+        secs=real.secs,
+        kills=real.kills,
+        restarts=tuple(_downs(real, 0.0)),
+        iteration_secs=same.iteration_secs,
+        stall_secs=real.stall_secs,
+        real=measured(real, clean_secs),
+        simulated=_of(same, real.secs, clean_secs),
+        spread=tuple(sorted(one.steps * clean_secs / real.secs for one in others)),
+    )
+
+
+def simulated(contestant: Contestant, profile: RunProfile, real: RealRun, failures: Failures, seed: int = 0) -> Outcome:
+    """The run as the library's policy and the run's own profile have it.
+
+    A profile does not know when a process was killed. That the parent needs some milliseconds to start the next one
+    is measured here.
+    """
+    cluster = profile.cluster(detect_secs=_handover_secs(real))
+    system = System(contestant.title, contestant.policy, when_busy="skip")
+    return simulate(scenario_from(profile, failures, system, real.secs, seed, cluster=cluster))
+
+
+def _trace(real: RealRun) -> Trace:
+    """The only node dies, and is there again."""
+    return Trace(given=tuple(Event(at, 0, joins) for at in real.kills for joins in (False, True)))
+
+
+def _handover_secs(real: RealRun) -> float:
+    return mean(later.spawned - earlier.killed for earlier, later in pairwise(real.lives)) if real.kills else 0.0
+
+
+def measured(real: RealRun, clean_secs: float) -> Told:
+    """From diary and store."""
+    steps, down, lost = final_step(real) - 1, sum(_downs(real, clean_secs)), _lost_secs(real, clean_secs)
+    useful = steps * clean_secs
+    slowed = real.secs - useful - lost - down
+    return Told(steps, useful / real.secs, lost, down, slowed, real.snapshot_bytes, real.plt)
+
+
+def final_step(real: RealRun) -> int:
+    """Steps of the state at the end: the last that was done, or, in a restart, what it would have come back to."""
+    done = real.lives[-1].steps
+    return done[-1][0] if done else open_step(real.directory / "checkpoints")[1].step
+
+
+def _downs(real: RealRun, clean_secs: float) -> Iterable[float]:
+    """From each kill to the next life's first step, less ``clean_secs`` for that step; or to the next kill."""
+    for earlier, later in pairwise(real.lives):
+        first = min(later.steps[0][1] - clean_secs, later.killed) if later.steps else later.killed
+        yield max(0.0, first - earlier.killed)
+
+
+def _lost_secs(real: RealRun, clean_secs: float) -> float:
+    """Iterations that a later life did again, and what a life had of an iteration when it was killed."""
+    undone, parts, reached = 0, 0.0, 0
+    for life in real.lives:
+        if life.steps:
+            undone += max(0, reached - (life.steps[0][0] - 1))
+            parts += min(life.killed - life.steps[-1][1], clean_secs)
+            reached = life.steps[-1][0]
+    if not real.lives[-1].steps:
+        undone += max(0, reached - final_step(real))
+    return undone * clean_secs + parts
+
+
+def _of(outcome: Outcome, secs: float, clean_secs: float) -> Told:
+    """In the same terms as what was measured: an iteration counts ``clean_secs``."""
+    spent, one = outcome.spent, outcome.iteration_secs
+    useful = outcome.steps * clean_secs
+    lost = spent.lost * clean_secs / one
+    down = spent.down + spent.idle + spent.retrieve + spent.replay
+    iterated = outcome.steps + spent.lost / one
+    return Told(
+        steps=outcome.steps,
+        ettr=useful / secs,
+        lost=lost,
+        down=down,
+        slowed=secs - useful - lost - down,
+        snapshot_bytes=outcome.total_bytes_per_step * iterated,
+        plt=outcome.plt,
+    )

@@ -1,0 +1,123 @@
+"""What the comparison found: a table, JSON, and the same in Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.sim_reality_compare import Comparison, Told
+
+ROWS = (
+    ("ETTR", "ettr", "{:.4f}", 1.0),
+    ("iterations that remain", "steps", "{:.0f}", 1.0),
+    ("down, s", "down", "{:.1f}", 1.0),
+    ("lost, s", "lost", "{:.1f}", 1.0),
+    ("slowed, s", "slowed", "{:.1f}", 1.0),
+    ("snapshots, MB", "snapshot_bytes", "{:.0f}", 1e6),
+    ("PLT, %", "plt", "{:.3f}", 0.01),
+)
+
+
+def cells(told: Told) -> list[str]:
+    """As in ``ROWS``."""
+    return [form.format(getattr(told, name) / unit) for _, name, form, unit in ROWS]
+
+
+def table(found: Sequence[Comparison], clean_secs: float) -> Iterator[Table | str]:
+    """For the terminal: measured and simulated side by side."""
+    made = Table(title="Measured | simulated from the run's own profile, same kills", title_justify="left")
+    made.add_column("")
+    for one in found:
+        made.add_column(one.title, justify="right")
+        made.add_column("simulated", justify="right")
+    both = [column for one in found for column in (cells(one.real), cells(one.simulated))]
+    for (title, *_), *row in zip(ROWS, *both, strict=True):
+        made.add_row(title, *row)
+    yield made
+    for one in found:
+        yield summary(one)
+    yield f"iteration without checkpoints: {clean_secs * 1e3:.1f} ms"
+
+
+def summary(one: Comparison) -> str:
+    """In a line: the difference, and what other failures of the same mean would do."""
+    spread = f"{mean(one.spread):.3f} ± {stdev(one.spread):.3f}" if len(one.spread) > 1 else ""
+    return (
+        f"{one.title}: simulated ETTR {one.difference:+.2%} of the measured one; {len(one.kills)} kills, restarts "
+        f"{min(one.restarts, default=0):.1f} to {max(one.restarts, default=0):.1f} s; simulated with {len(one.spread)} "
+        f"other draws of failures {spread} ({one.spread[0]:.3f} to {one.spread[-1]:.3f})"
+    )
+
+
+def write(path: Path, found: Sequence[Comparison], clean_secs: float, settings: Mapping[str, Any]) -> None:
+    """``path`` and the .md beside it. Names no path of this machine."""
+    known = ("minutes", "mtbf", "policies", "seed", "calibration")
+    body = {
+        "kind": "sim_reality",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "settings": {name: settings[name] for name in known},
+        "iteration_secs": clean_secs,
+        "runs": [{**asdict(one), "difference": one.difference} for one in found],
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    path.with_suffix(".md").write_text("\n".join(_markdown(found, clean_secs, body)) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Of what the figures were taken on. Load: of the last quarter of an hour, other programs included."""
+    return {
+        "cpus": os.cpu_count(),
+        "processor": _processor(),
+        "load": round(os.getloadavg()[2], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    """Linux tells the model in words."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _markdown(found: Sequence[Comparison], clean_secs: float, body: Mapping[str, Any]) -> Iterator[str]:
+    settings, host = body["settings"], body["machine"]
+    yield "# Simulator against reality"
+    yield ""
+    yield (
+        f"Written by `python benchmarks/sim_reality.py --minutes {settings['minutes']:g} --mtbf {settings['mtbf']:g} "
+        f"--seed {settings['seed']}` on {host['cpus']} processors ({host['processor']}), Python {host['python']}, "
+        f"torch {host['torch']}, load of the last 15 minutes {host['load']}. An iteration without checkpoints and "
+        f"failures takes {clean_secs * 1e3:.1f} ms. Each run was killed by SIGKILL {len(found[0].kills)} times in "
+        f"{found[0].secs:.0f} s, and is simulated from the profile it wrote, with kills at the same moments."
+    )
+    yield ""
+    yield "| | " + " | ".join(f"{one.title} | simulated" for one in found) + " |"
+    yield "|---|" + "--:|" * (2 * len(found))
+    both = [column for one in found for column in (cells(one.real), cells(one.simulated))]
+    for (title, *_), *row in zip(ROWS, *both, strict=True):
+        yield "| " + " | ".join([title, *row]) + " |"
+    yield ""
+    yield from (f"- {summary(one)}" for one in found)
+    yield ""
+    yield (
+        "ETTR: iterations that are part of the state at the end, times the length of one without checkpoints and "
+        "failures, over the time on the clock, which begins when the first iteration is done. Down: from a kill to an "
+        "iteration of usual length, with loading and computing again. Lost: iterations that failures undid, and parts "
+        "of iterations. Slowed: all other time, in which iterations waited or took longer than without checkpoints. "
+        "Simulated with other failures: drawn without memory, of the same mean."
+    )

@@ -1,0 +1,71 @@
+"""A run that is really killed, beside the simulation of it from its own profile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import sim_reality
+from benchmarks.sim_reality_compare import compare, final_step, measured
+from benchmarks.sim_reality_runs import CONTESTANTS, Life, RealRun, kill_times, run
+from moe_ckpt.sim.profile import read_profile
+
+
+def real_run(lives, secs=100.0, **more):
+    return RealRun(None, secs, 0.0, (), tuple(lives), 0.0, 0.0, 0, 0.0, **more)
+
+
+def test_kills_are_the_same_for_a_seed_and_within_the_time():
+    times = kill_times(2, 18.0, 210.0)
+    assert len(times) >= 10
+    assert times == kill_times(2, 18.0, 210.0) != kill_times(3, 18.0, 210.0)
+    assert list(times) == sorted(times)
+    assert times[-1] < 210
+    assert kill_times(2, 18.0, 400.0)[: len(times)] == times
+
+
+def test_what_was_seen_of_lives_adds_up():
+    lives = [
+        Life(-5.0, -1.0, tuple((step, step - 1.0) for step in range(1, 12)), 10.5),  # reached 11, restored at 8
+        Life(10.5, None, (), 12.0),  # killed before it trained
+        Life(12.0, 15.0, ((9, 16.5), (10, 17.5), (11, 18.5)), 19.0),
+    ]
+    told = measured(real_run(lives, secs=19.0), clean_secs=1.0)
+    assert told.steps == 10
+    assert told.ettr == pytest.approx(10 / 19)
+    assert told.down == pytest.approx(1.5 + 3.5)  # to the next kill; to an iteration before 16.5
+    assert told.lost == pytest.approx(3 + 0.5 + 0.5)  # steps 9 to 11, and two parts
+    assert told.slowed == pytest.approx(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda one: one.name)
+def test_simulation_is_near_a_run_that_was_killed(tmp_path, contestant):
+    kills = (12.0, 26.0, 28.0)
+    real = run(contestant, tmp_path / "run", kills, 50.0, seed=1)
+    assert len(real.lives) == 4
+    assert all(asked <= sent < asked + 2 for asked, sent in zip(kills, real.kills, strict=True))
+    profile = read_profile(real.profile_path)
+    assert sum(1 for life in profile.lives if life.steps) == sum(1 for life in real.lives if life.steps) >= 2
+    assert final_step(real) > 0
+    found = compare(contestant, real, profile.iteration_secs, 15.0)
+    # Few failures, and other programs beside it: what a restart takes may be twice another's.
+    assert abs(found.difference) < 0.25
+    assert found.real.down == pytest.approx(found.simulated.down, rel=0.4)
+    assert found.real.snapshot_bytes == pytest.approx(found.simulated.snapshot_bytes, rel=0.3)
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_it_found(tmp_path, capsys):
+    results = tmp_path / "found.json"
+    args = ["--minutes", "0.4", "--mtbf", "10", "--calibration", "5", "--policies", "dense", "--results", str(results)]
+    assert sim_reality.main(args) in (0, 1)
+    body = json.loads(results.read_text())
+    (one,) = body["runs"]
+    assert one["kills"]
+    assert body["settings"]["mtbf"] == 10
+    text = results.with_suffix(".md").read_text()
+    assert f"{one['difference']:+.2%}" in text
+    assert str(tmp_path) not in text + results.read_text()
+    assert "Dense every 30" in capsys.readouterr().out

@@ -235,13 +235,6 @@ def test_a_policy_that_asks_to_stop_ends_the_run():
     assert told.spent.total == pytest.approx(told.history[-1].at_secs)
 
 
-def test_a_dense_checkpoint_that_is_never_committed_is_not_asked_for_again_and_again():
-    """While buffers are full and a system skips, nothing can change: iterations pass in one go."""
-    tried = scenario(Dense(1), system={"when_busy": "skip"}, cluster={"storage_bytes_per_sec": 0.01}, duration_secs=1e7)
-    told = simulate(tried)
-    assert (told.plans, told.steps) == (3, 10_000_000)
-
-
 ANY = st.floats(min_value=0.05, max_value=1e7)
 POLICIES = st.one_of(
     st.builds(Dense, every_n_steps=st.sampled_from([1, 3, 1000, 10**9]), sync=st.booleans()),

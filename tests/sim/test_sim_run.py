@@ -11,6 +11,7 @@ import pytest
 
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.sim import formulas
+from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Poisson
 from moe_ckpt.sim.load import ExpertLoad
@@ -20,6 +21,8 @@ from tests.sim.naive import Naive
 
 SKEWED = ExpertLoad(skewness=0.2, drift=0.3, drift_secs=200.0)
 SLOW, ONE_BUFFER = {"storage_bytes_per_sec": 80e3}, {"when_busy": "skip", "max_in_flight": 1}
+
+DURATION_SECS = 1000.0
 
 REPEATING = {
     "dense": (Dense(7), {}),
@@ -37,6 +40,11 @@ REPEATING = {
         {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER},
     ),
     "moetion": (MoEtion(), {"load": SKEWED}),
+    "moetion of three": (MoEtion(experts=3), {"load": SKEWED, "parallel": Parallel(pp=2, ep=4)}),
+    "moetion in turn": (
+        MoEtion(selection="round_robin"),
+        {"cluster": {"storage_bytes_per_sec": 50e3}, "parallel": Parallel(pp=1, ep=8)},
+    ),
     "moevement": (MoEvement(window=4), {"load": SKEWED, "system": {"durable": "peers"}}),
     "moevement localized": (MoEvement(), {"load": SKEWED, "system": LOCAL}),
     "moevement on slow storage": (MoEvement(max_window=4), {"load": SKEWED, "cluster": SLOW}),
@@ -50,16 +58,23 @@ def test_rounds_moved_ahead_are_rounds_stepped_through(name):
     policy, settings = REPEATING[name]
     worked = []
     for seed, mtbf in ((0, 45.0), (1, 150.0), (2, 1000.0)):
-        tried = scenario(policy, failures=Poisson(mtbf), seed=seed, duration_secs=1500.0, **settings)
+        tried = scenario(policy, failures=Poisson(mtbf), seed=seed, duration_secs=DURATION_SECS, **settings)
         jumped, stepped = simulate(tried), simulate(replace(tried, stepwise=True))
         assert predicted(jumped) == predicted(stepped)
-        assert jumped.spent.total == pytest.approx(1500.0, abs=1e-6)
+        assert jumped.spent.total == pytest.approx(DURATION_SECS, abs=1e-6)
         worked.append((jumped.plans, stepped.plans))
     assert sum(few for few, _ in worked) <= sum(many for _, many in worked)
 
 
 def test_a_quiet_run_is_not_stepped_through():
     assert simulate(scenario(Dense(1), duration_secs=1e6)).plans < 20
+
+
+def test_a_dense_checkpoint_that_is_never_committed_is_not_asked_for_again_and_again():
+    """While buffers are full and a system skips, nothing can change: iterations pass in one go."""
+    tried = scenario(Dense(1), system={"when_busy": "skip"}, cluster={"storage_bytes_per_sec": 0.01}, duration_secs=1e7)
+    told = simulate(tried)
+    assert (told.plans, told.steps) == (3, 10_000_000)
 
 
 @pytest.mark.parametrize("selector", ["load_aware", "least_loss"])

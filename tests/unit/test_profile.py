@@ -657,8 +657,11 @@ def test_what_a_run_pays_for_is_a_sum_so_means_count():
     laps, took = 40 + 40, (129.5 - 108 - 1.5) + (180 - 146 - 1.5)
     longer = (took / laps - 0.6) * 82
     assert run.iteration().drag_secs_per_byte == pytest.approx(longer / 8200)
-    restarts = replace(PROFILE, lives=(LIFE, NEXT, replace(NEXT, started_unix_secs=129.0)))
+    restarts = replace(PROFILE, lives=(LIFE, replace(NEXT, finished=False), replace(NEXT, started_unix_secs=129.0)))
     assert RunProfile("p", restarts).set_up_secs == pytest.approx(((11 - 2) + (15 - 2)) / 2 + 1.0)
+    anew = replace(PROFILE, lives=(LIFE, replace(NEXT, restored_step=None, load_secs=None)))
+    assert RunProfile("p", anew).set_up_secs == pytest.approx(11 + 1.0)  # killed before anything was saved
+    assert RunProfile("p", replace(PROFILE, lives=(LIFE,))).set_up_secs == pytest.approx(8 + 1.0)
     waited = replace(PROFILE, lives=(replace(LIFE, waited_secs=1.0), NEXT))
     assert RunProfile("p", waited).drag_secs_per_byte == pytest.approx((longer - 1.0) / 8200)
     slow = replace(PROFILE, lives=(LIFE, replace(NEXT, copy_bytes_per_sec=100 / 0.5)))

@@ -188,7 +188,7 @@ class RunProfile:
         one to its loop, and the warm-up. This is ``Cluster.restart_secs``. Mean of the restarts, since it is their sum
         that a run pays for; of the first start where there was none, which may be slower, its files not being cached.
         """
-        restarts = [life for life in self.lives if life.restored_step is not None] or self.lives
+        restarts = [later for _, later in self._restarts()] or self.lives
         found = [secs for life in restarts if (secs := self._set_up(life)) is not None]
         return fmean(found) + (self.warm_up_secs or 0.0) if found else None
 

@@ -15,6 +15,7 @@ the time on the clock.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,7 @@ class Watch:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a difference is over the limit."""
     args = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended, too
     console = Console()
     secs = args.minutes * 60.0
     kills = kill_times(args.seed, args.mtbf, secs)

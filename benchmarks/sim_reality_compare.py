@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 
+import numpy as np
+
 from benchmarks.sim_reality_runs import Contestant, RealRun
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.sim.failures import Event, Failures, Poisson
@@ -16,6 +18,7 @@ from moe_ckpt.sim.scenario import Outcome
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.traces import Trace
 
+NEARBY_SECS = 2.0
 SEEDS = 40
 """Of the simulations with other failures."""
 
@@ -41,6 +44,8 @@ class Told:
 @dataclass(frozen=True)
 class Comparison:
     """iteration_secs: as simulated. stall_secs: measured waits, part of ``slowed``. restarts: seconds of each.
+    nearby: ETTR of simulations in which each kill comes up to ``NEARBY_SECS`` sooner or later, in order: where between
+        two checkpoints a kill falls is luck, and this is how much of it there is.
     spread: ETTR of simulations with other failures of the same mean, in order."""
 
     name: str
@@ -52,6 +57,7 @@ class Comparison:
     stall_secs: float
     real: Told
     simulated: Told
+    nearby: tuple[float, ...]
     spread: tuple[float, ...]
 
     @property
@@ -64,6 +70,7 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
     """clean_secs: length of an iteration without checkpoints and failures, for the ETTR of both sides."""
     profile = read_profile(real.profile_path)
     same = simulated(contestant, profile, real, _trace(real))
+    moved = [simulated(contestant, profile, real, _trace(real, seed)) for seed in range(1, SEEDS + 1)]
     others = [simulated(contestant, profile, real, Poisson(mtbf_secs), seed) for seed in range(1, SEEDS + 1)]
     return Comparison(
         name=contestant.name,
@@ -75,7 +82,8 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
         stall_secs=real.stall_secs,
         real=measured(real, clean_secs),
         simulated=_of(same, real.secs, clean_secs),
-        spread=tuple(sorted(one.steps * clean_secs / real.secs for one in others)),
+        nearby=_ettrs(moved, real.secs, clean_secs),
+        spread=_ettrs(others, real.secs, clean_secs),
     )
 
 
@@ -90,9 +98,17 @@ def simulated(contestant: Contestant, profile: RunProfile, real: RealRun, failur
     return simulate(scenario_from(profile, failures, system, real.secs, seed, cluster=cluster))
 
 
-def _trace(real: RealRun) -> Trace:
-    """The only node dies, and is there again."""
-    return Trace(given=tuple(Event(at, 0, joins) for at in real.kills for joins in (False, True)))
+def _ettrs(outcomes: Iterable[Outcome], secs: float, clean_secs: float) -> tuple[float, ...]:
+    return tuple(sorted(one.steps * clean_secs / secs for one in outcomes))
+
+
+def _trace(real: RealRun, seed: int | None = None) -> Trace:
+    """The only node dies, and is there again. seed: moves each kill by up to ``NEARBY_SECS``."""
+    kills = real.kills
+    if seed is not None:
+        rng = np.random.Generator(np.random.PCG64(seed))
+        kills = tuple(sorted(max(0.0, at + NEARBY_SECS * (2 * rng.random() - 1)) for at in kills))
+    return Trace(given=tuple(Event(at, 0, joins) for at in kills for joins in (False, True)))
 
 
 def _handover_secs(real: RealRun) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.sim_reality_compare import Comparison, Told
+from benchmarks.sim_reality_compare import NEARBY_SECS, Comparison, Told
 
 ROWS = (
     ("ETTR", "ettr", "{:.4f}", 1.0),
@@ -51,12 +51,16 @@ def table(found: Sequence[Comparison], clean_secs: float) -> Iterator[Table | st
 
 def summary(one: Comparison) -> str:
     """In a line: the difference, and what other failures of the same mean would do."""
-    spread = f"{mean(one.spread):.3f} ± {stdev(one.spread):.3f}" if len(one.spread) > 1 else ""
     return (
         f"{one.title}: simulated ETTR {one.difference:+.2%} of the measured one; {len(one.kills)} kills, restarts "
-        f"{min(one.restarts, default=0):.1f} to {max(one.restarts, default=0):.1f} s; simulated with {len(one.spread)} "
-        f"other draws of failures {spread} ({one.spread[0]:.3f} to {one.spread[-1]:.3f})"
+        f"{min(one.restarts, default=0):.1f} to {max(one.restarts, default=0):.1f} s. Simulated with each kill up to "
+        f"{NEARBY_SECS:g} s sooner or later {_spread(one.nearby)}; with other kills of the same mean "
+        f"{_spread(one.spread)}. Waits measured {one.stall_secs:.2f} s"
     )
+
+
+def _spread(ettrs: Sequence[float]) -> str:
+    return f"{mean(ettrs):.4f} ± {stdev(ettrs):.4f} ({ettrs[0]:.3f} to {ettrs[-1]:.3f})"
 
 
 def write(path: Path, found: Sequence[Comparison], clean_secs: float, settings: Mapping[str, Any]) -> None:
@@ -119,5 +123,6 @@ def _markdown(found: Sequence[Comparison], clean_secs: float, body: Mapping[str,
         "failures, over the time on the clock, which begins when the first iteration is done. Down: from a kill to an "
         "iteration of usual length, with loading and computing again. Lost: iterations that failures undid, and parts "
         "of iterations. Slowed: all other time, in which iterations waited or took longer than without checkpoints. "
-        "Simulated with other failures: drawn without memory, of the same mean."
+        "Where between two checkpoints a kill falls is luck: kills that are moved a little show how much. Other kills "
+        "are drawn without memory, of the same mean. ± is one standard deviation."
     )

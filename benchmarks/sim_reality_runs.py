@@ -40,7 +40,7 @@ class Contestant:
 
 
 CONTESTANTS = (
-    Contestant("dense", "Dense every 30", Dense(30), ("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=30")),
+    Contestant("dense", "Dense every 10", Dense(10), ("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=10")),
     Contestant(
         "moc",
         "MoC K=1 every 10",

@@ -68,4 +68,4 @@ def test_the_command_writes_what_it_found(tmp_path, capsys):
     text = results.with_suffix(".md").read_text()
     assert f"{one['difference']:+.2%}" in text
     assert str(tmp_path) not in text + results.read_text()
-    assert "Dense every 30" in capsys.readouterr().out
+    assert "Dense every 10" in capsys.readouterr().out

@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ckpt_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-megatron test test-slow lint types bench bench-reality setup clean
+.PHONY: help demo demo-megatron test test-slow lint types bench bench-papers bench-reality setup clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -44,6 +44,9 @@ types: $(STAMP) ## Check types, strictly
 
 bench: $(STAMP) ## Measure stall and bytes beside other checkpointers
 	@$(PY) benchmarks/stall.py $(BENCH)
+
+bench-papers: $(STAMP) ## The simulator against the papers' tables and figures (docs/simulator_papers.md)
+	@$(PY) benchmarks/sim_papers.py $(BENCH)
 
 bench-reality: $(STAMP) ## Kill real runs at drawn moments, and simulate the same from their profiles (12 minutes)
 	@$(PY) benchmarks/sim_reality.py $(BENCH)

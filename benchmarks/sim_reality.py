@@ -73,7 +73,6 @@ class Watch:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a difference is over the limit."""
     args = _parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended, too
     console = Console()
     secs = args.minutes * 60.0
     kills = kill_times(args.seed, args.mtbf, secs)
@@ -125,4 +124,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended, too
     sys.exit(main())

@@ -1,0 +1,141 @@
+"""Results of the report on the papers as plain data, and from there as tables, markdown and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def table(title: str, columns: Sequence[str], formats: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """formats: of ``format()``, one per column; what is None is shown as a dash."""
+    for row in rows:
+        if not len(row) == len(columns) == len(formats):
+            raise ValueError(f"{title}: {len(columns)} columns, {len(formats)} formats, a row of {len(row)}")
+    return {"title": title, "columns": list(columns), "formats": list(formats), "rows": [list(row) for row in rows]}
+
+
+def part(
+    title: str,
+    what: str,
+    tables: Sequence[dict[str, Any]],
+    notes: Sequence[str],
+    picture: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One section. picture: ``name``, ``kind`` ("lines" or "bars"), axes, and ``series``: label -> points."""
+    found = {"title": title, "what": what, "tables": list(tables), "notes": list(notes)}
+    return found if picture is None else {**found, "picture": dict(picture)}
+
+
+def lines(
+    name: str, x: str, y: str, series: Mapping[str, Sequence[tuple[float, float]]], **more: Any
+) -> dict[str, Any]:
+    """For ``part``. A label with " (paper)" is drawn dashed, in the colour of the one without."""
+    points = {label: [list(point) for point in those] for label, those in series.items()}
+    return {"name": name, "kind": "lines", "x": x, "y": y, "series": points, **more}
+
+
+def bars(name: str, y: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> dict[str, Any]:
+    """For ``part``: one group per model, one bar of each series in it."""
+    return {
+        "name": name,
+        "kind": "bars",
+        "y": y,
+        "groups": list(groups),
+        "series": {k: list(v) for k, v in series.items()},
+    }
+
+
+def shown(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def print_part(console: Console, found: Mapping[str, Any]) -> None:
+    console.rule(found["title"], align="left")
+    for one in found["tables"]:
+        made = Table(title=one["title"], title_justify="left")
+        for column, form in zip(one["columns"], one["formats"], strict=True):
+            made.add_column(column, justify="left" if form == "" and column in ("model", "system", "what") else "right")
+        for row in one["rows"]:
+            made.add_row(*(shown(value, form) for value, form in zip(row, one["formats"], strict=True)))
+        console.print(made)
+    for note in found["notes"]:
+        console.print(f"- {note}", markup=False, highlight=False)
+    console.print()
+
+
+def markdown(parts: Mapping[str, Mapping[str, Any]], images: str) -> str:
+    """The whole report. images: where pictures are, as seen from it."""
+    text = [
+        "# The simulator against the papers",
+        "Made by `python benchmarks/sim_papers.py --write` from its own JSON; nothing here is written by hand. "
+        "MoEvement is NSDI '26, MoEtion its first version (arXiv 2412.15411 v1), PEC arXiv 2408.04307. Every table has "
+        "the paper's figure, ours and the difference; what is under it says why they differ. Nothing is fitted cell by "
+        "cell: all that is calibrated is in the first table.",
+    ]
+    for found in parts.values():
+        text += [f"## {found['title']}", found["what"]]
+        for one in found["tables"]:
+            text += [f"**{one['title']}**", _markdown_table(one)]
+        if "picture" in found:
+            text.append(f"![{found['title']}]({images}/{found['picture']['name']}.png)")
+        text += ["\n".join(f"- {note}" for note in found["notes"])] if found["notes"] else []
+    return "\n\n".join(text) + "\n"
+
+
+def _markdown_table(one: Mapping[str, Any]) -> str:
+    rule = ["---" if form == "" else "--:" for form in one["formats"]]
+    rows = [[shown(v, f) for v, f in zip(row, one["formats"], strict=True)] for row in one["rows"]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [one["columns"], rule, *rows])
+
+
+def draw(found: Mapping[str, Any], folder: Path) -> None:
+    """The part's picture, if it has one."""
+    wanted = found.get("picture")
+    if wanted is None:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.2))
+    if wanted["kind"] == "bars":
+        _bars(axes, wanted)
+    else:
+        _lines(axes, wanted)
+    axes.set_ylabel(wanted["y"])
+    axes.set_title(found["title"])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / f"{wanted['name']}.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _lines(axes: Any, wanted: Mapping[str, Any]) -> None:
+    colours: dict[str, str] = {}
+    for label, points in wanted["series"].items():
+        base = label.removesuffix(" (paper)")
+        style = "--" if base != label else "-"
+        drawn = axes.plot(
+            *zip(*points, strict=True), style, marker="o", markersize=3, label=label, color=colours.get(base)
+        )
+        colours.setdefault(base, drawn[0].get_color())
+    axes.set_xlabel(wanted["x"])
+    if wanted.get("log"):
+        axes.set_xscale("log")
+    if "ticks" in wanted:
+        axes.set_xticks([at for at, _ in wanted["ticks"]], [name for _, name in wanted["ticks"]])
+        axes.minorticks_off()
+
+
+def _bars(axes: Any, wanted: Mapping[str, Any]) -> None:
+    width = 0.8 / len(wanted["series"])
+    for at, (label, values) in enumerate(wanted["series"].items()):
+        places = [group + (at + 0.5) * width - 0.4 for group in range(len(wanted["groups"]))]
+        axes.bar(places, [value or 0.0 for value in values], width, label=label)
+    axes.set_xticks(range(len(wanted["groups"])), wanted["groups"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -192,6 +193,7 @@ def _gathered(futures: Sequence[Future[Outcome | str]], tick: Callable[[], None]
 
 def _begin(portions: Any) -> None:
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all of them: the parent has the word
     _worker = Simulator(), portions
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import MoC
 from moe_ckpt.policies.base import PolicyContext
@@ -70,14 +70,14 @@ def test_a_drift_keeps_the_rest_of_the_load(drift):
 
 
 def test_the_load_at_a_time_is_the_same_for_all_systems():
-    """One looks every 50 s and the other every second: by 400 s both have seen the same three drifts."""
+    """One looks every second and the other at 300 s, when two drifts are past: both see the same."""
     load = ExpertLoad(0.3, 0.5, 130.0)
     seen = []
-    for every in (1, 50):
+    for every in (1, 300):
         policy = Recorded(MoC(k=8, every_n_steps=every))
-        simulate(scenario(policy, load=load, duration_secs=402.0))
-        seen.append(policy.told[-1].popularity.tolist())
-    assert seen[0] == seen[1]
+        simulate(scenario(policy, load=load, duration_secs=302.0, stepwise=True))
+        seen.append({context.step: context.popularity.tolist() for context in policy.told})
+    assert seen[0][300] == seen[1][300] != seen[0][200] != seen[0][100]
 
 
 def test_bad_loads():
@@ -106,6 +106,9 @@ class Recorded:
             self.told.append(context)
             self.plans.append(plan)
         return plan
+
+    def next_due(self, context):
+        return self.policy.next_due(context)
 
     def check(self, catalog):
         self.policy.check(catalog)
@@ -143,6 +146,38 @@ def test_lost_tokens_counted_again_from_the_plans(selector, k, every):
     assert told.lost_tokens == lost
     assert (lost == 0) == (k == 8)
     assert told.plt == lost / (told.steps * counts.sum())
+
+
+@pytest.mark.parametrize(("k", "snapshot_k"), [(1, 4), (2, 3), (1, 8)])
+def test_experts_come_back_from_host_memory_that_is_still_there(k, snapshot_k):
+    """Two-level PEC: on nodes that live on, the newest checkpoint's other experts are newer than on storage. They are
+    not lost, and not stored either. Each layer is a stage on a node of its own."""
+    policy = Recorded(MoC(k=k, snapshot_k=snapshot_k, every_n_steps=10))
+    events = ((333.5, 0), (601.25, 1), (603.0, 2), (955.5, 3))
+    tried = scenario(policy, failures=trace(*events), load=SKEWED, stepwise=True, duration_secs=1000.0)
+    lives = [0]
+    told = simulate(tried, progress=lambda _: lives.append(len(policy.plans)))
+    counts = policy.told[-1].popularity
+    returned = [sample.useful_steps for sample in told.history[:-1]]
+    place = MODEL.catalog.expert_at
+
+    lost, stored = 0, np.zeros_like(counts)
+    for step, first, end, gone in zip(returned, lives[:-1], lives[1:], ((0,), (1, 2), (3,)), strict=True):
+        found = stored
+        for plan in (plan for plan in policy.plans[first:end] if plan.step <= step):
+            for op in filter(place.__contains__, plan.operators()):
+                stored[place[op]] = plan.step
+            found = stored.copy()
+            for op in filter(place.__contains__, plan.operators(Tier.HOST)):
+                if place[op][0] not in gone:
+                    found[place[op]] = plan.step
+        lost += int(((step - found) * counts).sum())
+        stored += step - found
+    assert told.lost_tokens == lost
+    only_stored = simulate(replace(tried, system=replace(tried.system, policy=MoC(k=k, every_n_steps=10))))
+    assert told.lost_tokens < only_stored.lost_tokens
+    assert told.total_bytes_per_step == pytest.approx(only_stored.total_bytes_per_step)
+    assert told.rank_bytes_per_step > only_stored.rank_bytes_per_step
 
 
 # --- Dynamic-K and the budget ---

@@ -9,10 +9,10 @@ import pytest
 
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.recovery import Recoveries, segments
+from moe_ckpt.sim.recovery import Recoveries, host_nodes, segments
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.training import Iteration
-from tests.sim.builders import LOCAL, sparse, trace
+from tests.sim.builders import LOCAL, layout, sparse, trace
 
 SHORT = {"duration_secs": 200.0}
 
@@ -103,6 +103,21 @@ def test_where_peers_are_lost_all_go_back():
 def test_before_the_first_window_all_begin_anew():
     told = simulate(sparse(4, failures=trace((0.25, 0)), **SHORT))
     assert told.history[0].useful_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "nodes"),
+    [
+        (Parallel(pp=4, ep=2), {(0, 0): [0], (0, 7): [0], (3, 0): [3]}),
+        (Parallel(pp=2, dp=2, ep=2), {(0, 0): [0, 1], (0, 7): [0, 1], (3, 0): [2, 3]}),
+        (Parallel(pp=1, ep=8), {(0, 0): [0], (0, 7): [3], (3, 4): [2]}),
+        (Parallel(pp=2, dp=4), {(0, 0): [0, 0, 1, 1], (3, 7): [2, 2, 3, 3]}),
+        (Parallel(dp=8), {(0, 0): [0], (3, 7): [3]}),
+    ],
+)
+def test_whose_memory_an_expert_is_copied_into(parallel, nodes):
+    found = host_nodes(layout(parallel))
+    assert {place: found[place].tolist() for place in nodes} == nodes
 
 
 def test_runs_of_stages():

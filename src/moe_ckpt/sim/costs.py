@@ -53,9 +53,13 @@ class Costs:
         return self._heaviest(self._catalog.everything)
 
     def of_plan(self, plan: SnapshotPlan) -> Snapshot:
-        """A plan without a window. What stays in host memory is copied, too."""
+        """A plan without a window, as it is copied: what then stays in host memory with it."""
         held = plan.operators(Tier.HOST)
-        return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators() + held)
+        return self._partial(plan.operators() + held) if held else self.stored(plan)
+
+    def stored(self, plan: SnapshotPlan) -> Snapshot:
+        """A plan without a window, as it goes on to storage or peers."""
+        return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators())
 
     def of_window(self, window: Window) -> tuple[Snapshot, ...]:
         """Each slot of a window."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 
+import numpy as np
+
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Event
-from moe_ckpt.sim.recovery import Recoveries, Repair, peers_lost, segments
+from moe_ckpt.sim.recovery import Recoveries, Repair, host_nodes, peers_lost, segments
 from moe_ckpt.sim.stepping import State
 from moe_ckpt.sim.track import Durable
 
@@ -129,7 +131,7 @@ class Failing:
 
     def __init__(self, costs: Costs, recoveries: Recoveries, events: Iterator[Event], spares: Spares) -> None:
         self._costs, self._recoveries, self._spares = costs, recoveries, spares
-        self._layout = costs.layout
+        self._layout, self._host_nodes = costs.layout, host_nodes(costs.layout)
         self._upcoming = _failures(events, spares)
         self._next = next(self._upcoming, None)
         self.failures = self.fallbacks = 0
@@ -232,7 +234,9 @@ class Failing:
         step = 0 if source is None else source.step
         state.lost += (state.step - step) * self._costs.iteration.secs
         state.step = step
-        state.track.fail(source)
+        # What a process kept in memory is there where its node is (two-level PEC).
+        gone = np.isin(self._host_nodes, list(state.failed_nodes)).any(axis=2)
+        state.track.fail(source, None if from_storage else np.logical_not(gone))
 
 
 def _attempt(first: int, last: int, at: float, ready: tuple[tuple[str, float], ...], repair: Repair) -> _Attempt:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
+from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.costs import Costs
 
 
@@ -103,6 +104,18 @@ def peers_lost(failed: Iterable[int], nodes: int, replicas: int) -> bool:
     """Whether some node and all nodes that hold its replicas have failed. Node n's are on the next ones."""
     gone = set(failed)
     return any(all((node + at) % nodes in gone for at in range(replicas + 1)) for node in gone)
+
+
+def host_nodes(layout: Layout) -> Counts:
+    """``[L, E, n]``: nodes whose ranks copy a part of the expert into their memory; padded with -1."""
+    placement, parallel = layout.placement, layout.parallel
+    most = max((len(owners) for owners in placement.owners), default=0)
+    copies = parallel.dp if placement.expert_ranks is not None or parallel.pp > 1 else 1
+    found = np.full((len(placement.owners), most, copies), -1, dtype=np.int64)
+    for row, owners in enumerate(placement.owners):
+        first = np.asarray(owners, dtype=np.int64)[:, None]
+        found[row, : len(owners)] = (first + parallel.ep * np.arange(copies)) // layout.cluster.gpus_per_node
+    return found
 
 
 def segments(stages: Iterable[int]) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, lcm
+from math import ceil, inf
 
 import numpy as np
 import xxhash
@@ -11,7 +11,7 @@ import xxhash
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
-from moe_ckpt.policies.base import PolicyContext, next_due, uses_sizes, uses_windows
+from moe_ckpt.policies.base import PolicyContext, next_due, uses_windows
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs, Snapshot
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
@@ -27,8 +27,8 @@ class State:
     step: optimizer steps done, less what failures undid. counts: ``[L, E]`` tokens routed by one of them.
     stall, lost, down, idle, retrieve, replay: as ``scenario.Spent``.
     halt: why the policy asked training to end in good order.
-    rank_bytes, total_bytes: of all snapshots that began, on the rank that had most, and on all. heaviest_bytes: of one
-        snapshot, on one rank.
+    rank_bytes, total_bytes: of all snapshots that began, copied by the rank that had most, and stored by all.
+        heaviest_bytes: of one snapshot, on one rank.
     """
 
     track: Track
@@ -79,7 +79,6 @@ class Stepper:
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows: dict[bytes, Window] = {}
         self._budgeted = getattr(self._policy, "plt_budget", None) is not None
-        self._cycle = self._cycle_of_index()
         self.state = State(Track(self._catalog), tokens_of(self._shares, assignments, self._experts))
 
     # --- between failures ---
@@ -136,17 +135,14 @@ class Stepper:
         if self._stepwise:
             return False
         state = self.state
-        # A rhythm of multiples is not the same a step later, nor is a choice by turns.
-        phase = state.step % getattr(self._policy, "every_n_steps", 1), state.track.books.index % self._cycle
-        pattern = _digest(*state.track.pattern(state.step, state.now), phase)
+        pattern = _digest(*state.track.pattern(state.step, state.now))
         here = (state.step, state.now, state.stall, state.track.books.index, state.rank_bytes, state.total_bytes)
         before = self._rounds.get(pattern)
         self._rounds[pattern] = here
         if before is None:
             return False
         steps, secs, stall, begun, rank_bytes, total_bytes = (new - old for new, old in zip(here, before, strict=True))
-        # One round before each event is stepped through, so that what is under way then is as it would be.
-        rounds = int((min(until, self._undisturbed_secs) - state.now) // secs) - 1
+        rounds = int((min(until, self._undisturbed_secs) - state.now) // secs)
         if self._budgeted:  # what may be lost, and with it K, grows with the tokens routed
             rounds = min(rounds, state.step // (8 * int(steps)))
         if rounds < 1:
@@ -159,14 +155,6 @@ class Stepper:
         state.total_bytes += int(total_bytes) * rounds
         self._rounds.clear()
         return True
-
-    def _cycle_of_index(self) -> int:
-        """MoEtion goes on from layer to layer of a stage by the number of the checkpoint."""
-        if not uses_sizes(self._policy):
-            return 1
-        stages = self._costs.layout.placement.stage_of
-        layers = [stages.get(op.id, 0) for op in self._catalog.experts if op.expert == 0]
-        return lcm(*(layers.count(stage) for stage in set(layers)))
 
     # --- one decision of the policy, and the iterations up to the next ---
 
@@ -228,25 +216,25 @@ class Stepper:
 
     def _begin(self, plan: SnapshotPlan, until: float) -> float:
         """Returns what the next iteration takes longer; a plan that is to be waited for is, before."""
-        state, snapshot = self.state, self._costs.of_plan(plan)
+        state, copied, stored = self.state, self._costs.of_plan(plan), self._costs.stored(plan)
         last = state.track.books.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
-        ready = self._ready_secs(state.now, snapshot)
+        ready = self._ready_secs(state.now, copied, stored)
         state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), ready, None)
-        state.k, state.saved_bytes = plan.k, snapshot.total
+        state.k, state.saved_bytes = plan.k, stored.total
         if plan.wait:
             self._wait(ready, until)
-            return on_clock(self._costs.drag_secs(snapshot))
-        return on_clock(self._costs.stall_secs(snapshot))
+            return on_clock(self._costs.drag_secs(copied))
+        return on_clock(self._costs.stall_secs(copied))
 
-    def _ready_secs(self, now: float, snapshot: Snapshot) -> float:
-        """When a snapshot that begins now is durable; one after the other is moved."""
+    def _ready_secs(self, now: float, copied: Snapshot, stored: Snapshot) -> float:
+        """When a snapshot that begins now is durable; one after the other is moved. What host memory keeps is not."""
         state, track = self.state, self.state.track
-        state.rank_bytes += snapshot.rank
-        state.total_bytes += snapshot.total
-        state.heaviest_bytes = max(state.heaviest_bytes, snapshot.rank)
-        copied = now + on_clock(self._costs.copy_secs(snapshot))
-        track.mover_free_secs = max(copied, track.mover_free_secs) + on_clock(self._costs.move_secs(snapshot))
+        state.rank_bytes += copied.rank
+        state.total_bytes += stored.total
+        state.heaviest_bytes = max(state.heaviest_bytes, copied.rank)
+        there = now + on_clock(self._costs.copy_secs(copied))
+        track.mover_free_secs = max(there, track.mover_free_secs) + on_clock(self._costs.move_secs(stored))
         track.moving.append(track.mover_free_secs)
         return track.mover_free_secs
 
@@ -311,7 +299,7 @@ class Stepper:
         for slot, snapshot in enumerate(snapshots):
             if not self._admitted(until, skip=False):
                 return
-            ready = self._ready_secs(state.now, snapshot)
+            ready = self._ready_secs(state.now, snapshot, snapshot)
             if slot + 1 == window.size:
                 state.track.begin(state.step, window.order, (), ready, window)
             done = state.step

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.books import Books, Pending
@@ -36,10 +38,12 @@ class MovingBooks(Books):
         """What is counted since a window's first slot, which ``begun`` is not told of, begins anew."""
         self._hard, self._soft = np.zeros_like(self._hard), np.zeros_like(self._soft)
 
-    def return_to(self, checkpoint: Durable) -> FaultRecord:
-        """As ``adopt``, from a checkpoint that was never written."""
+    def return_to(self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None) -> FaultRecord:
+        """As ``adopt``, from a checkpoint that was never written. alive: see ``Track.fail``."""
         tokens = book_of(checkpoint.tokens.applied.copy(), checkpoint.tokens)
-        fault = self._go_on(tokens, checkpoint.step, checkpoint.index, None)
+        kept = tokens.saved.get(Tier.HOST)
+        held = None if alive is None or kept is None else np.where(alive, kept, 0)
+        fault = self._go_on(tokens, checkpoint.step, checkpoint.index, held)
         self.committed_step = checkpoint.step
         self._committed_at = checkpoint.copies.copy()
         return fault
@@ -191,14 +195,17 @@ class Track:
         self.moving.clear()
         self.mover_free_secs, self._backing = 0.0, None
 
-    def fail(self, to: Durable | None) -> FaultRecord | None:
-        """The run goes back to ``to``, or to its very beginning where that is None."""
+    def fail(self, to: Durable | None, alive: npt.NDArray[np.bool_] | None = None) -> FaultRecord | None:
+        """The run goes back to ``to``, or to its very beginning where that is None.
+
+        alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
+        """
         self.books = MovingBooks(self._catalog)
         self.under_way.clear()
         self._stop_moving()
         self._generation += 1
         self.newest = to
-        return None if to is None else self.books.return_to(to)
+        return None if to is None else self.books.return_to(to, alive)
 
     def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""

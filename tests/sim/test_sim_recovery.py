@@ -53,6 +53,12 @@ def test_a_failure_at_the_very_end_of_an_iteration_keeps_it():
     assert told.history[0].useful_steps == 9
 
 
+@pytest.mark.parametrize("every", [1, 3, 7, 50])
+def test_an_iteration_that_ends_with_the_run_counts(every):
+    assert simulate(scenario(Dense(every), duration_secs=10.0)).steps == 10
+    assert simulate(scenario(Dense(every), secs=0.1, update_secs=0.0, duration_secs=10.0)).steps == 100
+
+
 def test_before_the_first_commit_a_run_begins_anew_with_nothing_to_load():
     told = simulate(scenario(Dense(10), failures=trace((5.0, 0)), **SHORT))
     assert (told.spent.retrieve, told.spent.lost, told.history[0].useful_steps) == (0, 5, 0)
@@ -194,6 +200,14 @@ def test_what_came_from_storage_is_not_on_peers_before_the_next_commit():
     events = trace((150.5, 0), (150.5, 1), (158.5, 3))
     tried = scenario(Dense(10), failures=events, system={**PEERS, "backup_every_secs": 60.0}, duration_secs=300.0)
     assert simulate(tried).spent.retrieve == pytest.approx(2 * load_secs(tried))
+
+
+def test_after_the_next_commit_peers_hold_all_again():
+    events = trace((150.5, 0), (150.5, 1), (190.5, 3))
+    tried = scenario(Dense(10), failures=events, system={**PEERS, "backup_every_secs": 60.0}, duration_secs=300.0)
+    costs = costs_of(tried)
+    from_peers = costs.dense.rank / 50e3 + costs.dense.rank / 200e3
+    assert simulate(tried).spent.retrieve == pytest.approx(load_secs(tried) + from_peers)
 
 
 def test_a_backup_counts_once_it_is_written():

@@ -7,6 +7,8 @@ of parts of a power of two and no sum needs more than 53 bits.
 
 from __future__ import annotations
 
+from math import floor
+
 _PARTS = float(1 << 28)
 """Of a second: 4 ns each."""
 
@@ -17,3 +19,8 @@ MOST_SECS = float(1 << 25)
 def on_clock(secs: float) -> float:
     """The nearest whole number of parts. What is beyond any run, infinity included, is left as it is."""
     return secs if secs > MOST_SECS else round(secs * _PARTS) / _PARTS
+
+
+def down_to_clock(secs: float) -> float:
+    """Not the nearest but the one below, so that as many iterations as ought to fit into a time do fit."""
+    return secs if secs > MOST_SECS else floor(secs * _PARTS) / _PARTS

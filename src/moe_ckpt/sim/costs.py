@@ -12,7 +12,7 @@ import numpy.typing as npt
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.policies.base import Measured
-from moe_ckpt.sim.clock import on_clock
+from moe_ckpt.sim.clock import down_to_clock, on_clock
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.model import Precision
 from moe_ckpt.sim.system import System
@@ -37,8 +37,8 @@ class Costs:
         self.layout, self.system = layout, system
         self.iteration = replace(
             iteration,
-            secs=on_clock(iteration.secs),
-            update_secs=on_clock(iteration.update_secs),
+            secs=down_to_clock(iteration.secs),
+            update_secs=down_to_clock(iteration.update_secs),
             stage_secs=None if iteration.stage_secs is None else on_clock(iteration.stage_secs),
         )
         self.sizes: Mapping[str, OperatorBytes] = layout.model.sizes(precision)

@@ -100,7 +100,7 @@ class _Run:
             seed=scenario.seed,
             spent=spent,
             steps=state.step,
-            iteration_secs=self._costs.iteration.secs,
+            iteration_secs=scenario.iteration.secs,
             failures=self._failing.failures,
             fallbacks=self._failing.fallbacks,
             advances=not self._verdict,

@@ -56,7 +56,7 @@ def test_a_failure_at_the_very_end_of_an_iteration_keeps_it():
 @pytest.mark.parametrize("every", [1, 3, 7, 50])
 def test_an_iteration_that_ends_with_the_run_counts(every):
     assert simulate(scenario(Dense(every), duration_secs=10.0)).steps == 10
-    fast = {"pcie_bytes_per_sec": 1e6}
+    fast = {"pcie_bytes_per_sec": 1e8, "storage_bytes_per_sec": 1e8}
     tenths = scenario(Dense(every), secs=0.1, update_secs=0.0, cluster=fast, duration_secs=10.0)
     assert simulate(tenths).steps == 100
 

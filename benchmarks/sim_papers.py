@@ -62,6 +62,7 @@ PARTS: dict[str, tuple[Callable[[Tick], dict[str, Any]], int]] = {
     "windows": (sim_papers_windows.windows, 9),
     "dense": (sim_papers_windows.dense, 1),
     "inside": (sim_papers_windows.inside, 1),
+    "overheads": (sim_papers_ettr.overheads, 4),
     "table3": (sim_papers_ettr.table3, 16),
     "figure10": (sim_papers_figures.figure10, 4),
     "figure11": (sim_papers_scaling.figure11, 12),

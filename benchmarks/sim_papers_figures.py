@@ -106,8 +106,7 @@ def figure16(tick: Tick) -> dict[str, Any]:
     notes = [
         f"CheckFreq and Gemini are flat, since neither looks at the load. MoEvement is ahead throughout; its lead over "
         f"the next goes from {lead[0]:.3f} to {lead[1]:.3f}. It widens little: what reordering saves is a part of "
-        "replay, "
-        f"and replay is a small part of what a failure costs here (figure 13).",
+        f"replay, and replay is a small part of what a failure costs here (figure 13).",
         f"MoC goes from {ours['MoC'][0]:.3f} to {ours['MoC'][-1]:.3f}, where the paper's falls from 0.17 to 0.13. "
         "That it is "
         "the other way round is the library's own MoC: a checkpoint that would break the budget saves the experts with "

@@ -88,8 +88,7 @@ def moetion(tick: Tick) -> dict[str, Any]:
         "Half the tokens at risk is right at a skewness of about "
         + " and ".join(f"{_nearest(at_risk, experts):.2f} with {experts} experts" for experts in (16, 64))
         + "; the paper does not say how skewed its load was. With an even load both are alike, and the more skewed it "
-        "is, "
-        "the more popularity is worth.",
+        "is, the more popularity is worth.",
     ]
     series = {f"{e} experts": [(row[1], row[5]) for row in at_risk if row[0] == e] for e in (16, 64)}
     series["any (paper)"] = [(row[1], 0.5) for row in at_risk if row[0] == 64]
@@ -132,8 +131,7 @@ def pec(tick: Tick) -> dict[str, Any]:
         "parameters give that, and all its other figures too ([sizes.md](sizes.md)).",
         f"The later version keeps 42.3 %, which needs non-expert state of {implied:.2f} times the experts' where these "
         f"have {outside / experts:.2f} to {(outside + head + masks) / experts:.2f}; it saves from Megatron-DeepSpeed "
-        "with "
-        "ZeRO-2, and what makes up the difference we do not know.",
+        "with ZeRO-2, and what makes up the difference we do not know.",
     ]
     return part("PEC", "GPT2-MoE-Small.", [shown], notes)
 

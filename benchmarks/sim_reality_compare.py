@@ -65,6 +65,15 @@ class Comparison:
         """Of the simulated ETTR, relative to the measured one."""
         return self.simulated.ettr / self.real.ettr - 1
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """What ``difference`` is made of, without a rest: time that the simulation has less of is time to train."""
+        useful = self.real.ettr * self.secs
+        return {
+            name: (getattr(self.real, name) - getattr(self.simulated, name)) / useful
+            for name in ("down", "lost", "slowed")
+        }
+
 
 def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs: float) -> Comparison:
     """clean_secs: length of an iteration without checkpoints and failures, for the ETTR of both sides."""

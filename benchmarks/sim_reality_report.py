@@ -51,10 +51,11 @@ def table(found: Sequence[Comparison], clean_secs: float) -> Iterator[Table | st
 
 def summary(one: Comparison) -> str:
     """In a line: the difference, and what other failures of the same mean would do."""
+    parts = ", ".join(f"{name} {part:+.2%}" for name, part in one.parts.items())
     return (
-        f"{one.title}: simulated ETTR {one.difference:+.2%} of the measured one; {len(one.kills)} kills, restarts "
-        f"{min(one.restarts, default=0):.1f} to {max(one.restarts, default=0):.1f} s. Simulated with each kill up to "
-        f"{NEARBY_SECS:g} s sooner or later {_spread(one.nearby)}; with other kills of the same mean "
+        f"{one.title}: simulated ETTR {one.difference:+.2%} of the measured one ({parts}); {len(one.kills)} kills, "
+        f"restarts {min(one.restarts, default=0):.1f} to {max(one.restarts, default=0):.1f} s. Simulated with each "
+        f"kill up to {NEARBY_SECS:g} s sooner or later {_spread(one.nearby)}; with other kills of the same mean "
         f"{_spread(one.spread)}. Waits measured {one.stall_secs:.2f} s"
     )
 
@@ -72,7 +73,7 @@ def write(path: Path, found: Sequence[Comparison], clean_secs: float, settings: 
         "machine": machine(),
         "settings": {name: settings[name] for name in known},
         "iteration_secs": clean_secs,
-        "runs": [{**asdict(one), "difference": one.difference} for one in found],
+        "runs": [{**asdict(one), "difference": one.difference, "parts": one.parts} for one in found],
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
     path.with_suffix(".md").write_text("\n".join(_markdown(found, clean_secs, body)) + "\n")
@@ -126,3 +127,20 @@ def _markdown(found: Sequence[Comparison], clean_secs: float, body: Mapping[str,
         "Where between two checkpoints a kill falls is luck: kills that are moved a little show how much. Other kills "
         "are drawn without memory, of the same mean. ± is one standard deviation."
     )
+    yield ""
+    yield from _RATHER
+
+
+_RATHER = (
+    "What a simulation cannot know, by the part of the difference that it is in:",
+    "",
+    "- down: every restart takes as long as the mean of them. What a kill cuts short is cut short at another point; "
+    "loading is reckoned from the rate at which snapshots are written, and a sparse window's replay from the share of "
+    "weight gradients that it leaves out.",
+    "- lost: where between two checkpoints a kill falls, for the simulation is a few iterations off by then. With n "
+    "iterations between checkpoints, that is about n / sqrt(12) iterations per kill, in either direction.",
+    "- slowed: iterations and snapshots take their mean over the run. The profile lacks the last half second of a "
+    "life; what other programs do to some lives only is not told apart.",
+    "- PLT: the simulated router draws its load anew, as skewed as the run's. The real one's is uneven in another way, "
+    "and moves while it learns.",
+)

@@ -53,6 +53,7 @@ def test_simulation_is_near_a_run_that_was_killed(tmp_path, contestant):
     # Few failures, and other programs beside it: what a restart takes may be twice another's.
     assert abs(found.difference) < 0.25
     assert found.real.down == pytest.approx(found.simulated.down, rel=0.4)
+    assert sum(found.parts.values()) == pytest.approx(found.difference)
     assert found.real.snapshot_bytes == pytest.approx(found.simulated.snapshot_bytes, rel=0.3)
 
 

@@ -636,14 +636,15 @@ def test_what_the_simulator_is_told():
     assert run.restart_secs == pytest.approx((8 + 13) / 2)
     assert run.load_secs == 2
     assert run.replay_secs == 2
-    assert run.warm_up_secs == 1.0
-    assert run.set_up_secs == pytest.approx(11 - 2 + 1.0)  # the first start is no restart
+    assert run.warm_up_secs == pytest.approx(1.5 - 0.6)
+    assert run.set_up_secs == pytest.approx(11 - 2 + 0.9)  # the first start is no restart
     assert run.gap_secs == (2.0,)
     assert run.downtime_secs == (15.0,)
     cluster = run.cluster(detect_secs=3.0, nic_bytes_per_sec=7.0)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus) == (2, 2, 4)
     assert (cluster.pcie_bytes_per_sec, cluster.storage_bytes_per_sec) == (4000.0, 2000.0)
-    assert (cluster.restart_secs, cluster.detect_secs, cluster.nic_bytes_per_sec) == (10.0, 3.0, 7.0)
+    assert cluster.restart_secs == pytest.approx(9.9)
+    assert (cluster.detect_secs, cluster.nic_bytes_per_sec) == (3.0, 7.0)
     assert cluster.host_memory_bytes == 2000.0
     assert run.cluster(restart_secs=1.0, pcie_bytes_per_sec=5.0).pcie_bytes_per_sec == 5.0
     assert run.parallel == Parallel(1, 4, 1)
@@ -658,10 +659,10 @@ def test_what_a_run_pays_for_is_a_sum_so_means_count():
     longer = (took / laps - 0.6) * 82
     assert run.iteration().drag_secs_per_byte == pytest.approx(longer / 8200)
     restarts = replace(PROFILE, lives=(LIFE, replace(NEXT, finished=False), replace(NEXT, started_unix_secs=129.0)))
-    assert RunProfile("p", restarts).set_up_secs == pytest.approx(((11 - 2) + (15 - 2)) / 2 + 1.0)
+    assert RunProfile("p", restarts).set_up_secs == pytest.approx(((11 - 2) + (15 - 2)) / 2 + 0.9)
     anew = replace(PROFILE, lives=(LIFE, replace(NEXT, restored_step=None, load_secs=None)))
-    assert RunProfile("p", anew).set_up_secs == pytest.approx(11 + 1.0)  # killed before anything was saved
-    assert RunProfile("p", replace(PROFILE, lives=(LIFE,))).set_up_secs == pytest.approx(8 + 1.0)
+    assert RunProfile("p", anew).set_up_secs == pytest.approx(11 + 0.9)  # killed before anything was saved
+    assert RunProfile("p", replace(PROFILE, lives=(LIFE,))).set_up_secs == pytest.approx(8 + 0.9)
     waited = replace(PROFILE, lives=(replace(LIFE, waited_secs=1.0), NEXT))
     assert RunProfile("p", waited).drag_secs_per_byte == pytest.approx((longer - 1.0) / 8200)
     slow = replace(PROFILE, lives=(LIFE, replace(NEXT, copy_bytes_per_sec=100 / 0.5)))
@@ -717,7 +718,7 @@ def test_lives_of_other_runs_and_ends_that_were_meant_are_no_failures():
 def test_a_scenario_from_a_profile():
     scenario = scenario_from(RunProfile("p.json", PROFILE), Poisson(100.0), System("moc", MoC(k=1)), 600.0, seed=3)
     assert scenario.tokens_per_step == 256
-    assert scenario.layout.cluster.restart_secs == 10.0
+    assert scenario.layout.cluster.restart_secs == pytest.approx(9.9)
     assert (scenario.duration_secs, scenario.seed) == (600.0, 3)
     assert scenario.iteration.secs == pytest.approx(0.6)
 

@@ -6,7 +6,7 @@ Nothing is made up: what the run did not measure is an error that says how to gi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -176,11 +176,15 @@ class RunProfile:
 
     @property
     def warm_up_secs(self) -> float | None:
-        """Median of what a life's first step took longer than an iteration: loaders and kernels start."""
+        """Mean of what a restart's first step took longer than an iteration: loaders and kernels start."""
         if all(self._newest(name) is None for name in ("iteration_secs", "recent_iteration_secs")):
             return None
-        usual, found = self.iteration_secs, (life.first_step_secs for life in self.lives)
-        return _middle(max(0.0, secs - usual) for secs in found if secs is not None)
+        found = [life.first_step_secs for life in self._restarted if life.first_step_secs is not None]
+        return max(0.0, fmean(found) - self.clean_iteration_secs) if found else None
+
+    @property
+    def _restarted(self) -> Sequence[Life]:
+        return [later for _, later in self._restarts()] or self.lives
 
     @property
     def set_up_secs(self) -> float | None:
@@ -188,8 +192,7 @@ class RunProfile:
         one to its loop, and the warm-up. This is ``Cluster.restart_secs``. Mean of the restarts, since it is their sum
         that a run pays for; of the first start where there was none, which may be slower, its files not being cached.
         """
-        restarts = [later for _, later in self._restarts()] or self.lives
-        found = [secs for life in restarts if (secs := self._set_up(life)) is not None]
+        found = [secs for life in self._restarted if (secs := self._set_up(life)) is not None]
         return fmean(found) + (self.warm_up_secs or 0.0) if found else None
 
     @staticmethod

@@ -94,7 +94,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Sample:
-    """The run at one moment, taken at failures and now and then between them.
+    """The run at one moment, taken after each recovery and at the end.
 
     useful_steps: high-water mark of iterations done. plt: portion of lost tokens so far. k: experts per layer and
         checkpoint, where the policy counts so. window: W. saved_fraction: bytes of the newest checkpoint or window's

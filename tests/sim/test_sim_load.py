@@ -180,6 +180,20 @@ def test_experts_come_back_from_host_memory_that_is_still_there(k, snapshot_k):
     assert told.rank_bytes_per_step > only_stored.rank_bytes_per_step
 
 
+def test_what_host_memory_keeps_does_not_hold_up_the_commit():
+    """Of one expert in eight; all would take as long as a dense checkpoint."""
+    slow = {"storage_bytes_per_sec": 20e3}
+    dense = MoC(k=8, every_n_steps=20)
+    kept, stored, full = (
+        simulate(scenario(policy, failures=trace((170.0, 0)), cluster=slow, duration_secs=200.0))
+        .history[0]
+        .useful_steps
+        for policy in (MoC(k=1, snapshot_k=8, every_n_steps=20), MoC(k=1, every_n_steps=20), dense)
+    )
+    assert kept == stored == 160
+    assert full < 160
+
+
 # --- Dynamic-K and the budget ---
 
 

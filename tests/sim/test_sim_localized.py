@@ -89,6 +89,23 @@ def test_a_node_takes_its_stages_with_it(gpus, parallel, node, stages):
     assert repaired((100.5, node), parallel=parallel, nodes=8, gpus_per_node=gpus) == pytest.approx(of_stages, rel=0.02)
 
 
+def test_one_that_is_back_already_is_not_joined():
+    """0 is back at 109.5 s and 3 at 113.5 s; when 1 fails at 112 s, its neighbour 0 computes again."""
+    alone = repaired((100.5, 0))
+    assert 8.5 < alone < 9.4
+    assert repaired((100.5, 0), (104.5, 3), (112.0, 1)) == pytest.approx(11.5 + alone)
+
+
+def test_the_longest_recovery_counts_not_the_last_one():
+    assert repaired((100.5, 0), (100.5, 1), (100.51, 3)) == pytest.approx(repaired((100.5, 0), (100.5, 1)))
+
+
+def test_iterations_since_the_window_are_caught_up_with():
+    """Half a second each for one stage, and none to three of them, however the windows lie."""
+    found = sorted(simulate(staged((100.5 + at, 0))).spent.replay for at in range(4))
+    assert [secs - found[0] for secs in found] == pytest.approx([0.0, 0.5, 1.0, 1.5], abs=1e-6)
+
+
 def test_where_peers_are_lost_all_go_back():
     """The second failure takes the last replica: no logs bring that stage back, so everybody returns to the backup."""
     events = ((100.5, 0), (102.5, 1))

@@ -46,7 +46,9 @@ class Comparison:
     """iteration_secs: as simulated. stall_secs: measured waits, part of ``slowed``. restarts: seconds of each.
     nearby: ETTR of simulations in which each kill comes up to ``NEARBY_SECS`` sooner or later, in order: where between
         two checkpoints a kill falls is luck, and this is how much of it there is.
-    spread: ETTR of simulations with other failures of the same mean, in order."""
+    spread: ETTR of simulations with other failures of the same mean, in order; none where a restart takes longer than
+        that on this machine, for such a run would never advance.
+    """
 
     name: str
     title: str
@@ -80,7 +82,8 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
     profile = read_profile(real.profile_path)
     same = simulated(contestant, profile, real, _trace(real))
     moved = [simulated(contestant, profile, real, _trace(real, seed)) for seed in range(1, SEEDS + 1)]
-    others = [simulated(contestant, profile, real, Poisson(mtbf_secs), seed) for seed in range(1, SEEDS + 1)]
+    seeds = range(1, SEEDS + 1) if mtbf_secs > (profile.set_up_secs or 0.0) + _handover_secs(real) else ()
+    others = [simulated(contestant, profile, real, Poisson(mtbf_secs), seed) for seed in seeds]
     return Comparison(
         name=contestant.name,
         title=contestant.title,

@@ -61,6 +61,8 @@ def summary(one: Comparison) -> str:
 
 
 def _spread(ettrs: Sequence[float]) -> str:
+    if len(ettrs) < 2:
+        return "not at all, a restart takes longer than that"
     return f"{mean(ettrs):.4f} ± {stdev(ettrs):.4f} ({ettrs[0]:.3f} to {ettrs[-1]:.3f})"
 
 

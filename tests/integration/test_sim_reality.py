@@ -42,14 +42,14 @@ def test_what_was_seen_of_lives_adds_up():
 @pytest.mark.slow
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda one: one.name)
 def test_simulation_is_near_a_run_that_was_killed(tmp_path, contestant):
-    kills = (12.0, 26.0, 28.0)
-    real = run(contestant, tmp_path / "run", kills, 50.0, seed=1)
+    kills = (10.0, 34.0, 36.0)
+    real = run(contestant, tmp_path / "run", kills, 62.0, seed=1)
     assert len(real.lives) == 4
     assert all(asked <= sent < asked + 2 for asked, sent in zip(kills, real.kills, strict=True))
     profile = read_profile(real.profile_path)
     assert sum(1 for life in profile.lives if life.steps) == sum(1 for life in real.lives if life.steps) >= 2
     assert final_step(real) > 0
-    found = compare(contestant, real, profile.iteration_secs, 15.0)
+    found = compare(contestant, real, profile.iteration_secs, 60.0)
     # Few failures, and other programs beside it: what a restart takes may be twice another's.
     assert abs(found.difference) < 0.25
     assert found.real.down == pytest.approx(found.simulated.down, rel=0.4)

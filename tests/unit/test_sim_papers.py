@@ -1,0 +1,179 @@
+"""The report of the simulator against the papers: one cell of each table is what is committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+pytest.importorskip("rich")
+
+from benchmarks import sim_papers
+from benchmarks import sim_papers_ablation as ablation
+from benchmarks import sim_papers_data as data
+from benchmarks import sim_papers_ettr as ettr
+from benchmarks import sim_papers_figures as figures
+from benchmarks import sim_papers_render as render
+from benchmarks import sim_papers_scaling as scaling
+from benchmarks import sim_papers_sizes as sizes
+from benchmarks import sim_papers_windows as windows
+
+ROOT = Path(__file__).parents[2]
+KEPT = json.loads((ROOT / sim_papers.JSON).read_text())
+GPT = data.TABLE_3[1]
+
+
+def kept(part, table, *start):
+    """The committed row that begins so."""
+    rows = KEPT[part]["tables"][table]["rows"]
+    return next(row for row in rows if row[: len(start)] == list(start))
+
+
+def quiet(_):
+    """Nobody watches."""
+
+
+def same(ours, theirs):
+    assert not sim_papers.differences({"": json.loads(json.dumps(sim_papers._rounded(ours)))}, {"": theirs})
+
+
+# --- what is calibrated ---
+
+
+def test_each_constant_is_one_number_for_all_cells_and_is_listed():
+    listed = [row[1] for row in data.constants().listed()]
+    assert [row[1] for row in KEPT["calibrated"]["tables"][0]["rows"]] == pytest.approx(listed)
+    assert set(listed) >= {data.constants().a100_rate, data.constants().restart_secs, data.constants().moc_budget}
+
+
+def test_iteration_times_are_those_that_printed_pairs_allow():
+    assert data.TABLE_3[0].iteration_range == pytest.approx((1.588, 1.933), abs=1e-3)  # 0.14 s, 8 %
+    assert data.TABLE_3[3].iteration_range == pytest.approx((2.6, 3.0), abs=1e-3)  # 0.07 s, 2 %; 0.22 s, 8 %
+    for model in data.TABLE_3:
+        low, high = model.iteration_range
+        assert low <= data.counted(model.setup).iteration_secs <= high
+
+
+def test_bandwidths_are_in_the_range_that_gives_the_windows_they_are_calibrated_on():
+    known = data.constants()
+    assert known.a100_range[0] < known.a100_rate < known.a100_range[1]
+    for row in data.TABLE_7:
+        found = data.counted(row.setup).window(known.h100_rate * 1e9).size
+        assert (found == row.window) == (row.setup not in data.CONTRADICTING)
+
+
+def test_no_bandwidth_gives_the_window_that_contradicts():
+    with pytest.raises(ValueError, match="no one bandwidth"):
+        data.shared_rate({"moevement_fp8_fp32_fp32": 6, "moevement_gpt": 9})
+
+
+def test_a_line_through_two_ettrs_has_overhead_and_loss():
+    flat, lost = data.extrapolated(GPT, 3)
+    for mtbf in ("2H", "10M"):
+        assert 1 / ((1 + flat) * (1 + lost / data.MTBF_SECS[mtbf])) == pytest.approx(GPT.ettr[mtbf][3])
+
+
+# --- one cell of each table, as committed ---
+
+
+def test_a_window():
+    same(
+        windows.row(GPT.setup, GPT.name, 3, data.constants().a100_rate, GPT.iteration_range),
+        kept("windows", 0, GPT.name),
+    )
+
+
+def test_dense_overheads_come_of_one_bandwidth():
+    made = windows.dense(quiet)
+    same(made, KEPT["dense"])
+    assert all(abs(row[-1]) < 0.02 for row in made["tables"][0]["rows"])
+
+
+def test_table_3_against_itself():
+    same(windows.inside(quiet), KEPT["inside"])
+
+
+@pytest.mark.parametrize(("system", "mtbf"), [(0, "2H"), (3, "2H")])
+def test_an_ettr_of_table_3(system, mtbf):
+    name = data.SYSTEMS[system]
+    row = ettr.row(GPT, system, mtbf)
+    same(row, kept("table3", 1, GPT.name, name, mtbf))
+    assert row[3] == GPT.ettr[mtbf][system]
+
+
+def test_checkfreq_stalls_as_long_as_the_paper_says():
+    found = ettr.simulated(GPT, 0, "2H")
+    assert found.mean_stall_secs == pytest.approx(GPT.overhead[0], rel=0.02)
+    assert found.interval == GPT.interval
+
+
+def test_the_trace_is_that_of_figure_10():
+    found = data.run(
+        figures.DEEPSEEK, "CheckFreq", "failures=gcp_like_6h", "duration_secs=21600", "cluster.spare_nodes=null"
+    )
+    row = kept("figure10", 0, "CheckFreq")
+    assert found.steps * 512 / 21600 == pytest.approx(row[1])
+    assert (found.interval, found.failures) == (row[5], row[6])
+
+
+def test_a_bar_of_figure_11():
+    made = scaling.cell("32b", "one pipeline", 600)
+    same(made, kept("figure11", 0, "32B", "10 min", "one pipeline"))
+
+
+def test_a_bar_of_figure_13():
+    name = data.TABLE_3[0].name
+    assert ablation.ablation("moevement_llava", "moevement")[0] == pytest.approx(kept("figure13", 0, name)[5])
+
+
+def test_a_point_of_figure_16():
+    found = data.run(figures.DEEPSEEK, "CheckFreq", "failures.mtbf_secs=600", "load=even", "duration_secs=21600")
+    assert found.ettr == pytest.approx(kept("figure16", 0, "CheckFreq", 0.0)[3])
+
+
+def test_pec_and_known_answers():
+    for name, make in (("pec", sizes.pec), ("known", sizes.known)):
+        same(make(quiet), KEPT[name])
+    assert all(abs(row[4]) < 0.5 for row in KEPT["known"]["tables"][0]["rows"] if row[4] is not None)
+
+
+# --- what the report is for: orders, as committed ---
+
+
+def test_what_the_papers_claim_holds_in_what_is_committed():
+    of = {tuple(row[:3]): row[6] for row in KEPT["table3"]["tables"][1]["rows"]}
+    for (model, system, mtbf), value in of.items():
+        assert value <= of[model, "MoEvement", mtbf], (model, system, mtbf)
+    goodput = {row[0]: row[1] for row in KEPT["figure10"]["tables"][0]["rows"]}
+    assert goodput["MoEvement"] > goodput["Gemini"] > goodput["CheckFreq"] > goodput["MoC"]
+    assert all(row[9] == "yes" for row in KEPT["figure13"]["tables"][0]["rows"])
+    llava = kept("figure13", 1, "MoE-LLaVa")
+    assert all(row[4] >= llava[4] for row in KEPT["figure13"]["tables"][1]["rows"])
+
+
+def test_the_report_is_made_from_the_json_alone():
+    assert list(KEPT) == list(sim_papers.PARTS)
+    assert (ROOT / sim_papers.REPORT).read_text() == render.markdown(KEPT, sim_papers.IMAGES.name)
+    for part in KEPT.values():
+        if "picture" in part:
+            assert (ROOT / sim_papers.IMAGES / f"{part['picture']['name']}.png").stat().st_size > 10_000
+
+
+def test_a_difference_to_what_is_committed_is_named():
+    other = json.loads(json.dumps(KEPT["known"]))
+    other["tables"][0]["rows"][0][3] += 1
+    [found] = sim_papers.differences({"known": other}, KEPT)
+    assert found.startswith("known.tables[0].rows[0][3]: ")
+
+
+def test_writing_keeps_parts_that_were_not_made(tmp_path):
+    sim_papers.write({"known": KEPT["known"]}, tmp_path)
+    sim_papers.write({"pec": KEPT["pec"]}, tmp_path)
+    assert list(json.loads((tmp_path / sim_papers.JSON).read_text())) == ["pec", "known"]
+
+
+@pytest.mark.slow
+def test_all_of_it_comes_out_as_committed():
+    assert sim_papers.main(["--check"]) == 0

@@ -48,7 +48,7 @@ def calibrated(tick: Tick) -> dict[str, Any]:
     shown = table("", ["what", "value", "unit", "from"], ["", "", "", ""], rows)
     notes = [
         "Everything else is the papers' own: sizes, layouts, links to other nodes and to storage, and iteration times, "
-        "which table 3 implies only within a range (the configs take its middle).",
+        "which table 3 implies only within a range; or assumed, as the configs say.",
         f"The first bandwidth is a {nominal / (known.a100_rate * 1e9):.0f}th of what the PCIe links of these machines "
         "can "
         "do together. With their nominal rates a dense snapshot would fit beside an iteration, W would be 1 or 2, and "

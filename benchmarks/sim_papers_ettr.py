@@ -155,9 +155,9 @@ def _summary(rows: list[list[Any]]) -> dict[str, Any]:
         ])  # fmt: skip
     columns = [
         "system",
-        "closed form, mean |difference|",
+        "closed form, off by (mean)",
         "cells",
-        "simulated, mean |difference|",
+        "simulated, off by (mean)",
         "cells",
         "largest",
         "at",

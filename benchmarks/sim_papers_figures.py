@@ -37,7 +37,7 @@ def figure10(tick: Tick) -> dict[str, Any]:
         )
     moc = found["MoC"]
     levels = [sample.k for sample in moc.history if sample.k is not None]
-    reached = next((number for number, k in enumerate(levels, start=1) if k == 64), None)
+    reached = next((number for number, k in enumerate(levels) if k == 64), len(levels))
     full = table(
         "MoC's experts per checkpoint, of 64",
         ["", "paper", "ours", "difference"],

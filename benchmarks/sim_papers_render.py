@@ -79,7 +79,8 @@ def markdown(parts: Mapping[str, Mapping[str, Any]], images: str) -> str:
     for found in parts.values():
         text += [f"## {found['title']}", found["what"]]
         for one in found["tables"]:
-            text += [f"**{one['title']}**", _markdown_table(one)]
+            text += [f"**{one['title']}**"] if one["title"] else []
+            text.append(_markdown_table(one))
         if "picture" in found:
             text.append(f"![{found['title']}]({images}/{found['picture']['name']}.png)")
         text += ["\n".join(f"- {note}" for note in found["notes"])] if found["notes"] else []

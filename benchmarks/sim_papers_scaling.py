@@ -56,7 +56,7 @@ def figure11(tick: Tick) -> dict[str, Any]:
             for system, ettr in (("Gemini", row[6]), ("MoEvement", row[9])):
                 series.setdefault(f"{system}, {row[2]}", []).append((SIZES.index(row[0].lower()), ettr))
     for system, value in FIGURE_11.items():
-        series[f"{system}, one pipeline (paper)"] = [(3, value)]
+        series[f"{system} (paper)"] = [(3, value)]
     columns = [
         "model",
         "MTBF",

@@ -85,7 +85,7 @@ def windows(tick: Tick) -> dict[str, Any]:
     notes = [
         "Algorithm 1 counts operators as if all were of one size and all GPUs shared all bytes evenly. *Needs*: the "
         "bandwidths with which it gives the paper's W, at one of the iteration times that the printed pairs of seconds "
-        "and percent allow.",
+        "and percent allow; where W depends on that time, the difference is 0 if the paper's W is among them.",
         "The library packs bytes on the rank that has most, so it needs longer windows than the algorithm wherever a "
         "stage is heavier than others (embedding, head, one layer more).",
         f"MoE-LLaVa needs {llava[0]:.1f} to {llava[1]:.1f} GB/s, half of what the others need. Its 4 experts lie on 4 "

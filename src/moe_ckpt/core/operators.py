@@ -13,7 +13,7 @@ import enum
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,7 @@ class MoELayer:
     top_k: int | None = None
 
 
+@lru_cache(maxsize=1 << 16)
 def expert_id(layer: int, expert: int) -> str:
     return f"expert/{layer}/{expert}"
 

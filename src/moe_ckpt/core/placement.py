@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from moe_ckpt.core.operators import MoELayer
+from moe_ckpt.core.operators import MoELayer, expert_id
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class Placement:
     experts_apart: bool = False
     expert_ranks: int | None = None
     experts_whole: bool = False
+
+    @cached_property
+    def owner_of(self) -> Mapping[str, int]:
+        """Operator id of an expert -> its owner."""
+        return {
+            expert_id(layer, expert): rank
+            for layer, row in enumerate(self.owners)
+            for expert, rank in enumerate(row)
+        }
 
 
 @lru_cache(maxsize=64)

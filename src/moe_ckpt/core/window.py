@@ -11,9 +11,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 
-from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, save_slot
 
@@ -50,7 +49,7 @@ class Window:
     @cached_property
     def order(self) -> tuple[str, ...]:
         """All operators, in the order in which they are anchored."""
-        return tuple(op for slot in self.slots for op in slot)
+        return tuple(chain.from_iterable(self.slots))
 
     def frozen(self, slot: int) -> tuple[str, ...]:
         """Operators that are not anchored up to ``slot``."""
@@ -122,6 +121,8 @@ def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots
     """
     if most_slots < 1:
         raise ValueError(f"a window of {most_slots} slots")
+    if most_slots == 1:
+        return (tuple(order),) if order else ()
     runs = _Runs(order, sizes)
     too_little, enough = -1, runs.dense_bytes
     while enough - too_little > 1:
@@ -154,13 +155,16 @@ class Lane:
         """Bytes of each slot's snapshot on the rank that has most of it. slots: of this lane's operators."""
         full: dict[int, list[int]] = {_SHARED: [0] * len(slots)}
         compute: dict[int, list[int]] = {_SHARED: [0] * len(slots)}
+        owner_of, size_of = self.owners.get, sizes.__getitem__
         for at, slot in enumerate(slots):
+            of_owner: dict[int, list[OperatorBytes]] = {}
             for op in slot:
-                owner, size = self.owners.get(op, _SHARED), sizes[op]
+                of_owner.setdefault(owner_of(op, _SHARED), []).append(size_of(op))
+            for owner, those in of_owner.items():
                 if owner not in full:
                     full[owner], compute[owner] = [0] * len(slots), [0] * len(slots)
-                full[owner][at] += size.full
-                compute[owner][at] += size.compute
+                full[owner][at] = sum([size.full for size in those])
+                compute[owner][at] = sum([size.compute for size in those])
         weights = {owner: _with_later(full[owner], compute[owner]) for owner in full}
         even = weights.pop(_SHARED)
         most = map(max, zip(*weights.values(), strict=True)) if weights else [0] * len(even)
@@ -183,10 +187,7 @@ def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = Non
     found: list[list[str]] = [[] for _ in placement.stages]
     for op in order:
         found[placement.stage_of.get(op, 0)].append(op)
-    owners: dict[str, int] = {}
-    if placement.expert_ranks is not None:
-        for layer, row in enumerate(placement.owners):
-            owners.update({expert_id(layer, expert): rank for expert, rank in enumerate(row)})
+    owners = {} if placement.expert_ranks is None else placement.owner_of
     return tuple(
         Lane(_owners_in_turn(ops, owners), width, owners, placement.expert_ranks or 1)
         for ops, width in zip(found, placement.stages, strict=True)
@@ -231,8 +232,9 @@ class _Runs:
     """
 
     def __init__(self, order: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> None:
-        self._done = list(accumulate((sizes[op].full for op in order), initial=0))
-        later = list(accumulate((sizes[op].compute for op in reversed(order)), initial=0))[::-1]
+        found = [sizes[op] for op in order]
+        self._done = list(accumulate([size.full for size in found], initial=0))
+        later = list(accumulate([size.compute for size in reversed(found)], initial=0))[::-1]
         reach = [done + frozen for done, frozen in zip(self._done, later, strict=True)]
         # The least from here on: sorted, even where compute weights outweigh an operator (a copy in a wider dtype).
         self._reach = list(accumulate(reversed(reach), min))[::-1]

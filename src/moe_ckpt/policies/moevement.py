@@ -173,8 +173,7 @@ class MoEvement:
             slots = self._fewest(lanes, context.sizes, room)
         else:
             slots = self._fewest(lanes, context.sizes, limit if room is None else min(limit, room))
-        heaviest = max(share_bytes(slots, context.sizes, lanes))
-        if room is not None and heaviest > room:
+        if room is not None and (heaviest := max(share_bytes(slots, context.sizes, lanes))) > room:
             raise ConfigError(self._too_large(lanes, context, len(slots), heaviest))
         return slots
 

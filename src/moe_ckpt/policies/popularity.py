@@ -117,9 +117,9 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, flo
 
 def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
     """Activation frequency: each expert's share of its layer's popularity. Layers with none are left out."""
-    totals: dict[int, list[float]] = {}
+    totals: dict[int, list[float]] = {layer.index: [] for layer in catalog.layers}
     for op, layer, _ in catalog.experts_by_layer:
-        totals.setdefault(layer, []).append(values[op])
+        totals[layer].append(values[op])
     # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
     sums = {layer: fsum(found) for layer, found in totals.items()}
     return {op: values[op] / sums[layer] for op, layer, _ in catalog.experts_by_layer if sums[layer] > 0}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEvement
 from moe_ckpt.sim.failures import Poisson
 from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.run import simulate
@@ -88,6 +89,45 @@ def test_a_seed_gives_the_same_run_again(seed, name):
     )
     assert predicted(simulate(tried)) == predicted(simulate(tried))
     assert simulate(tried).to_dict() == simulate(tried).to_dict()
+
+
+WITH = {
+    "policy": st.sampled_from(
+        [
+            Dense(2),
+            Dense(5, sync=True),
+            MoC(k=3, every_n_steps=2),
+            MoC(k=1),
+            MoEvement(),
+            MoEvement(window=5),
+            CheckFreq(),
+        ]
+    ),
+    "durable": st.sampled_from(["storage", "peers"]),
+    "busy": st.sampled_from(["wait", "skip"]),
+    "buffers": st.sampled_from([1, 2, 4]),
+    "rates": st.tuples(*[st.integers(10_000, 1_000_000)] * 3),
+    "mtbf": st.sampled_from([20.0, 60.0, 400.0]),
+    "secs": st.sampled_from([0.7, 1.0, 1.3]),
+}
+
+
+@FEW
+@given(**WITH)
+def test_rounds_moved_ahead_are_rounds_stepped_through(policy, durable, busy, buffers, rates, mtbf, secs):
+    """To the last bit, whatever the links, and where snapshots are out of step with iterations."""
+    cluster = dict(zip(("pcie_bytes_per_sec", "nic_bytes_per_sec", "storage_bytes_per_sec"), rates, strict=True))
+    system = {"durable": durable, "when_busy": busy, "max_in_flight": buffers, "backup_every_secs": 70.0}
+    tried = scenario(
+        policy,
+        failures=Poisson(mtbf),
+        secs=secs,
+        cluster=cluster,
+        system=system,
+        duration_secs=300.0,
+        load=ExpertLoad(0.3),
+    )
+    assert predicted(simulate(tried)) == predicted(simulate(replace(tried, stepwise=True)))
 
 
 def test_another_seed_gives_another_run():

@@ -98,6 +98,15 @@ def test_a_budget_moves_ahead_by_an_eighth_at_most():
     assert fmean(ratios) == pytest.approx(1.0, abs=0.05)
 
 
+def test_a_budget_that_is_nearly_used_up_is_told_within_three_per_cent():
+    """Of bytes, most of which the wall asks for; a jump over more than an eighth would be off by twice that."""
+    policy, even = MoC(k=1, plt_budget=0.01), replace(SKEWED, drift=0.0)
+    tried = scenario(policy, failures=Poisson(400.0), seed=1, load=even, duration_secs=4000.0)
+    jumped, stepped = simulate(tried), simulate(replace(tried, stepwise=True))
+    assert jumped.total_bytes_per_step == pytest.approx(stepped.total_bytes_per_step, rel=0.03)
+    assert jumped.plans < stepped.plans / 5
+
+
 # --- closed forms ---
 
 

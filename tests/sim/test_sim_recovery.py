@@ -245,5 +245,16 @@ def test_a_checkpoint_that_is_returned_to_twice_loses_its_tokens_once():
     assert twice.failures == 2
 
 
+def test_a_window_that_has_begun_is_gone_on_with():
+    """Though the system skips: what is skipped is a window's beginning. It waits for slots two to four then."""
+    slow = {"cluster": {"storage_bytes_per_sec": 40e3}, "failures": trace((200.5, 0)), "duration_secs": 300.0}
+    skips, waits = (
+        simulate(scenario(MoEvement(window=4), system={"when_busy": busy, "max_in_flight": 1}, **slow))
+        for busy in ("skip", "wait")
+    )
+    assert skips.history[0].useful_steps > 50
+    assert 0 < skips.spent.stall < waits.spent.stall
+
+
 def test_windows_of_one_step_need_no_replay():
     assert simulate(scenario(MoEvement(window=1), failures=trace((100.5, 1)), **SHORT)).spent.replay == 0

@@ -4,7 +4,7 @@ Between two events a run repeats itself: the policy sees the same pattern of age
 way that it saw a round before, and decides the same. So rounds are stepped through once, and then moved ahead in time
 all at once (``stepping.Stepper``). That gives the same outcome to the last bit, since time is in whole parts
 (``sim.clock``); only under a PLT budget, which goes by all tokens so far, is it an approximation. The work grows with
-failures, changes of load and the length of a round, not with iterations or GPUs. That is why there is no event queue here
+failures, changes of load and the length of a round, not with iterations or GPUs. So there is no event queue here
 (simpy was considered): it would spend its time on what repeats, and what is left between two failures are a dozen
 additions.
 """

@@ -17,7 +17,7 @@ from moe_ckpt.sim.costs import Costs, Snapshot
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
 from moe_ckpt.sim.track import Track
 
-_WINDOWS_KEPT = 64
+_WINDOWS_KEPT = 128
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Stepper:
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows: dict[bytes, Window] = {}
         self._budgeted = getattr(self._policy, "plt_budget", None) is not None
+        self._decays = getattr(self._policy, "order", None) == "time_decayed"
         self.state = State(Track(self._catalog), tokens_of(self._shares, assignments, self._experts))
 
     # --- between failures ---
@@ -270,22 +271,23 @@ class Stepper:
     def _window_of(self, context: PolicyContext) -> Window | None:
         """The window that begins here, if any. The policy is asked once for each pattern of what it goes by."""
         state = self.state
-        hard, counts = context.activity.hard, context.activity.decayed
-        steps = hard.sum() // max(1, int(counts.sum()))
         # The order goes by shares: a load that was the same all the time gives the same one, however long it was.
-        activity = b"" if (hard == counts * steps).all() else hard.tobytes()
+        hard = context.activity.hard // max(1, int(np.gcd.reduce(context.activity.hard, axis=None)))
+        decayed = context.activity.decayed.tobytes() if self._decays else b""
         before = None if context.window is None else state.track.order_of(context.window)
-        first = (context.step == 0, context.last_step is None, steps == 0)
-        key = _digest(activity, counts.tobytes(), before, first)
+        key = _digest(hard.tobytes(), decayed, before, context.step == 0, context.last_step is None)
         window = self._windows.get(key)
         if window is None:
             window = self._policy.plan(context).window
             state.plans += 1
             if window is None:  # it waits for measurements that a trainer would not have yet
                 return None
-            if len(self._windows) >= _WINDOWS_KEPT:
-                self._windows.pop(next(iter(self._windows)))
-            self._windows[key] = window
+            # Asked again about the very load that it was made for, a policy stays with its window.
+            again = _digest(hard.tobytes(), decayed, state.track.order_of(window), False, False)
+            for known in (key,) if context.last_step is None else (key, again):
+                if len(self._windows) >= _WINDOWS_KEPT:
+                    self._windows.pop(next(iter(self._windows)))
+                self._windows[known] = window
         if state.window is not None and window.size > 1 and state.window.order != window.order:
             state.reorders += 1
         state.window = window = replace(window, start=context.step)

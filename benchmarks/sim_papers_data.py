@@ -223,8 +223,8 @@ class Constants:
              f"the middle of {self.h100_range[0]:.2f} to {self.h100_range[1]:.2f}, likewise, of table 7's windows but "
              "the third"],
             ["bandwidth of dense snapshots, 96 A100", self.a100_dense_rate, "GB/s",
-             f"MoC's overhead of {MOC_DENSE_OVERHEAD:.0%} when it saves all of DeepSeek-MoE; used in the closed form "
-             "only"],
+             f"MoC's overhead of {MOC_DENSE_OVERHEAD:.0%} when it saves all of DeepSeek-MoE; for comparison, no figure "
+             "below goes by it"],
             ["bandwidth of dense snapshots, 128 H100", self.h100_dense_rate, "GB/s",
              "least squares over table 7's five overheads of MoC at 10M; used in that table only"],
             ["restart after a failure", self.restart_secs, "s",

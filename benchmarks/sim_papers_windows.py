@@ -91,8 +91,8 @@ def windows(tick: Tick) -> dict[str, Any]:
         f"MoE-LLaVa needs {llava[0]:.1f} to {llava[1]:.1f} GB/s, half of what the others need. Its 4 experts lie on 4 "
         f"of 8 expert-parallel ranks, and the heaviest rank holds {uneven:.2f} times the mean: per GPU, "
         f"{known.a100_rate} GB/s are as {known.a100_rate / uneven:.1f} GB/s to Algorithm 1, which is in that range."
-        " So uneven ranks may be the reason. The library, which sees them, cuts slots by a stage's bytes and takes longer "
-        "windows "
+        " So uneven ranks may be the reason. The library, which sees them, cuts slots by a stage's bytes and takes "
+        "longer windows "
         f"until those of the heaviest rank fit too: {made[0]['rows'][0][6]}.",
         f"Table 7's third row needs at least {third[0]:.1f} GB/s and its second at most {second[1]:.1f} GB/s on the "
         "same machines, with the same model: no one bandwidth gives both.",

@@ -105,8 +105,15 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
         (("setup=tiny", "--seeds", "0"), "seeds"),
         (("setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "--plot", "roof.xyz"), "roof.xyz"),
         (("--config-dir", "not/there"), "not/there"),
+        (("--plot", "not/there/roof.png"), "not/there"),
+        (("--max-plt", "1.5"), "most_plt"),
+        (("--profile", "p.json", "policy=moc"), "policy: with --profile"),
+        (("--profile", "p.json", "failures=weibull", "cluster=h100_128"), "cluster: with --profile"),
     ],
-    ids=["sweep", "unknown", "bandwidth", "mtbf", "profile", "seeds", "suffix", "config-dir"],
+    ids=[
+        *("sweep", "unknown", "bandwidth", "mtbf", "profile", "seeds", "suffix", "config-dir", "plot-directory"),
+        *("max-plt", "profile-policy", "profile-cluster"),
+    ],
 )
 def test_what_makes_no_sense_is_said_in_one_line(capsys, tmp_path, monkeypatch, argv, said):
     monkeypatch.chdir(tmp_path)

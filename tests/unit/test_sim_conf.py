@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 
 from moe_ckpt.cli.scenarios import CONFIG_DIR, layout_of, scenario_of
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.iteration import costs
+from moe_ckpt.sim.iteration import breakdown
 from moe_ckpt.sim.model import build
 
 GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
@@ -106,7 +106,7 @@ def test_iterations_of_the_paper(composed, setup, secs):
     assert iteration.secs == secs
     assert 0 < iteration.update_secs < 0.01 * secs
     assert secs / 3 < iteration.stage_secs < secs  # 12 stages and 16 micro-batches idle for 11 of 27 slots
-    estimated = costs(scenario.layout, scenario.batch, scenario.precision).secs
+    estimated = breakdown(scenario.layout, scenario.batch, scenario.precision).secs
     assert 0.5 < estimated / secs < 2.2  # as the module says of itself
 
 

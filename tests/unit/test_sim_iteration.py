@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
-from moe_ckpt.sim.iteration import Timing, bubble_fraction, costs, estimate, heaviest_chunk, pipeline_slots
+from moe_ckpt.sim.iteration import Timing, breakdown, bubble_fraction, estimate, heaviest_chunk, pipeline_slots
 from moe_ckpt.sim.model import ModelSpec, Precision, build
 from moe_ckpt.sim.training import Batch
 
@@ -26,7 +26,7 @@ FP16 = Precision()
 
 
 def cost(batch=64, micro=1, cluster=CLUSTER, model=MODEL, precision=FP16, timing=None, **parallel):
-    return costs(Layout(model, cluster, Parallel(**parallel)), Batch(batch, micro), precision, timing or Timing())
+    return breakdown(Layout(model, cluster, Parallel(**parallel)), Batch(batch, micro), precision, timing or Timing())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_arithmetic_in_one_byte_is_faster():
 
 def test_an_estimate_is_the_sum_of_its_costs():
     layout, batch = Layout(MODEL, CLUSTER, Parallel(pp=4, dp=2, ep=2)), Batch(64, 2)
-    found, parts = estimate(layout, batch, FP16), costs(layout, batch, FP16)
+    found, parts = estimate(layout, batch, FP16), breakdown(layout, batch, FP16)
     assert found.secs == pytest.approx(19 * parts.micro_secs + parts.sync_secs + parts.update_secs, rel=1e-12)
     assert (found.update_secs, found.stage_secs, found.frozen_saving) == (parts.update_secs, parts.stage_secs, 1 / 3)
 

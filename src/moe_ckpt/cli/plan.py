@@ -12,6 +12,7 @@ from moe_ckpt.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from moe_ckpt.engine.rates import Rates
+    from moe_ckpt.sim.failures import Failures
     from moe_ckpt.sim.planner import Candidate, Plan
     from moe_ckpt.sim.scenario import Scenario
     from moe_ckpt.sim.system import System
@@ -21,10 +22,11 @@ examples:
   moe-ckpt plan setup=moevement_deepseek failures.mtbf_secs=1800     a paper's model on a paper's cluster
   moe-ckpt plan model=qwen_moe cluster=h100_128 parallel=pp8_ep8_dp2 failures=components --plot roof.png
   moe-ckpt plan --profile run_profile.json failures.mtbf_secs=7200   a run of yours, as it measured itself
-  moe-ckpt plan --measure runs/ setup=tiny                           with this machine's own rates
+  moe-ckpt plan --measure . setup=tiny                               with this machine's own rates
 
 Settings are those of moe-ckpt simulate: group=choice, key=value. With --profile, the model, the cluster, the iteration
-time and the load are the profiled run's; of the settings, failures, duration_secs and seed count.
+time and the load are the profiled run's; failures, duration_secs and seed can be set, and fields of the cluster one by
+one, above all what a run does not measure: cluster.nic_bytes_per_sec=25e9 cluster.detect_secs=60.
 """
 
 BACKUP_SECS = 10800.0
@@ -69,9 +71,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.sim.planner import recommend, trainer_systems
 
+    if args.plot:
+        from moe_ckpt.cli.plan_plot import require_writable
+
+        require_writable(args.plot)
     rates = _measure(args.measure) if args.measure else None
     scenario = _scenario(args, rest, rates)
-    systems = trainer_systems(scenario, args.max_plt or 0.05)
+    systems = trainer_systems(scenario, args.max_plt)
     if not args.trainer_only:
         systems += simulated_systems(scenario)
     with progress_bar("simulating", unit="policies") as tell:
@@ -114,16 +120,28 @@ def _scenario(args: argparse.Namespace, overrides: Sequence[str], rates: Rates |
             f"plan compares policies in one setting, and {' '.join(overrides)} are {len(asked)}; sweep with simulate"
         )
     cfg = composed(asked[0])
-    if args.profile:
-        from moe_ckpt.policies import Dense
-        from moe_ckpt.sim.profile import read_profile, scenario_from
-        from moe_ckpt.sim.system import System
-
-        profile = read_profile(args.profile)
-        known = scenario_from(profile, failures_of(cfg), System("plan", Dense()), cfg.duration_secs, cfg.seed)
-    else:
-        known = scenario_of(cfg)
+    known = _profiled(args.profile, overrides, cfg, failures_of(cfg)) if args.profile else scenario_of(cfg)
     return known if rates is None else _with_rates(known, rates)
+
+
+def _profiled(path: str, overrides: Sequence[str], cfg: Any, failures: Failures) -> Scenario:
+    """The profiled run, with what the overrides may change of it. Raises ``ConfigError`` on any other override."""
+    from moe_ckpt.policies import Dense
+    from moe_ckpt.sim.profile import read_profile, scenario_from
+    from moe_ckpt.sim.system import System
+
+    keys = [text.lstrip("+~").partition("=")[0] for text in overrides]
+    cluster = [key.partition(".")[2] for key in keys if key.startswith("cluster.")]
+    others = [key for key in keys if key.split(".")[0] not in ("failures", "duration_secs", "seed", "cluster")]
+    if others or "cluster" in keys:
+        raise ConfigError(
+            f"{', '.join([*others, *(key for key in keys if key == 'cluster')])}: with --profile that is the profiled "
+            "run's own; set failures, duration_secs, seed, or fields such as cluster.nic_bytes_per_sec"
+        )
+    profile = read_profile(path)
+    machines = profile.cluster(**{field: cfg.cluster[field] for field in cluster})
+    system = System("plan", Dense())
+    return scenario_from(profile, failures, system, cfg.duration_secs, cfg.seed, cluster=machines)
 
 
 def _with_rates(scenario: Scenario, rates: Rates) -> Scenario:
@@ -255,5 +273,5 @@ def _plot(scenario: Scenario, plan: Plan, path: str) -> None:
     figure, _ = plot_roof(scenario, plan)
     try:
         figure.savefig(path, dpi=150)
-    except ValueError as error:  # matplotlib's answer to a suffix that it does not know
-        raise ConfigError(f"--plot {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: cannot be written: {error.strerror}") from error

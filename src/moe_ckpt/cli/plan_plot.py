@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_ckpt.cli.window_plot import pyplot
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.planner import Plan
 from moe_ckpt.sim.scenario import Scenario
 
 _LINKS = {"PCIe": "#1f4e8c", "NIC": "#d98c2b", "storage": "#7a3b8f"}
+
+
+def require_writable(path: str) -> None:
+    """Before minutes are spent on what is to be drawn.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+        ConfigError: it does not know the suffix, or there is no such directory.
+    """
+    known = pyplot("a picture of the plan").figure().canvas.get_supported_filetypes()
+    place = Path(path)
+    if place.suffix.lstrip(".") not in known:
+        raise ConfigError(f"--plot {path}: give a name that ends in one of .{', .'.join(sorted(known))}")
+    if not place.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no directory {place.parent}")
 
 
 def plot_roof(scenario: Scenario, plan: Plan, ax: Any = None) -> tuple[Any, Any]:

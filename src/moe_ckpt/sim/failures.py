@@ -73,7 +73,7 @@ class Poisson:
     mtbf_secs: float
 
     def __post_init__(self) -> None:
-        above_zero("Poisson", mtbf_secs=self.mtbf_secs)
+        above_zero(type(self).__name__, mtbf_secs=self.mtbf_secs)
 
     @property
     def tells_joins(self) -> bool:
@@ -84,18 +84,22 @@ class Poisson:
         return self.mtbf_secs
 
     def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
-        whole("Poisson.events", nodes=nodes)
+        whole(f"{type(self).__name__}.events", nodes=nodes)
         return self._drawn(rng, nodes)
 
     def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
         at = 0.0
         while True:
-            at += self.mtbf_secs * _waiting(rng)
+            at += self._between(_waiting(rng))
             yield Event(_whole_micros(at), _below(rng, nodes))
+
+    def _between(self, waiting: float) -> float:
+        """Seconds between two failures, from an exponential draw of mean 1."""
+        return self.mtbf_secs * waiting
 
 
 @dataclass(frozen=True)
-class Weibull:
+class Weibull(Poisson):
     """Failures of the whole job, ``mtbf_secs`` apart on average, with Weibull-distributed times between them.
 
     shape: below 1 failures come in bursts, with long quiet times (0.7 to 0.8 in high-performance computing: Schroeder
@@ -104,32 +108,16 @@ class Weibull:
     Each failure begins anew (a renewal process). The same seed scales with the MTBF as for ``Poisson``.
     """
 
-    mtbf_secs: float
     shape: float = 0.75
 
     def __post_init__(self) -> None:
-        above_zero("Weibull", mtbf_secs=self.mtbf_secs)
+        super().__post_init__()
         # Below that nearly all failures come at once, and the mean is made by waits of a billion times itself.
         at_least("Weibull", 0.1, shape=self.shape)
 
-    @property
-    def tells_joins(self) -> bool:
-        return False
-
-    @property
-    def mean_secs(self) -> float | None:
-        return self.mtbf_secs
-
-    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
-        whole("Weibull.events", nodes=nodes)
-        return self._drawn(rng, nodes)
-
-    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def _between(self, waiting: float) -> float:
         scale = self.mtbf_secs / math.gamma(1 + 1 / self.shape)
-        at = 0.0
-        while True:
-            at += scale * _waiting(rng) ** (1 / self.shape)
-            yield Event(_whole_micros(at), _below(rng, nodes))
+        return scale * float(waiting ** (1 / self.shape))
 
 
 @dataclass(frozen=True)

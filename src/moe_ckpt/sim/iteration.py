@@ -64,7 +64,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Costs:
+class Breakdown:
     """Where an estimated iteration's time goes, in seconds.
 
     compute_secs, exchange_secs, send_secs: of one micro-batch on the slowest stage, forward and backward: arithmetic,
@@ -121,7 +121,7 @@ def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
 
 
 def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Iteration:
-    """One iteration, from what ``timing`` gives and otherwise from ``costs``.
+    """One iteration, from what ``timing`` gives and otherwise from ``breakdown``.
 
     Raises:
         ConfigError: the batch does not divide, or nothing is given and the model's width is not known.
@@ -130,7 +130,7 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
     secs, update, stage = timing.secs, timing.update_secs, timing.stage_secs
     if secs is not None and (layout.model.hidden is None or None not in (update, stage)):
         return Iteration(secs, update or 0.0, stage, timing.frozen_saving)
-    found = costs(layout, batch, precision, timing)
+    found = breakdown(layout, batch, precision, timing)
     scale = 1.0 if secs is None else secs / found.secs
     return Iteration(
         secs=found.secs if secs is None else secs,
@@ -140,7 +140,7 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
     )
 
 
-def costs(layout: Layout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Costs:
+def breakdown(layout: Layout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Breakdown:
     """The estimate alone; ``secs``, ``update_secs`` and ``stage_secs`` of ``timing`` are not looked at.
 
     Raises:
@@ -158,7 +158,7 @@ def costs(layout: Layout, batch: Batch, precision: Precision, timing: Timing | N
     compute = [tokens * flops / speed for flops in _flops(layout)]
     exchange = _exchange_layers(layout, _exchange_secs(layout, tokens, timing))
     slowest = heaviest_chunk([a + b for a, b in zip(compute, exchange, strict=True)], parallel.pp * parallel.vpp)
-    return Costs(
+    return Breakdown(
         compute_secs=parallel.vpp * fsum(compute[slowest]),
         exchange_secs=parallel.vpp * fsum(exchange[slowest]),
         send_secs=_send_secs(layout, tokens, timing),

@@ -23,6 +23,9 @@ from moe_ckpt.sim.track import MovingBooks
 CLOSE = 0.005
 """ETTR this close counts as alike: then what loses no tokens goes first, and among these the simpler policy."""
 
+_KINDS: tuple[type, ...] = (Dense, CheckFreq, MoC, MoEtion, MoEvement)
+"""What is compared, the simplest first. Each is in the config group of the name that it describes itself by."""
+
 Progress = Callable[[int, int], None]
 """Told how many simulations are done, of how many."""
 
@@ -60,8 +63,13 @@ class Plan:
     best: Candidate | None
 
 
-def trainer_systems(scenario: Scenario, plt_budget: float = 0.05) -> list[System]:
-    """What a Trainer can run today, with settings that fit the scenario: all on storage, rolled back as a whole."""
+def trainer_systems(scenario: Scenario, most_plt: float = 0.05) -> list[System]:
+    """What a Trainer can run today, with settings that fit the scenario: all on storage, rolled back as a whole.
+
+    most_plt: as in ``recommend``; MoC's budget, which it does without where nothing or everything may be lost.
+    """
+    portion("plan", most_plt=most_plt)
+    budget = most_plt if 0 < most_plt < 1 else None
     layers = scenario.layout.model.catalog.layers
     least = min(layer.experts for layer in layers)
     ks = sorted({max(1, least // part) for part in (8, 4, 2)})
@@ -69,7 +77,7 @@ def trainer_systems(scenario: Scenario, plt_budget: float = 0.05) -> list[System
     return [
         replace(_skipping("dense", Dense()), interval=rule),
         _skipping("checkfreq", CheckFreq()),
-        *(_fitting(scenario, _skipping(f"moc_k{k}", MoC(k=k, plt_budget=plt_budget))) for k in ks),
+        *(_fitting(scenario, _skipping(f"moc_k{k}", MoC(k=k, plt_budget=budget))) for k in ks),
         _skipping("moetion", MoEtion()),
         replace(_skipping("moevement", MoEvement()), freeze=False),
     ]
@@ -133,8 +141,7 @@ def _best(usable: Sequence[Candidate]) -> Candidate | None:
 
 
 def _complexity(policy: Policy) -> int:
-    kinds = (Dense, CheckFreq, MoC, MoEtion, MoEvement)
-    return next((number for number, kind in enumerate(kinds) if isinstance(policy, kind)), len(kinds))
+    return next((number for number, kind in enumerate(_KINDS) if isinstance(policy, kind)), len(_KINDS))
 
 
 def _candidate(scenario: Scenario, system: System, seeds: int, most_plt: float) -> Candidate:
@@ -177,13 +184,10 @@ def overrides(policy: Policy, defaults: Mapping[str, Any] | None = None) -> str:
     Raises:
         ConfigError: the policy is in no config group.
     """
-    groups: dict[type, str] = {Dense: "dense", CheckFreq: "checkfreq", MoC: "moc", MoEtion: "moetion"}
-    group = {**groups, MoEvement: "moevement"}.get(type(policy))
-    if group is None:
+    if type(policy) not in _KINDS:
         raise ConfigError(f"{type(policy).__name__} is in no config group of moe_ckpt/policy")
-    settings = dict(vars(policy))
-    said = [f"moe_ckpt/policy={group}"]
-    for name, value in settings.items():
+    said = [f"moe_ckpt/policy={policy.describe()['name']}"]
+    for name, value in vars(policy).items():
         if defaults is None or defaults.get(name, ...) != value:
             said.append(f"moe_ckpt.policy.{name}={'null' if value is None else value}")
     return " ".join(said)

@@ -22,10 +22,6 @@ class Repair:
     retrieve: float
     replay: float
 
-    @property
-    def secs(self) -> float:
-        return self.retrieve + self.replay
-
 
 class Recoveries:
     """Times of recoveries of one system on one layout.

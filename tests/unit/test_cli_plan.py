@@ -12,6 +12,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.cli.plan import COLUMNS, simulated_systems
 from moe_ckpt.cli.scenarios import scenario_of
 from moe_ckpt.cli.sweeps import combinations, composed
+from tests.unit.test_profile import PROFILE, encoded
 
 QUICK = ("setup=moetion_2_9b", "failures.mtbf_secs=1800", "duration_secs=3600", "iteration.secs=6", "--seeds", "1")
 
@@ -124,6 +125,16 @@ def test_what_makes_no_sense_is_said_in_one_line(capsys, tmp_path, monkeypatch, 
     assert said in err
     assert len(err.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_profiled_cluster_single_fields_can_be_said(capsys, tmp_path):
+    path = tmp_path / "p.json"
+    path.write_bytes(encoded(PROFILE))
+    asked = ("--profile", str(path), "duration_secs=60", "failures.mtbf_secs=3000", "--trainer-only", "--json")
+    before = json.loads(call(capsys, *asked)[1])["cluster"]
+    after = json.loads(call(capsys, *asked, "cluster.detect_secs=7", "cluster.nic_bytes_per_sec=25e9")[1])["cluster"]
+    assert after == {**before, "detect_secs": 7, "nic_bytes_per_sec": 25e9}
+    assert before["detect_secs"] != 7
 
 
 def test_where_no_policy_can_be_used_the_exit_code_is_1(capsys):

@@ -106,8 +106,8 @@ def test_loading():
     costs = costs_of(tried)
     recoveries, counts = Recoveries(costs, 16), tried.load.draw(None, 4, 8)
     copy = costs.dense.rank / 200e3
-    assert recoveries.whole(None, counts, from_storage=True).secs == pytest.approx(copy + costs.dense.total / 400e3)
-    assert recoveries.whole(None, counts, from_storage=False).secs == pytest.approx(copy + costs.dense.rank / 50e3)
+    assert recoveries.whole(None, counts, from_storage=True).retrieve == pytest.approx(copy + costs.dense.total / 400e3)
+    assert recoveries.whole(None, counts, from_storage=False).retrieve == pytest.approx(copy + costs.dense.rank / 50e3)
 
 
 def test_replayed_work_goes_by_parameters_and_tokens():

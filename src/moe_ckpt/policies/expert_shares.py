@@ -144,6 +144,11 @@ class Stage:
     def total(self) -> int:
         return sum(layer.experts for layer in self.layers)
 
+    @cached_property
+    def experts(self) -> frozenset[Expert]:
+        """All of them."""
+        return frozenset((layer.index, expert) for layer in self.layers for expert in range(layer.experts))
+
     @lru_cache(maxsize=1024)  # noqa: B019 - stages are few and stay
     def most(self, limit: int | None, least: int) -> tuple[int, int | None]:
         """How many experts are saved, and how many of them any rank may own.

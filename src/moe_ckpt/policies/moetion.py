@@ -5,7 +5,7 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, isfinite
 from typing import Any
@@ -107,17 +107,25 @@ class MoEtion:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):
             return save_nothing(context.step)
         limit = self.budget_bytes(context.measured) if self.experts is None else None
-        missing = experts_of(context, context.missing)
-        experts: set[Expert] = set()
-        total = 0
-        for stage in stages_of(context, weighed=limit is not None):
-            most, capacity = stage.most(limit, len(stage.layers) * (self.experts or 1))
-            experts |= self._choose(context, stage, most, capacity, missing)
-            total += most
-        chosen = {expert_id(*expert) for expert in experts}
-        chosen.update(op.id for op in context.catalog.always_saved)
-        stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
+        stages = stages_of(context, weighed=limit is not None)
+        room = [stage.most(limit, len(stage.layers) * (self.experts or 1)) for stage in stages]
+        total = sum(most for most, _ in room)
+        if total >= len(context.catalog.experts):
+            stored = context.catalog.everything
+        else:
+            stored = self._stored(context, list(zip(stages, room, strict=True)))
         return save_full(context.step, stored, k=total // max(len(context.catalog.layers), 1))
+
+    def _stored(
+        self, context: PolicyContext, rooms: Sequence[tuple[Stage, tuple[int, int | None]]]
+    ) -> tuple[str, ...]:
+        """In the catalog's order. rooms: each stage, with what ``Stage.most`` says of it."""
+        missing = experts_of(context, context.missing)
+        chosen = {op.id for op in context.catalog.always_saved}
+        for stage, (most, capacity) in rooms:
+            experts = stage.experts if most >= stage.total else self._choose(context, stage, most, capacity, missing)
+            chosen.update(expert_id(*expert) for expert in experts)
+        return tuple(sorted(chosen, key=context.catalog.place.__getitem__))
 
     def _choose(
         self, context: PolicyContext, stage: Stage, most: int, capacity: int | None, missing: Collection[Expert]

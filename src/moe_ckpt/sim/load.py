@@ -81,9 +81,9 @@ def _whole_parts(weights: npt.NDArray[np.float64] | npt.NDArray[np.int64], total
     portions = np.asarray(weights, dtype=np.float64)
     exact = portions / portions.sum(axis=1, keepdims=True) * total
     found: npt.NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    left = np.maximum(total - found.sum(axis=1), 0)
+    left = np.maximum(total - found.sum(axis=1, keepdims=True), 0)
     order = np.argsort(-(exact - found), axis=1, kind="stable")
-    for row, count in enumerate(left.tolist()):
-        for at in range(count):
-            found[row, order[row, at % found.shape[1]]] += 1
+    columns = found.shape[1]
+    more = left // columns + (np.arange(columns) < left % columns)  # of the first in order, the second, ...
+    np.put_along_axis(found, order, np.take_along_axis(found, order, axis=1) + more, axis=1)
     return found

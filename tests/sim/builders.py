@@ -10,14 +10,14 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
 from moe_ckpt.sim.failures import Event, Failures, NoFailures
 from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.model import ModelSpec, Precision, build
+from moe_ckpt.sim.model import ModelSpec, Precision
 from moe_ckpt.sim.scenario import Outcome, Scenario
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.traces import Trace
 from moe_ckpt.sim.training import Batch, Iteration
 
 SPEC = ModelSpec("toy", layers=4, hidden=16, experts=8, top_k=2, expert_ffn=32, vocab=64, seq=8)
-MODEL = build(SPEC)
+MODEL = SPEC.build()
 PRECISION = Precision(compute_bytes=1, master_bytes=2, optimizer_bytes=4)
 EVEN = ExpertLoad(skewness=0.0, drift=0.0)
 

@@ -16,7 +16,6 @@ from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.failing import FUTILE_FAILURES
 from moe_ckpt.sim.failures import Event, Poisson, Weibull
 from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.model import build
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.traces import Trace
@@ -97,7 +96,7 @@ def test_more_experts_than_there_are():
 
 
 def test_more_slots_than_operators():
-    count = len(build(SPEC).catalog.operators)
+    count = len(SPEC.build().catalog.operators)
     with pytest.raises(ConfigError, match=rf"window={count + 1}.*only {count} operators"):
         scenario(MoEvement(window=count + 1))
 

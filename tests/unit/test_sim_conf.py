@@ -13,7 +13,6 @@ from hydra.utils import instantiate
 from moe_ckpt.cli.scenarios import CONFIG_DIR, layout_of, scenario_of
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.iteration import breakdown
-from moe_ckpt.sim.model import build
 
 GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
 
@@ -73,7 +72,7 @@ def test_layouts_are_what_they_are_called(composed, name):
     assert {degree: getattr(parallel, degree) for degree in ("pp", "ep", "dp")} == {"pp": 1, "ep": 1, "dp": 1, **said}
 
 
-GPUS = {"32b": 512, "67b": 1536, "145b": 4096, "671b": 16384, "pec": 8, "tiny": 1}
+GPUS = {"swin": 8, "32b": 512, "67b": 1536, "145b": 4096, "671b": 16384, "pec": 8, "tiny": 1}
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -122,7 +121,7 @@ def test_the_command_line_wins_over_a_setup(composed):
 
 def model(composed, name, *overrides):
     spec = instantiate(composed(f"model={name}", *overrides).model)
-    return spec, build(spec)
+    return spec, spec.build()
 
 
 @pytest.mark.parametrize("name", sorted(set(choices("model")) - {"tiny"}))
@@ -153,6 +152,12 @@ def test_models_are_those_of_the_papers(composed, name):
 def test_shapes_that_the_papers_name(composed, name, layers, moe_layers, experts, top_k):
     spec, _ = model(composed, name)
     assert (spec.layers, len(spec.moe_layers), spec.experts, spec.top_k) == (layers, moe_layers, experts, top_k)
+
+
+def test_swin_has_the_layers_of_table_2(composed):
+    spec, found = model(composed, "swinv2_moe")
+    assert (spec.depths, spec.num_heads) == ([2, 2, 18, 2], [3, 6, 12, 24])
+    assert (len(found.catalog.layers), {layer.experts for layer in found.catalog.layers}) == (10, {8})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from moe_ckpt.sim.formulas import (
     whole_iterations,
     young_interval_secs,
 )
-from moe_ckpt.sim.model import ModelSpec, build
+from moe_ckpt.sim.model import ModelSpec
 from moe_ckpt.sim.size_formulas import (
     CountedWindow,
     counted_slot_bytes,
@@ -261,7 +261,7 @@ def test_pec_grows_with_k_up_to_all(rest, per, experts, data):
 
 
 def moetion_model():
-    return build(ModelSpec("moe_gpt_1_6b_64e", 24, 2176, 64, 1, 8704, 50304, learned_positions=True))
+    return ModelSpec("moe_gpt_1_6b_64e", 24, 2176, 64, 1, 8704, 50304, learned_positions=True).build()
 
 
 def test_moetion_of_the_paper():

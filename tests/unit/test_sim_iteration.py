@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
 from moe_ckpt.sim.iteration import Timing, breakdown, bubble_fraction, estimate, heaviest_chunk, pipeline_slots
-from moe_ckpt.sim.model import ModelSpec, Precision, build
+from moe_ckpt.sim.model import ModelSpec, Precision
 from moe_ckpt.sim.training import Batch
 
 SPEC = ModelSpec("m", layers=8, hidden=64, experts=16, top_k=2, expert_ffn=128, vocab=1000, seq=128, bias=False)
-MODEL = build(SPEC)
+MODEL = SPEC.build()
 CLUSTER = Cluster(
     "c", nodes=256, flops_per_sec=1e12, mfu=0.5, nvlink_bytes_per_sec=1e11, nic_bytes_per_sec=8e9, alpha_secs=1e-6
 )
@@ -60,7 +60,7 @@ def test_arithmetic_by_hand():
 
 
 def test_a_tied_head_costs_what_its_own_would():
-    tied = build(replace(SPEC, tied=True))
+    tied = replace(SPEC, tied=True).build()
     assert cost(model=tied).compute_secs == pytest.approx(cost().compute_secs, rel=1e-12)
 
 
@@ -72,8 +72,8 @@ def test_the_slowest_stage_sets_the_pace():
 
 def test_the_head_counts_where_layers_are_dealt_out():
     """A head as heavy as 3.8 of 8 layers: of three stages it has one for itself."""
-    heavy = build(replace(SPEC, vocab=4000))
-    layer = cost(model=build(replace(SPEC, vocab=1)), cluster=FREE, pp=8).compute_secs
+    heavy = replace(SPEC, vocab=4000).build()
+    layer = cost(model=replace(SPEC, vocab=1).build(), cluster=FREE, pp=8).compute_secs
     head = cost(model=heavy, cluster=FREE).compute_secs - 8 * layer
     found = cost(model=heavy, cluster=FREE, pp=3).compute_secs
     assert found == pytest.approx(4 * layer, rel=0.01)
@@ -136,7 +136,7 @@ def test_gradients_are_reduced_over_the_ranks_that_hold_the_same():
 
 def test_fewer_experts_than_ranks_repeat():
     """Four experts over eight ranks: two copies of each, reduced with each other."""
-    few = build(replace(SPEC, experts=4))
+    few = replace(SPEC, experts=4).build()
     found = cost(model=few, ep=8, timing=Timing(overlap=0))
     dense = few.total - few.expert_total
     rings = 2 * 7 * (1e-6 + dense * 2 / 8 / 1e11) + 2 * (1e-6 + few.expert_total / 4 * 2 / 2 / 1e11)
@@ -177,7 +177,7 @@ def test_a_given_time_keeps_its_last_bit():
 
 
 def test_without_a_width_the_time_must_be_given():
-    layout, batch = Layout(replace(MODEL, hidden=None), CLUSTER, Parallel(pp=4)), Batch(64, 2)
+    layout, batch = Layout(replace(MODEL, shapes=None), CLUSTER, Parallel(pp=4)), Batch(64, 2)
     with pytest.raises(ConfigError, match=r"model 'm'.*not known.*give iteration.secs"):
         estimate(layout, batch, FP16)
     found = estimate(layout, batch, FP16, Timing(secs=3.0))

@@ -8,14 +8,14 @@ import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
-from moe_ckpt.sim.model import ModelSpec, Precision, build
+from moe_ckpt.sim.model import LayerShape, ModelSpec, Precision
 
 SMALL = ModelSpec("small", layers=4, hidden=8, experts=4, top_k=2, expert_ffn=16, vocab=100, seq=32, moe_every=2)
 """Two of four layers have experts."""
 
 
 def test_parameters_are_counted_operator_by_operator():
-    model = build(SMALL)
+    model = SMALL.build()
     attention = 4 * 8 * 8 + 4 * 8 + 2 * 2 * 8  # four matrices, their biases, two norms
     ffn, expert = 2 * 8 * 32 + 32 + 8, 2 * 8 * 16 + 16 + 8
     assert model.elements["non_expert/embedding"] == 800
@@ -26,7 +26,7 @@ def test_parameters_are_counted_operator_by_operator():
     assert model.total == 2 * 800 + 4 * attention + 2 * ffn + 8 * expert + 2 * 32 + 16
     assert model.active == model.total - 2 * 2 * expert
     assert model.expert_total == 8 * expert
-    assert model.hidden == 8
+    assert model.shapes == (LayerShape(SMALL.seq, 8, SMALL.seq),) * 4
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_parameters_are_counted_operator_by_operator():
     ],
 )
 def test_what_a_width_adds(change, difference):
-    assert build(replace(SMALL, **change)).total - build(SMALL).total == difference
+    assert replace(SMALL, **change).build().total - SMALL.build().total == difference
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_what_is_refused(change, said):
 
 
 def test_bytes_follow_the_precision():
-    sizes = build(SMALL).sizes(Precision(1, 2, 3))
+    sizes = SMALL.build().sizes(Precision(1, 2, 3))
     assert (sizes["gate/0"].full, sizes["gate/0"].compute) == (32 * 5, 32)
 
 
 def layout(layers, **parallel):
-    model = build(replace(SMALL, layers=layers, moe_every=1))
+    model = replace(SMALL, layers=layers, moe_every=1).build()
     return Layout(model, Cluster("c", nodes=32), Parallel(**parallel))
 
 

@@ -14,7 +14,7 @@ from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Poisson
 from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.model import ModelSpec, Precision, build
+from moe_ckpt.sim.model import ModelSpec, Precision
 from moe_ckpt.sim.planner import overrides, recommend, trainer_systems
 from moe_ckpt.sim.resources import use_of
 from moe_ckpt.sim.run import simulate
@@ -22,7 +22,7 @@ from moe_ckpt.sim.scenario import Scenario
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.training import Batch, Iteration
 
-MODEL = build(ModelSpec("small", layers=4, hidden=256, experts=8, top_k=2, expert_ffn=1024, vocab=1000))
+MODEL = ModelSpec("small", layers=4, hidden=256, experts=8, top_k=2, expert_ffn=1024, vocab=1000).build()
 LINKS = {"pcie_bytes_per_sec": 1e9, "nic_bytes_per_sec": 4e9, "storage_bytes_per_sec": 1e9}
 
 

@@ -19,8 +19,9 @@ from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
 from moe_ckpt.sim.failures import Failures
 from moe_ckpt.sim.iteration import Timing, estimate
 from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.model import ModelSpec, Precision, SimModel, build
+from moe_ckpt.sim.model import ModelSpec, Precision, SimModel
 from moe_ckpt.sim.scenario import Scenario
+from moe_ckpt.sim.swin import SwinSpec
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.training import Batch, Iteration
 
@@ -38,7 +39,7 @@ def failures_of(cfg: DictConfig) -> Failures:
 def scenario_of(cfg: DictConfig) -> Scenario:
     """What ``cfg`` describes, a config composed from ``simulate``.
 
-    A group may also name a class of one's own: ``model`` one that makes a ``SimModel``, ``iteration`` an ``Iteration``.
+    A group may also name what one has oneself: ``model`` what makes a ``SimModel``, ``iteration`` an ``Iteration``.
 
     Raises:
         ConfigError: a value is missing or makes no sense, or two contradict each other.
@@ -62,8 +63,8 @@ def scenario_of(cfg: DictConfig) -> Scenario:
 
 def layout_of(cfg: DictConfig) -> Layout:
     """The model on the cluster. Raises ``ConfigError`` as ``scenario_of``."""
-    spec = _made(cfg, "model", ModelSpec, SimModel)
-    model = build(spec) if isinstance(spec, ModelSpec) else spec
+    spec: ModelSpec | SwinSpec | SimModel = _made(cfg, "model", ModelSpec, SwinSpec, SimModel)
+    model = spec if isinstance(spec, SimModel) else spec.build()
     return Layout(model, _made(cfg, "cluster", Cluster), _made(cfg, "parallel", Parallel))
 
 
@@ -81,8 +82,8 @@ def _require_complete(cfg: DictConfig) -> None:
         raise ConfigError(f"{', '.join(missing)} must be given: {' '.join(f'{name}=...' for name in missing)}")
 
 
-def _made(cfg: DictConfig, group: str, kind: type[_T], other: type | None = None) -> _T:
-    """What the ``_target_`` of ``group`` makes, which must be a ``kind`` or an ``other``."""
+def _made(cfg: DictConfig, group: str, kind: type[_T], *others: type) -> _T:
+    """What the ``_target_`` of ``group`` makes, which must be a ``kind`` or one of ``others``."""
     node = _value(cfg, group)
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{group}: nothing with a _target_ was chosen; choose one with {group}=..., see --help")
@@ -90,8 +91,9 @@ def _made(cfg: DictConfig, group: str, kind: type[_T], other: type | None = None
         made = instantiate(node)
     except (HydraException, OmegaConfBaseException) as error:
         raise _cause(group, error) from error
-    if not isinstance(made, (kind, other or kind)):
-        wanted = kind.__name__ if other is None else f"{kind.__name__} or {other.__name__}"
+    kinds = (kind, *others)
+    if not isinstance(made, kinds):
+        wanted = " or ".join(each.__name__ for each in kinds)
         raise ConfigError(f"{group}: {node._target_} made a {type(made).__name__}, not a {wanted}")
     return cast(_T, made)
 

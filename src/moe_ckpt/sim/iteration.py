@@ -17,7 +17,7 @@ from moe_ckpt.core.operators import Operator, OperatorKind, non_expert_id
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import above_zero, at_least, portion, whole
 from moe_ckpt.sim.cluster import Cluster, Layout
-from moe_ckpt.sim.model import Precision
+from moe_ckpt.sim.model import LayerShape, Precision
 from moe_ckpt.sim.training import Batch, Iteration
 
 _EMBEDDING, _HEAD = non_expert_id("embedding"), non_expert_id("head")
@@ -128,7 +128,7 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
     """
     timing = timing or Timing()
     secs, update, stage = timing.secs, timing.update_secs, timing.stage_secs
-    if secs is not None and (layout.model.hidden is None or None not in (update, stage)):
+    if secs is not None and (layout.model.shapes is None or None not in (update, stage)):
         return Iteration(secs, update or 0.0, stage, timing.frozen_saving)
     found = breakdown(layout, batch, precision, timing)
     scale = 1.0 if secs is None else secs / found.secs
@@ -156,7 +156,7 @@ def breakdown(layout: Layout, batch: Batch, precision: Precision, timing: Timing
     if precision.compute_bytes <= 1:
         speed *= timing.fp8_speedup
     compute = [tokens * flops / speed for flops in _flops(layout)]
-    exchange = _exchange_layers(layout, _exchange_secs(layout, tokens, timing))
+    exchange = _exchange_layers(layout, tokens, timing)
     slowest = heaviest_chunk([a + b for a, b in zip(compute, exchange, strict=True)], parallel.pp * parallel.vpp)
     return Breakdown(
         compute_secs=parallel.vpp * fsum(compute[slowest]),
@@ -195,25 +195,30 @@ def _cut(weights: Sequence[float], limit: float) -> list[slice]:
 
 
 def _flops(layout: Layout) -> list[float]:
-    """Of one token, forward and backward: before the first layer, of each layer, and after the last."""
-    model = layout.model
-    found = [0.0] * (model.network_layers + 2)
+    """Per token of a sequence, forward and backward: before the first layer, of each layer, and after the last.
+
+    What comes before the first layer sees as many tokens as that one, what comes after the last as many as that.
+    """
+    model, shapes = layout.model, _shapes(layout)
+    found = [0.0] * (len(shapes) + 2)
     for operator in model.catalog.operators:
         used = model.elements[operator.id] * _used(operator, layout)
         found[model.stage_layer[operator.id] + 1] += _FLOPS_PER_PARAMETER * used
-    for layer in range(model.network_layers):
-        found[layer + 1] += _ATTENTION_FLOPS * model.seq * _width(layout)
+    for layer, shape in enumerate(shapes):
+        found[layer + 1] += _ATTENTION_FLOPS * shape.span * shape.width
     if _HEAD not in model.elements and _EMBEDDING in model.elements:  # tied: multiplied by at the end
         found[-1] += _FLOPS_PER_PARAMETER * model.elements[_EMBEDDING]
-    return found
+    seen = (shapes[0], *shapes, shapes[-1])
+    return [flops * (shape.tokens / model.seq) for flops, shape in zip(found, seen, strict=True)]
 
 
-def _exchange_layers(layout: Layout, secs: float) -> list[float]:
-    """``secs`` for each layer with experts, at the places of ``_flops``."""
-    model = layout.model
-    found = [0.0] * (model.network_layers + 2)
+def _exchange_layers(layout: Layout, tokens: float, timing: Timing) -> list[float]:
+    """Seconds of each layer with experts, at the places of ``_flops``."""
+    model, shapes = layout.model, _shapes(layout)
+    found = [0.0] * (len(shapes) + 2)
     for moe in model.catalog.layers:
-        found[model.stage_layer[f"expert/{moe.index}/0"] + 1] = secs
+        layer = model.stage_layer[f"expert/{moe.index}/0"]
+        found[layer + 1] = _exchange_secs(layout, tokens * _values(layout, shapes[layer]), timing)
     return found
 
 
@@ -243,13 +248,18 @@ def _used(operator: Operator, layout: Layout) -> float:
     return 0.0 if operator.id == _EMBEDDING else 1.0  # looked up
 
 
-def _width(layout: Layout) -> int:
-    if layout.model.hidden is None:
+def _shapes(layout: Layout) -> tuple[LayerShape, ...]:
+    if layout.model.shapes is None:
         raise ConfigError(
-            f"model {layout.model.name!r}: its width (hidden) is not known, so an iteration cannot be estimated; "
-            "give iteration.secs"
+            f"model {layout.model.name!r}: the widths of its layers (shapes) are not known, so an iteration cannot be "
+            "estimated; give iteration.secs"
         )
-    return layout.model.hidden
+    return layout.model.shapes
+
+
+def _values(layout: Layout, shape: LayerShape) -> float:
+    """That a layer works on, per token of a sequence."""
+    return shape.width * shape.tokens / layout.model.seq
 
 
 def _spread(layout: Layout) -> int:
@@ -269,18 +279,19 @@ def _send_secs(layout: Layout, tokens: float, timing: Timing) -> float:
         return 0.0
     near = layout.parallel.ranks <= cluster.gpus_per_node
     rate = cluster.nvlink_bytes_per_sec if near else cluster.nic_bytes_per_sec / cluster.gpus_per_node
-    message = cluster.alpha_secs + tokens * _width(layout) * timing.activation_bytes / rate
+    most = max(_values(layout, shape) for shape in _shapes(layout))
+    message = cluster.alpha_secs + tokens * most * timing.activation_bytes / rate
     return 2 * parallel.vpp * message
 
 
-def _exchange_secs(layout: Layout, tokens: float, timing: Timing) -> float:
+def _exchange_secs(layout: Layout, values: float, timing: Timing) -> float:
     """Of one micro-batch in one MoE layer: tokens to their experts and back, forward and backward."""
     cluster, ep = layout.cluster, layout.parallel.ep
     if ep == 1:
         return 0.0
     near = _within_node(cluster, layout, ep)
     rate = cluster.nvlink_bytes_per_sec if near else cluster.nic_bytes_per_sec / cluster.gpus_per_node
-    nbytes = layout.model.top_k * tokens * _width(layout) * timing.activation_bytes * (ep - 1) / ep
+    nbytes = layout.model.top_k * values * timing.activation_bytes * (ep - 1) / ep
     return 4 * (cluster.alpha_secs * (ep - 1) + nbytes / rate)
 
 

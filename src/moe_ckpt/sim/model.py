@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span, expert_id, gate_id, non_expert_id
 from moe_ckpt.core.window import OperatorBytes
@@ -108,6 +109,37 @@ class ModelSpec:
             return self.attention_params + norms
         return 4 * self.hidden**2 + (4 * self.hidden if self.bias else 0) + norms
 
+    def build(self) -> SimModel:
+        """The operators, in the order of the network."""
+        shapes = (LayerShape(self.seq, self.hidden, self.seq),) * self.layers
+        return assemble(self.name, self._weights(), self.moe_layers, self.experts, self.top_k, self.seq, shapes)
+
+    def _weights(self) -> Iterator[Weight]:
+        embedding = self.vocab * self.hidden + (self.seq * self.hidden if self.learned_positions else 0)
+        yield single("embedding", embedding, -1)
+        at = {layer: index for index, layer in enumerate(self.moe_layers)}
+        for layer in range(self.layers):
+            yield single(f"layers.{layer}.attention", self.attention, layer)
+            if layer not in at:
+                yield single(f"layers.{layer}.ffn", self.ffn_params(self.ffn or 4 * self.hidden), layer)
+                continue
+            if self.shared_expert_ffn:
+                yield single(f"layers.{layer}.shared", self.ffn_params(self.shared_expert_ffn), layer)
+            each = self.ffn_params(self.expert_ffn)
+            yield from experts_of(at[layer], self.experts, self.hidden * self.experts, each, layer)
+        yield single("final_norm", self.hidden * (2 if self.bias else 1), self.layers)
+        if not self.tied:
+            yield single("head", self.vocab * self.hidden, self.layers)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer works on. tokens: of one sequence. width: of each. span: tokens that each attends to."""
+
+    tokens: int
+    width: int
+    span: int
+
 
 @dataclass(frozen=True)
 class SimModel:
@@ -115,7 +147,8 @@ class SimModel:
 
     elements: parameters of each operator. stage_layer: operator -> layer of the network that it belongs to, -1 for what
         comes before the first and ``network_layers`` for what comes after the last.
-    hidden: width of what layers hand on; None where it is not known, and then iterations cannot be estimated.
+    seq: tokens of one sequence, as its first MoE layer routes them.
+    shapes: of each layer of the network; None where they are not known, and then iterations cannot be estimated.
     exact_bytes: what every operator was weighed to be in a real run; None: elements times the precision's bytes.
     """
 
@@ -126,7 +159,7 @@ class SimModel:
     network_layers: int
     top_k: int
     seq: int = 2048
-    hidden: int | None = None
+    shapes: tuple[LayerShape, ...] | None = None
     exact_bytes: Mapping[str, OperatorBytes] | None = None
 
     @cached_property
@@ -155,51 +188,50 @@ class SimModel:
         }
 
 
-def build(spec: ModelSpec) -> SimModel:
-    """The operators of ``spec``, in the order of the network."""
-    rows = list(_operators(spec))
-    layers = tuple(MoELayer(at, f"layers.{i}", spec.experts, spec.top_k) for at, i in enumerate(spec.moe_layers))
+def assemble(
+    name: str,
+    weights: Iterable[Weight],
+    moe_layers: Sequence[int],
+    experts: int,
+    top_k: int,
+    seq: int,
+    shapes: tuple[LayerShape, ...],
+) -> SimModel:
+    """A model of operators in the order of the network. moe_layers: which of its layers have ``experts`` experts."""
+    rows = tuple(weights)
+    layers = tuple(MoELayer(at, f"layers.{i}", experts, top_k) for at, i in enumerate(moe_layers))
     # Policies ask for ids, kinds and layers only: one made-up parameter stands for each operator.
-    catalog = Catalog(tuple(op for op, _, _ in rows), layers, {op.id: (1,) for op, _, _ in rows})
+    catalog = Catalog(tuple(row.operator for row in rows), layers, {row.operator.id: (1,) for row in rows})
     return SimModel(
-        spec.name,
-        catalog,
-        {op.id: count for op, count, _ in rows},
-        {op.id: layer for op, _, layer in rows},
-        spec.layers,
-        spec.top_k,
-        spec.seq,
-        spec.hidden,
+        name=name,
+        catalog=catalog,
+        elements={row.operator.id: row.elements for row in rows},
+        stage_layer={row.operator.id: row.layer for row in rows},
+        network_layers=len(shapes),
+        top_k=top_k,
+        seq=seq,
+        shapes=shapes,
     )
 
 
-def _operators(spec: ModelSpec) -> Iterator[tuple[Operator, int, int]]:
-    """(operator, parameters, layer of the network)."""
-    embedding = spec.vocab * spec.hidden + (spec.seq * spec.hidden if spec.learned_positions else 0)
-    yield _non_expert("embedding"), embedding, -1
-    at = {layer: index for index, layer in enumerate(spec.moe_layers)}
-    for layer in range(spec.layers):
-        yield _non_expert(f"layers.{layer}.attention"), spec.attention, layer
-        if layer not in at:
-            yield _non_expert(f"layers.{layer}.ffn"), spec.ffn_params(spec.ffn or 4 * spec.hidden), layer
-            continue
-        if spec.shared_expert_ffn:
-            yield _non_expert(f"layers.{layer}.shared"), spec.ffn_params(spec.shared_expert_ffn), layer
-        index = at[layer]
-        gate = gate_id(index)
-        yield Operator(gate, OperatorKind.GATE, (Span(gate),), index), spec.hidden * spec.experts, layer
-        for expert in range(spec.experts):
-            name = expert_id(index, expert)
-            yield (
-                Operator(name, OperatorKind.EXPERT, (Span(name),), index, expert),
-                spec.ffn_params(spec.expert_ffn),
-                layer,
-            )
-    yield _non_expert("final_norm"), spec.hidden * (2 if spec.bias else 1), spec.layers
-    if not spec.tied:
-        yield _non_expert("head"), spec.vocab * spec.hidden, spec.layers
+class Weight(NamedTuple):
+    """An operator, its parameters, and the layer of the network that it belongs to, as ``SimModel.stage_layer``."""
+
+    operator: Operator
+    elements: int
+    layer: int
 
 
-def _non_expert(group: str) -> Operator:
+def single(group: str, elements: int, layer: int) -> Weight:
+    """What is no part of experts or gates."""
     name = non_expert_id(group)
-    return Operator(name, OperatorKind.NON_EXPERT, (Span(name),))
+    return Weight(Operator(name, OperatorKind.NON_EXPERT, (Span(name),)), elements, layer)
+
+
+def experts_of(index: int, experts: int, gate: int, each: int, layer: int) -> Iterator[Weight]:
+    """The gate and the experts of one MoE layer. gate, each: parameters."""
+    name = gate_id(index)
+    yield Weight(Operator(name, OperatorKind.GATE, (Span(name),), index), gate, layer)
+    for expert in range(experts):
+        name = expert_id(index, expert)
+        yield Weight(Operator(name, OperatorKind.EXPERT, (Span(name),), index, expert), each, layer)

@@ -218,3 +218,25 @@ def test_checkfreq_on_real_time_saves_and_commits_all(tmp_path):
     assert len(begun) >= 3
     assert [m.step for m in manifests(tmp_path)] == begun
     assert all(m.policy["name"] == "checkfreq" for m in manifests(tmp_path))
+
+
+def test_a_restarted_meter_knows_what_was_measured_before():
+    """And slow laps at the start do not push it aside at once."""
+    before = Meter()
+    now = laps(before, [(1.0, False)] * 10 + [(1.5, True), (1.0, False)])
+    before.resolved(0.75)
+    before.moved([Resolution(0, 9, "s", True, None, 0.75, nbytes=600, copy_secs=0.5, write_secs=2.0)])
+    meter = Meter()
+    assert meter.known == {}
+    meter.resume(before.known)
+    assert meter.measured() == before.measured() == Measured(1.0, 0.5, 0.75, 1200.0, 300.0, 1.0)
+    now = laps(meter, [(60.0, False)] * 5, now)
+    assert meter.measured() == before.measured()
+    laps(meter, [(3.0, False)] * 20, now)
+    assert meter.measured().iteration_secs == meter.measured().recent_iteration_secs == 3.0
+
+
+def test_what_was_not_measured_before_is_not_known_after():
+    meter = Meter()
+    meter.resume({"iteration_secs": 2.0})
+    assert meter.measured() == Measured(iteration_secs=2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.errors import ConfigError, HostMemoryError, SaveFailedError, StoreInUseError
 from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.policies import Dense
+from moe_ckpt.policies import Dense, Measured
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import (
@@ -187,6 +187,44 @@ def test_adopting_from_another_store_writes_dense_first(tmp_path):
     assert_view(tmp_path / "new", MODEL, first, dict.fromkeys(ALL, 4))
     assert_view(tmp_path / "new", MODEL, last, versions_after([(4, set()), (5, sequential(1))]))
     assert all(path.startswith("step_0000000") and path[:13] != step_dir(3, 0) for path in last.paths)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A policy, and what it was told to be measured."""
+
+    policy: Dense
+    told: list[Measured] = field(default_factory=list)
+
+    def plan(self, context):
+        self.told.append(context.measured)
+        return self.policy.plan(context)
+
+    def check(self, catalog):
+        self.policy.check(catalog)
+
+    def describe(self):
+        return self.policy.describe()
+
+
+def test_a_second_life_knows_what_the_first_one_measured(tmp_path):
+    """So that an interval or a window is right at once, not only after another checkpoint was timed."""
+    with Life(LocalStorage(tmp_path), policy=Heard(Dense(2))) as life:
+        life.go(8, settle=True)
+        known = life.session._meter.known
+    [*_, newest] = manifests(tmp_path)
+    assert newest.measured.keys() == known.keys() == vars(Measured()).keys()
+    for ranks in (newest.world_size, newest.world_size + 1):
+        second = Heard(Dense(2))
+        with Life(LocalStorage(tmp_path), policy=second) as life:
+            life.session.adopt(replace(newest, world_size=ranks))
+            life.step = 8
+            life.go()
+        if ranks == newest.world_size:
+            assert second.told[0].persist_secs == pytest.approx(newest.measured["persist_secs"], abs=1e-6)
+            assert second.told[0].saving_bytes_per_sec is not None
+        else:
+            assert second.told[0].persist_secs is second.told[0].saving_bytes_per_sec is None
 
 
 # --- slow storage: skip or wait ---

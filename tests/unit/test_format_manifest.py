@@ -42,6 +42,7 @@ MANIFEST = Manifest(
     states=(StateRecord("step_00000008_g2/rank_00000_state.json", 30, "cc", 0),),
     parent="step_00000007",
     policy={"name": "moc", "k": 1},
+    measured={"iteration_secs": 0.25, "copy_bytes_per_sec": 1e9},
     tokens={"applied": [[1]], "saved": {"storage": [[1]]}, "faults": [[7, 2, 1]]},
 )
 
@@ -134,7 +135,7 @@ def test_another_kind_is_refused():
         Manifest.decode(seal({**body_of(MANIFEST), "kind": "moe_ckpt.store"}), "m")
 
 
-@pytest.mark.parametrize("key", sorted(set(body_of(MANIFEST)) - {"kind", "format_version"}))
+@pytest.mark.parametrize("key", sorted(set(body_of(MANIFEST)) - {"kind", "format_version", "measured"}))
 def test_every_missing_or_mistyped_field_is_refused(key):
     body = body_of(MANIFEST)
     without = {k: v for k, v in body.items() if k != key}
@@ -143,6 +144,17 @@ def test_every_missing_or_mistyped_field_is_refused(key):
     if isinstance(body[key], (list, dict)) and key not in ("policy", "tokens"):
         with pytest.raises(DamagedError, match="not a manifest of this format"):
             Manifest.decode(seal({**body, key: 7}), "m")
+
+
+def test_older_files_tell_of_no_measurements():
+    body = {key: value for key, value in body_of(MANIFEST).items() if key != "measured"}
+    assert Manifest.decode(seal(body), "m") == replace(MANIFEST, measured={})
+
+
+@pytest.mark.parametrize("measured", [7, [1.0], {"iteration_secs": -1.0}, {"iteration_secs": None}, {"x": "fast"}])
+def test_measurements_that_make_no_sense_are_refused(measured):
+    with pytest.raises(DamagedError, match="not a manifest of this format"):
+        Manifest.decode(seal({**body_of(MANIFEST), "measured": measured}), "m")
 
 
 @pytest.mark.parametrize("index", [-1, 2, 10**9])

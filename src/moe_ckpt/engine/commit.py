@@ -178,6 +178,7 @@ class Committer:
             states=tuple(ack.state for ack in acknowledgements if ack.state is not None),
             parent=self.parent,
             policy=dict(snapshot.policy),
+            measured=dict(snapshot.measured),
             tokens=book.to_dict(),
             window=tuple(slot.record for slot in before),
         )

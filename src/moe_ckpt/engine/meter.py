@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from moe_ckpt.engine.persisting import Resolution
@@ -12,6 +12,8 @@ from moe_ckpt.policies.base import Measured
 _RECENT_LAPS = 50
 _RECENT_CHECKPOINTS = 5
 _TICK_SECS = 1e-6
+_KNOWN_LAPS = 10
+"""What was measured before a restart counts as so many laps: the first ones after it are slow to start."""
 
 
 class Meter:
@@ -62,6 +64,25 @@ class Meter:
                 self._moved = resolution.sequence
                 self._copies.append(resolution.nbytes / max(resolution.copy_secs, _TICK_SECS))
                 self._writes.append(resolution.nbytes / max(resolution.write_secs, _TICK_SECS))
+
+    def resume(self, before: Mapping[str, float]) -> None:
+        """Begin with what ``Manifest.measured`` tells of the run before it was restarted."""
+
+        def tell(known: deque[float], name: str, times: int = 1) -> None:
+            if name in before:
+                known.extend([before[name]] * times)
+
+        tell(self._clean, "iteration_secs", _KNOWN_LAPS)
+        tell(self._all, "recent_iteration_secs", _KNOWN_LAPS)
+        tell(self._costs, "checkpoint_cost_secs")
+        tell(self._persists, "persist_secs")
+        tell(self._copies, "copy_bytes_per_sec")
+        tell(self._writes, "persist_bytes_per_sec")
+
+    @property
+    def known(self) -> dict[str, float]:
+        """What is measured by now, for ``Manifest.measured``."""
+        return {name: value for name, value in vars(self.measured()).items() if value is not None}
 
     def measured(self) -> Measured:
         return Measured(

@@ -59,6 +59,7 @@ class Order:
     applied: Counts
     faults: tuple[FaultRecord, ...]
     policy: Mapping[str, Any]
+    measured: Mapping[str, float]
 
 
 class Pipeline:
@@ -172,6 +173,7 @@ class Pipeline:
             applied=order.applied,
             faults=order.faults,
             policy=order.policy,
+            measured=order.measured,
             began_at=time.perf_counter(),
             window=order.window,
             slot=order.slot,

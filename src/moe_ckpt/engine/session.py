@@ -162,6 +162,8 @@ class CheckpointSession:
         fault = self.books.adopt(manifest, same_store=same_store, held=held)
         if self._committer is not None:
             self._committer.saved = self.books.tokens.saved[Tier.STORAGE].copy()
+        if manifest.world_size == self._comm.world_size:
+            self._meter.resume(manifest.measured)
         if same_store:
             self._layout.update(self._state.specs())
             self.committed_directory = manifest.directory
@@ -405,6 +407,7 @@ class CheckpointSession:
             applied=applied,
             faults=tuple(tokens.faults),
             policy=self._policy.describe(),
+            measured=self._meter.known,
         )
         self._described = None
         snapshot = self._running.begin(order, tensors, specs, capture)

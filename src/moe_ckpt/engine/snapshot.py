@@ -76,6 +76,7 @@ class Snapshot:
     faults: tuple[FaultRecord, ...]
     began_at: float
     policy: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
     window: Window | None = None
     slot: int = 0
     keep: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from moe_ckpt.errors import DamagedError, FormatVersionError
@@ -115,6 +116,8 @@ class Manifest:
     parent: directory name of the checkpoint this life of the run returned to, or None.
     index: checkpoints begun before this one in the run (``PolicyContext.index``).
     tokens: ``TokenBook.to_dict()``; policy: ``Policy.describe()``.
+    measured: what of ``policies.base.Measured`` rank 0 knew when the snapshot began, so that a restarted run need not
+        measure it again; older files have none.
     window: the earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
         different steps, and only replay makes one state of them.
     """
@@ -131,6 +134,7 @@ class Manifest:
     states: tuple[StateRecord, ...]
     parent: str | None = None
     policy: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     window: tuple[SlotRecord, ...] = ()
 
@@ -214,6 +218,7 @@ class Manifest:
             created_unix_secs=body["created_unix_secs"],
             parent=body["parent"],
             policy=body["policy"],
+            measured=_measured(body.get("measured", {})),
             tokens=body["tokens"],
             model=ModelRecord(
                 model["fingerprint"],
@@ -225,6 +230,14 @@ class Manifest:
             operators=operators,
             window=slots,
         )
+
+
+def _measured(told: Mapping[str, Any]) -> dict[str, float]:
+    """Times and rates: a policy divides by them."""
+    found = {name: float(value) for name, value in told.items()}
+    if not all(isfinite(value) and value >= 0 for value in found.values()):
+        raise ValueError(f"what was measured is not finite or below 0: {found}")
+    return found
 
 
 def check_version(

@@ -5,7 +5,9 @@ Needs Hydra. Every error in the config is a ``ConfigError`` that names the field
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from pathlib import Path
+from pydoc import locate
 from typing import Any, TypeVar, cast
 
 from hydra.errors import HydraException
@@ -56,8 +58,8 @@ def scenario_of(cfg: DictConfig) -> Scenario:
         failures=failures_of(cfg),
         system=_made(cfg, "policy", System),
         load=_made(cfg, "load", ExpertLoad),
-        duration_secs=_value(cfg, "duration_secs"),
-        seed=_value(cfg, "seed"),
+        duration_secs=value_of(cfg, "duration_secs"),
+        seed=value_of(cfg, "seed"),
     )
 
 
@@ -84,13 +86,13 @@ def _require_complete(cfg: DictConfig) -> None:
 
 def _made(cfg: DictConfig, group: str, kind: type[_T], *others: type) -> _T:
     """What the ``_target_`` of ``group`` makes, which must be a ``kind`` or one of ``others``."""
-    node = _value(cfg, group)
+    node = _known(cfg, group)
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{group}: nothing with a _target_ was chosen; choose one with {group}=..., see --help")
     try:
         made = instantiate(node)
     except (HydraException, OmegaConfBaseException) as error:
-        raise _cause(group, error) from error
+        raise _misfit(group, node) or _cause(group, error) from error
     kinds = (kind, *others)
     if not isinstance(made, kinds):
         wanted = " or ".join(each.__name__ for each in kinds)
@@ -98,19 +100,58 @@ def _made(cfg: DictConfig, group: str, kind: type[_T], *others: type) -> _T:
     return cast(_T, made)
 
 
-def _value(cfg: DictConfig, name: str) -> Any:
+def value_of(cfg: DictConfig, name: str) -> Any:
+    """What stands outside of the groups. Raises ``ConfigError`` when it is null, was dropped or cannot be resolved."""
+    value = _known(cfg, name)
+    if value is None:
+        raise ConfigError(f"{name} must be given: {name}=...")
+    return value
+
+
+def _known(cfg: DictConfig, name: str) -> Any:
     try:
         return cfg.get(name)
     except OmegaConfBaseException as error:
         raise _cause(name, error) from error
 
 
+def _misfit(path: str, node: Any) -> ConfigError | None:
+    """Where keys of ``node``, or of what is in it, are not the parameters of its target; None where all are."""
+    if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "_target_"):
+        return None
+    keys = [str(key) for key in node]
+    for key in keys:
+        if not OmegaConf.is_interpolation(node, key) and (found := _misfit(f"{path}.{key}", node[key])):
+            return found
+    fits = _parameters(node.get("_target_"))
+    if fits is None or "_args_" in keys:
+        return None
+    given = [key for key in keys if not key.startswith("_")]
+    needed = [name for name, one in fits.items() if one.default is one.empty and name not in keys]
+    beyond = [key for key in given if key not in fits]
+    if beyond:
+        return ConfigError(f"{path}.{beyond[0]}: {node._target_} has no such parameter; it has {', '.join(fits)}")
+    return ConfigError(f"{path}.{needed[0]} must be given: {path}.{needed[0]}=...") if needed else None
+
+
+def _parameters(target: Any) -> dict[str, Parameter] | None:
+    """By name; None of what takes any, or cannot be found."""
+    try:
+        fits = signature(cast(Any, locate(target))).parameters
+    except Exception:  # what it is that cannot be imported is told by another
+        return None
+    return None if any(one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in fits.values()) else dict(fits)
+
+
 def _cause(group: str, error: BaseException) -> MoECheckpointError:
     """Our own error inside of Hydra's, or one that says what Hydra's does without its stack of wrappers."""
-    deepest, inner = error, error.__cause__
-    while inner is not None:
-        if isinstance(inner, MoECheckpointError):
-            return inner
-        deepest, inner = inner, inner.__cause__
-    lines = " ".join(str(deepest).split())
-    return ConfigError(f"{group}: {lines}")
+    own: BaseException | None = error
+    while own is not None:
+        if isinstance(own, MoECheckpointError):
+            return own
+        own = own.__cause__
+    inner = error
+    while isinstance(inner, (HydraException, ImportError)) and inner.__cause__ is not None:
+        inner = inner.__cause__
+    kind = "" if isinstance(inner, (HydraException, OmegaConfBaseException)) else f"{type(inner).__name__}: "
+    return ConfigError(f"{group}: {kind}{' '.join(str(inner).split())}")

@@ -78,7 +78,7 @@ class Result:
         spans = {"mean": ettr.mean, "min": ettr.least, "max": ettr.most}
         return {
             "varied": dict(self.combination.varied),
-            "overrides": [one for one in self.combination.overrides if not one.startswith("hydra.searchpath=")],
+            "overrides": list(self.combination.overrides),
             "mtbf_secs": None if self.mtbf_secs is None else float(f"{self.mtbf_secs:.9g}"),
             "ettr": {key: float(f"{value:.9g}") for key, value in spans.items()},
             "outcomes": [one.to_dict() for one in self.outcomes],
@@ -100,7 +100,7 @@ def results_of(
     means, jobs = [], []
     for combination in asked:
         with _about(combination):
-            scenario = simulator.scenario(combination.overrides)
+            scenario = simulator.scenario(combination)
         means.append(scenario.failures.mean_secs)
         jobs += [_Job(combination, scenario.seed + number) for number in range(seeds)]
     found = _here(simulator, jobs, progress) if workers == 1 else _spread(jobs, workers, progress)
@@ -111,20 +111,20 @@ def results_of(
 
 
 class Simulator:
-    """Makes scenarios and simulates them; that of the last overrides is kept, for the next seed."""
+    """Makes scenarios and simulates them; the last combination's is kept, for the next seed."""
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[str, ...], Scenario] | None = None
+        self._last: tuple[Combination, Scenario] | None = None
 
-    def scenario(self, overrides: tuple[str, ...]) -> Scenario:
-        if self._last is None or self._last[0] != overrides:
+    def scenario(self, combination: Combination) -> Scenario:
+        if self._last is None or self._last[0] != combination:
             self._last = None  # not two large models at a time
-            self._last = overrides, scenario_of(composed(Combination(overrides)))
+            self._last = combination, scenario_of(composed(combination))
         return self._last[1]
 
     def outcome(self, job: _Job, portion: Portion) -> Outcome:
         with _about(job.combination):
-            return simulate(replace(self.scenario(job.combination.overrides), seed=job.seed), portion)
+            return simulate(replace(self.scenario(job.combination), seed=job.seed), portion)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from moe_ckpt.cli.sweeps import combinations, composed
 from tests.unit.test_profile import PROFILE, encoded
 
 QUICK = ("setup=moetion_2_9b", "failures.mtbf_secs=1800", "duration_secs=3600", "iteration.secs=6", "--seeds", "1")
+LINUX = pytest.mark.skipif(not Path("/proc").is_dir(), reason="no directory in which nobody can make a file")
 
 
 def call(capsys, *argv: str) -> tuple[int, str, str]:
@@ -59,7 +61,7 @@ def test_the_picture_is_written(planned):
 
 
 def test_the_table_marks_what_only_the_simulator_has(capsys):
-    code, out, err = call(capsys, *QUICK, "policy=dense")
+    code, out, err = call(capsys, *QUICK)
     assert (code, err) == (0, "")
     for column in COLUMNS:
         assert column in out
@@ -85,9 +87,7 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
     measure = rates.measure
     small = {"copy_bytes": 1 << 20, "network_bytes": 1 << 20, "file_bytes": 1 << 20, "repeats": 1}
     monkeypatch.setattr(rates, "measure", lambda directory, **known: measure(directory, **{**known, **small}))
-    code, out, _ = call(
-        capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--measure", str(tmp_path), "--json"
-    )
+    code, out, _ = call(capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--measure", str(tmp_path), "--json")
     facts = json.loads(out)
     assert code == 0
     assert facts["cluster"]["pcie_bytes_per_sec"] == facts["rates"]["copy"]["bytes_per_sec"]
@@ -107,14 +107,31 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
         (("setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "--plot", "roof.xyz"), "roof.xyz"),
         (("--config-dir", "not/there"), "not/there"),
         (("--plot", "not/there/roof.png"), "not/there"),
-        (("--max-plt", "1.5"), "most_plt"),
+        (("--max-plt", "1.5"), "--max-plt 1.5: must be a portion"),
         (("--profile", "p.json", "policy=moc"), "policy: with --profile"),
         (("--profile", "p.json", "failures=weibull", "cluster=h100_128"), "cluster: with --profile"),
+        (
+            ("--profile", "p.json", "+cluster.foo=1"),
+            "+cluster.foo=1: of a profiled cluster, these can be set: name, nodes",
+        ),
+        (("--profile", "p.json", "~cluster.nodes"), "~cluster.nodes: of a profiled cluster"),
+        (("--profile", "p.json", "tokens_per_step=many"), "tokens_per_step=many: must be a whole number of at least 1"),
+        (("tokens_per_step=9",), "with --profile; here set batch.sequences"),
+        (("policy=moc",), "policy=moc: plan tries all policies; moe-ckpt simulate runs the one"),
+        (("setup=tiny", "policy.policy.window=3"), "policy.policy.window=3: plan tries all"),
+        (("policy=moc,dense",), "plan tries all"),
+        (("-x",), "no option -x; see moe-ckpt plan --help"),
+        (("--seed", "3"), "no option --seed; see moe-ckpt plan --help"),
+        (("-m", "setup=tiny"), "no option -m; see moe-ckpt plan --help"),
+        (("--max-plt", "nan"), "--max-plt nan"),
+        (("--plot", "roof.eps"), "ends in one of .png, .svg, .pdf"),
+        pytest.param(("--plot", "/proc/roof.png", "cluster.nodes=0"), "/proc/roof.png: cannot be written", marks=LINUX),
+        (("--plot=",), "--plot= is empty"),
+        (("--profile=",), "--profile= is empty"),
+        (("--measure=",), "--measure= is empty"),
+        (("--config-dir=",), "--config-dir= is empty"),
     ],
-    ids=[
-        *("sweep", "unknown", "bandwidth", "mtbf", "profile", "seeds", "suffix", "config-dir", "plot-directory"),
-        *("max-plt", "profile-policy", "profile-cluster"),
-    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_makes_no_sense_is_said_in_one_line(capsys, tmp_path, monkeypatch, argv, said):
     monkeypatch.chdir(tmp_path)
@@ -135,6 +152,23 @@ def test_of_a_profiled_cluster_single_fields_can_be_said(capsys, tmp_path):
     after = json.loads(call(capsys, *asked, "cluster.detect_secs=7", "cluster.nic_bytes_per_sec=25e9")[1])["cluster"]
     assert after == {**before, "detect_secs": 7, "nic_bytes_per_sec": 25e9}
     assert before["detect_secs"] != 7
+
+
+def test_tokens_that_a_profile_does_not_tell_can_be_said(capsys, tmp_path):
+    path = tmp_path / "p.json"
+    path.write_bytes(encoded(replace(PROFILE, lives=tuple(replace(life, assignments=0) for life in PROFILE.lives))))
+    asked = ("--profile", str(path), "duration_secs=60", "failures.mtbf_secs=3000", "--trainer-only")
+    code, _, err = call(capsys, *asked)
+    assert code == 2
+    assert "Give tokens_per_step" in err
+    assert call(capsys, *asked, "tokens_per_step=256")[::2] == (0, "")
+
+
+def test_settings_are_read_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_ckpt.engine.rates.measure", lambda *_, **__: pytest.fail("measured"))
+    code, _, err = call(capsys, "setup=tiny", "cluster.nodes=0", "--measure", str(tmp_path))
+    assert code == 2
+    assert "nodes" in err
 
 
 def test_where_no_policy_can_be_used_the_exit_code_is_1(capsys):

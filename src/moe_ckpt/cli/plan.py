@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_ckpt.errors import ConfigError, MissingPackageError
@@ -24,9 +26,10 @@ examples:
   moe-ckpt plan --profile run_profile.json failures.mtbf_secs=7200   a run of yours, as it measured itself
   moe-ckpt plan --measure . setup=tiny                               with this machine's own rates
 
-Settings are those of moe-ckpt simulate: group=choice, key=value. With --profile, the model, the cluster, the iteration
-time and the load are the profiled run's; failures, duration_secs and seed can be set, and fields of the cluster one by
-one, above all what a run does not measure: cluster.nic_bytes_per_sec=25e9 cluster.detect_secs=60.
+Settings are those of moe-ckpt simulate, group=choice and key=value, but for policy: all of them are tried. With
+--profile, the model, the cluster, the iteration time and the load are the profiled run's; failures, duration_secs and
+seed can be set, fields of the cluster one by one, above all what a run does not measure
+(cluster.nic_bytes_per_sec=25e9 cluster.detect_secs=60), and tokens_per_step=N where the profile does not tell it.
 """
 
 BACKUP_SECS = 10800.0
@@ -68,15 +71,22 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         MissingPackageError: Hydra is not installed.
         ConfigError: settings that make no sense.
     """
+    from moe_ckpt.cli.options import require_filled, require_known
     from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.sim.planner import recommend, trainer_systems
 
+    require_known("plan", rest)
+    require_filled(args, "profile", "measure", "plot", "config-dir")
+    if not 0 <= args.max_plt <= 1:
+        raise ConfigError(f"--max-plt {args.max_plt:g}: must be a portion of all tokens, from 0 to 1")
     if args.plot:
         from moe_ckpt.cli.plan_plot import require_writable
 
         require_writable(args.plot)
-    rates = _measure(args.measure) if args.measure else None
-    scenario = _scenario(args, rest, rates)
+    scenario, rates = _scenario(args, rest), None
+    if args.measure:
+        rates = _measure(args.measure)
+        scenario = _with_rates(scenario, rates)
     systems = trainer_systems(scenario, args.max_plt)
     if not args.trainer_only:
         systems += simulated_systems(scenario)
@@ -108,40 +118,79 @@ def simulated_systems(scenario: Scenario) -> list[System]:
     ]
 
 
-def _scenario(args: argparse.Namespace, overrides: Sequence[str], rates: Rates | None) -> Scenario:
+def _scenario(args: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
     try:
         from moe_ckpt.cli.scenarios import failures_of, scenario_of
         from moe_ckpt.cli.sweeps import combinations, composed, config_directory
     except ImportError as error:
         raise MissingPackageError("hydra-core", "moe-ckpt plan", "hydra") from error
-    asked = combinations(overrides, config_directory(args.config_dir))
+    tokens, settings = _tokens(overrides)
+    asked = combinations(settings, config_directory(args.config_dir))
+    _require_settable(settings, profiled=args.profile is not None)
+    if tokens is not None and args.profile is None:
+        raise ConfigError("tokens_per_step is for a run's profile, with --profile; here set batch.sequences")
     if len(asked) > 1:
         raise ConfigError(
             f"plan compares policies in one setting, and {' '.join(overrides)} are {len(asked)}; sweep with simulate"
         )
     cfg = composed(asked[0])
-    known = _profiled(args.profile, overrides, cfg, failures_of(cfg)) if args.profile else scenario_of(cfg)
-    return known if rates is None else _with_rates(known, rates)
+    return (
+        scenario_of(cfg) if args.profile is None else _profiled(args.profile, settings, cfg, failures_of(cfg), tokens)
+    )
 
 
-def _profiled(path: str, overrides: Sequence[str], cfg: Any, failures: Failures) -> Scenario:
-    """The profiled run, with what the overrides may change of it. Raises ``ConfigError`` on any other override."""
+def _tokens(overrides: Sequence[str]) -> tuple[int | None, list[str]]:
+    """tokens_per_step, which is in no config, and the other overrides."""
+    found = [text for text in overrides if _key(text) == "tokens_per_step"]
+    if not found:
+        return None, [*overrides]
+    value = found[-1].partition("=")[2]
+    if not re.fullmatch(r"[1-9]\d*", value, re.ASCII):
+        raise ConfigError(f"{found[-1]}: must be a whole number of at least 1")
+    return int(value), [text for text in overrides if text not in found]
+
+
+def _require_settable(overrides: Sequence[str], profiled: bool) -> None:
+    """Refuse settings that would be ignored. Raises ``ConfigError``."""
+    from moe_ckpt.sim.cluster import Cluster
+
+    keys = [_key(text) for text in overrides]
+    policies = [text for text, key in zip(overrides, keys, strict=True) if re.split("[.@/]", key)[0] == "policy"]
+    if policies and not profiled:
+        raise ConfigError(f"{' '.join(policies)}: plan tries all policies; moe-ckpt simulate runs the one that is set")
+    if not profiled:
+        return
+    free = ("failures", "duration_secs", "seed")
+    theirs = [key for key in keys if key.split(".")[0] not in free and not key.startswith("cluster.")]
+    if theirs:
+        raise ConfigError(
+            f"{', '.join(theirs)}: with --profile that is the profiled run's own; set failures, duration_secs, seed, "
+            "tokens_per_step, or fields such as cluster.nic_bytes_per_sec"
+        )
+    known = [field.name for field in fields(Cluster)]
+    for text, key in zip(overrides, keys, strict=True):
+        field = key.removeprefix("cluster.")
+        if field != key and (field not in known or text.startswith("~")):
+            raise ConfigError(f"{text}: of a profiled cluster, these can be set: {', '.join(known)}")
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
+
+
+def _profiled(path: str, overrides: Sequence[str], cfg: Any, failures: Failures, tokens: int | None) -> Scenario:
+    """The profiled run, with what the overrides may change of it."""
+    from moe_ckpt.cli.scenarios import value_of
     from moe_ckpt.policies import Dense
     from moe_ckpt.sim.profile import read_profile, scenario_from
     from moe_ckpt.sim.system import System
 
-    keys = [text.lstrip("+~").partition("=")[0] for text in overrides]
-    cluster = [key.partition(".")[2] for key in keys if key.startswith("cluster.")]
-    others = [key for key in keys if key.split(".")[0] not in ("failures", "duration_secs", "seed", "cluster")]
-    if others or "cluster" in keys:
-        raise ConfigError(
-            f"{', '.join([*others, *(key for key in keys if key == 'cluster')])}: with --profile that is the profiled "
-            "run's own; set failures, duration_secs, seed, or fields such as cluster.nic_bytes_per_sec"
-        )
     profile = read_profile(path)
-    machines = profile.cluster(**{field: cfg.cluster[field] for field in cluster})
+    cluster = [key.partition(".")[2] for key in map(_key, overrides) if key.startswith("cluster.")]
+    machines = profile.cluster(**{field: value_of(cfg, f"cluster.{field}") for field in cluster})
+    known = value_of(cfg, "duration_secs"), value_of(cfg, "seed")
     system = System("plan", Dense())
-    return scenario_from(profile, failures, system, cfg.duration_secs, cfg.seed, cluster=machines)
+    return scenario_from(profile, failures, system, *known, cluster=machines, tokens_per_step=tokens)
 
 
 def _with_rates(scenario: Scenario, rates: Rates) -> Scenario:
@@ -268,10 +317,11 @@ def _span(secs: float) -> str:
 
 
 def _plot(scenario: Scenario, plan: Plan, path: str) -> None:
+    from moe_ckpt.cli.options import not_written
     from moe_ckpt.cli.plan_plot import plot_roof
 
     figure, _ = plot_roof(scenario, plan)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot be written: {error.strerror}") from error
+        raise not_written("--plot", Path(path), error) from error

@@ -101,7 +101,7 @@ def _made(cfg: DictConfig, group: str, kind: type[_T], *others: type) -> _T:
 
 
 def value_of(cfg: DictConfig, name: str) -> Any:
-    """What stands outside of the groups. Raises ``ConfigError`` when it is null, was dropped or cannot be resolved."""
+    """One value, ``seed`` or ``cluster.nodes``. Raises ``ConfigError`` when it is null or missing, or cannot be read."""
     value = _known(cfg, name)
     if value is None:
         raise ConfigError(f"{name} must be given: {name}=...")
@@ -110,7 +110,7 @@ def value_of(cfg: DictConfig, name: str) -> Any:
 
 def _known(cfg: DictConfig, name: str) -> Any:
     try:
-        return cfg.get(name)
+        return OmegaConf.select(cfg, name)
     except OmegaConfBaseException as error:
         raise _cause(name, error) from error
 

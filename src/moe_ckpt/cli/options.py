@@ -1,0 +1,63 @@
+"""What ``simulate`` and ``plan`` ask of their command lines, before anything else is done."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from moe_ckpt.errors import ConfigError
+
+
+def require_known(command: str, rest: Sequence[str]) -> None:
+    """Refuse arguments that the parser left over and that are no settings. Raises ``ConfigError``."""
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        raise ConfigError(f"no option {' '.join(unknown)}; see moe-ckpt {command} --help")
+
+
+def require_filled(args: argparse.Namespace, *names: str) -> None:
+    """Refuse ``--plot=``: an empty path would be the current directory. Raises ``ConfigError``."""
+    for name in names:
+        if getattr(args, name.replace("-", "_")) == "":
+            raise ConfigError(f"--{name}= is empty: say which file or directory, or leave --{name} out")
+
+
+def require_directory(option: str, directory: Path, named: Path | None = None) -> None:
+    """See that files can be written into ``directory``, also where it is still to be made; nothing stays behind.
+
+    named: with the option, where that is not the directory itself.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    made: list[Path] = []
+    try:
+        made += [each for each in (directory, *directory.parents) if not each.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):  # access rights alone do not tell: /proc, file systems that are read-only
+            pass
+    except OSError as error:
+        raise not_written(option, named or directory, error) from error
+    finally:
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+
+
+def require_file(option: str, path: Path) -> None:
+    """As ``require_directory``, of one file."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a directory; name a file in it")
+    if not path.exists():
+        require_directory(option, path.parent, path)
+    elif not os.access(path, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written: no permission")
+
+
+def not_written(option: str, path: Path, error: OSError) -> ConfigError:
+    """Of a place that was named with ``option``."""
+    return ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}")

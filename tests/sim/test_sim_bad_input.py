@@ -14,15 +14,17 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.failing import FUTILE_FAILURES
-from moe_ckpt.sim.failures import Event, Poisson, Weibull
+from moe_ckpt.sim.failures import Components, Event, Poisson, Weibull
+from moe_ckpt.sim.iteration import estimate
 from moe_ckpt.sim.load import ExpertLoad
+from moe_ckpt.sim.model import Precision
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.traces import Trace
 from moe_ckpt.sim.training import Batch, Iteration
 from tests.sim.builders import CLUSTER, SPEC, layout, scenario, trace
 
-NOT_RATES = (0, 0.0, -1.0, float("nan"), float("inf"), True, "1e9")
+NOT_RATES = (0, 0.0, -1.0, float("nan"), float("inf"), True, "1e9", None)
 RATES = (
     "pcie_bytes_per_sec",
     "nic_bytes_per_sec",
@@ -49,7 +51,7 @@ def test_waits(name, value):
         replace(CLUSTER, **{name: value})
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", float("nan")], ids=repr)
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", float("nan"), None, 10**30], ids=repr)
 @pytest.mark.parametrize("name", ["nodes", "gpus_per_node"])
 def test_counts(name, value):
     with pytest.raises(ConfigError, match=name):
@@ -126,12 +128,65 @@ def test_a_formula_needs_a_mean(rule):
         ({"replicas": 0}, "replicas"),
         ({"max_in_flight": True}, "max_in_flight"),
         ({"backup_every_secs": -1.0}, "backup_every_secs"),
+        ({"backup_every_secs": 0}, "backup_every_secs"),
         ({"max_overhead": 2.0}, "max_overhead"),
+        ({"max_overhead": 0}, "max_overhead"),
+        ({"freeze": "perhaps"}, "freeze='perhaps'.*true or false"),
     ],
 )
 def test_systems(given_settings, name):
     with pytest.raises(ConfigError, match=name):
         System("tried", Dense(1), **given_settings)
+
+
+@pytest.mark.parametrize(("nodes", "replicas", "said"), [(1, 1, "use more nodes"), (4, 4, "replicas of at most 3")])
+def test_more_copies_on_other_nodes_than_there_are(nodes, replicas, said):
+    """A scenario may be made, for whoever asks for its other parts only."""
+    cluster = {"nodes": nodes, "gpus_per_node": 8 // nodes}
+    tried = scenario(Dense(1), cluster=cluster, system={"durable": "peers", "replicas": replicas})
+    with pytest.raises(ConfigError, match=rf"'tried'\(.*replicas={replicas}\).*ranks are on {nodes} of.*'toy'.*{said}"):
+        simulate(tried)
+
+
+def test_localized_rollback_loads_from_peers():
+    with pytest.raises(ConfigError, match=r"rollback='localized', durable='storage'.*use durable: peers"):
+        scenario(MoEvement(window=2), system={"rollback": "localized"})
+
+
+def test_numbers_that_nothing_can_be_computed_with():
+    for value in (1e300, 1e-300):
+        with pytest.raises(ConfigError, match=r"mtbf_secs must be between"):
+            Poisson(value)
+    with pytest.raises(ConfigError, match=r"sequences=\d+\).*can be counted"):
+        scenario(batch=Batch(4 * 2**48, 4))
+    with pytest.raises(ConfigError, match=r"would have \d+ parameters"):
+        replace(SPEC, vocab=2**50).build()
+    with pytest.raises(ConfigError, match=r"flops_per_sec=1e-28.*would never end"):
+        estimate(layout(flops_per_sec=1e-28), Batch(64, 4), Precision())
+
+
+def test_experts_that_do_not_divide_over_the_ranks():
+    with pytest.raises(ConfigError, match=r"ep=3\): layers.0 of model 'toy' has 8 experts, which do not divide"):
+        layout(Parallel(ep=3))
+    assert layout(Parallel(ep=4)).placement
+
+
+def test_a_load_that_drifts_all_the_time():
+    with pytest.raises(ConfigError, match=r"drift_secs=1e-06\): in 3600 s \(duration_secs\).*use a longer drift_secs"):
+        scenario(load=ExpertLoad(0.3, 0.1, 1e-6))
+    assert scenario(load=ExpertLoad(0.3, 0.0, 1e-6))
+
+
+@pytest.mark.parametrize("table", [None, 3, "gpu", {}])
+def test_a_table_that_is_none(table):
+    with pytest.raises(ConfigError, match=r"Components\(table="):
+        Components(table)
+
+
+@pytest.mark.parametrize("given_settings", [{"path": 3}, {"repeat": "maybe", "given": (Event(1.0, 0),)}])
+def test_a_trace_of_the_wrong_type(given_settings):
+    with pytest.raises(ConfigError, match=r"Trace\((path=3|repeat='maybe')\)"):
+        Trace(**given_settings)
 
 
 def test_a_system_without_a_policy():
@@ -269,8 +324,8 @@ def test_whatever_the_numbers_a_run_ends_and_sums_up(data):
             "rollback": "localized" if local else "global",
             "when_busy": draw(st.sampled_from(["wait", "skip"])),
             "max_in_flight": draw(st.sampled_from([1, 2, 5])),
-            "replicas": draw(st.sampled_from([1, 2, 9])),
-            "backup_every_secs": draw(st.sampled_from([None, 0.0, 100.0])),
+            "replicas": draw(st.sampled_from([1, 2, 3])),
+            "backup_every_secs": draw(st.sampled_from([None, 0.01, 100.0])),
         },
         cluster={
             "pcie_bytes_per_sec": draw(ANY),

@@ -14,7 +14,8 @@ from moe_ckpt.sim.clock import MOST_SECS, on_clock
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.intervals import by_formula, least_interval, oracle, with_interval
+from moe_ckpt.sim.intervals import by_formula, least_interval, oracle, usual, with_interval
+from moe_ckpt.sim.load import tokens_of
 from moe_ckpt.sim.recovery import Recoveries
 from moe_ckpt.sim.run import simulate
 from tests.sim.builders import MODEL, scenario, sparse, trace
@@ -104,10 +105,23 @@ def test_loading():
     """From storage all state passes one link; from peers only a dead node's does, at their NICs' rate."""
     tried = sparse(4)
     costs = costs_of(tried)
-    recoveries, counts = Recoveries(costs, 16), tried.load.draw(None, 4, 8)
+    recoveries, counts = Recoveries(costs, 16), tokens_of(tried.load.draw(None, 4, 8), 800)
     copy = costs.dense.rank / 200e3
     assert recoveries.whole(None, counts, from_storage=True).retrieve == pytest.approx(copy + costs.dense.total / 400e3)
     assert recoveries.whole(None, counts, from_storage=False).retrieve == pytest.approx(copy + costs.dense.rank / 50e3)
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_a_window_is_loaded_with_the_compute_weights_in_its_slots(size):
+    tried = sparse(size)
+    costs, counts = costs_of(tried), tokens_of(tried.load.draw(None, 4, 8), 800)
+    everything = MODEL.catalog.everything
+    window = Window(0, tuple(everything[at::size] for at in range(size)))
+    later = sum(costs.sizes[op].compute * at for at in range(size) for op in window.slots[at])
+    assert costs.held(window).total == costs.dense.total + later
+    found = Recoveries(costs, 16).whole(window, counts, from_storage=True).retrieve
+    assert found == pytest.approx(costs.held(window).rank / 200e3 + costs.held(window).total / 400e3)
+    assert (found > Recoveries(costs, 16).whole(None, counts, from_storage=True).retrieve) == (size > 1)
 
 
 def test_replayed_work_goes_by_parameters_and_tokens():
@@ -119,7 +133,7 @@ def test_replayed_work_goes_by_parameters_and_tokens():
     popular = [op for op in experts if MODEL.catalog.expert_at[op][1] < 4]
     others = [op for op in experts if op not in popular]
     recoveries = Recoveries(costs_of(tried), 16)
-    even = tried.load.draw(None, 4, 8)
+    even = tokens_of(tried.load.draw(None, 4, 8), 800)
     uneven = even.copy()
     uneven[:, 4:] = 0
     first_popular, first_others = (
@@ -164,6 +178,26 @@ def test_young_and_daly():
     assert by_formula(tried, "daly") < by_formula(tried, "young")
     assert with_interval(tried, simulate).system.policy == Dense(by_formula(tried, "young"))
     assert simulate(tried).interval == by_formula(tried, "young")
+
+
+def test_a_synchronous_checkpoint_costs_its_commit_too():
+    """The best interval is that of Daly's formula for what training waits, and a much shorter one is far worse."""
+    slow = {"storage_bytes_per_sec": 25e3}
+    tried = scenario(Dense(1, sync=True), failures=Poisson(1000.0), cluster=slow, system={"interval": "daly"})
+    persist = costs_of(tried).measured.persist_secs
+    assert by_formula(tried, "young") == ceil(sqrt(2 * persist * 1000.0))
+    short = replace(tried, system=replace(tried.system, interval="policy", policy=Dense(ceil(persist), sync=True)))
+    assert simulate(tried).ettr > simulate(short).ettr + 0.1
+
+
+def test_a_partial_checkpoint_costs_what_it_weighs():
+    slow = {"pcie_bytes_per_sec": 4e3}
+    dense, partial = (
+        scenario(policy, failures=Poisson(7200.0), cluster=slow, system={"interval": "young"})
+        for policy in (Dense(1), MoC(k=1))
+    )
+    assert by_formula(partial, "young") < by_formula(dense, "young")
+    assert usual(partial).copy_secs < usual(dense).copy_secs == costs_of(dense).copy_secs(costs_of(dense).dense)
 
 
 def test_intervals_grow_with_the_mtbf_and_fall_with_what_they_may_cost():

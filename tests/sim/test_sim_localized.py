@@ -20,8 +20,10 @@ STAGED = Iteration(secs=1.0, update_secs=0.1, stage_secs=0.4)
 """16 micro-batches: one stage alone needs 0.5 s, two 0.525, all at most a whole iteration."""
 
 
-def staged(*events, parallel=None, **cluster):
-    return sparse(4, failures=trace(*events), iteration=STAGED, cluster=cluster, parallel=parallel, **SHORT)
+def staged(*events, parallel=None, replicas=3, **cluster):
+    system = {**LOCAL, "replicas": replicas}
+    failures = trace(*events)
+    return sparse(4, failures=failures, iteration=STAGED, cluster=cluster, parallel=parallel, system=system, **SHORT)
 
 
 def _costs(tried):
@@ -81,12 +83,14 @@ def test_a_recovery_between_two_others_joins_them():
     [(1, None, 3, (1, 1)), (4, None, 1, (2, 3)), (2, Parallel(pp=4, ep=2), 2, (2, 2)), (3, None, 1, (1, 2))],
 )
 def test_a_node_takes_its_stages_with_it(gpus, parallel, node, stages):
-    tried = staged((100.5, node), parallel=parallel, nodes=8, gpus_per_node=gpus)
+    quick = {"nodes": 8, "gpus_per_node": gpus, "nic_bytes_per_sec": 10e6, "replicas": 1}  # few nodes have few peers
+    tried = staged((100.5, node), parallel=parallel, **quick)
     span = tried.layout.stages_of(node)
     assert (span.start, span.stop - 1) == stages
-    same = {"nodes": 4, "gpus_per_node": 2, "nic_bytes_per_sec": 100e3 * 2 / tried.layout.ranks_per_node}
+    same = {"nodes": 4, "gpus_per_node": 2, "nic_bytes_per_sec": 10e6 * 2 / tried.layout.ranks_per_node}
     of_stages = repaired(*((100.5, stage) for stage in range(stages[0], stages[1] + 1)), **same)
-    assert repaired((100.5, node), parallel=parallel, nodes=8, gpus_per_node=gpus) == pytest.approx(of_stages, rel=0.02)
+    of_node = repaired((100.5, node), parallel=parallel, **quick)
+    assert of_node == pytest.approx(of_stages, rel=0.02)
 
 
 def test_one_that_is_back_already_is_not_joined():

@@ -223,6 +223,17 @@ def test_a_backup_counts_once_it_is_written():
     assert steps == [0, 50]
 
 
+@pytest.mark.parametrize(("storage", "steps"), [(10e3, 70), (1e9, 50)])
+def test_a_backup_that_a_failure_cuts_off_is_begun_again(storage, steps):
+    """Writing takes 28 s: that of 60 s is cut off at 76.5 s, and the next one is not put off until 120 s."""
+    events = trace((76.5, 2), (115.0, 0), (115.0, 1))
+    system = {**PEERS, "backup_every_secs": 60.0}
+    tried = scenario(Dense(10), failures=events, cluster={"storage_bytes_per_sec": storage}, system=system, **SHORT)
+    told = simulate(tried)
+    assert told.fallbacks == 1
+    assert told.history[-2].useful_steps == steps
+
+
 # --- replay ---
 
 

@@ -145,7 +145,7 @@ def test_the_mean_over_seeds_is_near_the_closed_form(every):
     costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
     # Half an iteration more is lost, since it is cut off, and what is not committed yet.
     late = costs.copy_secs(costs.dense) + costs.move_secs(costs.dense)
-    down = 5.0 + late + 0.5 + costs.copy_secs(costs.dense) + costs.backup_secs
+    down = 5.0 + late + 0.5 + costs.copy_secs(costs.dense) + costs.storage_secs(costs.dense)
     recovery = formulas.expected_recovery_secs_dense(interval=every, iteration_secs=1.0, down_secs=down)
     closed = formulas.ettr(
         checkpoint_secs=0, iteration_secs=1.0, interval=every, recovery_secs=recovery, mtbf_secs=mtbf

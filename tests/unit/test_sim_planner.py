@@ -143,6 +143,14 @@ def test_the_roof_is_the_link_that_is_asked_for_more_than_it_has():
     assert use_of(free, simulate(free)).roof == "compute"
 
 
+def test_what_snapshots_take_from_the_training_thread_is_a_roof_too():
+    given = scenario(System("dense", Dense(10)))
+    dragged = replace(given, iteration=replace(given.iteration, drag_secs_per_byte=1e-6))
+    found = use_of(dragged, simulate(dragged))
+    assert found.roof == "drag"
+    assert found.drag == pytest.approx(found.copied_bytes * 1e-6 / given.iteration.secs)
+
+
 def test_bytes_per_iteration_are_those_of_the_checkpoints():
     given = scenario(System("dense", Dense(10)), mtbf_secs=1e9)
     costs = Costs(given.layout, given.precision, given.iteration, given.system)

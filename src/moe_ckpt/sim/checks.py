@@ -8,19 +8,33 @@ from typing import Any
 
 from moe_ckpt.errors import ConfigError
 
+MOST = 1e30
+"""Rates, times and sizes beyond it, and below its inverse, are slips, and would end in an overflow somewhere."""
+MOST_WHOLE = 2**53
+"""Whole numbers beyond it cannot be told apart as floats."""
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """Those that are not None: of fields that may be left open, only these are to be checked."""
+    return {name: value for name, value in fields.items() if value is not None}
+
 
 def above_zero(owner: str, **fields: Any) -> None:
-    """Every field is a finite number above 0; None is passed over."""
+    """Every field is a finite number above 0."""
     for name, value in fields.items():
-        if value is not None and not (_number(value) and value > 0):
+        if not (_number(value) and value > 0):
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number above 0")
+        if not 1 / MOST <= value <= MOST:
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must be between {1 / MOST:g} and {MOST:g}")
 
 
 def at_least(owner: str, least: float, **fields: Any) -> None:
-    """Every field is a finite number of at least ``least``; None is passed over."""
+    """Every field is a finite number of at least ``least``."""
     for name, value in fields.items():
-        if value is not None and not (_number(value) and value >= least):
+        if not (_number(value) and value >= least):
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number of at least {least:g}")
+        if value > MOST:
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must not be above {MOST:g}")
 
 
 def portion(owner: str, **fields: Any) -> None:
@@ -31,10 +45,19 @@ def portion(owner: str, **fields: Any) -> None:
 
 
 def whole(owner: str, least: int = 1, **fields: Any) -> None:
-    """Every field is a whole number of at least ``least``; None is passed over."""
+    """Every field is a whole number of at least ``least``."""
     for name, value in fields.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be a whole number of at least {least}")
+        if value > MOST_WHOLE:
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must not be above {MOST_WHOLE}")
+
+
+def flag(owner: str, **fields: Any) -> None:
+    """Every field is true or false."""
+    for name, value in fields.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{owner}({name}={value!r}): {name} must be true or false")
 
 
 def one_of(owner: str, choices: Mapping[str, Any] | tuple[str, ...], **fields: Any) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from moe_ckpt.core.placement import Placement, everywhere, expert_owner
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, at_least, portion, whole
+from moe_ckpt.sim.checks import above_zero, at_least, given, portion, whole
 from moe_ckpt.sim.model import SimModel
 
 
@@ -47,14 +47,14 @@ class Cluster:
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
         whole(owner, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
-        whole(owner, 0, spare_nodes=self.spare_nodes)
+        whole(owner, 0, **given(spare_nodes=self.spare_nodes))
         above_zero(owner, pcie_bytes_per_sec=self.pcie_bytes_per_sec, nic_bytes_per_sec=self.nic_bytes_per_sec)
         above_zero(owner, nvlink_bytes_per_sec=self.nvlink_bytes_per_sec, flops_per_sec=self.flops_per_sec)
         above_zero(owner, storage_bytes_per_sec=self.storage_bytes_per_sec, mfu=self.mfu, nic_share=self.nic_share)
         above_zero(owner, host_memory_bytes=self.host_memory_bytes)
         portion(owner, nic_share=self.nic_share, mfu=self.mfu)
         at_least(owner, 0, alpha_secs=self.alpha_secs, detect_secs=self.detect_secs, restart_secs=self.restart_secs)
-        at_least(owner, 0, repair_secs=self.repair_secs)
+        at_least(owner, 0, **given(repair_secs=self.repair_secs))
 
     @property
     def gpus(self) -> int:
@@ -92,7 +92,8 @@ class Layout:
     """A model on a cluster.
 
     Raises:
-        ConfigError: more ranks than GPUs, more stages than layers. Embedding and head may have a stage each.
+        ConfigError: more ranks than GPUs, more stages than layers (embedding and head may have a stage each), experts
+            that do not divide over ``ep``.
     """
 
     model: SimModel
@@ -112,6 +113,14 @@ class Layout:
                 f"{self.model.network_layers} layers, which with embedding and head are not enough for "
                 f"{self.parallel.pp * self.parallel.vpp} stages"
             )
+
+        for layer in self.model.catalog.layers:
+            most, least = max(layer.experts, self.parallel.ep), min(layer.experts, self.parallel.ep)
+            if most % least:
+                raise ConfigError(
+                    f"Parallel(ep={self.parallel.ep}): {layer.name} of model {self.model.name!r} has {layer.experts} "
+                    "experts, which do not divide over so many ranks: one must be a multiple of the other"
+                )
 
     @property
     def nodes(self) -> int:

@@ -65,6 +65,13 @@ class Costs:
         """Each slot of a window."""
         return self._window(window.slots)
 
+    def held(self, window: Window | None) -> Snapshot:
+        """What a checkpoint consists of: all state, and in a window's slots the compute weights of later ones, too."""
+        if window is None:
+            return self.dense
+        slots = self.of_window(window)
+        return Snapshot(sum(slot.rank for slot in slots), sum(slot.total for slot in slots))
+
     def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[Snapshot, ...]:
         """As ``core.window.share_bytes`` and ``slot_bytes`` have it, all operators at once."""
         table, size = self._table, len(slots)
@@ -127,9 +134,11 @@ class Costs:
 
     def move_secs(self, snapshot: Snapshot) -> float:
         """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
-        if self.system.durable == "storage":
-            return snapshot.total / self.layout.cluster.storage_bytes_per_sec
-        return snapshot.rank / self.move_rate
+        return self.storage_secs(snapshot) if self.system.durable == "storage" else snapshot.rank / self.move_rate
+
+    def storage_secs(self, snapshot: Snapshot) -> float:
+        """To write it to storage, or to read it from there, all ranks together."""
+        return snapshot.total / self.layout.cluster.storage_bytes_per_sec
 
     def stall_secs(self, snapshot: Snapshot) -> float:
         """What training takes longer: also a wait, if the copy is longer than the time between two updates."""
@@ -141,7 +150,7 @@ class Costs:
 
     @cached_property
     def measured(self) -> Measured:
-        """What a trainer would have measured by now."""
+        """What a trainer has measured, which saves all state before its first step, and remembers after a restart."""
         copied, moved = self.copy_secs(self.dense), self.move_secs(self.dense)
         return Measured(
             iteration_secs=self.iteration.secs,
@@ -151,11 +160,6 @@ class Costs:
             persist_bytes_per_sec=self.move_rate,
             recent_iteration_secs=self.iteration.secs,
         )
-
-    @property
-    def backup_secs(self) -> float:
-        """To write all state to storage."""
-        return self.dense.total / self.layout.cluster.storage_bytes_per_sec
 
 
 @dataclass(frozen=True)

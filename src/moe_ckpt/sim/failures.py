@@ -168,6 +168,8 @@ class Components:
 
 def _components(table: Mapping[str, Mapping[str, Any]] | Sequence[Component]) -> tuple[Component, ...]:
     """By name, checked."""
+    if not isinstance(table, (Mapping, Sequence)) or isinstance(table, str):
+        raise ConfigError(f"Components(table={table!r}): give a count and mtbf_hours for the name of each component")
     found = tuple(_named(name, row) for name, row in table.items()) if isinstance(table, Mapping) else tuple(table)
     if not found:
         raise ConfigError("Components(table={}): name at least one component, or use failures: none")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import floor, fsum, sqrt
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, at_least, whole
+from moe_ckpt.sim.checks import above_zero, at_least, given, whole
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def ettr(
     recovery_secs: of one failure, on average: ``expected_recovery_secs_dense`` or ``_sparse``.
     mtbf_secs: None where nothing fails.
     """
-    above_zero("ettr", iteration_secs=iteration_secs, mtbf_secs=mtbf_secs)
+    above_zero("ettr", iteration_secs=iteration_secs, **given(mtbf_secs=mtbf_secs))
     at_least("ettr", 0, checkpoint_secs=checkpoint_secs, recovery_secs=recovery_secs)
     whole("ettr", interval=interval)
     running = 1 / (1 + checkpoint_secs / (iteration_secs * interval))

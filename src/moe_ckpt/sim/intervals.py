@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -11,6 +11,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.formulas import daly_interval_secs, young_interval_secs
 from moe_ckpt.sim.scenario import Outcome, Scenario
+from moe_ckpt.sim.track import MovingBooks
 
 ORACLE_STEPS = 16
 """Intervals that the oracle tries at first, from 1 to all, and then as many between the best one's neighbours."""
@@ -40,14 +41,44 @@ def _with(scenario: Scenario, interval: int) -> Scenario:
     )
 
 
-def least_interval(scenario: Scenario) -> int:
-    """The smallest interval at which a snapshot is moved before the next one, and within ``max_overhead``."""
+@dataclass(frozen=True)
+class Usual:
+    """A checkpoint as a policy makes them all but at first. cost_secs: what training takes longer for one.
+    copy_secs, move_secs: into host memory, and on to where it is durable."""
+
+    cost_secs: float
+    copy_secs: float
+    move_secs: float
+
+    @property
+    def persist_secs(self) -> float:
+        return self.copy_secs + self.move_secs
+
+
+def usual(scenario: Scenario) -> Usual:
+    """A checkpoint of ``scenario.system``, whose policy has ``every_n_steps``, without regard to lost tokens."""
     costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
-    measured = costs.measured
-    moved = (measured.persist_secs or 0.0) / scenario.iteration.secs
-    share = scenario.system.max_overhead
-    allowed = 0.0 if not share else (measured.checkpoint_cost_secs or 0.0) / (share * scenario.iteration.secs)
-    return max(1, ceil(moved), ceil(allowed))
+    books = MovingBooks(scenario.layout.model.catalog)
+    context = replace(
+        books.context(1, scenario.layout.parallel.ranks, books.popularity, costs.measured),
+        missing=(),
+        placement=scenario.layout.placement,
+        sizes=costs.sizes,
+    )
+    policy: Any = scenario.system.policy
+    budget = {"plt_budget": None} if hasattr(policy, "plt_budget") else {}
+    plan = replace(policy, every_n_steps=1, **budget).plan(context)
+    copied, stored = costs.of_plan(plan), costs.stored(plan)
+    copy, move = costs.copy_secs(copied), costs.move_secs(stored)
+    cost = copy + move + costs.drag_secs(copied) if plan.wait else costs.stall_secs(copied)
+    return Usual(cost, copy, move)
+
+
+def least_interval(scenario: Scenario) -> int:
+    """The smallest interval at which a checkpoint is durable before the next one, and within ``max_overhead``."""
+    one, share = usual(scenario), scenario.system.max_overhead
+    allowed = one.cost_secs / (share * scenario.iteration.secs) if share else 0.0
+    return max(1, ceil(one.persist_secs / scenario.iteration.secs), ceil(allowed))
 
 
 def by_formula(scenario: Scenario, rule: str) -> int:
@@ -58,8 +89,7 @@ def by_formula(scenario: Scenario, rule: str) -> int:
             f"System {scenario.system.name!r}(interval={rule!r}) needs a mean time between failures, and "
             f"{type(scenario.failures).__name__} has none; use interval: oracle or policy"
         )
-    costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
-    cost = costs.stall_secs(costs.dense)
+    cost = usual(scenario).cost_secs
     formula: Callable[..., float] = young_interval_secs if rule == "young" else daly_interval_secs
     secs = formula(checkpoint_secs=cost, mtbf_secs=mean) if cost > 0 else 0.0
     return max(least_interval(scenario), ceil(secs / scenario.iteration.secs))

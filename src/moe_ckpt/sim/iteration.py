@@ -15,7 +15,7 @@ from math import fsum
 
 from moe_ckpt.core.operators import Operator, OperatorKind, non_expert_id
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, at_least, portion, whole
+from moe_ckpt.sim.checks import MOST, above_zero, at_least, given, portion, whole
 from moe_ckpt.sim.cluster import Cluster, Layout
 from moe_ckpt.sim.model import LayerShape, Precision
 from moe_ckpt.sim.training import Batch, Iteration
@@ -56,8 +56,8 @@ class Timing:
     fp8_speedup: float = 1.4
 
     def __post_init__(self) -> None:
-        above_zero("Timing", secs=self.secs, stage_secs=self.stage_secs)
-        at_least("Timing", 0, update_secs=self.update_secs)
+        above_zero("Timing", **given(secs=self.secs, stage_secs=self.stage_secs))
+        at_least("Timing", 0, **given(update_secs=self.update_secs))
         portion("Timing", frozen_saving=self.frozen_saving, overlap=self.overlap)
         above_zero("Timing", gradient_bytes=self.gradient_bytes, activation_bytes=self.activation_bytes)
         above_zero("Timing", device_bytes_per_sec=self.device_bytes_per_sec, fp8_speedup=self.fp8_speedup)
@@ -131,6 +131,13 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
     if secs is not None and (layout.model.shapes is None or None not in (update, stage)):
         return Iteration(secs, update or 0.0, stage, timing.frozen_saving)
     found = breakdown(layout, batch, precision, timing)
+    if found.secs > MOST:
+        cluster = layout.cluster
+        raise ConfigError(
+            f"Cluster {cluster.name!r}(flops_per_sec={cluster.flops_per_sec:g}, mfu={cluster.mfu:g}, "
+            f"nic_bytes_per_sec={cluster.nic_bytes_per_sec:g}, nvlink_bytes_per_sec={cluster.nvlink_bytes_per_sec:g}): "
+            "an iteration would never end at these rates"
+        )
     scale = 1.0 if secs is None else secs / found.secs
     return Iteration(
         secs=found.secs if secs is None else secs,

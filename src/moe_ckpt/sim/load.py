@@ -12,8 +12,9 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import above_zero, portion
 
-_PARTS = 1 << 40
-"""Shares are kept in whole parts: what differs in the last bit of a machine's logarithm is gone after that."""
+Popularity = npt.NDArray[np.float64]
+"""``[L, E]``: logarithms of how popular each expert is, in no unit: a layer's tokens are shared out by their exponents.
+Logarithms, since with a small ``alpha`` all of a layer may be below the least float."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class ExpertLoad:
 
     skewness: S, the mean normalised HHI of a layer's load, 0 for even: drawn from a symmetric Dirichlet with
         ``alpha = (1/S - 1) / E``, whose expected S it is.
-    drift: portion of each layer's load that is drawn anew every ``drift_secs``; what remains is the old load.
+    drift: portion of each layer's experts, on average, whose popularity is drawn anew every ``drift_secs``. They are
+        independent of each other, so that a load is as skewed after any number of drifts as it was at first.
     """
 
     skewness: float = 0.05
@@ -35,51 +37,58 @@ class ExpertLoad:
         if self.skewness >= 1:
             raise ConfigError(f"ExpertLoad(skewness={self.skewness!r}): skewness must be below 1")
 
+    @property
+    def drifts(self) -> bool:
+        """Whether it ever changes."""
+        return self.drift > 0 and self.skewness > 0
+
     def alpha(self, experts: int) -> float:
         """Of the Dirichlet distribution over ``experts`` experts."""
         return (1 / self.skewness - 1) / experts
 
-    def draw(self, rng: np.random.Generator, layers: int, experts: int) -> npt.NDArray[np.int64]:
-        """``[L, E]`` shares in parts of 2**40."""
+    def draw(self, rng: np.random.Generator, layers: int, experts: int) -> Popularity:
+        """A load to begin with."""
         if not self.skewness or experts <= 1:
-            drawn = np.ones((layers, experts))
-        else:
-            drawn = _dirichlet(rng, self.alpha(experts), layers, experts)
-        return _whole_parts(drawn, _PARTS)
+            return np.zeros((layers, experts))
+        return _log_gammas(rng, self.alpha(experts), layers * experts).reshape(layers, experts)
 
-    def drifted(self, rng: np.random.Generator, shares: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def drifted(self, rng: np.random.Generator, popularity: Popularity) -> Popularity:
         """The load after another ``drift_secs``."""
-        fresh = self.draw(rng, *shares.shape)
-        return _whole_parts((1 - self.drift) * shares + self.drift * fresh, _PARTS)
+        layers, experts = popularity.shape
+        if not self.drifts or experts <= 1:
+            return popularity
+        changed = rng.random((layers, experts)) < self.drift
+        found = popularity.copy()
+        found[changed] = _log_gammas(rng, self.alpha(experts), int(changed.sum()))
+        return found
 
 
-def tokens_of(shares: npt.NDArray[np.int64], assignments: int, experts: Sequence[int] | None = None) -> Counts:
+def tokens_of(popularity: Popularity, assignments: int, experts: Sequence[int] | None = None) -> Counts:
     """``[L, E]`` whole numbers of tokens, ``assignments`` per layer, by largest remainder.
 
     experts: how many each layer has; columns beyond get nothing. None: all of them.
     """
-    if experts is None:
-        return _whole_parts(shares, assignments)
-    has = np.arange(shares.shape[1]) < np.asarray(experts, dtype=np.int64)[:, None]
-    return _whole_parts(np.where(has, shares, 0), assignments)
+    if not popularity.size:
+        return np.zeros(popularity.shape, dtype=np.int64)
+    if experts is not None:
+        has = np.arange(popularity.shape[1]) < np.asarray(experts, dtype=np.int64)[:, None]
+        popularity = np.where(has, popularity, -np.inf)
+    return _whole_parts(np.exp(popularity - popularity.max(axis=1, keepdims=True)), assignments)
 
 
-def _dirichlet(rng: np.random.Generator, alpha: float, layers: int, experts: int) -> npt.NDArray[np.float64]:
-    """Gamma draws, normalised in the logarithm: with a small ``alpha`` all of a layer may be below the least float.
+def _log_gammas(rng: np.random.Generator, alpha: float, count: int) -> npt.NDArray[np.float64]:
+    """Logarithms of draws from ``Gamma(alpha)``, which normalised are a Dirichlet.
 
     ``Gamma(alpha) = Gamma(alpha + 1) * U**(1/alpha)``.
     """
-    logs = np.log(rng.standard_gamma(alpha + 1, (layers, experts))) + np.log1p(-rng.random((layers, experts))) / alpha
-    logs -= logs.max(axis=1, keepdims=True)
-    grown: npt.NDArray[np.float64] = np.exp(logs)
-    shares: npt.NDArray[np.float64] = grown / grown.sum(axis=1, keepdims=True)
-    return shares
+    drawn: npt.NDArray[np.float64] = np.log(rng.standard_gamma(alpha + 1, count))
+    drawn += np.log1p(-rng.random(count)) / alpha
+    return drawn
 
 
-def _whole_parts(weights: npt.NDArray[np.float64] | npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
+def _whole_parts(weights: npt.NDArray[np.float64], total: int) -> npt.NDArray[np.int64]:
     """Each row in whole numbers that add up to ``total``; the rest goes by largest remainder, then to the first."""
-    portions = np.asarray(weights, dtype=np.float64)
-    exact = portions / portions.sum(axis=1, keepdims=True) * total
+    exact = weights / weights.sum(axis=1, keepdims=True) * total
     found: npt.NDArray[np.int64] = np.floor(exact).astype(np.int64)
     left = np.maximum(total - found.sum(axis=1, keepdims=True), 0)
     order = np.argsort(-(exact - found), axis=1, kind="stable")

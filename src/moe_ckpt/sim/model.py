@@ -10,7 +10,7 @@ from typing import NamedTuple
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span, expert_id, gate_id, non_expert_id
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, whole
+from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, given, whole
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ModelSpec:
         owner = f"ModelSpec {self.name!r}"
         whole(owner, layers=self.layers, hidden=self.hidden, experts=self.experts, top_k=self.top_k)
         whole(owner, expert_ffn=self.expert_ffn, vocab=self.vocab, seq=self.seq, moe_every=self.moe_every)
-        whole(owner, ffn=self.ffn, attention_params=self.attention_params)
+        whole(owner, **given(ffn=self.ffn, attention_params=self.attention_params))
         whole(owner, 0, dense_layers=self.dense_layers, shared_expert_ffn=self.shared_expert_ffn)
         if self.top_k > self.experts:
             raise ConfigError(f"{owner}(top_k={self.top_k}, experts={self.experts}): top_k must not exceed experts")
@@ -199,6 +199,9 @@ def assemble(
 ) -> SimModel:
     """A model of operators in the order of the network. moe_layers: which of its layers have ``experts`` experts."""
     rows = tuple(weights)
+    total = sum(row.elements for row in rows)
+    if total > MOST_WHOLE:
+        raise ConfigError(f"model {name!r} would have {total} parameters, and {MOST_WHOLE} are the most that count")
     layers = tuple(MoELayer(at, f"layers.{i}", experts, top_k) for at, i in enumerate(moe_layers))
     # Policies ask for ids, kinds and layers only: one made-up parameter stands for each operator.
     catalog = Catalog(tuple(row.operator for row in rows), layers, {row.operator.id: (1,) for row in rows})

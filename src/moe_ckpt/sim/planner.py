@@ -12,13 +12,11 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.sim.checks import portion, whole
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.intervals import with_interval
+from moe_ckpt.sim.intervals import usual, with_interval
 from moe_ckpt.sim.resources import Use, use_of
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.scenario import Outcome, Scenario
 from moe_ckpt.sim.system import System
-from moe_ckpt.sim.track import MovingBooks
 
 CLOSE = 0.005
 """ETTR this close counts as alike: then what loses no tokens goes first, and among these the simpler policy."""
@@ -90,16 +88,8 @@ def _skipping(name: str, policy: Policy) -> System:
 
 def _fitting(scenario: Scenario, system: System) -> System:
     """With the smallest interval at which a usual checkpoint is copied and written before the next one begins."""
-    costs = Costs(scenario.layout, scenario.precision, scenario.iteration, system)
-    books = MovingBooks(scenario.layout.model.catalog)
-    usual = replace(
-        books.context(1, scenario.layout.parallel.ranks, books.popularity, costs.measured),
-        missing=(),
-        placement=scenario.layout.placement,
-    )
-    policy: Any = replace(system.policy, every_n_steps=1, plt_budget=None)  # type: ignore[type-var]
-    snapshot = costs.of_plan(policy.plan(usual))
-    secs = max(costs.copy_secs(snapshot), costs.move_secs(snapshot))
+    one = usual(replace(scenario, system=system))
+    secs = max(one.copy_secs, one.move_secs)
     fitting: Any = replace(system.policy, every_n_steps=max(1, ceil(secs / scenario.iteration.secs)))  # type: ignore[type-var]
     return replace(system, policy=fitting)
 

@@ -35,8 +35,8 @@ class Recoveries:
 
     def whole(self, window: Window | None, counts: Counts, *, from_storage: bool) -> Repair:
         """All ranks go back: load, and compute a window again. Iterations after it are trained as usual."""
-        base = self._costs.iteration.secs
-        return Repair(self._load_secs(from_storage), self._replay_secs(window, counts, base) if window else 0.0)
+        replay = self._replay_secs(window, counts, self._costs.iteration.secs) if window else 0.0
+        return Repair(self._load_secs(window, from_storage), replay)
 
     def local(self, window: Window, counts: Counts, steps: int, stages: int) -> Repair:
         """Some neighbouring stages go back, and come up to the others by their logs.
@@ -44,7 +44,7 @@ class Recoveries:
         steps: iterations since the window's end. stages: how many; they are a short pipeline of their own.
         """
         alone = self.alone_secs(stages)
-        return Repair(self._node_secs, self._replay_secs(window, counts, alone) + steps * alone)
+        return Repair(self._node_secs(window), self._replay_secs(window, counts, alone) + steps * alone)
 
     def alone_secs(self, stages: int) -> float:
         """One iteration of some neighbouring stages: (M + n - 1) / M as long as one of them, never over a whole one."""
@@ -81,19 +81,17 @@ class Recoveries:
         first = {op: layer < 0 for op, layer in model.stage_layer.items()}
         return np.array([0.0 if first[op] else float(model.elements[op]) for op in model.catalog.everything])
 
-    def _load_secs(self, from_storage: bool) -> float:
-        """All state: from storage, or from each node's own memory, and that of the dead node from its peers."""
-        costs = self._costs
-        from_host = costs.copy_secs(costs.dense)
+    def _load_secs(self, window: Window | None, from_storage: bool) -> float:
+        """A checkpoint: from storage, or from each node's own memory, and that of the dead node from its peers."""
+        costs, held = self._costs, self._costs.held(window)
         if from_storage or costs.system.durable == "storage":
-            return from_host + costs.backup_secs
-        return max(from_host, self._node_secs)
+            return costs.copy_secs(held) + costs.storage_secs(held)
+        return max(costs.copy_secs(held), self._node_secs(window))
 
-    @property
-    def _node_secs(self) -> float:
-        """The state of one node's ranks, from peers."""
-        costs = self._costs
-        return costs.dense.rank / costs.nic_rate + costs.copy_secs(costs.dense)
+    def _node_secs(self, window: Window | None) -> float:
+        """What one node's ranks have of a checkpoint, from peers."""
+        costs, held = self._costs, self._costs.held(window)
+        return held.rank / costs.nic_rate + costs.copy_secs(held)
 
 
 def peers_lost(failed: Iterable[int], nodes: int, replicas: int) -> bool:

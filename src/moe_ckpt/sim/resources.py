@@ -8,6 +8,8 @@ from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.scenario import Outcome, Scenario
 
 RESOURCES = ("compute", "pcie", "nic", "storage", "host_memory")
+DRAGGED = 0.05
+"""Portion of an iteration."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Use:
         training wait. Above 1: more is asked of it than it can do in an iteration.
     copied_bytes: into host memory, of the rank that has most, per iteration. sent_bytes: to peers, likewise.
     stored_bytes: to storage, of all ranks, per iteration. host_bytes: of one node.
+    drag: portion that iterations take longer though they wait for no link, since snapshots are begun on the training
+        thread and copied and written beside it; from a profile only.
     """
 
     utilisation: dict[str, float]
@@ -25,12 +29,16 @@ class Use:
     sent_bytes: float
     stored_bytes: float
     host_bytes: float
+    drag: float = 0.0
 
     @property
     def roof(self) -> str:
-        """The resource that bounds the iteration: compute, unless another is asked for more than it has."""
+        """The resource that bounds the iteration: compute, unless another is asked for more than it has, or else
+        ``drag`` takes more than ``DRAGGED`` of it."""
         busiest = max((name for name in RESOURCES if name != "compute"), key=lambda name: self.utilisation[name])
-        return busiest if self.utilisation[busiest] > 1 else "compute"
+        if self.utilisation[busiest] > 1:
+            return busiest
+        return "drag" if self.drag > DRAGGED else "compute"
 
 
 def use_of(scenario: Scenario, outcome: Outcome) -> Use:
@@ -42,7 +50,9 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
     sent = copied * system.replicas if peers else 0.0
     stored = 0.0 if peers else total
     if peers and system.backup_every_secs:
-        stored = costs.dense.total * scenario.iteration.secs / system.backup_every_secs
+        held = total * (outcome.window or 1) if system.sparse else costs.dense.total
+        apart = max(system.backup_every_secs, held / layout.cluster.storage_bytes_per_sec)
+        stored = held * scenario.iteration.secs / apart
     host = host_bytes(costs, outcome)
     secs = scenario.iteration.secs
     utilisation = {
@@ -52,7 +62,7 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
         "storage": stored / layout.cluster.storage_bytes_per_sec / secs,
         "host_memory": host / layout.cluster.host_memory_bytes,
     }
-    return Use(utilisation, copied, sent, stored, host)
+    return Use(utilisation, copied, sent, stored, host, copied * scenario.iteration.drag_secs_per_byte / secs)
 
 
 def host_bytes(costs: Costs, outcome: Outcome) -> float:

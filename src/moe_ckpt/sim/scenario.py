@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, at_least, whole
+from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, at_least, whole
 from moe_ckpt.sim.clock import MOST_SECS
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.failures import Failures
@@ -18,6 +18,8 @@ from moe_ckpt.sim.training import Batch, Iteration
 
 LEAST_ITERATION_SECS = 1e-6
 """Shorter ones would be lost in the parts of ``sim.clock``."""
+MOST_DRIFTS = 1_000_000
+"""Of a load in one run: more would not end in reasonable time."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Scenario:
             )
         at_least("Scenario: Iteration", LEAST_ITERATION_SECS, secs=self.iteration.secs)
         whole("Scenario", 0, seed=self.seed)
+        self._require_few()
         mean, cluster = self.failures.mean_secs, self.layout.cluster
         down = cluster.detect_secs + cluster.restart_secs
         if mean is not None and mean <= down:
@@ -57,6 +60,34 @@ class Scenario:
                 "never advance"
             )
         self.system.policy.check(self.layout.model.catalog)
+
+    def _require_few(self) -> None:
+        assigned, load = self.tokens_per_step * self.layout.model.top_k, self.load
+        if assigned > MOST_WHOLE:
+            raise ConfigError(
+                f"Batch(sequences={self.batch.sequences}): of {self.layout.model.seq} tokens each, to "
+                f"{self.layout.model.top_k} experts each, are {assigned} in one step, and {MOST_WHOLE} can be counted"
+            )
+        if load.drifts and self.duration_secs / load.drift_secs > MOST_DRIFTS:
+            raise ConfigError(
+                f"ExpertLoad(drift_secs={load.drift_secs!r}): in {self.duration_secs:g} s (duration_secs) the load "
+                f"would drift over {MOST_DRIFTS} times, and policies plan anew each time; use a longer drift_secs"
+            )
+
+    def require_peers(self) -> None:
+        """Whoever simulates it calls this; a scenario alone may be there for its other parts.
+
+        Raises:
+            ConfigError: the system keeps copies on more other nodes than there are.
+        """
+        system, nodes, cluster = self.system, self.layout.nodes, self.layout.cluster
+        if system.durable == "peers" and system.replicas >= nodes:
+            fewer = f"replicas of at most {nodes - 1}, " if nodes > 1 else ""
+            raise ConfigError(
+                f"System {system.name!r}(durable='peers', replicas={system.replicas}): peers are other nodes, and the "
+                f"ranks are on {nodes} of Cluster {cluster.name!r}; use {fewer}more nodes, or durable: storage "
+                "(with rollback: global)"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -96,7 +127,7 @@ class Spent:
 class Sample:
     """The run at one moment, taken after each recovery and at the end.
 
-    useful_steps: high-water mark of iterations done. plt: portion of lost tokens so far. k: experts per layer and
+    useful_steps: iterations done and not undone. plt: portion of lost tokens so far. k: experts per layer and
         checkpoint, where the policy counts so. window: W. saved_fraction: bytes of the newest checkpoint or window's
         heaviest slot over those of a dense one.
     """
@@ -119,8 +150,7 @@ class Outcome:
     interval: iterations between checkpoints, the newest; None for windows. window: W of the newest window.
     mean_stall_secs: per iteration. rank_bytes_per_step, total_bytes_per_step: of snapshots, mean over all iterations,
         on the rank that has most, and on all. heaviest_bytes: of one snapshot, on one rank.
-    lost_tokens, plt: over all failures. reorders: windows in another order than the
-        one before.
+    lost_tokens, plt: over all failures. reorders: windows in another order than the one before.
     plans: how often the policy was asked. Not part of what is predicted: a measure of the simulation's own work.
     """
 

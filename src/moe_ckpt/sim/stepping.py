@@ -72,15 +72,15 @@ class Stepper:
         self._load, self._assignments, self._rng = load, assignments, rng
         self._stepwise = stepwise
         self._experts = [layer.experts for layer in self._catalog.layers]
-        self._shares = load.draw(rng, len(self._experts), max(self._experts, default=0))
-        self._drift_secs = on_clock(load.drift_secs) if load.drift and load.skewness else inf
+        self._popularity = load.draw(rng, len(self._experts), max(self._experts, default=0))
+        self._drift_secs = on_clock(load.drift_secs) if load.drifts else inf
         self._drift_at = self._drift_secs
-        self._backup_at = self._next_backup(0.0)
+        self._backup_at = self._next_backup(0.0, None)
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows: dict[bytes, Window] = {}
         self._budgeted = getattr(self._policy, "plt_budget", None) is not None
         self._decays = getattr(self._policy, "order", None) == "time_decayed"
-        self.state = State(Track(self._catalog), tokens_of(self._shares, assignments, self._experts))
+        self.state = State(Track(self._catalog), tokens_of(self._popularity, assignments, self._experts))
 
     # --- between failures ---
 
@@ -95,8 +95,10 @@ class Stepper:
         self._settle()
 
     def interrupted(self) -> None:
-        """A failure: what was regular is no more."""
+        """A failure: what was regular is no more, and a backup that was under way is begun again."""
         self._rounds.clear()
+        if self.state.track.backup_lost:
+            self._backup_at = self.state.now
 
     def _housekeeping(self) -> None:
         """What is looked at between rounds only."""
@@ -104,13 +106,15 @@ class Stepper:
         self._settle()
         if state.now >= self._drift_at:
             while state.now >= self._drift_at:  # each one, so that the load at a time is the same for all systems
-                self._shares = self._load.drifted(self._rng, self._shares)
+                self._popularity = self._load.drifted(self._rng, self._popularity)
                 self._drift_at += self._drift_secs
-            state.counts = tokens_of(self._shares, self._assignments, self._experts)
+            state.counts = tokens_of(self._popularity, self._assignments, self._experts)
             self._rounds.clear()
         if state.now >= self._backup_at:
-            state.track.back_up(state.now + on_clock(self._costs.backup_secs))
-            self._backup_at = self._next_backup(state.now)
+            newest = state.track.newest
+            held = self._costs.held(newest.window if newest else None)
+            state.track.back_up(state.now + on_clock(self._costs.storage_secs(held)))
+            self._backup_at = self._next_backup(state.now, held)
             self._rounds.clear()
 
     def _settle(self) -> None:
@@ -118,11 +122,12 @@ class Stepper:
             self.state.failed_nodes.clear()
             self.state.peers_empty = False
 
-    def _next_backup(self, now: float) -> float:
+    def _next_backup(self, now: float, under_way: Snapshot | None) -> float:
+        """One after the other."""
         every = self._system.backup_every_secs
         if every is None or self._system.durable == "storage":
             return inf
-        return now + on_clock(max(every, self._costs.backup_secs))
+        return now + on_clock(max(every, self._costs.storage_secs(under_way) if under_way else 0.0))
 
     @property
     def _undisturbed_secs(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Policy, uses_windows
-from moe_ckpt.sim.checks import at_least, one_of, portion, whole
+from moe_ckpt.sim.checks import above_zero, flag, given, one_of, portion, whole
 
 DURABLE = ("storage", "peers")
 ROLLBACKS = ("global", "localized")
@@ -51,13 +51,18 @@ class System:
         one_of(owner, INTERVALS, interval=self.interval)
         one_of(owner, ("skip", "wait"), when_busy=self.when_busy)
         whole(owner, replicas=self.replicas, max_in_flight=self.max_in_flight)
-        at_least(owner, 0, backup_every_secs=self.backup_every_secs)
-        if self.max_overhead is not None:
-            portion(owner, max_overhead=self.max_overhead)
+        above_zero(owner, **given(backup_every_secs=self.backup_every_secs, max_overhead=self.max_overhead))
+        portion(owner, **given(max_overhead=self.max_overhead))
+        flag(owner, freeze=self.freeze)
         if self.rollback == "localized" and not self.sparse:
             raise ConfigError(
                 f"{owner}(rollback='localized'): only a policy with sparse windows (MoEvement) takes a snapshot at "
                 "every iteration that one stage can be brought back from; use rollback: global"
+            )
+        if self.rollback == "localized" and self.durable != "peers":
+            raise ConfigError(
+                f"{owner}(rollback='localized', durable={self.durable!r}): the ranks that go back load from peers; use "
+                "durable: peers, or rollback: global"
             )
         if self.interval != "policy" and not hasattr(self.policy, "every_n_steps"):
             raise ConfigError(

@@ -26,7 +26,7 @@ from typing import IO
 import numpy as np
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, at_least, whole
+from moe_ckpt.sim.checks import above_zero, at_least, flag, given, whole
 from moe_ckpt.sim.failures import Event
 
 HEADER = ["time", "event", "node"]
@@ -63,7 +63,10 @@ class Trace:
             raise ConfigError(
                 f"Trace(path={self.path!r}, given={len(self.given)} events): give one of both, and at least one event"
             )
-        above_zero("Trace", period_secs=self.period_secs)
+        if self.path is not None and not isinstance(self.path, str):
+            raise ConfigError(f"Trace(path={self.path!r}): path must be the name of a CSV file")
+        above_zero("Trace", **given(period_secs=self.period_secs))
+        flag("Trace", repeat=self.repeat)
         last = self._extent.last_secs
         if self.period_secs is not None and self.period_secs < last:
             raise ConfigError(

@@ -82,25 +82,23 @@ def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
 class Durable:
     """A checkpoint that outlives a failure.
 
-    step: of the state it holds. begun: of its first slot, ``step`` without a window. tokens: the book as of ``step``,
-    with what its experts have seen. copies: ``[L, E]`` step of each expert's copy.
+    step: of the state it holds. tokens: the book as of ``step``, with what its experts have seen. copies: ``[L, E]``
+        step of each expert's copy.
     """
 
     step: int
-    begun: int
-    at_secs: float
     tokens: TokenBook
     copies: Counts
     index: int
     window: Window | None
 
-    def moved(self, steps: int, secs: float, counts: Counts) -> Durable:
+    def moved(self, steps: int, counts: Counts) -> Durable:
         """As it would be ``steps`` later."""
         tokens = book_of(self.tokens.applied + counts * steps, self.tokens)
         tokens.saved = {tier: saved + counts * steps for tier, saved in self.tokens.saved.items()}
         window = None if self.window is None else replace(self.window, start=self.window.start + steps)
         copies = np.where(self.copies < 0, self.copies, self.copies + steps)
-        return Durable(self.step + steps, self.begun + steps, self.at_secs + secs, tokens, copies, self.index, window)
+        return Durable(self.step + steps, tokens, copies, self.index, window)
 
 
 def book_of(applied: Counts, like: TokenBook) -> TokenBook:
@@ -135,6 +133,8 @@ class Track:
         self.newest: Durable | None = None
         self.backup: Durable | None = None
         self._backing: tuple[float, Durable] | None = None
+        self.backup_lost = False
+        """A failure cut off a backup, and none was begun since."""
         self.mover_free_secs = 0.0
         self._sequence = 0
         self._generation = 0
@@ -174,16 +174,14 @@ class Track:
             pending = self.books.resolved(done.sequence, committed=True)
             tokens = book_of(pending.applied, self.books.tokens)
             tokens.saved = {tier: counts.copy() for tier, counts in tokens.saved.items()}
-            begun = pending.window.start if pending.window else pending.step
-            self.newest = Durable(
-                pending.step, begun, done.ready_secs, tokens, self.books.expert_steps(), done.index, pending.window
-            )
+            self.newest = Durable(pending.step, tokens, self.books.expert_steps(), done.index, pending.window)
         return self.newest is not before
 
     def back_up(self, ready_secs: float) -> None:
         """What is durable now is on storage, too, from ``ready_secs`` on."""
         if self.newest is not None:
             self._backing = ready_secs, self.newest
+        self.backup_lost = False
 
     def drop(self) -> None:
         """Snapshots under way are lost, but training goes on from where it is."""
@@ -193,6 +191,7 @@ class Track:
 
     def _stop_moving(self) -> None:
         self.moving.clear()
+        self.backup_lost = self.backup_lost or self._backing is not None
         self.mover_free_secs, self._backing = 0.0, None
 
     def fail(self, to: Durable | None, alive: npt.NDArray[np.bool_] | None = None) -> FaultRecord | None:
@@ -215,7 +214,7 @@ class Track:
             one.index += checkpoints
         self.moving = deque(ready + secs for ready in self.moving)
         if self.newest is not None:
-            self.newest = self.newest.moved(steps, secs, counts)
+            self.newest = self.newest.moved(steps, counts)
         self.mover_free_secs += secs
 
     def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:

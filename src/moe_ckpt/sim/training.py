@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, at_least, portion, whole
+from moe_ckpt.sim.checks import above_zero, at_least, given, portion, whole
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Iteration:
     drag_secs_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        above_zero("Iteration", secs=self.secs, stage_secs=self.stage_secs)
+        above_zero("Iteration", secs=self.secs, **given(stage_secs=self.stage_secs))
         at_least("Iteration", 0, update_secs=self.update_secs, drag_secs_per_byte=self.drag_secs_per_byte)
         portion("Iteration", frozen_saving=self.frozen_saving)
         if self.update_secs >= self.secs:

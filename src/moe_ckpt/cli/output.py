@@ -45,7 +45,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     # rich would swallow whole columns on a narrow terminal; lines that wrap there can still be read.
     needed = max(map(len, plain_table(columns, rows).split("\n"))) + 2 * len(columns)
     console.width = max(console.width, needed)
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -101,7 +101,7 @@ def _made(cfg: DictConfig, group: str, kind: type[_T], *others: type) -> _T:
 
 
 def value_of(cfg: DictConfig, name: str) -> Any:
-    """One value, ``seed`` or ``cluster.nodes``. Raises ``ConfigError`` when it is null or missing, or cannot be read."""
+    """One value, ``seed`` or ``cluster.nodes``. Raises ``ConfigError`` when it is null, missing or cannot be read."""
     value = _known(cfg, name)
     if value is None:
         raise ConfigError(f"{name} must be given: {name}=...")

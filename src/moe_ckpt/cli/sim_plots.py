@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ INTERVALS = 36
 """Goodput is averaged over so many parts of a run: ten minutes of six hours."""
 MOST_LINES = 10
 """Of one picture over time; those beyond are left out, and the picture says so."""
+LONGEST_NAME = 150
+"""Letters of a file's name that tell what was varied; file systems take 255, what is before and behind included."""
 
 
 def require_matplotlib() -> None:
@@ -73,11 +75,25 @@ _MTBF_KEYS = ("failures", "failures.mtbf_secs")
 
 def panels(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Pictures over time: one for each combination of what was varied beside the policy, named for a file."""
-    found: dict[str, list[Result]] = {}
+    found: dict[tuple[str, ...], list[Result]] = {}
     for one in results:
         rest = [f"{key}={value}" for key, value in one.combination.varied if not key.startswith("policy")]
-        found.setdefault(re.sub(r"[^A-Za-z0-9.=_-]+", "_", "_".join(rest)), []).append(one)
-    return found
+        found.setdefault(tuple(rest), []).append(one)
+    names = _file_names(["_".join(rest) for rest in found])
+    return dict(zip(names, found.values(), strict=True))
+
+
+def _file_names(texts: Iterable[str]) -> list[str]:
+    """Of letters that any file system takes, not too long, and no two alike, be it but in upper and lower case."""
+    names: list[str] = []
+    for text in texts:
+        name = stem = re.sub(r"[^A-Za-z0-9.=_-]+", "_", text)[:LONGEST_NAME]
+        number = 1
+        while name.lower() in map(str.lower, names):
+            number += 1
+            name = f"{stem}_{number}"
+        names.append(name)
+    return names
 
 
 # --- arithmetic ---
@@ -168,7 +184,7 @@ def goodput_over_time(results: Sequence[Result]) -> Any:
         edges, portions = goodput(one.first)
         (line,) = above.step(edges / 3600, [*portions, portions[-1]], where="post", label=one.name, linewidth=1.2)
         hours, steps = _over_time(one.first, "useful_steps")
-        below.plot(hours, steps, marker=".", markersize=3, linewidth=1.0, color=line.get_color())
+        below.plot([0.0, *hours], [0.0, *steps], marker=".", markersize=3, linewidth=1.0, color=line.get_color())
     above.set(ylabel="goodput", title=_title("Goodput, as a portion of that without failures", results))
     above.set_ylim(bottom=0)
     below.set(xlabel="hours", ylabel="iterations done", ylim=(0, None))
@@ -184,6 +200,8 @@ def lost_tokens_over_time(results: Sequence[Result]) -> Any:
     for one in results[:MOST_LINES]:
         hours, portions = _over_time(one.first, "plt")
         (line,) = above.step(hours, 100 * portions, where="post", label=one.name)
+        # Nothing is lost before the first sample, which is of the first failure.
+        above.step([0.0, *hours[:1]], [0.0, *100 * portions[:1]], where="post", color=line.get_color())
         if one.first.k is not None:
             below.step(*_over_time(one.first, "k"), where="post", color=line.get_color())
     above.set(ylabel="lost tokens, % (PLT)", title=_title("Tokens that failures lost", results))

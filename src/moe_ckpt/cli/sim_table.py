@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 from moe_ckpt.cli.sim_runs import PARTS, Result, Span
 from moe_ckpt.sim.scenario import Outcome
@@ -50,13 +51,14 @@ def one_facts(result: Result) -> str:
 
 
 def sweep_table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows): a row per combination, in their order."""
+    """(columns, rows): a row per combination, in their order. Shares and K that no row has are left out."""
     keys = [key for key, _ in results[0].combination.varied if key != "policy"]
     parts = [part for part in PARTS if part != "useful"]
-    if not any(result.share("idle") for result in results):
-        parts.remove("idle")
     columns = ["system", *keys, "ETTR", *parts, "failures", "every", "K", "PLT", "stall/iteration"]
-    return columns, [_row(result, keys, parts) for result in results]
+    rows = [_row(result, keys, parts) for result in results]
+    nothing = {**dict.fromkeys(parts, _percent(0.0)), "K": _NONE}
+    told = [any(row[at] != nothing.get(column) for row in rows) for at, column in enumerate(columns)]
+    return list(compress(columns, told)), [list(compress(row, told)) for row in rows]
 
 
 def _row(result: Result, keys: Sequence[str], parts: Sequence[str]) -> list[str]:

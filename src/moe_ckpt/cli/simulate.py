@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from moe_ckpt.cli.options import not_written, require_directory, require_file, require_filled, require_known
 from moe_ckpt.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.cli.sim_runs import results_of
     from moe_ckpt.cli.sweeps import config_directory
 
+    require_filled(args, "json", "plot", "config-dir")
     overrides = settings(args, rest)
     directory = config_directory(args.config_dir)
     if args.list is not None:
@@ -86,6 +88,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from moe_ckpt.cli.sim_plots import require_matplotlib
 
         require_matplotlib()
+        require_directory("--plot", Path(args.plot))
+    if args.json is not None and args.json != "-":
+        require_file("--json", Path(args.json))
     with _importable(directory), _progress(silent=args.quiet) as progress:
         results = results_of(overrides, directory, args.seeds, args.workers, progress)
     if args.json is not None and args.json != "-":
@@ -103,9 +108,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def settings(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """The overrides among the arguments. A word after ``--json`` with a ``=`` in it is one, not a file's name."""
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown:
-        raise ConfigError(f"no option {' '.join(unknown)}; see moe-ckpt simulate --help")
+    require_known("simulate", rest)
     after = None if args.json is None or "=" not in args.json else args.json
     if after is not None:
         args.json = "-"
@@ -136,7 +139,7 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from error
+        raise not_written("--json", path, error) from error
 
 
 def _plot(results: Sequence[Result], directory: Path, suffix: str, silent: bool) -> None:
@@ -150,7 +153,7 @@ def _plot(results: Sequence[Result], directory: Path, suffix: str, silent: bool)
             if not silent:
                 print(f"wrote {path}")
     except OSError as error:
-        raise ConfigError(f"--plot {directory}: cannot be written: {error.strerror}") from error
+        raise not_written("--plot", directory, error) from error
 
 
 def _show(results: Sequence[Result]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ckpt.conf import register
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.failures import Components, Event, NoFailures, Poisson, Weibull
 from moe_ckpt.sim.formulas import Component, observed_mtbf_hours
@@ -196,8 +197,10 @@ def configured(name, *overrides):
     hydra = pytest.importorskip("hydra")
     from hydra.utils import instantiate
 
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return instantiate(hydra.compose(name, list(overrides)))
+    register()
+    asked = [f"failures={name}", "cluster=gpus_4096", *(f"failures.{one}" for one in overrides)]
+    with hydra.initialize_config_dir(str(CONF.parent), version_base="1.3"):
+        return instantiate(hydra.compose("simulate", asked).failures)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +215,8 @@ def test_other_configs():
     assert configured("none") == NoFailures()
     assert configured("poisson", "mtbf_secs=600") == Poisson(600)
     assert configured("components") == Components(TABLE)
+    counts = {part.name: part.count for part in configured("components", "table.gpu.count=7").parts}
+    assert counts == {"gpu": 7, "host": 512, "switch": 32}
     assert configured("components", "table.gpu.mtbf_hours=50000").mean_secs > configured("components").mean_secs
     assert {path.stem for path in CONF.glob("*.yaml")} == {
         "components", "gcp_like_6h", "llama3", "none", "poisson", "trace", "weibull",

@@ -235,3 +235,11 @@ def test_a_naive_simulator_tells_the_same(policy, system, cluster):
         assert told.ettr == pytest.approx(naive.step / 3000.5, rel=1e-6)
         for name in ("stall", "lost", "down", "retrieve"):
             assert getattr(told.spent, name) == pytest.approx(getattr(naive, name), rel=1e-6, abs=1e-5), name
+
+
+def test_progress_is_told_though_nothing_fails():
+    told = []
+    simulate(scenario(load=replace(SKEWED, drift_secs=100.0), duration_secs=1000.0), told.append)
+    assert told == sorted(told)
+    assert len(told) == 9
+    assert 0.1 <= told[0] < told[-1] <= 1

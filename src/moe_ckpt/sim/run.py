@@ -32,7 +32,7 @@ Progress = Callable[[float], None]
 def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
     """What comes of a run. The same scenario gives the same outcome; failures and loads do not depend on the system.
 
-    progress: called at every failure.
+    progress: called at every failure, and when the load changes.
 
     Raises:
         ConfigError: the policy cannot serve the model, copies are to be kept on more other nodes than there are, or an
@@ -61,9 +61,14 @@ class _Run:
 
     def outcome(self, progress: Progress | None) -> Outcome:
         end, state = on_clock(self._scenario.duration_secs), self._stepper.state
+
+        def tick() -> None:
+            if progress is not None:
+                progress(min(1.0, state.now / end))
+
         kept, futile = 0, 0
         while state.now < end and not self._verdict:
-            self._stepper.train(min(self._failing.next_secs, end))
+            self._stepper.train(min(self._failing.next_secs, end), tick)
             if state.halt is not None:
                 self._verdict = f"the policy ended training after {state.now:.0f} s: {state.halt}"
             if state.now >= end or self._verdict:
@@ -75,8 +80,7 @@ class _Run:
             futile = 0 if kept > before else futile + 1
             if futile >= FUTILE_FAILURES or self._failing.hopeless:
                 self._verdict = self._futile(state, max(futile, FUTILE_FAILURES))
-            if progress is not None:
-                progress(min(1.0, state.now / end))
+            tick()
         self._sample(state)
         return self._told(state)
 

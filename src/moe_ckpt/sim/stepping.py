@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
@@ -84,11 +85,12 @@ class Stepper:
 
     # --- between failures ---
 
-    def train(self, until: float) -> None:
-        """Train to that very moment; the iteration that it interrupts is lost."""
+    def train(self, until: float, tick: Callable[[], None]) -> None:
+        """Train to that very moment; the iteration that it interrupts is lost. tick: called when the load changes."""
         state = self.state
         while state.now < until and state.halt is None:
-            self._housekeeping()
+            if self._housekeeping():
+                tick()
             if self._repeat(until):
                 continue
             self._round(until)
@@ -100,11 +102,11 @@ class Stepper:
         if self.state.track.backup_lost:
             self._backup_at = self.state.now
 
-    def _housekeeping(self) -> None:
-        """What is looked at between rounds only."""
+    def _housekeeping(self) -> bool:
+        """What is looked at between rounds only. Whether the load has changed."""
         state = self.state
         self._settle()
-        if state.now >= self._drift_at:
+        if drifts := state.now >= self._drift_at:
             while state.now >= self._drift_at:  # each one, so that the load at a time is the same for all systems
                 self._popularity = self._load.drifted(self._rng, self._popularity)
                 self._drift_at += self._drift_secs
@@ -116,6 +118,7 @@ class Stepper:
             state.track.back_up(state.now + on_clock(self._costs.storage_secs(held)))
             self._backup_at = self._next_backup(state.now, held)
             self._rounds.clear()
+        return drifts
 
     def _settle(self) -> None:
         if self.state.track.settle(self.state.now):

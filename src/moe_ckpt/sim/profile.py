@@ -1,6 +1,7 @@
 """A run's own profile as input of the simulator: what it trained, on what, how fast, and what its restarts took.
 
-Nothing is made up: what the run did not measure is an error that says how to give it.
+What the run did not measure is an error that says how to give it; of what no run measures (network, detection, repair,
+spares) the defaults of ``Cluster`` hold.
 """
 
 from __future__ import annotations

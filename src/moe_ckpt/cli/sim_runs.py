@@ -101,6 +101,7 @@ def results_of(
     for combination in asked:
         with _about(combination):
             scenario = simulator.scenario(combination)
+            scenario.require_peers()
         means.append(scenario.failures.mean_secs)
         jobs += [_Job(combination, scenario.seed + number) for number in range(seeds)]
     found = _here(simulator, jobs, progress) if workers == 1 else _spread(jobs, workers, progress)

@@ -54,7 +54,7 @@ POLICY_OPTIONS = {
 RECORDS = {
     "moe_ckpt.format.identity.Identity": "run_id fingerprint created_unix_secs",
     "moe_ckpt.format.manifest.Manifest": (
-        "run_id step generation world_size index created_unix_secs model files operators states parent policy tokens "
+        "run_id step generation world_size index created_unix_secs model files operators states parent policy measured tokens "
         "window"
     ),
     "moe_ckpt.format.manifest.SlotRecord": "step states",
@@ -87,7 +87,7 @@ CONFIG_GROUPS = {
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
     "simulate": "simulate",
-    "simulate/batch": "deepseek_15360 deepseek_4608 moetion moevement pec tiny",
+    "simulate/batch": "deepseek_15360 deepseek_4608 moetion moevement pec pec_swin tiny",
     "simulate/cluster": "a100_64 a100_96 a30_8 gpus_1536 gpus_16384 gpus_4096 gpus_512 h100_128 laptop",
     "simulate/failures": "components gcp_like_6h llama3 none poisson trace weibull",
     "simulate/iteration": (
@@ -98,15 +98,15 @@ CONFIG_GROUPS = {
     "simulate/load": "even mild skewed_25 skewed_50 skewed_75 skewed_99",
     "simulate/model": (
         "deepseek_145b deepseek_32b deepseek_671b deepseek_671b_mtp deepseek_67b deepseek_moe gpt2_moe_small "
-        "gpt_moe moe_gpt_1_6b_64e moe_gpt_2_9b_16e moe_gpt_3_8b_8e moe_llava qwen_moe tiny"
+        "gpt_moe moe_gpt_1_6b_64e moe_gpt_2_9b_16e moe_gpt_3_8b_8e moe_llava qwen_moe swinv2_moe tiny"
     ),
     "simulate/parallel": (
         "ep8 pp12_ep8_dp1 pp16_ep8_dp4 pp24_ep8_dp8 pp32_ep8_dp16 pp3_ep8_dp4 pp4_ep2_dp8 pp64_ep8_dp32 "
         "pp6_ep8_dp2 pp8_ep1_dp8 pp8_ep4_dp2 pp8_ep8_dp2 single"
     ),
     "simulate/policy": (
-        "checkfreq dense dense_sync gemini gemini_daly gemini_young moc moc_fixed moc_load_aware moetion "
-        "moevement moevement_freeze moevement_reorder moevement_sparse moevement_storage"
+        "checkfreq dense dense_sync gemini gemini_daly gemini_young moc moc_fixed moc_load_aware moc_storage "
+        "moetion moevement moevement_freeze moevement_reorder moevement_sparse moevement_storage"
     ),
     "simulate/precision": (
         "fp16_fp16_fp16 fp16_fp32 fp32 fp8_fp16_fp32 fp8_fp16_fp8fp16 fp8_fp32_fp32 fp8_fp8_fp8fp16 zero1_10"
@@ -115,7 +115,7 @@ CONFIG_GROUPS = {
         "moetion_1_6b moetion_2_9b moetion_3_8b moevement_145b moevement_32b moevement_671b moevement_67b "
         "moevement_deepseek moevement_fp16_fp16_fp16 moevement_fp8_fp16_fp32 moevement_fp8_fp16_fp8fp16 "
         "moevement_fp8_fp32_fp32 moevement_fp8_fp8_fp8fp16 moevement_gpt moevement_llava moevement_qwen pec "
-        "tiny"
+        "pec_swin tiny"
     ),
 }
 

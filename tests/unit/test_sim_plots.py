@@ -122,7 +122,8 @@ def test_bars_are_the_shares_of_the_time():
 
 def test_lost_tokens_and_k_over_time():
     above, below = figures([result("moc", history=HISTORY, k=4)])["lost_tokens"].axes
-    assert above.get_lines()[0].get_ydata() == pytest.approx([0, 3, 1])
+    assert above.get_lines()[0].get_ydata() == pytest.approx([0, 0, 3, 1])
+    assert above.get_lines()[0].get_xdata()[0] == 0
     assert below.get_lines()[0].get_ydata().tolist() == [2, 4, 4]
 
 

@@ -199,9 +199,8 @@ def lost_tokens_over_time(results: Sequence[Result]) -> Any:
     above, below = figure.subplots(2, 1, sharex=True)
     for one in results[:MOST_LINES]:
         hours, portions = _over_time(one.first, "plt")
-        (line,) = above.step(hours, 100 * portions, where="post", label=one.name)
         # Nothing is lost before the first sample, which is of the first failure.
-        above.step([0.0, *hours[:1]], [0.0, *100 * portions[:1]], where="post", color=line.get_color())
+        (line,) = above.step([0.0, *hours], [0.0, *(100 * portions)], where="post", label=one.name)
         if one.first.k is not None:
             below.step(*_over_time(one.first, "k"), where="post", color=line.get_color())
     above.set(ylabel="lost tokens, % (PLT)", title=_title("Tokens that failures lost", results))

@@ -54,8 +54,8 @@ POLICY_OPTIONS = {
 RECORDS = {
     "moe_ckpt.format.identity.Identity": "run_id fingerprint created_unix_secs",
     "moe_ckpt.format.manifest.Manifest": (
-        "run_id step generation world_size index created_unix_secs model files operators states parent policy measured tokens "
-        "window"
+        "run_id step generation world_size index created_unix_secs model files operators states parent policy measured "
+        "tokens window"
     ),
     "moe_ckpt.format.manifest.SlotRecord": "step states",
     "moe_ckpt.format.manifest.FileRecord": "path nbytes header_nbytes header_digest step rank",

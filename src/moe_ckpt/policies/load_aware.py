@@ -128,7 +128,7 @@ class Dealer:
         self.taken: list[list[int]] = [[] for _ in orders]
         self._orders, self._turns = orders, turns
         number = {rank: at for at, rank in enumerate(sorted({rank for row in turns for rank in owners[row]}))}
-        self._owners = [[number.get(rank, 0) for rank in ranks] for ranks in owners]
+        self._owners = {row: [number[rank] for rank in owners[row]] for row in turns}
         self._load = np.zeros(len(number), dtype=np.int64)
         self._owned = np.zeros((len(orders), len(number)), dtype=np.int64)
         """``[L, R]`` experts not taken yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.plan import COLUMNS, simulated_systems
+from moe_ckpt.cli.plan import COLUMNS, _scenario, simulated_systems
 from moe_ckpt.cli.scenarios import scenario_of
 from moe_ckpt.cli.sweeps import combinations, composed
 from tests.unit.test_profile import PROFILE, encoded
@@ -152,6 +153,17 @@ def test_of_a_profiled_cluster_single_fields_can_be_said(capsys, tmp_path):
     after = json.loads(call(capsys, *asked, "cluster.detect_secs=7", "cluster.nic_bytes_per_sec=25e9")[1])["cluster"]
     assert after == {**before, "detect_secs": 7, "nic_bytes_per_sec": 25e9}
     assert before["detect_secs"] != 7
+
+
+def test_components_are_those_of_the_profiled_cluster(tmp_path):
+    """Not those of the config's default."""
+    (path := tmp_path / "p.json").write_bytes(encoded(PROFILE))
+    given = ("failures=components", "cluster.nodes=512", "cluster.gpus_per_node=8")
+    args = argparse.Namespace(profile=str(path), config_dir=None)
+    assert _scenario(args, given).failures.mean_secs == pytest.approx(4.38 * 3600, rel=0.001)
+    own = _scenario(args, given[:1])
+    counts = {part.name: part.count for part in own.failures.parts}
+    assert (counts["host"], counts["gpu"]) == (own.layout.cluster.nodes, own.layout.cluster.gpus) != (12, 96)
 
 
 def test_tokens_that_a_profile_does_not_tell_can_be_said(capsys, tmp_path):

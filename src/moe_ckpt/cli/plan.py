@@ -14,7 +14,6 @@ from moe_ckpt.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from moe_ckpt.engine.rates import Rates
-    from moe_ckpt.sim.failures import Failures
     from moe_ckpt.sim.planner import Candidate, Plan
     from moe_ckpt.sim.scenario import Scenario
     from moe_ckpt.sim.system import System
@@ -120,7 +119,7 @@ def simulated_systems(scenario: Scenario) -> list[System]:
 
 def _scenario(args: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
     try:
-        from moe_ckpt.cli.scenarios import failures_of, scenario_of
+        from moe_ckpt.cli.scenarios import scenario_of
         from moe_ckpt.cli.sweeps import combinations, composed, config_directory
     except ImportError as error:
         raise MissingPackageError("hydra-core", "moe-ckpt plan", "hydra") from error
@@ -134,9 +133,7 @@ def _scenario(args: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
             f"plan compares policies in one setting, and {' '.join(overrides)} are {len(asked)}; sweep with simulate"
         )
     cfg = composed(asked[0])
-    return (
-        scenario_of(cfg) if args.profile is None else _profiled(args.profile, settings, cfg, failures_of(cfg), tokens)
-    )
+    return scenario_of(cfg) if args.profile is None else _profiled(args.profile, settings, cfg, tokens)
 
 
 def _tokens(overrides: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -178,9 +175,9 @@ def _key(text: str) -> str:
     return text.lstrip("+~").partition("=")[0]
 
 
-def _profiled(path: str, overrides: Sequence[str], cfg: Any, failures: Failures, tokens: int | None) -> Scenario:
+def _profiled(path: str, overrides: Sequence[str], cfg: Any, tokens: int | None) -> Scenario:
     """The profiled run, with what the overrides may change of it."""
-    from moe_ckpt.cli.scenarios import value_of
+    from moe_ckpt.cli.scenarios import failures_of, value_of
     from moe_ckpt.policies import Dense
     from moe_ckpt.sim.profile import read_profile, scenario_from
     from moe_ckpt.sim.system import System
@@ -188,9 +185,11 @@ def _profiled(path: str, overrides: Sequence[str], cfg: Any, failures: Failures,
     profile = read_profile(path)
     cluster = [key.partition(".")[2] for key in map(_key, overrides) if key.startswith("cluster.")]
     machines = profile.cluster(**{field: value_of(cfg, f"cluster.{field}") for field in cluster})
+    # Failures by components are counted from the cluster's nodes and GPUs.
+    cfg.cluster.nodes, cfg.cluster.gpus_per_node = machines.nodes, machines.gpus_per_node
     known = value_of(cfg, "duration_secs"), value_of(cfg, "seed")
     system = System("plan", Dense())
-    return scenario_from(profile, failures, system, *known, cluster=machines, tokens_per_step=tokens)
+    return scenario_from(profile, failures_of(cfg), system, *known, cluster=machines, tokens_per_step=tokens)
 
 
 def _with_rates(scenario: Scenario, rates: Rates) -> Scenario:

@@ -108,21 +108,21 @@ class MoEtion:
             return save_nothing(context.step)
         limit = self.budget_bytes(context.measured) if self.experts is None else None
         stages = stages_of(context, weighed=limit is not None)
-        room = [stage.most(limit, len(stage.layers) * (self.experts or 1)) for stage in stages]
-        total = sum(most for most, _ in room)
-        if total >= len(context.catalog.experts):
-            stored = context.catalog.everything
-        else:
-            stored = self._stored(context, list(zip(stages, room, strict=True)))
+        total = sum(self._room(stage, limit)[0] for stage in stages)
+        fits = total >= len(context.catalog.experts)
+        stored = context.catalog.everything if fits else self._stored(context, stages, limit)
         return save_full(context.step, stored, k=total // max(len(context.catalog.layers), 1))
 
-    def _stored(
-        self, context: PolicyContext, rooms: Sequence[tuple[Stage, tuple[int, int | None]]]
-    ) -> tuple[str, ...]:
-        """In the catalog's order. rooms: each stage, with what ``Stage.most`` says of it."""
+    def _room(self, stage: Stage, limit: int | None) -> tuple[int, int | None]:
+        """As ``Stage.most``, which remembers it."""
+        return stage.most(limit, len(stage.layers) * (self.experts or 1))
+
+    def _stored(self, context: PolicyContext, stages: Sequence[Stage], limit: int | None) -> tuple[str, ...]:
+        """In the catalog's order. limit: bytes of one rank; None: no budget."""
         missing = experts_of(context, context.missing)
         chosen = {op.id for op in context.catalog.always_saved}
-        for stage, (most, capacity) in rooms:
+        for stage in stages:
+            most, capacity = self._room(stage, limit)
             experts = stage.experts if most >= stage.total else self._choose(context, stage, most, capacity, missing)
             chosen.update(expert_id(*expert) for expert in experts)
         return tuple(sorted(chosen, key=context.catalog.place.__getitem__))

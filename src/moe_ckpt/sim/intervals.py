@@ -76,7 +76,11 @@ def usual(scenario: Scenario) -> Usual:
 
 def least_interval(scenario: Scenario) -> int:
     """The smallest interval at which a checkpoint is durable before the next one, and within ``max_overhead``."""
-    one, share = usual(scenario), scenario.system.max_overhead
+    return _least(scenario, usual(scenario))
+
+
+def _least(scenario: Scenario, one: Usual) -> int:
+    share = scenario.system.max_overhead
     allowed = one.cost_secs / (share * scenario.iteration.secs) if share else 0.0
     return max(1, ceil(one.persist_secs / scenario.iteration.secs), ceil(allowed))
 
@@ -89,10 +93,10 @@ def by_formula(scenario: Scenario, rule: str) -> int:
             f"System {scenario.system.name!r}(interval={rule!r}) needs a mean time between failures, and "
             f"{type(scenario.failures).__name__} has none; use interval: oracle or policy"
         )
-    cost = usual(scenario).cost_secs
+    one = usual(scenario)
     formula: Callable[..., float] = young_interval_secs if rule == "young" else daly_interval_secs
-    secs = formula(checkpoint_secs=cost, mtbf_secs=mean) if cost > 0 else 0.0
-    return max(least_interval(scenario), ceil(secs / scenario.iteration.secs))
+    secs = formula(checkpoint_secs=one.cost_secs, mtbf_secs=mean) if one.cost_secs > 0 else 0.0
+    return max(_least(scenario, one), ceil(secs / scenario.iteration.secs))
 
 
 def oracle(scenario: Scenario, run: Run) -> int:

@@ -5,10 +5,11 @@ way that it saw a round before, and decides the same. So rounds are stepped thro
 all at once (``stepping.Stepper``). That gives the same outcome to the last bit, since time is in whole parts
 (``sim.clock``). It is an approximation where a policy goes by the whole run so far: under a PLT budget, and where
 experts that were not saved for long go first, by the run's own mean interval (load_aware, least_loss, MoEtion); there
-one lost token in a thousand was seen to differ. The work grows with
-failures, changes of load and the length of a round, not with iterations or GPUs. So there is no event queue here
-(simpy was considered): it would spend its time on what repeats, and what is left between two failures are a dozen
-additions.
+one lost token in a thousand was seen to differ.
+
+The work grows with failures, changes of load and the length of a round, not with iterations or GPUs. So there is no
+event queue here (simpy was considered): it would spend its time on what repeats, and what is left between two failures
+are a dozen additions.
 """
 
 from __future__ import annotations

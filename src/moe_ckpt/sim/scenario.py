@@ -66,7 +66,8 @@ class Scenario:
         if assigned > MOST_WHOLE:
             raise ConfigError(
                 f"Batch(sequences={self.batch.sequences}): of {self.layout.model.seq} tokens each, to "
-                f"{self.layout.model.top_k} experts each, are {assigned} in one step, and {MOST_WHOLE} can be counted"
+                f"{self.layout.model.top_k} experts each, are {assigned} in one step, and only {MOST_WHOLE} "
+                "can be counted; use fewer sequences"
             )
         if load.drifts and self.duration_secs / load.drift_secs > MOST_DRIFTS:
             raise ConfigError(

@@ -6,6 +6,8 @@ a model whose MoE layers are not recognised by themselves needs one call of ``re
 
 from typing import TYPE_CHECKING, Any
 
+from moe_ckpt import notices as notices  # says warnings where no logging is set up
+
 if TYPE_CHECKING:
     from moe_ckpt.modeling.registry import register_moe
 

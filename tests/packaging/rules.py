@@ -26,7 +26,7 @@ ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
 SUMMIT = ("", "cli", "__main__")
 """May import everything but ``testing``; "" is the package's own ``__init__``."""
-EVERYWHERE = ("errors", "ports")
+EVERYWHERE = ("errors", "notices", "ports")
 
 PURE = ("core", "policies")
 # fmt: off
@@ -38,6 +38,7 @@ IMPURE_MODULES = frozenset(
     }
 )
 # fmt: on
+IMPURE_PARTS = ("numpy.random", f"{PACKAGE}.notices")
 HOMES = {
     "lightning": ("callbacks", "interop"),
     "pytorch_lightning": (),
@@ -133,12 +134,12 @@ def direction(module: Module) -> Iterator[str]:
 
 
 def _may_import(part: str, target: str) -> bool:
-    if target == part or target in EVERYWHERE:
+    if target == part:
         return True
-    if target == "testing":
+    if target == "testing" or part in ("errors", "notices"):
         return False
-    if part == "errors":
-        return False
+    if target in EVERYWHERE:
+        return True
     if part == "ports":
         return target == "core"
     if part in SUMMIT:
@@ -155,7 +156,7 @@ def purity(module: Module) -> Iterator[str]:
     if module.part not in PURE:
         return
     for line, target in imports(module):
-        if target.partition(".")[0] in IMPURE_MODULES or target.startswith("numpy.random"):
+        if target.partition(".")[0] in IMPURE_MODULES or target.startswith(IMPURE_PARTS):
             yield f"{module.name}:{line} imports {target}, but {module.part} is pure"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and _name(node.func) in ("open", "print", "input"):

@@ -217,7 +217,7 @@ def test_quantities(text, nbytes):
     assert command._bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "2 G B", "2iB/s", "-1", "1e9", "2GB/m", "0", "0.1B", "nan"])
+@pytest.mark.parametrize("text", ["", "GB", "2 G B", "2iB/s", "-1", "2GB/m", "0", "0.1B", "nan"])
 def test_other_quantities_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="byte"):
         command._bytes(text)

@@ -148,7 +148,7 @@ def test_the_candidate_takes_over():
         ({"keep_last": 1.5}, r"keep_last=1\.5"),
         ({"keep_last": True}, "keep_last=True"),
         ({"keep_every_n_steps": 0}, "keep_every_n_steps=0"),
-        ({"max_age_secs": 0.0}, r"max_age_secs=0\.0 must be positive"),
+        ({"max_age_secs": 0.0}, r"max_age_secs=0\.0: must be greater than 0"),
         ({"max_age_secs": float("nan")}, "max_age_secs=nan"),
     ],
 )

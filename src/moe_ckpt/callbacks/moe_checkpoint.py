@@ -24,9 +24,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -45,11 +46,10 @@ from moe_ckpt.callbacks.stopping import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.support import check_strategy, inexact
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.comm import make_communicator
+from moe_ckpt.engine.options import OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
@@ -57,12 +57,13 @@ from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import RoutingCounter
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
-from moe_ckpt.policies.guard import guarded
-from moe_ckpt.policies.moc import MoC
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import Restored, resume_newest
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("moe_ckpt")
 
@@ -72,21 +73,10 @@ class MoECheckpoint(Checkpoint):
 
     ``Trainer(callbacks=[MoECheckpoint(policy=MoC(k=1), dirpath="checkpoints")])`` is all that is needed.
 
-    policy: what is saved when; see ``moe_ckpt.policies``.
+    policy: what is saved when; see ``moe_ckpt.policies``. None: ``MoC(k=1)``.
     dirpath: the store, a directory that all ranks see, or an fsspec URL. One run per store.
-    resume: "auto" goes on from the newest good step in ``dirpath`` unless ``fit(ckpt_path=...)`` is
-        given; "never" only does what ``ckpt_path`` says.
-    save_last: leave a complete checkpoint of the final state when training ends well.
-    guard: what happens when a failure might lose more tokens than ``plt_budget`` allows. "escalate": the checkpoint
-        holds the experts that are needed besides. "dense": it holds all. "stop": that too, and training ends in good
-        order, with the reason in the log. None: nothing. Short for ``policy=Guarded(policy, plt_budget, guard)``.
-    plt_budget: of the guard: portion of tokens that may be lost, or a name in ``policies.budget.PLT_BUDGETS``;
-        "default" if None.
-    profile: file that this run's times, rates and sizes are kept in, over all its lives, for ``moe-ckpt simulate`` and
-        ``plan`` (docs/profile.md); None: none.
-    retention, host_memory_bytes, when_busy, timeout_secs, max_failures, sharding: see ``engine.settings.Settings``.
-    on_phase: called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this
-        rank; for tests that kill processes (``moe_ckpt.testing``).
+    options: see ``moe_ckpt.engine.options.Options``, which checks them. ``resume`` matters only where
+        ``fit(ckpt_path=...)`` is not given.
 
     After each step ``last`` tells what that step cost, and every ``log_every_n_steps`` the same goes to the
     trainer's loggers as ``moe_ckpt/...``. ``metrics`` holds the same and more for this process as torchmetrics
@@ -107,46 +97,13 @@ class MoECheckpoint(Checkpoint):
         self,
         policy: Policy | None = None,
         dirpath: str | os.PathLike[str] = "checkpoints",
-        *,
-        resume: str = "auto",
-        save_last: bool = True,
-        guard: str | None = None,
-        plt_budget: float | str | None = None,
-        retention: RetentionPolicy | None = None,
-        host_memory_bytes: int | None = None,
-        when_busy: str = "skip",
-        timeout_secs: float = 600.0,
-        max_failures: int = 5,
-        sharding: str = "adaptive",
-        profile: str | os.PathLike[str] | None = None,
-        on_phase: Callable[[str], None] | None = None,
+        **options: Unpack[OptionValues],
     ) -> None:
         super().__init__()
-        if resume not in ("auto", "never"):
-            raise ConfigError(f"MoECheckpoint(resume={resume!r}): choose 'auto' or 'never'")
-        policy = MoC() if policy is None else policy
-        if isinstance(policy, type) or not isinstance(policy, Policy):
-            raise ConfigError(
-                f"MoECheckpoint(policy={policy!r}): give a policy such as MoC(k=1) or Dense(every_n_steps=10)"
-            )
-        self.policy: Policy = guarded(policy, guard, plt_budget)
-        self.dirpath = os.fspath(dirpath)
-        self.resume = resume
-        self.save_last = save_last
+        self.options = make_options("MoECheckpoint", policy, dirpath, options)
         self.best_k_models: dict[str, torch.Tensor] = {}
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
-        self._limits: dict[str, Any] = {
-            "retention": retention or RetentionPolicy(),
-            "host_memory_bytes": host_memory_bytes,
-            "when_busy": when_busy,
-            "timeout_secs": timeout_secs,
-            "max_failures": max_failures,
-            "sharding": sharding,
-            "profile": None if profile is None else os.fspath(profile),
-        }
-        Settings(**self._limits)
-        self._on_phase = on_phase
         self._data = DataPosition()
         self._front = InFront(self._join, self._in_front_of_batch_end)
         self._windows: Windows | None = None
@@ -166,6 +123,16 @@ class MoECheckpoint(Checkpoint):
     @property
     def state_key(self) -> str:
         return "moe_ckpt.MoECheckpoint"
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, within its guard if there is one."""
+        return self.options.policy
+
+    @property
+    def dirpath(self) -> str:
+        """Directory or URL of the store."""
+        return self.options.dirpath
 
     @property
     def metrics(self) -> Any:
@@ -207,23 +174,22 @@ class MoECheckpoint(Checkpoint):
         self.policy.check(catalog)
         self._counter = RoutingCounter(pl_module, layers, soft=uses_gate_weights(self.policy))
         self._state = TorchTrainingState(pl_module, trainer.optimizers)
-        storage = open_storage(self.dirpath, self._on_phase)
-        comm = make_communicator(self._limits["timeout_secs"])
-        settings = Settings(
-            pinned=trainer.strategy.root_device.type == "cuda",
-            local_ranks=getattr(trainer.strategy, "num_processes", 1),
-            **self._limits,
-        )
+        storage = open_storage(self.dirpath, self.options.on_phase)
+        comm = make_communicator(self.options.timeout_secs)
         session = CheckpointSession(
             storage=storage,
             policy=self.policy,
             catalog=catalog,
             state=self._state,
             comm=comm,
-            settings=settings,
+            settings=replace(
+                self.options,
+                pinned=trainer.strategy.root_device.type == "cuda",
+                local_ranks=getattr(trainer.strategy, "num_processes", 1),
+            ),
             aliases=tied_aliases(pl_module),
             lock=StoreLock(storage, job_name()),
-            on_phase=self._on_phase,
+            on_phase=self.options.on_phase,
         )
         session.open()
         self._session = session
@@ -243,7 +209,7 @@ class MoECheckpoint(Checkpoint):
                     trainer.ckpt_path,
                     self.dirpath,
                 )
-        elif self.resume == "auto":
+        elif self.options.resume == "auto":
             restored = resume_newest(storage, comm, self._state, session.host_tier)
             if restored is not None:
                 self._go_on(trainer, session, restored)
@@ -382,13 +348,13 @@ class MoECheckpoint(Checkpoint):
 
     def _leave_last(self, trainer: pl.Trainer, session: CheckpointSession, last_for_now: bool) -> None:
         """Save the state of this batch if training ends with it, and keep what is needed if it may."""
-        if self.save_last and will_stop(trainer):
+        if self.options.save_last and will_stop(trainer):
             # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
             # callbacks may have put other weights in.
             session.save_complete(trainer.global_step, lambda: self._capture(trainer))
         if last_for_now:
             session.before_update()
-            if self.save_last and not will_stop(trainer):  # what follows may yet decide to
+            if self.options.save_last and not will_stop(trainer):  # what follows may yet decide to
                 self._kept = (trainer.global_step, deepcopy(self._capture(trainer)))
 
     def _halt(self, trainer: pl.Trainer, session: CheckpointSession, reason: str) -> None:
@@ -396,7 +362,7 @@ class MoECheckpoint(Checkpoint):
         if trainer.is_global_zero:
             log.warning("training ends at step %d, because the policy asks for it: %s", trainer.global_step, reason)
         if not may_stop(trainer):
-            session.finish(trainer.global_step, lambda: self._capture(trainer), save_last=self.save_last)
+            session.finish(trainer.global_step, lambda: self._capture(trainer), save_last=self.options.save_last)
             raise ConfigError(refusal(trainer, reason))
 
     def _capture(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -422,11 +388,11 @@ class MoECheckpoint(Checkpoint):
         self._session.finish(
             trainer.global_step,
             lambda: kept if step == trainer.global_step else self._capture(trainer),
-            save_last=self.save_last and self._saved_updates > 0 and not unfinished,
+            save_last=self.options.save_last and self._saved_updates > 0 and not unfinished,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close(grace_secs=min(10.0, self._limits["timeout_secs"]))
+        self._close(grace_secs=min(10.0, self.options.timeout_secs))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close(grace_secs=None)

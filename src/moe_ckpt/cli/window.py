@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ examples:
 operators, sizes and token counts come from a checkpoint (a store: its newest good one), bandwidth is that of one
 rank; give the slower of what it copies to host memory and what it writes to storage. Nothing is written but --plot.
 """
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?(?:/s)?", re.IGNORECASE)
 _NAMES_SHOWN = 6
 _MORE_SIZES = 3
 
@@ -80,14 +78,12 @@ def _count(text: str) -> int:
 
 def _bytes(text: str) -> int:
     """'2GB/s' -> 2,000,000,000; '1.5 GiB' -> 1,610,612,736; '4096' -> 4096."""
-    match = _QUANTITY.fullmatch(text.strip())
-    prefix = match[2].upper() if match else ""
-    if match is None or (match[3] and not prefix):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes such as 800MB/s, 2GB/s or 1.5GiB/s")
-    value = int(float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[prefix])
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
-    return value
+    try:
+        return parse_bytes(text.strip().removesuffix("/s"), "bytes")
+    except ConfigError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of bytes, at least 1, such as 800MB/s, 2GB/s or 1.5GiB/s"
+        ) from None
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -64,7 +64,7 @@ class StoreConfig:
     """dirpath: directory or fsspec URL, the same on every rank. timeout_secs: for ranks to answer each other."""
 
     dirpath: str = MISSING
-    timeout_secs: float = 600.0
+    timeout_secs: Union[float, int, str] = 600.0  # noqa: UP007
 
 
 @dataclass
@@ -74,7 +74,7 @@ class RetentionConfig:
     _target_: str = "moe_ckpt.core.retention.RetentionPolicy"
     keep_last: int = 2
     keep_every_n_steps: Optional[int] = None  # noqa: UP045
-    max_age_secs: Optional[float] = None  # noqa: UP045
+    max_age_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     keep_spare: bool = True
 
 
@@ -90,7 +90,7 @@ class CheckpointConfig:
     save_last: bool = True
     guard: Optional[str] = None  # noqa: UP045
     plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-    host_memory_bytes: Optional[int] = None  # noqa: UP045
+    host_memory_bytes: Optional[Union[int, str]] = None  # noqa: UP007, UP045
     when_busy: str = "skip"
     max_failures: int = 5
     sharding: str = "adaptive"

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from moe_ckpt.core.quantities import parse_secs
 from moe_ckpt.errors import ConfigError
+
+_LONGEST_AGE_SECS = 100 * 365 * 86_400.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class RetentionPolicy:
         damaged checkpoints, until it has made as many new ones.
     keep_every_n_steps: steps divisible by it stay too (of one step one generation: the newest on the line, or else
         the newest).
-    max_age_secs: older ones go, whatever the two rules above say; not the newest and not the spares.
+    max_age_secs: seconds, or text such as "7d". Older ones go, whatever the two rules above say; not the newest and not
+        the spares.
     keep_spare: also keep a fallback without any file of the newest, and the candidate to follow it: at
         most two more checkpoints, and two more while the line is not all. Costs nothing where every
         checkpoint is whole and keep_last >= 2.
@@ -62,8 +66,9 @@ class RetentionPolicy:
         _require_whole("keep_last", self.keep_last)
         if self.keep_every_n_steps is not None:
             _require_whole("keep_every_n_steps", self.keep_every_n_steps)
-        if self.max_age_secs is not None and not self.max_age_secs > 0:
-            raise ConfigError(f"retention: max_age_secs={self.max_age_secs!r} must be positive, or None for no limit")
+        if self.max_age_secs is not None:
+            age_secs = parse_secs(self.max_age_secs, "retention: max_age_secs", _LONGEST_AGE_SECS)
+            object.__setattr__(self, "max_age_secs", age_secs)
 
 
 def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now_unix_secs: float) -> frozenset[str]:

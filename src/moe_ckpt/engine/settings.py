@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import Any
 
+from moe_ckpt.core.quantities import parse_bytes, parse_secs
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import SHARDINGS
 from moe_ckpt.errors import ConfigError
+
+_LONGEST_WAIT_SECS = 30 * 86_400.0
+"""A month: longer than any peer is worth waiting for, and short enough for every clock that it is handed to."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Limits and habits of the engine; every field has a safe default.
 
-    retention: which committed checkpoints stay on storage.
-    host_memory_bytes: budget of this rank's snapshot buffers; None takes half of what is free. Where it does not
-        hold ``max_in_flight`` + 1 of them, the newest committed one is given up when room is needed.
-    when_busy: "skip" drops a checkpoint for which no buffer is free, "wait" stalls training for it.
-    max_in_flight: snapshots copied or being written at the same time.
-    timeout_secs: longest wait for a peer, or for the last writes at the end of training.
-    max_failures: checkpoints that may fail in a row before training is stopped.
-    pinned: page-locked buffers, for copies from a GPU.
-    local_ranks: ranks that share this host's memory.
-    sharding: how the ranks divide the writing of what all of them hold, experts aside: "none", "equal" or
-        "adaptive", see ``core.sharding``.
-    profile: file that rank 0 keeps the run's profile in, for simulator and planner; None: none. See docs/profile.md.
+    Attributes:
+        retention: Which committed checkpoints stay on storage.
+        host_memory_bytes: Budget of this rank's snapshot buffers, as a number or as text such as "8GB"; None takes half
+            of what is free. Where it does not hold ``max_in_flight`` + 1 of them, the newest committed one is given up
+            when room is needed.
+        when_busy: "skip" drops a checkpoint for which no buffer is free, "wait" stalls training for it.
+        max_in_flight: Snapshots copied or being written at the same time.
+        timeout_secs: Longest wait for a peer, or for the last writes at the end of training; a number, or text such as
+            "10min".
+        max_failures: Checkpoints that may fail in a row before training is stopped.
+        pinned: Page-locked buffers, for copies from a GPU.
+        local_ranks: Ranks that share this host's memory.
+        sharding: How the ranks divide the writing of what all of them hold, experts aside: "none", "equal" or
+            "adaptive", see ``core.sharding``.
+        profile: File that rank 0 keeps the run's profile in, for simulator and planner; None: none. See
+            docs/profile.md.
+
+    Raises:
+        ConfigError: A value that cannot be; the message names it.
     """
 
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -39,13 +52,42 @@ class Settings:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        if self.when_busy not in ("skip", "wait"):
-            raise ConfigError(f"when_busy={self.when_busy!r}: choose 'skip' or 'wait'")
-        if self.sharding not in SHARDINGS:
-            raise ConfigError(f"sharding={self.sharding!r}: choose from {', '.join(map(repr, SHARDINGS))}")
-        if self.profile is not None and (not self.profile or "://" in self.profile):
-            raise ConfigError(f"profile={self.profile!r}: give the path of a local file, or None to keep no profile")
-        for name in ("host_memory_bytes", "max_in_flight", "timeout_secs", "max_failures", "local_ranks"):
+        if not isinstance(self.retention, RetentionPolicy):
+            raise ConfigError(
+                f"retention={self.retention!r}: give a RetentionPolicy, such as moe_ckpt.RetentionPolicy(keep_last=3)"
+            )
+        require_choice("when_busy", self.when_busy, ("skip", "wait"))
+        require_choice("sharding", self.sharding, SHARDINGS)
+        if self.host_memory_bytes is not None:
+            self._set("host_memory_bytes", parse_bytes(self.host_memory_bytes, "host_memory_bytes"))
+        self._set("timeout_secs", parse_secs(self.timeout_secs, "timeout_secs", _LONGEST_WAIT_SECS))
+        for name in ("max_in_flight", "max_failures", "local_ranks"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value!r}: must be greater than 0")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: must be a whole number greater than 0")
+        if self.profile is not None:
+            self._set("profile", require_path("profile", self.profile))
+            if "://" in self.profile:
+                raise ConfigError(f"profile={self.profile!r}: give the path of a local file, or None for no profile")
+
+    def _set(self, name: str, value: Any) -> None:
+        """What was written as text, or as a path object, is kept as the number or the text that it means."""
+        object.__setattr__(self, name, value)
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises ``ConfigError`` unless ``value`` is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name}={value!r}: choose from {', '.join(map(repr, choices))}")
+
+
+def require_path(name: str, value: object) -> str:
+    """Returns a path or URL as text.
+
+    Raises:
+        ConfigError: It is empty, holds a NUL, or is no path at all.
+    """
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ConfigError(f"{name}={value!r}: must be the path of a file or directory, as text or pathlib.Path")
+    return text

@@ -11,16 +11,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.comm import make_communicator
+from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.megatron.inventory import require_experts, take_inventory
@@ -45,11 +44,12 @@ from moe_ckpt.megatron.topology import (
 )
 from moe_ckpt.megatron.world import World, exchange
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
-from moe_ckpt.policies.guard import guarded
-from moe_ckpt.policies.moc import MoC
 from moe_ckpt.recovery.resume import Restored, resume_newest
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("moe_ckpt")
 
@@ -76,18 +76,7 @@ def attach(
     policy: Policy | None = None,
     dirpath: str | os.PathLike[str] = "checkpoints",
     stateful: Mapping[str, Stateful] | None = None,
-    resume: str = "auto",
-    save_last: bool = True,
-    guard: str | None = None,
-    plt_budget: float | str | None = None,
-    retention: RetentionPolicy | None = None,
-    host_memory_bytes: int | None = None,
-    when_busy: str = "skip",
-    timeout_secs: float = 600.0,
-    max_failures: int = 5,
-    sharding: str = "adaptive",
-    profile: str | os.PathLike[str] | None = None,
-    on_phase: Callable[[str], None] | None = None,
+    **options: Unpack[OptionValues],
 ) -> MegatronCheckpoint:
     """Checkpoint a Megatron training loop. A collective: all ranks, when model and optimizer are complete.
 
@@ -95,8 +84,8 @@ def attach(
     optimizer: what ``get_megatron_optimizer`` made of these chunks.
     scheduler: the ``OptimizerParamScheduler``, or anything with ``state_dict`` and ``load_state_dict``.
     stateful: name -> whatever else must come back, such as a data loader: plain data and tensors only.
-    policy, dirpath, resume, save_last, guard, plt_budget, profile, on_phase and the settings of the engine: as of the
-        Lightning callback ``moe_ckpt.MoECheckpoint``; ``resume="never"`` starts from what the model holds now.
+    policy, dirpath, options: as of the Lightning callback; see ``moe_ckpt.engine.options.Options``.
+        ``resume="never"`` starts from what the model holds now.
 
     Raises:
         MissingPackageError: Megatron-Core is not installed.
@@ -106,29 +95,12 @@ def attach(
         StoreError: the directory cannot be used.
     """
     require_groups()
-    if resume not in ("auto", "never"):
-        raise ConfigError(f"megatron.attach(resume={resume!r}): choose 'auto' or 'never'")
-    policy = MoC() if policy is None else policy
-    if isinstance(policy, type) or not isinstance(policy, Policy):
-        raise ConfigError(f"megatron.attach(policy={policy!r}): give a policy such as MoC(k=1)")
-    settings = Settings(
-        retention=retention or RetentionPolicy(),
-        host_memory_bytes=host_memory_bytes,
-        when_busy=when_busy,
-        timeout_secs=timeout_secs,
-        max_failures=max_failures,
-        sharding=sharding,
-        profile=None if profile is None else os.fspath(profile),
-        pinned=torch.cuda.is_available(),
-    )
+    chosen = make_options("megatron.attach", policy, dirpath, options)
     beside = all_stateful(scheduler, stateful or {})
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    policy = guarded(policy, guard, plt_budget)
-    if uses_windows(policy):
+    if uses_windows(chosen.policy):
         require_quiet_weights(optimizer)
-    return MegatronCheckpoint(
-        chunks, optimizer, beside, policy, os.fspath(dirpath), settings, resume, save_last, on_phase
-    )
+    return MegatronCheckpoint(chunks, optimizer, beside, chosen)
 
 
 class MegatronCheckpoint:
@@ -145,16 +117,11 @@ class MegatronCheckpoint:
         chunks: Sequence[nn.Module],
         optimizer: Any,
         stateful: Mapping[str, Stateful],
-        policy: Policy,
-        dirpath: str,
-        settings: Settings,
-        resume: str,
-        save_last: bool,
-        on_phase: Callable[[str], None] | None,
+        options: Options,
     ) -> None:
         inventory = take_inventory(chunks)
         self._state = MegatronTrainingState(inventory, optimizer)
-        comm = make_communicator(settings.timeout_secs)
+        comm = make_communicator(options.timeout_secs)
         world = exchange(self._state.holding(stage(), expert_rank()), comm)
         require_experts(len(world.layers), [type(chunk).__name__ for chunk in chunks])
         self._settle(world, comm.rank)
@@ -163,30 +130,28 @@ class MegatronCheckpoint:
             [(numbers[found.name], found.router) for found in inventory.layers],
             len(world.layers),
             max(layer.experts for layer in world.layers),
-            soft=uses_gate_weights(policy),
+            soft=uses_gate_weights(options.policy),
         )
-        self.policy = policy
-        self.dirpath = dirpath
+        self.options = options
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
         self.metrics: Any = _metrics([layer.experts for layer in world.layers])
         self._stateful = stateful
         self._layout = layout(chunks)
-        self._resume, self._save_last = resume, save_last
         self._comm = comm
         groups = data_parallel_groups()
         try:
-            self._storage = open_storage(dirpath, on_phase)
+            self._storage = open_storage(options.dirpath, options.on_phase)
             self._session = CheckpointSession(
                 storage=self._storage,
-                policy=policy,
+                policy=options.policy,
                 catalog=world.catalog,
                 state=self._state,
                 comm=comm,
-                settings=replace(settings, local_ranks=local_ranks(comm)),
+                settings=replace(options, pinned=torch.cuda.is_available(), local_ranks=local_ranks(comm)),
                 placement=world.placement(groups.dense, experts_apart=not self._state.shards),
                 lock=StoreLock(self._storage, job_name()),
-                on_phase=on_phase,
+                on_phase=options.on_phase,
             )
             self._session.open()
         except BaseException:
@@ -202,6 +167,16 @@ class MegatronCheckpoint:
         world.catalog  # noqa: B018  the proof comes before anything else
         world.require_updates()
         self._state.settle(world, rank, data_parallel_groups())
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, within its guard if there is one."""
+        return self.options.policy
+
+    @property
+    def dirpath(self) -> str:
+        """Directory or URL of the store."""
+        return self.options.dirpath
 
     @property
     def session(self) -> CheckpointSession:
@@ -227,7 +202,7 @@ class MegatronCheckpoint:
             raise ConfigError("MegatronCheckpoint.resume() was called twice: call it once, before the first step")
         self._resumed = True
         restored = None
-        if self._resume != "never":
+        if self.options.resume != "never":
             restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier, self._admits)
         progress = self._begin(otherwise) if restored is None else self._go_on(restored)
         self._session.training_begins()
@@ -359,7 +334,7 @@ class MegatronCheckpoint:
         unfinished = self._replaying is not None
         if unfinished:
             log.warning("training ended before a sparse window was computed again: nothing was saved")
-        save_last = self._save_last and self.last is not None and not unfinished
+        save_last = self.options.save_last and self.last is not None and not unfinished
         try:
             self._session.finish(self._step, self._capture, save_last=save_last)
         finally:

@@ -1,0 +1,76 @@
+"""Numbers with units, as people write them: sizes in bytes, durations in seconds."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+
+from moe_ckpt.errors import ConfigError
+
+_NUMBER = r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*"
+_SIZE = re.compile(_NUMBER + r"([KMGTP]?)(i?)B?\s*", re.ASCII | re.IGNORECASE)
+_PREFIXES = ("", "K", "M", "G", "T", "P")
+_DURATION = re.compile(_NUMBER + r"([a-zA-Z]*)\s*", re.ASCII)
+_SECS = {
+    **dict.fromkeys(("", "s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86_400.0),
+}
+
+
+def parse_bytes(value: object, name: str) -> int:
+    """Returns a size in bytes.
+
+    Args:
+        value: A whole number, or text such as ``"800MB"``, ``"1.5 GiB"`` or ``"4096"``. MB counts in thousands, MiB in
+            powers of 1024.
+        name: What the size is of, for the message.
+
+    Raises:
+        ConfigError: ``value`` is no size, or less than one byte.
+    """
+    size = _size(value)
+    if size is None or size < 1:
+        raise ConfigError(f"{name}={value!r}: must be a number of bytes of at least 1, such as 8_000_000_000 or '8GB'")
+    return size
+
+
+def _size(value: object) -> int | None:
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or (match[3] and not match[2]):
+            return None
+        number = float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES.index(match[2].upper())
+        return int(number) if isfinite(number) else None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def parse_secs(value: object, name: str, longest_secs: float) -> float:
+    """Returns a duration in seconds.
+
+    Args:
+        value: A number of seconds, or text such as ``"90"``, ``"90s"``, ``"10min"``, ``"2h"`` or ``"7d"``.
+        name: What the duration is of, for the message.
+        longest_secs: The longest duration that makes sense there.
+
+    Raises:
+        ConfigError: ``value`` is no duration, not above 0, or longer than ``longest_secs``.
+    """
+    secs = _secs(value)
+    if secs is None or not 0 < secs <= longest_secs:
+        raise ConfigError(
+            f"{name}={value!r}: must be greater than 0 and at most {longest_secs:g} seconds; "
+            "give a number of seconds, or text such as '90s', '10min' or '2h'"
+        )
+    return secs
+
+
+def _secs(value: object) -> float | None:
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value)
+        unit = None if match is None else _SECS.get(match[2].lower())
+        return None if match is None or unit is None else float(match[1]) * unit
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

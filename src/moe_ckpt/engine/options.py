@@ -1,0 +1,113 @@
+"""Everything that a user chooses about checkpoints: one object, checked once, for every adapter."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.settings import Settings, require_choice, require_path
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.guard import guarded
+from moe_ckpt.policies.moc import MoC
+
+RESUME = ("auto", "never")
+_FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
+"""Fields that an adapter finds out by itself."""
+
+
+class OptionValues(TypedDict, total=False):
+    """Keyword arguments of the adapters, for editors and type checkers; meanings and defaults: ``Options``."""
+
+    resume: str
+    save_last: bool
+    guard: str | None
+    plt_budget: float | str | None
+    retention: RetentionPolicy | None
+    host_memory_bytes: int | str | None
+    when_busy: str
+    timeout_secs: float | str
+    max_failures: int
+    sharding: str
+    profile: str | os.PathLike[str] | None
+    on_phase: Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class Options(Settings):
+    """The options of ``MoECheckpoint`` and ``megatron.attach``, besides those of the engine (``Settings``).
+
+    Attributes:
+        policy: What is saved when; see ``moe_ckpt.policies``. With ``guard`` it is wrapped in ``Guarded``.
+        dirpath: The store: a directory that all ranks see, or an fsspec URL. One run per store.
+        resume: "auto" goes on from the newest good step in ``dirpath``; "never" does not look there.
+        save_last: Leave a complete checkpoint of the final state when training ends well.
+        guard: What happens when a failure might lose more tokens than ``plt_budget`` allows. "escalate": the checkpoint
+            holds the experts that are needed besides. "dense": it holds all. "stop": that too, and training ends in
+            good order, with the reason in the log. None: nothing. Short for
+            ``policy=Guarded(policy, plt_budget, guard)``.
+        plt_budget: Of the guard: portion of tokens that may be lost, or a name in ``policies.budget.PLT_BUDGETS``;
+            "default" if None.
+        on_phase: Called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this rank;
+            for tests that kill processes (``moe_ckpt.testing``).
+
+    Raises:
+        ConfigError: A value that cannot be, or two that contradict each other; the message names them.
+    """
+
+    policy: Policy = field(default_factory=MoC)
+    dirpath: str = "checkpoints"
+    resume: str = "auto"
+    save_last: bool = True
+    guard: str | None = None
+    plt_budget: float | str | None = None
+    on_phase: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.policy, type) or not isinstance(self.policy, Policy):
+            raise ConfigError(
+                f"policy={self.policy!r}: give a policy such as MoC(k=1) or Dense(every_n_steps=10), from "
+                "moe_ckpt.policies"
+            )
+        self._set("dirpath", require_path("dirpath", self.dirpath))
+        require_choice("resume", self.resume, RESUME)
+        if not isinstance(self.save_last, bool):
+            raise ConfigError(f"save_last={self.save_last!r}: choose True or False")
+        if self.on_phase is not None and not callable(self.on_phase):
+            raise ConfigError(f"on_phase={self.on_phase!r}: give a function that takes the name of a phase, or None")
+        self._set("policy", guarded(self.policy, self.guard, self.plt_budget))
+        # The guard is in the policy now: a copy of these options (dataclasses.replace) must not add a second one.
+        self._set("guard", None)
+        self._set("plt_budget", None)
+
+
+def make_options(
+    where: str, policy: Policy | None, dirpath: str | os.PathLike[str], values: OptionValues
+) -> Options:
+    """Returns the checked options of an adapter that was called with ``values``.
+
+    Args:
+        where: Name of what the user called, for messages.
+        policy: None for the default, ``MoC(k=1)``.
+        dirpath: See ``Options``.
+        values: The other keyword arguments, as given. None stands for the default of ``retention``.
+
+    Raises:
+        ConfigError: An unknown option, or a value that cannot be.
+    """
+    given: dict[str, Any] = {name: value for name, value in values.items() if (name, value) != ("retention", None)}
+    known = [f.name for f in fields(Options) if f.name not in _FOR_ADAPTERS]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}({name}=...): no such option; {hint}")
+    try:
+        return Options(policy=MoC() if policy is None else policy, dirpath=dirpath, **given)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -1,0 +1,156 @@
+"""One options object: what people write for sizes, times and paths, and everything that cannot be, refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.core.quantities import parse_bytes, parse_secs
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.options import Options, OptionValues, make_options
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies import Dense, Guarded, MoC
+
+
+def made(**values):
+    return make_options("MoECheckpoint", values.pop("policy", None), values.pop("dirpath", "checkpoints"), values)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (4096, 4096),
+        (8e9, 8_000_000_000),
+        ("4096", 4096),
+        ("800MB", 800_000_000),
+        ("1.5 GiB", 1_610_612_736),
+        (" 2g ", 2_000_000_000),
+        ("1e3 kB", 1_000_000),
+        (".5KiB", 512),
+        ("1PB", 10**15),
+    ],
+)
+def test_sizes(text, nbytes):
+    assert parse_bytes(text, "x") == nbytes
+    assert made(host_memory_bytes=text).host_memory_bytes == nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0,
+        -1,
+        "0",
+        "0.5",
+        "GB",
+        "1iB",
+        "1 Gb/s",
+        "-1GB",
+        "",
+        "much",
+        1.5,
+        True,
+        math.nan,
+        math.inf,
+        "1e999GB",
+        b"1GB",
+        [1],
+    ],
+)
+def test_sizes_that_cannot_be(value):
+    with pytest.raises(ConfigError, match=r"MoECheckpoint: host_memory_bytes=.*'8GB'"):
+        made(host_memory_bytes=value)
+
+
+@pytest.mark.parametrize(
+    ("text", "secs"),
+    [
+        (60, 60.0),
+        ("60", 60.0),
+        ("90s", 90.0),
+        ("10min", 600.0),
+        ("1.5 h", 5400.0),
+        ("7d", 604_800.0),
+        (0.2, 0.2),
+        ("2 Minutes", 120.0),
+    ],
+)
+def test_durations(text, secs):
+    assert parse_secs(text, "x", 1e9) == secs
+    assert made(timeout_secs=text).timeout_secs == secs
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, "0s", "1 fortnight", "min", "", math.inf, math.nan, 1e30, "1e999", True, None, [], "40d"]
+)
+def test_durations_that_cannot_be(value):
+    with pytest.raises(ConfigError, match=r"MoECheckpoint: timeout_secs=.*'10min'"):
+        made(timeout_secs=value)
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "a\0b", 7, b"bytes", ["a"]])
+def test_paths_that_cannot_be(value):
+    with pytest.raises(ConfigError, match="dirpath="):
+        made(dirpath=value)
+    if value is not None:
+        with pytest.raises(ConfigError, match="profile="):
+            made(profile=value)
+
+
+def test_paths():
+    assert made(dirpath=Path("a/b")).dirpath == "a/b"
+    assert made(dirpath="s3://bucket/run").dirpath == "s3://bucket/run"
+    assert made(profile=Path("p.json")).profile == "p.json"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"max_failures": 0.5}, "max_failures=0.5: must be a whole number"),
+        ({"max_failures": True}, "max_failures=True"),
+        ({"max_failures": 0}, "max_failures=0: .*greater than 0"),
+        ({"retention": 3}, r"retention=3: .*RetentionPolicy\(keep_last=3\)"),
+        ({"save_last": 1}, "save_last=1"),
+        ({"resume": True}, "resume=True: choose from 'auto', 'never'"),
+        ({"when_busy": None}, "when_busy=None: choose from 'skip', 'wait'"),
+        ({"sharding": []}, r"sharding=\[\]: choose from"),
+        ({"on_phase": "copy"}, "on_phase='copy'"),
+        ({"policy": "moc"}, r"policy='moc': .*MoC\(k=1\)"),
+        ({"policy": MoC}, "policy=<class"),
+        ({"plt_budget": 0.1}, "plt_budget=0.1 without guard"),
+        ({"guard": "pray"}, "pray"),
+        ({"profile": "s3://b/p.json"}, "profile='s3://b/p.json': give the path of a local file"),
+        ({"timeout_sec": 3}, r"MoECheckpoint\(timeout_sec=...\): no such option; did you mean timeout_secs\?"),
+        ({"pinned": True}, r"MoECheckpoint\(pinned=...\): no such option"),
+        ({"zzz": 1}, "no such option; there are: .*when_busy"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(values, says):
+    with pytest.raises(ConfigError, match=says):
+        made(**values)
+
+
+def test_defaults():
+    chosen = made(retention=None)
+    assert chosen == Options()
+    assert (chosen.policy, chosen.retention, chosen.timeout_secs) == (MoC(), RetentionPolicy(), 600.0)
+
+
+def test_a_copy_with_a_guard_has_one_guard():
+    chosen = made(policy=Dense(), guard="stop", plt_budget=0.1)
+    assert chosen.policy == Guarded(Dense(), 0.1, "stop")
+    assert replace(chosen, pinned=True, local_ranks=4).policy == chosen.policy
+
+
+def test_retention_takes_ages_as_text():
+    assert RetentionPolicy(max_age_secs="7d").max_age_secs == 604_800.0
+
+
+def test_editors_and_type_checkers_see_every_option():
+    """``OptionValues`` names the same options as ``Options``; policy and dirpath are arguments of their own."""
+    from_adapters = {"policy", "dirpath", "max_in_flight", "pinned", "local_ranks"}
+    assert set(inspect.get_annotations(OptionValues)) == {f.name for f in fields(Options)} - from_adapters

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -182,6 +183,18 @@ def test_what_a_run_came_back_to_stays_beside_what_it_passed_over(storage, is_da
         _damage(storage, 10, lambda raw: raw[:-9])
         stay = (step_dir(9, 0), *stay[1:])
     assert collect(storage, RetentionPolicy(keep_spare=False), NOW).retained == stay
+
+
+def test_a_link_that_leads_out_of_the_store_is_left_alone(storage, tmp_path_factory, caplog):
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "rank_00000_expert.safetensors").write_bytes(b"another run's")
+    commit(storage, 1)
+    commit(storage, 2)
+    os.symlink(outside, f"{storage.root}/step_00000009")
+    assert clean_start(storage).retained == ("step_00000001", "step_00000002")
+    assert collect(storage, LAST, NOW).retained == ("step_00000002",)
+    assert os.listdir(outside) == ["rank_00000_expert.safetensors"]
+    assert sum("step_00000009 is passed over" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_copied_directory_is_no_checkpoint_of_its_name(storage):

@@ -26,6 +26,7 @@ from moe_ckpt.errors import (
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, newest_good, open_step
+from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import StoreBuilder, TinyRun, example
 
@@ -85,6 +86,19 @@ def test_the_newest_generation_comes_first(tmp_path):
     (tmp_path / "step_00000009_g1").mkdir()
     (tmp_path / "notes").mkdir()
     assert reader_of(tmp_path).directories()[:2] == ["step_00000002_g1", "step_00000003"]
+
+
+def test_a_step_link_that_leads_out_of_the_store_is_passed_over_with_one_warning(tmp_path, caplog):
+    example(tmp_path / "store")
+    example(tmp_path / "other")
+    os.symlink(tmp_path / "other" / "step_00000003", tmp_path / "store" / "step_00000009")
+    for _ in range(2):
+        reader = reader_of(tmp_path / "store")
+        assert reader.directories() == ["step_00000003", "step_00000002", "step_00000001"]
+        assert newest_good(reader).directory == "step_00000003"
+    assert verify_store(LocalStorage(tmp_path / "store")) == []
+    [warning] = [r.getMessage() for r in caplog.records if "passed over" in r.getMessage()]
+    assert f"{tmp_path}/store/step_00000009 is passed over: it leads out of the store" in warning
 
 
 def test_newest_good_falls_back_and_says_what_was_wrong(tmp_path, caplog):

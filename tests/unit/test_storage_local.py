@@ -292,6 +292,8 @@ def test_symbolic_links_that_lead_out_are_refused(storage, root, tmp_path):
             getattr(storage, verb)("step_00000001/secret")
     with pytest.raises(DamagedError, match="leads out of the store"):
         storage.write("step_00000001/new", [b"x"])
+    with pytest.raises(DamagedError, match="leads out of the store"):
+        storage.list("step_00000001")
     with pytest.raises(DamagedError, match="symbolic link"):
         storage.read("leak")
     with pytest.raises(DamagedError, match="no regular file"):
@@ -334,6 +336,14 @@ def test_probe_names_the_directory_and_the_reason(tmp_path):
     for root in (tmp_path / "file", tmp_path / "file" / "store"):
         with pytest.raises(StoreUnwritableError, match=r"(?i)file.*cannot be written: (is a file, )?not a directory"):
             LocalStorage(root).probe()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc, where no directory can be made")
+@pytest.mark.parametrize("root", ["/proc/x", "/proc/x/y", "/proc/x/y/z"])
+def test_a_directory_that_the_kernel_will_not_make_is_an_error_and_no_endless_loop(root):
+    with pytest.raises(StoreUnwritableError, match=f"{root}.*(No such file|not permitted|denied).*Choose another"):
+        LocalStorage(root).probe()
 
 
 def test_probe_reports_missing_rights(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, files_to_
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, is_own_file, parse_step_dir
 from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.steps import each_step
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,7 @@ class _Contents:
 def _read_store(storage: Storage, cache: MutableMapping[str, Manifest]) -> _Contents:
     """List every step directory, and decode every manifest that is not in the cache."""
     contents = _Contents()
-    directories = [name for name in storage.list("") if parse_step_dir(name) is not None]
-    contents.names = {directory: storage.list(directory) for directory in sorted(directories, key=_order)}
+    contents.names = each_step(storage, storage.list)
     for directory, names in contents.names.items():
         if MANIFEST_NAME not in names:
             cache.pop(directory, None)

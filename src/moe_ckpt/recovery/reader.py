@@ -37,6 +37,7 @@ from moe_ckpt.recovery import index as indexing
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex
 from moe_ckpt.recovery.slices import find_damage, read_slices, reported
 from moe_ckpt.storage import Storage, open_storage
+from moe_ckpt.storage.steps import each_step
 
 STORE_KIND = "moe_ckpt.store"
 STATE_KIND = "moe_ckpt.state"
@@ -111,9 +112,8 @@ class StoreReader:
 
     def directories(self) -> list[str]:
         """Committed step directories, newest first by (generation, step)."""
-        steps = {name: parsed for name in self.storage.list() if (parsed := parse_step_dir(name)) is not None}
-        committed = [name for name in steps if self.storage.exists(f"{name}/{MANIFEST_NAME}")]
-        return sorted(committed, key=lambda name: (steps[name][1], steps[name][0]), reverse=True)
+        committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
+        return [name for name in reversed(committed) if committed[name]]
 
     def manifest(self, directory: str) -> Manifest:
         """The commit record of one step directory.

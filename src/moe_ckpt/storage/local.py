@@ -121,8 +121,10 @@ class LocalStorage:
         return status.st_size
 
     def list(self, path: str = "") -> list[str]:
+        directory = self._locate(path)
+        self._require_inside(os.path.realpath(directory), path)
         try:
-            return sorted(os.listdir(self._locate(path)))
+            return sorted(os.listdir(directory))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -160,9 +162,13 @@ class LocalStorage:
         if not parts:
             return self.root
         parent = os.path.realpath(os.path.join(self.root, *parts[:-1]))
-        if parent != self.root and os.path.commonpath([parent, self.root]) != self.root:
-            raise DamagedError(path, f"leads out of the store {self.root}, to {parent}")
+        self._require_inside(parent, path)
         return os.path.join(parent, parts[-1])
+
+    def _require_inside(self, real: str, path: str) -> None:
+        """Raise ``DamagedError`` if ``real``, where the links on the way of ``path`` lead to, is outside the root."""
+        if real != self.root and os.path.commonpath([real, self.root]) != self.root:
+            raise DamagedError(path, f"leads out of the store {self.root}, to {real}")
 
     def _make_directory(self, directory: str) -> None:
         """Make the directory and its parents, and sync every name from the root's parent downwards.
@@ -215,7 +221,11 @@ def remove_temporaries_of(path: str | os.PathLike[str]) -> None:
 
 
 def _make_directories(directory: str) -> list[str]:
-    """``os.makedirs`` that gives every level mode 0700 and tells which it made, top first."""
+    """``os.makedirs`` that gives every level mode 0700 and tells which it made, top first.
+
+    Raises:
+        FileNotFoundError: a level cannot be made although its parent exists (below /proc, for instance).
+    """
     created: list[str] = []
     missing = [directory]
     while missing:
@@ -227,7 +237,10 @@ def _make_directories(directory: str) -> list[str]:
                 raise NotADirectoryError(errno.ENOTDIR, "is a file, not a directory", missing[-1]) from None
             missing.pop()
         except FileNotFoundError:
-            missing.append(os.path.dirname(missing[-1]))
+            parent = os.path.dirname(missing[-1])
+            if os.path.isdir(parent):
+                raise
+            missing.append(parent)
     return created
 
 

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
 from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.policies.base import Policy, PolicyContext
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
@@ -33,10 +34,12 @@ class Gate:
 class Contestant:
     """One way to checkpoint. ``begin`` before each fit, ``end`` after it, ``close`` once at the end.
 
+    saves: it is to leave checkpoints behind; one that leaves none has failed.
     durable: an ended checkpoint has been synced to the disk, not only handed to the kernel.
     """
 
-    name = "no checkpoint"
+    name = ""
+    saves = True
     durable = False
     trainer_options: dict[str, Any]
 
@@ -51,7 +54,18 @@ class Contestant:
         """Training ended."""
 
     def close(self) -> None:
-        """The benchmark ended: stop processes."""
+        """The benchmark ended, or this contestant failed: stop processes."""
+
+    def complete(self, entry: Path) -> bool:
+        """Whether a file or directory named ``step...`` is a whole checkpoint, not the rest of a failed one."""
+        return True
+
+
+class Reference(Contestant):
+    """Training without any checkpoint."""
+
+    name = "no checkpoint"
+    saves = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,9 @@ class Ours(Contestant):
             pipeline = self._callback._session._running
             pipeline.join()
             pipeline.wait(0)
+
+    def complete(self, entry: Path) -> bool:
+        return (entry / MANIFEST_NAME).exists()
 
 
 class _GatedModelCheckpoint(ModelCheckpoint):
@@ -193,7 +210,7 @@ class HookClock:
 def own() -> list[Contestant]:
     """The reference and this library's contestants."""
     return [
-        Contestant(),
+        Reference(),
         Ours("moe_ckpt Dense, sync", Dense(sync=True)),
         Ours("moe_ckpt Dense, async", Dense()),
         Ours("moe_ckpt MoC, K=1", MoC(k=1)),

@@ -13,7 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +31,7 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.agreement import agreement_secs
+from benchmarks.failing import Failures
 from benchmarks.synthetic import LiveState, synthetic
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.engine.arranging import Arranger
@@ -64,19 +67,28 @@ def prepare(state: LiveState) -> Prepared:
     return Prepared(state, arranged.placed, buffer, sum(part.nbytes for part in arranged.parts))
 
 
-def timed(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each action, the actions taking turns; the first turn is not counted."""
+def timed(
+    actions: Mapping[str, Callable[[], object]], repeats: int, failed: Failures | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each action, the actions taking turns; the first turn is not counted.
+
+    With ``failed``, an action that raises is named there and gets no further turn; if none of its turns counted, it is
+    left out.
+    """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats + 1):
         for name, action in actions.items():
-            began = time.perf_counter()
-            result = action()
-            times[name].append(time.perf_counter() - began)
-            del result
-    return {name: taken[1:] for name, taken in times.items()}
+            if failed is not None and name in failed:
+                continue
+            with nullcontext() if failed is None else failed.of(name):
+                began = time.perf_counter()
+                result = action()
+                times[name].append(time.perf_counter() - began)
+                del result
+    return {name: taken[1:] for name, taken in times.items() if len(taken) > 1}
 
 
-def copies(mib: int, repeats: int, directory: Path) -> dict[str, list[float]]:
+def copies(mib: int, repeats: int, directory: Path, failed: Failures) -> dict[str, list[float]]:
     """All ways to copy, check and write the same bytes: ``mib`` MiB of stacked experts with moments."""
     ready = prepare(synthetic(layers=4, experts=8, expert_elements=(mib << 20) // (4 * 8 * 3 * 4)))
     sources = [tensor.local for tensor in ready.state.tensors()]
@@ -104,6 +116,7 @@ def copies(mib: int, repeats: int, directory: Path) -> dict[str, list[float]]:
             "write + fsync": write,
         },
         repeats,
+        failed,
     )
     warm_stager.close()
     return found
@@ -146,7 +159,7 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
     )
 
 
-def _show_copies(console: Console, found: Mapping[str, list[float]], nbytes: int) -> None:
+def _show_copies(console: Console, found: Mapping[str, list[float]], failed: Failures, nbytes: int) -> None:
     shown = Table(title=f"the same {nbytes / report.MIB:.0f} MiB", title_justify="left")
     for column in ("", "ms", "x memcpy", "GB/s"):
         shown.add_column(column, justify="left" if not column else "right")
@@ -154,7 +167,11 @@ def _show_copies(console: Console, found: Mapping[str, list[float]], nbytes: int
     for name, times in found.items():
         t = median(times)
         shown.add_row(name, f"{t * 1e3:.1f}", f"{t / base:.2f}", f"{nbytes / t / 1e9:.1f}")
+    for name in failed.reasons.keys() - found.keys():
+        shown.add_row(name, "failed", "-", "-")
     console.print(shown)
+    for line in failed.lines():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _show_preparing(console: Console, found: Mapping[str, Mapping[str, list[float]]]) -> None:
@@ -182,12 +199,21 @@ def main(argv: list[str] | None = None) -> int:
     options = made.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
     directory = Path(tempfile.mkdtemp(prefix="moe_ckpt_bench_", dir=options.dir))
+    failed = Failures()
     try:
         with console.status("copying"):
-            found = copies(options.mib, options.repeats, directory)
+            found = copies(options.mib, options.repeats, directory, failed)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    _show_copies(console, found, options.mib << 20)
+    _show_copies(console, found, failed, options.mib << 20)
+    content: dict[str, Any] = {
+        "machine": report.machine(),
+        "nbytes": options.mib << 20,
+        "copies_ms": {name: [round(t * 1e3, 2) for t in times] for name, times in found.items()},
+        "failed": failed.reasons,
+    }
+    keep = partial(report.write_json, options.out / "copy_speed.json") if options.write else lambda _: None
+    keep(content)
     grids: dict[str, dict[str, list[float]]] = {}
     for layers, experts in _GRIDS[: options.largest]:
         for listed in (False, True):
@@ -195,24 +221,16 @@ def main(argv: list[str] | None = None) -> int:
             with console.status(name):
                 grids[name] = preparing(layers, experts, listed, options.repeats)
     _show_preparing(console, grids)
-    agreed: dict[str, float] = {}
+    content["begin_ms"] = {g: {n: round(median(t) * 1e3, 3) for n, t in times.items()} for g, times in grids.items()}
+    keep(content)
     if not options.alone:
         with console.status("agreement of 2 ranks"):
             agreed = agreement_secs(options.repeats)
-    for name, secs in agreed.items():
-        console.print(f"agreement of 2 gloo ranks, {name}: {secs * 1e3:.2f} ms per step")
-    if options.write:
-        content = {
-            "machine": report.machine(),
-            "nbytes": options.mib << 20,
-            "copies_ms": {name: [round(t * 1e3, 2) for t in times] for name, times in found.items()},
-            "begin_ms": {
-                g: {n: round(median(t) * 1e3, 3) for n, t in times.items()} for g, times in grids.items()
-            },
-            "agreement_ms": {name: round(secs * 1e3, 3) for name, secs in agreed.items()},
-        }
-        report.write_json(options.out / "copy_speed.json", content)
-    return 0
+        for name, secs in agreed.items():
+            console.print(f"agreement of 2 gloo ranks, {name}: {secs * 1e3:.2f} ms per step")
+        content["agreement_ms"] = {name: round(secs * 1e3, 3) for name, secs in agreed.items()}
+        keep(content)
+    return 1 if failed.reasons else 0
 
 
 if __name__ == "__main__":

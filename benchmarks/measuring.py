@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.contestants import Contestant, Gate, HookClock
+from benchmarks.contestants import Contestant, Gate, HookClock, Reference
+from benchmarks.failing import Failures
 from benchmarks.workload import Workload, endless_batches
 
 
@@ -133,19 +134,21 @@ def run_once(contestant: Contestant, module: Workload, batch: int, shape: Shape,
         )
         trainer.fit(module, endless_batches(module.config, batch))
         contestant.end()
-        sizes = _checkpoint_sizes(directory)
+        sizes = _checkpoint_sizes(contestant, directory)
         sample.kept = len(sizes)
         sample.nbytes = int(median(sizes)) if sizes else 0
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    if contestant.saves and sample.asked and not sample.kept:
+        raise RuntimeError(f"none of the {sample.asked} checkpoints that it was asked for is on storage")
     return sample
 
 
-def _checkpoint_sizes(directory: Path) -> list[int]:
-    """Bytes of each entry that is a checkpoint: every step is one file or one directory."""
+def _checkpoint_sizes(contestant: Contestant, directory: Path) -> list[int]:
+    """Bytes of each entry that is a whole checkpoint: every step is one file or one directory."""
     sizes = []
     for entry in directory.iterdir():
-        if entry.name.startswith("step"):
+        if entry.name.startswith("step") and contestant.complete(entry):
             files = [entry] if entry.is_file() else [f for f in entry.rglob("*") if f.is_file()]
             sizes.append(sum(f.stat().st_size for f in files))
     return sizes
@@ -166,15 +169,19 @@ def memcpy_secs(module: Workload, repeats: int = 5) -> float:
 
 @dataclass
 class Measurements:
-    """samples: all fits, in order; memcpy: seconds, once per round; state_nbytes: bytes of the live state."""
+    """samples: all fits, in order; memcpy: seconds, once per round; state_nbytes: bytes of the live state.
+
+    failed: those that failed, which got no further turn; what they did before that counts.
+    """
 
     state_nbytes: int = 0
     memcpy: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: Failures = field(default_factory=Failures)
 
 
 def measure(
+    found: Measurements,
     contestants: Sequence[Contestant],
     module: Workload,
     batch: int,
@@ -182,11 +189,15 @@ def measure(
     rounds: int,
     home: Path,
     progress: Callable[[str], None],
-) -> Measurements:
-    """``rounds`` times all contestants, each round beginning with another one."""
-    found = Measurements()
+    keep: Callable[[], None],
+) -> None:
+    """``rounds`` times all contestants, each round beginning with another one.
+
+    Fills ``found`` as results come and calls ``keep`` after each, so that nothing is lost when a later one ends the
+    process. A contestant that raises is closed and named in ``found.failed``.
+    """
     progress("warm-up")
-    run_once(Contestant(), module, batch, Shape(1, 1, 0, 0), home / "warm-up")
+    run_once(Reference(), module, batch, Shape(1, 1, 0, 0), home / "warm-up")
     found.state_nbytes = sum(t.nbytes for t in module.state_tensors())
     for number in range(rounds):
         found.memcpy.append(memcpy_secs(module))
@@ -195,10 +206,10 @@ def measure(
             if contestant.name in found.failed:
                 continue
             progress(f"round {number + 1} of {rounds}: {contestant.name}")
-            try:
-                sample = run_once(contestant, module, batch, shape, home / f"{number}_{len(found.samples)}")
-            except Exception as error:  # one contestant's failure is a result, and must not hide the others'
-                found.failed[contestant.name] = f"{type(error).__name__}: {error}"
-            else:
-                found.samples.append(sample)
-    return found
+            with found.failed.of(contestant.name):
+                directory = home / f"{number}_{contestants.index(contestant)}"
+                found.samples.append(run_once(contestant, module, batch, shape, directory))
+            if contestant.name in found.failed:
+                with found.failed.of(contestant.name):
+                    contestant.close()
+            keep()

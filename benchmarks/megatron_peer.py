@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.failing import Failures
 from benchmarks.megatron_world import Case, Rank, medians
 
 WARM_UP = 2
@@ -67,12 +68,12 @@ def measure(
     _agree_on_common_state()
     for name, way in ways(case.precision).items():
         tell(f"peer: {name}")
-        try:
-            found[name] = _saves(case, rank, way, saves, most_secs, home / "peer")
-        except MemoryError:
-            found[name] = {"not_run": "out of memory"}
-        except Exception as error:  # the peer's; the table says so
-            found[name] = {"not_run": f"{type(error).__name__}: {error}"[:300]}
+        failures, directory = Failures(), home / f"peer_{len(found)}"
+        with failures.of(name):
+            found[name] = _saves(case, rank, way, saves, most_secs, directory)
+        for why in failures.reasons.values():
+            found[name] = {"not_run": why}
+            shutil.rmtree(directory, ignore_errors=True)
         gc.collect()
     return found
 

@@ -110,26 +110,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     began = time.monotonic()
     found: list[dict[str, Any]] = []
+    words = sys.argv[1:] if argv is None else argv
+    content: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/megatron_prepare.py", *words]),
+        "machine": machine(),
+    }
     with _progress(console, len(asked)) as tell, tempfile.TemporaryDirectory(prefix="moe_ckpt_bench_") as told:
         for number, case in enumerate(asked):
             tell(str(case))
             found.append(run(case, options, Path(told) / f"{number}.json"))
-    words = sys.argv[1:] if argv is None else argv
-    content = {
-        "command": " ".join(["python benchmarks/megatron_prepare.py", *words]),
-        "took_secs": round(time.monotonic() - began),
-        "machine": machine(),
-        "cases": found,
-    }
+            content |= {"took_secs": round(time.monotonic() - began), "cases": found}
+            if options.write:
+                write_json(options.out / "megatron_prepare.json", content)
     lines = megatron_report.lines(found)
     print("\n".join(lines))
     if options.write:
-        write_json(options.out / "megatron_prepare.json", content)
         facts = f"`{content['command']}`, {content['machine']}"
         (options.out / "megatron_prepare.md").write_text("\n".join([*lines, "", facts, ""]))
         drawn = megatron_report.plot(options.out / "megatron_prepare.png", found)
-        console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture: no matplotlib"))
-    return 1 if any("ours" not in case for case in found) else 0
+        console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture"))
+    return 1 if any("failed" in case for case in found) else 0
 
 
 def run(case: Asked, options: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -155,7 +155,8 @@ def run(case: Asked, options: argparse.Namespace, out: Path) -> dict[str, Any]:
     )
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"case": asdict(case)}
     if done.returncode:
-        found["failed"] = f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
+        said = (done.stderr.strip() or "(it said nothing)").splitlines()
+        found["failed"] = f"exit code {done.returncode}: {said[-1]}"
     return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import megatron_ours, megatron_peer, report
+from benchmarks.failing import Failures
 from benchmarks.megatron_world import Case, build
 
 
@@ -32,15 +33,19 @@ def main(argv: list[str]) -> int:
     gc.disable()
     found: dict[str, Any] = {"case": options["case"], "load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_bench_", dir=options["dir"]) as home:
-        found["ours"] = megatron_ours.measure(case, rank, options["steps"], Path(home), _tell)
-        out.write_text(json.dumps(found))  # should the peer take all memory
+        failures = Failures()
+        with failures.of("ours"):
+            found["ours"] = megatron_ours.measure(case, rank, options["steps"], Path(home), _tell)
+        if "ours" in failures:
+            found["failed"] = failures.reasons["ours"]
+        report.write_json(out, found)  # should the peer take all memory
         if options["peer_saves"]:
             found["peer"] = megatron_peer.measure(
                 case, rank, options["peer_saves"], options["peer_secs"], Path(home), _tell
             )
     found["load_after"] = os.getloadavg()[0]
     found["resident_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // report.MIB
-    out.write_text(json.dumps(found))
+    report.write_json(out, found)
     return 0
 
 

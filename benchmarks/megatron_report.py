@@ -14,7 +14,7 @@ def lines(found: Sequence[Found]) -> list[str]:
     good = [case for case in found if "ours" in case]
     return [
         *_ours_and_peer(good),
-        *_peers_ways(good),
+        *_peers_ways(found),
         *_growth(good),
         *_parts(good),
         *_attach(good),
@@ -161,7 +161,7 @@ def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def plot(path: Path, found: Sequence[Found]) -> bool:
-    """Milliseconds over experts per rank, one panel per precision; False without matplotlib."""
+    """Milliseconds over experts per rank, one panel per precision; False without matplotlib or anything to draw."""
     try:
         import matplotlib
     except ImportError:
@@ -170,6 +170,8 @@ def plot(path: Path, found: Sequence[Found]) -> bool:
     from matplotlib import pyplot
 
     good = [case for case in found if "ours" in case]
+    if not good:
+        return False
     precisions = list(dict.fromkeys(case["case"]["precision"] for case in good))
     size = (6.0 * len(precisions), 4.4)
     figure, panels = pyplot.subplots(1, len(precisions), figsize=size, sharey=True, squeeze=False)

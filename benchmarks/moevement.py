@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import windows_cost, windows_recovery, windows_replay, windows_report
+from benchmarks.failing import Failures
 from benchmarks.report import RESULTS, machine, write_json
 from benchmarks.stall import quiet
 from benchmarks.windowed import workload
@@ -74,64 +75,81 @@ def main(argv: Sequence[str] | None = None) -> int:
     before, began = torch.get_num_threads(), time.monotonic()
     torch.set_num_threads(options.threads)
     place = options.dir or (Path("/dev/shm") if options.storage == "memory" else None)
+    words = sys.argv[1:] if argv is None else argv
+    found: dict[str, Any] = {"facts": _facts(options, " ".join(["python benchmarks/moevement.py", *words]))}
+    failed = Failures()
+
+    def keep() -> None:
+        found["facts"]["took_secs"] = round(time.monotonic() - began)
+        found["failed"] = failed.reasons
+        if options.write:
+            write_json(options.out / "moevement.json", found)
+
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="moe_ckpt_windows_", dir=place) as home,
+            tempfile.TemporaryDirectory(prefix="moe_ckpt_windows_", dir=place, ignore_cleanup_errors=True) as home,
             _progress(console, _steps(options)) as tell,
         ):
-            found = _measure(options, Path(home), tell)
+            _measure(found, options, Path(home), tell, failed, keep)
     finally:
         torch.set_num_threads(before)
-    words = sys.argv[1:] if argv is None else argv
-    found["facts"] |= {
-        "command": " ".join(["python benchmarks/moevement.py", *words]),
-        "took_secs": round(time.monotonic() - began),
-    }
-    for line in windows_report.lines(found):
-        print(line)
+        for line in windows_report.lines(found):
+            print(line)
     if options.write:
-        write_json(options.out / "moevement.json", found)
         picture = PICTURE if options.out == RESULTS else options.out / PICTURE.name
         drawn = windows_report.plot(picture, found)
-        console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture: no matplotlib"))
-    return 0
+        console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture"))
+    return 1 if failed.reasons else 0
 
 
-def _measure(options: argparse.Namespace, home: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """JSON-ready: "facts", and "cost", "recovery", "replay" as asked for."""
+def _facts(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    config, batch = SIZES[options.size]
+    return {
+        "machine": machine(),
+        "size": options.size,
+        "tokens_per_iteration": (options.batch or batch) * config.context,
+        "threads": options.threads,
+        "storage": options.storage if options.dir is None else "--dir",
+        "window": options.window,
+        "interval": options.interval,
+        "rounds": options.rounds,
+        "kills": options.kills,
+        "seed": options.seed,
+        "command": command,
+    }
+
+
+def _measure(
+    found: dict[str, Any],
+    options: argparse.Namespace,
+    home: Path,
+    tell: Callable[[str], None],
+    failed: Failures,
+    keep: Callable[[], None],
+) -> None:
+    """Adds "cost", "recovery" and "replay" as asked for, JSON-ready, and calls ``keep`` after each."""
     config, batch = SIZES[options.size]
     batch = options.batch or batch
-    found: dict[str, Any] = {
-        "facts": {
-            "machine": machine(),
-            "size": options.size,
-            "tokens_per_iteration": batch * config.context,
-            "threads": options.threads,
-            "storage": options.storage if options.dir is None else "--dir",
-            "window": options.window,
-            "interval": options.interval,
-            "rounds": options.rounds,
-            "kills": options.kills,
-            "seed": options.seed,
-        }
-    }
     if "cost" in options.only:
         shape = windows_cost.Shape(saved=options.iterations)
         module = workload(config)
-        fits = windows_cost.measure(module, options.window, batch, shape, options.rounds, home, tell)
+        fits = windows_cost.measure(module, options.window, batch, shape, options.rounds, home, tell, failed)
         state = sum(t.nbytes for t in module.state_tensors())
-        found["cost"] = {
-            "state_bytes": state,
-            "rows": windows_cost.rows(fits),
-            "fits": [asdict(fit) for fit in fits],
-        }
+        rows = windows_cost.rows(fits)
+        if rows:
+            found["cost"] = {"state_bytes": state, "rows": rows, "fits": [asdict(fit) for fit in fits]}
+        keep()
     if "recovery" in options.only:
         plan = (options.window, options.interval, options.size, batch, options.kills, options.seed, options.threads)
-        found["recovery"] = windows_recovery.measure(*plan, home, tell)
+        recovery = windows_recovery.measure(*plan, home, tell, failed)
+        if recovery:
+            found["recovery"] = recovery
+        keep()
     if "replay" in options.only:
-        samples = windows_replay.measure(config, batch, options.window, options.rounds, home, tell)
-        found["replay"] = {"rows": windows_replay.rows(samples), "samples": samples}
-    return found
+        with failed.of("replay"):
+            samples = windows_replay.measure(config, batch, options.window, options.rounds, home, tell)
+            found["replay"] = {"rows": windows_replay.rows(samples), "samples": samples}
+        keep()
 
 
 def _steps(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.contestants import Contestant, Gate, LightningAsync, LightningSync, Saving
+from benchmarks.failing import Failures
 
 _TIMEOUT_SECS = 300.0
 
@@ -73,6 +74,9 @@ class DCP(Contestant):
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.result()
+
+    def complete(self, entry: Path) -> bool:
+        return (entry / ".metadata").exists()
 
     def close(self) -> None:
         if self._stager is not None:
@@ -187,7 +191,7 @@ def need_process_group() -> None:
 def available(home: Path, wanted: Callable[[str], bool]) -> tuple[list[Contestant], dict[str, str]]:
     """(the wanted peers that work here, name -> why others do not)."""
     peers: list[Contestant] = [LightningSync(), LightningAsync()]
-    absent: dict[str, str] = {}
+    absent = Failures()
     makers = {
         "dcp.async_save, thread": lambda: DCP("thread"),
         "dcp.async_save, async staging": lambda: DCP("staged"),
@@ -198,9 +202,7 @@ def available(home: Path, wanted: Callable[[str], bool]) -> tuple[list[Contestan
     for name, make in makers.items():
         if not wanted(name):
             continue
-        try:
+        with absent.of(name):  # whatever keeps a peer from starting is its reason, not our failure
             need_process_group()
             peers.append(make())
-        except Exception as error:  # whatever keeps a peer from starting is its reason, not our failure
-            absent[name] = f"{type(error).__name__}: {error}"
-    return peers, absent
+    return peers, absent.reasons

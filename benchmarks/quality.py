@@ -9,7 +9,6 @@ the same kills. See docs/moc.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -30,7 +29,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.report import RESULTS, machine
+from benchmarks.failing import Failures
+from benchmarks.report import RESULTS, machine, write_json
 from recipes.gpt_moe_lightning.summary import RunSummary, summarise
 
 _EXAMPLE = """example:
@@ -99,8 +99,10 @@ def run(arm: Arm, seed: int, options: Options, home: Path) -> RunSummary:
     return summarise(arm.name, run_dir)
 
 
-def run_all(arms: Sequence[Arm], options: Options, home: Path, console: Console) -> dict[str, list[RunSummary]]:
-    """Every arm with every seed, ``options.jobs`` at a time."""
+def run_all(
+    arms: Sequence[Arm], options: Options, home: Path, console: Console, failed: Failures
+) -> dict[str, list[RunSummary]]:
+    """Every arm with every seed, ``options.jobs`` at a time. An arm with a failed run is left out and named."""
     columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(options.jobs) as pool:
         task = progress.add_task("runs", total=len(arms) * options.seeds)
@@ -108,7 +110,11 @@ def run_all(arms: Sequence[Arm], options: Options, home: Path, console: Console)
         jobs = {arm.name: [pool.submit(run, arm, seed, options, home) for seed in seeds] for arm in arms}
         for job in (job for each in jobs.values() for job in each):
             job.add_done_callback(lambda _: progress.advance(task))
-        return {name: [job.result() for job in each] for name, each in jobs.items()}
+        found = {}
+        for name, each in jobs.items():
+            with failed.of(name):
+                found[name] = [job.result() for job in each]
+        return found
 
 
 def noise(runs: Sequence[RunSummary]) -> float:
@@ -164,11 +170,11 @@ def sentences(found: dict[str, list[RunSummary]]) -> list[str]:
     base = found.get(QUALITY[0].name)
     if base:
         told.append(f"Chance: {noise(base):.4f} (standard deviation of the loss over {len(base)} seeds).")
-        for arm in QUALITY[1:]:
+        for arm in (arm for arm in QUALITY[1:] if arm.name in found):
             gaps = [(r.val_loss or 0) - (b.val_loss or 0) for r, b in zip(found[arm.name], base, strict=True)]
             told.append(f"{arm.name}: {mean(gaps):+.4f} from the same seed without failures.")
     sequential, aware = (sum(r.lost_tokens for r in found.get(arm.name, ())) for arm in SELECTION)
-    if sequential:
+    if sequential and all(arm.name in found for arm in SELECTION):
         told.append(f"Load-aware lost {aware / sequential:.2f} of the tokens that sequential lost, same kills.")
     return told
 
@@ -227,18 +233,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     arms = {"quality": QUALITY, "selection": SELECTION}.get(given.only, QUALITY + SELECTION)
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_quality_", dir=given.dir) as home:
-        found = run_all(arms, options, Path(home), console)
+        failed = Failures()
+        found = run_all(arms, options, Path(home), console, failed)
     told = facts(found)
     show(console, told)
-    for sentence in sentences(found):
-        console.print(sentence)
+    for sentence in (*sentences(found), *failed.lines()):
+        console.print(sentence, markup=False, soft_wrap=True)
     if given.write:
-        given.out.mkdir(parents=True, exist_ok=True)
         record = {"machine": machine(), "steps": options.steps, "arms": told, "sentences": sentences(found)}
-        (given.out / "quality.json").write_text(json.dumps(record, indent=1) + "\n")
-        if QUALITY[0].name in found:
+        write_json(given.out / "quality.json", record | {"failed": failed.reasons})
+        if all(arm.name in found for arm in QUALITY):
             draw(found, PICTURE if given.out == RESULTS else given.out / PICTURE.name)
-    return 0
+    return 1 if failed.reasons else 0
 
 
 if __name__ == "__main__":

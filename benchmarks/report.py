@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -55,6 +55,8 @@ class Row:
 
 def rows(found: Measurements, durable: Mapping[str, bool]) -> list[Row]:
     """One row per contestant, in the order of ``durable``."""
+    if not found.samples:
+        return []
     memcpy = min(found.memcpy)  # the least disturbed one: other programs only ever make it longer
     made = []
     for name, is_durable in durable.items():
@@ -86,8 +88,8 @@ def _row(name: str, durable: bool, samples: Sequence[Sample], memcpy: float) -> 
     )
 
 
-def table(made: Sequence[Row], title: str) -> Table:
-    """For the terminal."""
+def table(made: Sequence[Row], failed: Iterable[str], title: str) -> Table:
+    """For the terminal. A contestant that failed in its first turn has a line without numbers."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("per iteration with a checkpoint", no_wrap=True)
     columns = ("hooks ms", "x memcpy", "CPU ms", "slower by ms", "(rounds)", "% of iteration")
@@ -106,6 +108,9 @@ def table(made: Sequence[Row], title: str) -> Table:
             f"{row.saved:.0%}" if row.nbytes else "-",
             f"{row.drain * 1e3:.0f}",
         )
+    for name in failed:
+        numbers = next((row for row in made if row.name == name), None)
+        shown.add_row(f"{name}, later" if numbers else name, "failed", *["-"] * (len(shown.columns) - 2))
     return shown
 
 
@@ -133,7 +138,8 @@ def as_dict(found: Measurements, made: Sequence[Row], absent: Mapping[str, str],
         "state_nbytes": found.state_nbytes,
         "memcpy_ms": [_ms(t) for t in found.memcpy],
         "rows": [asdict(row) for row in made],
-        "not_run": {**absent, **found.failed},
+        "not_run": dict(absent),
+        "failed": dict(found.failed.reasons),
         "samples": [
             {
                 "contestant": s.contestant,
@@ -157,8 +163,11 @@ def _ms(secs: float) -> float:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces the file at once: one that is written anew after every contestant is never half there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)
 
 
 def plot(path: Path, runs: Mapping[str, Sequence[Row]], memcpy_ms: float) -> bool:
@@ -201,9 +210,10 @@ def plot(path: Path, runs: Mapping[str, Sequence[Row]], memcpy_ms: float) -> boo
 
 def show(console: Console, made: Sequence[Row], found: Measurements, absent: Mapping[str, str], title: str) -> None:
     """Print the table and what is needed to read it."""
-    console.print(table(made, title))
-    memcpy = min(found.memcpy)
-    console.print(f"warm memcpy of the {found.state_nbytes / MIB:.0f} MiB of state: {memcpy * 1e3:.0f} ms")
+    console.print(table(made, found.failed.reasons, title))
+    if found.memcpy:
+        secs = min(found.memcpy)
+        console.print(f"warm memcpy of the {found.state_nbytes / MIB:.0f} MiB of state: {secs * 1e3:.0f} ms")
     console.print("* does not sync what it wrote to the disk")
-    for name, reason in {**absent, **found.failed}.items():
-        console.print(f"not run: {name}: {reason}", markup=False)
+    for line in (*(f"not run: {name}: {reason}" for name, reason in absent.items()), *found.failed.lines()):
+        console.print(line, markup=False, soft_wrap=True)

@@ -29,6 +29,7 @@ if __package__ in (None, ""):
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.failing import Failures
 from benchmarks.sim_reality_compare import Comparison, compare
 from benchmarks.sim_reality_report import table, write
 from benchmarks.sim_reality_runs import CONTESTANTS, NO_CHECKPOINTS, Contestant, RealRun, kill_times, run
@@ -71,26 +72,37 @@ class Watch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if a difference is over the limit."""
+    """Returns 1 if a difference is over the limit, or a run failed."""
     args = _parse(argv)
     console = Console()
     secs = args.minutes * 60.0
+    failed = Failures()
     kills = kill_times(args.seed, args.mtbf, secs)
     chosen = [one for one in CONTESTANTS if one.name in args.policies]
     console.print(f"{len(chosen)} runs of {args.minutes:g} minutes, {len(kills)} kills in each, MTBF {args.mtbf:g} s")
     with _directory(args.keep) as directory:
         with Watch(console) as watch:
             bare = watch.run(NO_CHECKPOINTS, directory / "no_checkpoints", (), args.calibration, args.seed)
-            runs = [watch.run(one, directory / one.name, kills, secs, args.seed) for one in chosen]
+            clean = [read_profile(bare.profile_path).iteration_secs]
+            runs: list[tuple[Contestant, RealRun]] = []
+            for one in chosen:
+                with failed.of(one.title):
+                    real = watch.run(one, directory / one.name, kills, secs, args.seed)
+                    clean.append(read_profile(real.profile_path).iteration_secs)
+                    runs.append((one, real))
         # Other programs only ever make an iteration longer: the quietest run tells best what one takes.
-        clean_secs = min(read_profile(each.profile_path).iteration_secs for each in (bare, *runs))
-        found = [compare(one, real, clean_secs, args.mtbf) for one, real in zip(chosen, runs, strict=True)]
+        clean_secs = min(clean)
+        found = [compare(one, real, clean_secs, args.mtbf) for one, real in runs]
+    for line in failed.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    if not found:
+        return 1
     for line in table(found, clean_secs):
         console.print(line)
     if args.results is not None:
         write(args.results, found, clean_secs, vars(args))
         console.print(f"Written: {args.results.name}, {args.results.with_suffix('.md').name}")
-    return _verdict(console, found)
+    return _verdict(console, found) or bool(failed.reasons)
 
 
 def _verdict(console: Console, found: Sequence[Comparison]) -> int:

@@ -76,31 +76,76 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace, module: Workload, batch: int, console: Console) -> int:
     """Measure on each storage, show, and keep what was asked for; the exit code."""
-    runs: dict[str, tuple[Measurements, list[report.Row], dict[str, str]]] = {}
+    runs: dict[str, tuple[list[report.Row], Measurements]] = {}
     for storage in options.storage:
-        with tempfile.TemporaryDirectory(prefix="moe_ckpt_bench_", dir=_place(options.dir, storage)) as home:
-            field, absent = _field(Path(home), options.only)
-            with _progress(console) as progress:
-                task = progress.add_task(storage, total=options.rounds * len(field) + 1)
-
-                def tell(what: str, progress: Progress = progress, task: int = task, on: str = storage) -> None:
-                    progress.update(task, description=f"{on}, {what}", advance=1)
-                    if not progress.console.is_terminal:
-                        progress.console.print(f"{on}, {what}")
-
-                shape = Shape(saved=options.iterations)
-                found = measure(field, module, options.batch or batch, shape, options.rounds, Path(home), tell)
-            for contestant in field:
-                contestant.close()
-        made = report.rows(found, {contestant.name: contestant.durable for contestant in field})
-        report.show(console, made, found, absent, f"checkpoints on {storage}")
-        runs[storage] = (found, made, absent)
+        runs[storage] = _on(storage, options, module, batch, console)
     if options.write:
-        _write(options, runs, console)
-    return 0 if not any(found.failed for found, _, _ in runs.values()) else 1
+        memcpy = min(secs for _, found in runs.values() for secs in found.memcpy)
+        drawn = report.plot(options.out / "stall.png", {s: made for s, (made, _) in runs.items()}, memcpy * 1e3)
+        remark = "" if drawn else "; no picture: matplotlib is missing"
+        console.print(f"written to {os.path.relpath(options.out)}{remark}")
+    return 1 if any(found.failed.reasons for _, found in runs.values()) else 0
+
+
+def _on(
+    storage: str, options: argparse.Namespace, module: Workload, batch: int, console: Console
+) -> tuple[list[report.Row], Measurements]:
+    """All contestants on one storage. The JSON is written after each fit; the table is shown however it ends."""
+    batch = options.batch or batch
+    facts = {
+        "machine": report.machine(),
+        "storage": storage,
+        "size": options.size,
+        "tokens_per_iteration": batch * module.config.context,
+        "threads": torch.get_num_threads(),
+    }
+    found = Measurements()
+    # What a failed contestant is still writing must not keep the others' results from being shown.
+    scratch = tempfile.TemporaryDirectory(
+        prefix="moe_ckpt_bench_", dir=_place(options.dir, storage), ignore_cleanup_errors=True
+    )
+    with scratch as home, _progress(console) as progress:
+        field, absent = _field(Path(home), options.only)
+        durable = {contestant.name: contestant.durable for contestant in field}
+        task = progress.add_task(storage, total=options.rounds * len(field) + 1)
+        told: set[str] = set()
+
+        def tell(what: str) -> None:
+            progress.update(task, description=f"{storage}, {what}", advance=1)
+            if not progress.console.is_terminal:
+                progress.console.print(f"{storage}, {what}")
+
+        def keep() -> None:
+            for name in found.failed.reasons.keys() - told:
+                progress.console.print(f"failed: {name}: {found.failed.reasons[name]}", markup=False, soft_wrap=True)
+                told.add(name)
+            if options.write:
+                content = report.as_dict(found, report.rows(found, durable), absent, **facts)
+                report.write_json(options.out / f"stall_{storage}.json", content)
+
+        try:
+            shape = Shape(saved=options.iterations)
+            measure(found, field, module, batch, shape, options.rounds, Path(home), tell, keep)
+        finally:
+            progress.stop()
+            made = report.rows(found, durable)
+            report.show(console, made, found, absent, f"checkpoints on {storage}")
+            _close(field, found)
+    return made, found
+
+
+def _close(field: list[contestants.Contestant], found: Measurements) -> None:
+    """Those that failed are closed already."""
+    for contestant in field:
+        if contestant.name not in found.failed:
+            with found.failed.of(contestant.name):
+                contestant.close()
 
 
 def _place(given: Path | None, storage: str) -> Path | None:
+    """Raises ``SystemExit`` for a directory that is not there."""
+    if given is not None and not given.is_dir():
+        raise SystemExit(f"--dir {given}: there is no such directory")
     return given or (Path("/dev/shm") if storage == "memory" else None)
 
 
@@ -119,28 +164,6 @@ def _wanted(name: str, only: list[str] | None) -> bool:
 def _progress(console: Console) -> Progress:
     columns = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
-
-
-def _write(
-    options: argparse.Namespace,
-    runs: dict[str, tuple[Measurements, list[report.Row], dict[str, str]]],
-    console: Console,
-) -> None:
-    config, batch = SIZES[options.size]
-    facts = {
-        "machine": report.machine(),
-        "size": options.size,
-        "tokens_per_iteration": (options.batch or batch) * config.context,
-        "threads": torch.get_num_threads(),
-    }
-    for storage, (found, made, absent) in runs.items():
-        report.write_json(
-            options.out / f"stall_{storage}.json", report.as_dict(found, made, absent, storage=storage, **facts)
-        )
-    memcpy = min(t for found, _, _ in runs.values() for t in found.memcpy)
-    drawn = report.plot(options.out / "stall.png", {s: made for s, (_, made, _) in runs.items()}, memcpy * 1e3)
-    remark = "" if drawn else "; no picture: matplotlib is missing"
-    console.print(f"written to {os.path.relpath(options.out)}{remark}")
 
 
 if __name__ == "__main__":

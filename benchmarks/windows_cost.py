@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 
 from benchmarks.contestants import Gate
+from benchmarks.failing import Failures
 from benchmarks.windowed import batches, trainer
 from benchmarks.workload import Workload
 from moe_ckpt.callbacks import MoECheckpoint
@@ -203,9 +204,19 @@ def _side_bytes(directory: Path, records: dict[int, StepRecord]) -> int:
 
 
 def measure(
-    module: Workload, window: int, batch: int, shape: Shape, rounds: int, home: Path, tell: Callable[[str], None]
+    module: Workload,
+    window: int,
+    batch: int,
+    shape: Shape,
+    rounds: int,
+    home: Path,
+    tell: Callable[[str], None],
+    failed: Failures,
 ) -> list[Fit]:
-    """``rounds`` times all contestants, each round beginning with another one."""
+    """``rounds`` times all contestants, each round beginning with another one.
+
+    One that raises is named in ``failed`` and gets no further turn.
+    """
     field_of = list(contestants(window).items())
     tell("warm-up")
     run_once("warm-up", None, module, batch, Shape(1, 1, 0, 0), home / "warm-up")
@@ -213,8 +224,11 @@ def measure(
     for number in range(rounds):
         first = number * len(field_of) // rounds
         for name, policy in [*field_of[first:], *field_of[:first]]:
+            if name in failed:
+                continue
             tell(f"cost, round {number + 1} of {rounds}: {name}")
-            fits.append(run_once(name, policy, module, batch, shape, home / f"cost_{len(fits)}"))
+            with failed.of(name):
+                fits.append(run_once(name, policy, module, batch, shape, home / f"cost_{number}_{name}"))
     return fits
 
 

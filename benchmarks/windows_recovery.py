@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.failing import Failures
 from benchmarks.windowed import batches, trainer, workload
 from benchmarks.workload import SIZES
 from moe_ckpt.callbacks import MoECheckpoint
@@ -142,27 +143,34 @@ def measure(
     threads: int,
     home: Path,
     tell: Callable[[str], None],
+    failed: Failures,
 ) -> dict[str, dict[str, Any]]:
-    """Both chains: name -> facts of ``facts``."""
+    """Both chains: name -> facts of ``facts``; of one that raises, the reason in ``failed``."""
     found = {}
     for name, policy in {
         f"dense every {interval}": ("dense", interval),
         f"MoEvement, W={window}": ("windows", window),
     }.items():
-        rng = random.Random(seed)
         where = home / policy[0]
-        where.mkdir(parents=True)
         life = Life(policy, str(where / "store"), str(where / "log.jsonl"), size, batch, threads)
-        secs = 0.1
-        for number in range(kills + 1):
-            tell(f"recovery, {name}: life {number + 1} of {kills + 1}")
-            further, part = interval // 2 + rng.randrange(interval), rng.random()
-            # The last life need only come back to where the one before it was.
-            step = _reached(life.log) + (1 if number == kills else further)
-            _killed_at(life, step, secs * part)
-            secs = _iteration_secs(_lives(life.log))
-        found[name] = facts(life.log)
+        with failed.of(name):
+            where.mkdir(parents=True)
+            found[name] = _chain(name, life, interval, kills, seed, tell)
     return found
+
+
+def _chain(name: str, life: Life, interval: int, kills: int, seed: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """One program, killed ``kills`` times. Raises ``RuntimeError`` when a life ends by itself."""
+    rng = random.Random(seed)
+    secs = 0.1
+    for number in range(kills + 1):
+        tell(f"recovery, {name}: life {number + 1} of {kills + 1}")
+        further, part = interval // 2 + rng.randrange(interval), rng.random()
+        # The last life need only come back to where the one before it was.
+        step = _reached(life.log) + (1 if number == kills else further)
+        _killed_at(life, step, secs * part)
+        secs = _iteration_secs(_lives(life.log))
+    return facts(life.log)
 
 
 def _iteration_secs(lives: Sequence[Sequence[dict[str, Any]]]) -> float:

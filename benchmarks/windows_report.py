@@ -27,6 +27,7 @@ def lines(found: Found) -> Iterator[str]:
         yield from _recovery(found["recovery"], facts)
     if "replay" in found:
         yield from _replay(found["replay"], facts)
+    yield from (f"failed: {name}: {why}" for name, why in found.get("failed", {}).items())
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -93,7 +94,9 @@ def _recovery(recovery: Found, facts: Found) -> Iterator[str]:
         for name, row in recovery.items()
     ]
     yield from _table(head, body)
-    row = recovery[f"MoEvement, W={window}"]
+    row = recovery.get(f"MoEvement, W={window}")
+    if row is None:
+        return
     kept = "kept" if row["recomputed_max"] <= 2 * window else "NOT KEPT"
     yield (
         f"Bound of 2 W = {2 * window} iterations: {kept} (most: {row['recomputed_max']}). Average "
@@ -128,7 +131,7 @@ def _replay(replay: Found, facts: Found) -> Iterator[str]:
 
 
 def plot(path: Path, found: Found) -> bool:
-    """One panel per measurement; False without matplotlib."""
+    """One panel per measurement; False without matplotlib or anything to draw."""
     try:
         import matplotlib
     except ImportError:
@@ -137,6 +140,8 @@ def plot(path: Path, found: Found) -> bool:
     from matplotlib import pyplot
 
     parts = [(name, draw) for name, draw in _PANELS.items() if name in found]
+    if not parts:
+        return False
     figure, panels = pyplot.subplots(
         1, len(parts), figsize=(4.6 * len(parts), 3.4), squeeze=False, layout="constrained"
     )
@@ -160,7 +165,7 @@ def _draw_cost(panel: Any, cost: Found, facts: Found) -> None:
         panel.annotate(text, (at, row["bytes"] / MIB), ha="center", va="bottom", fontsize=6.5)
     panel.set_xticks(list(places), [row["name"].replace(", ", ",\n") for row in made], fontsize=7)
     panel.set_ylabel("MiB per iteration")
-    panel.set_ylim(top=max(row["bytes"] for row in made) / MIB * 1.2)
+    panel.set_ylim(top=max((row["bytes"] for row in made), default=MIB) / MIB * 1.2)
     panel.legend(fontsize=7, frameon=False)
     panel.set_title("a checkpoint at every iteration", fontsize=9)
 

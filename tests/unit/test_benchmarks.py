@@ -11,9 +11,11 @@ pytest.importorskip("lightning")
 pytest.importorskip("rich")
 
 import lightning.pytorch as pl
+from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks import agreement, copy_speed, lost_tokens, megatron_prepare, moevement, stall, stopwatch
-from benchmarks.contestants import Gate, HookClock
+from benchmarks import agreement, contestants, copy_speed, lost_tokens, megatron_prepare, moevement, stall, stopwatch
+from benchmarks.contestants import Contestant, Gate, HookClock, Reference, Saving
+from benchmarks.failing import Failures, reason
 
 
 @pytest.mark.timeout(120)
@@ -28,13 +30,126 @@ def test_stall_runs_and_finds_what_was_written(tmp_path, capfd):
     found = json.loads((out / "stall_disk.json").read_text())
     rows = {row["name"]: row for row in found["rows"]}
     assert len(rows) == 5
-    assert found["not_run"] == {}
+    assert found["not_run"] == found["failed"] == {}
     dense, moc = rows["moe_ckpt Dense, async"], rows["moe_ckpt MoC, K=1"]
     assert all(row["saved"] == 1.0 for name, row in rows.items() if name != "no checkpoint")
     assert rows["no checkpoint"]["nbytes"] == rows["no checkpoint"]["hook"] == 0
     assert found["state_nbytes"] < dense["nbytes"] < 1.5 * found["state_nbytes"] + 200_000
     assert moc["nbytes"] < 0.8 * dense["nbytes"]
     assert "moe_ckpt MoC" in capfd.readouterr().out
+
+
+class CannotWrite(Contestant):
+    """Fails as torch.distributed.checkpoint does on a full disk: with what is no ``Exception``."""
+
+    def __init__(self, name, after_fits=0):
+        self.name, self.left = name, after_fits
+
+    def begin(self, gate, directory):
+        self.trainer_options = {"enable_checkpointing": False}
+        self.left -= 1
+        self.directory = directory
+        return [Saving(gate, self.save)]
+
+    def save(self, trainer, step):
+        (self.directory / f"step_{step}").write_bytes(b"x" * 1000)
+        if self.left < 0:
+            full = OSError(28, "No space left on device")
+            raise CheckpointException("write", {0: (full, None)})
+
+    def close(self):
+        raise RuntimeError("cannot be closed either")
+
+
+class WritesNothing(Contestant):
+    name = "writes nothing"
+
+    def begin(self, gate, directory):
+        self.trainer_options = {"enable_checkpointing": False}
+        return [Saving(gate, lambda trainer, step: (directory / f"step_{step}").mkdir())]
+
+    def complete(self, entry):
+        return False
+
+
+@pytest.mark.timeout(120)
+def test_a_contestant_that_cannot_write_is_named_and_the_others_go_on(tmp_path, capfd, monkeypatch):
+    field = [CannotWrite("at once"), CannotWrite("later", 1), WritesNothing(), Reference()]
+    monkeypatch.setattr(contestants, "own", lambda: field)
+    kept = []
+    monkeypatch.setattr(stall.report, "write_json", lambda path, content: kept.append(content))
+    options = f"--size tiny --iterations 2 --rounds 2 --write --dir {tmp_path} --out {tmp_path / 'out'}".split()
+    assert stall.main([*options, "--only", "at once", "later", "writes nothing", "no checkpoint"]) == 1
+    fits = [[sample["contestant"] for sample in content["samples"]] for content in kept]
+    assert fits[-1] == ["later", "no checkpoint", "no checkpoint"]  # the second round begins with another one
+    assert [len(each) for each in fits] == [0, 1, 1, 2, 3, 3]  # written after each turn
+    failed = kept[-1]["failed"]
+    assert list(failed) == ["at once", "writes nothing", "later"]
+    assert failed["at once"] == "CheckpointException: OSError: [Errno 28] No space left on device"
+    assert "none of the 5 checkpoints" in failed["writes nothing"]
+    said = capfd.readouterr().out
+    table = [line for line in said.splitlines() if line.startswith("│")]
+    assert sum("failed" in line for line in table) == 3
+    assert sum("later" in line for line in table) == 2  # with the numbers of its first turn, and as failed
+    assert f"failed: at once: {failed['at once']}" in said.splitlines()
+
+
+def test_an_interrupted_comparison_still_shows_what_it_has(tmp_path, capfd, monkeypatch):
+    class Interrupted(CannotWrite):
+        def save(self, trainer, step):
+            raise SystemExit(1)  # what Lightning makes of Ctrl-C
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(contestants, "own", lambda: [Reference(), Interrupted("interrupted")])
+    with pytest.raises(SystemExit):
+        stall.main([*f"--size tiny --rounds 1 --dir {tmp_path}".split(), "--only", "no checkpoint", "interrupted"])
+    assert any(line.startswith("│ no checkpoint") for line in capfd.readouterr().out.splitlines())
+
+
+def test_a_reason_is_one_line():
+    assert reason(ValueError("first\nsecond")) == "ValueError: first"
+    assert reason(RuntimeError("")) == "RuntimeError: (no message)"
+    wrapped = RuntimeError("oops\nTraceback (most recent call last)\n  File x\nKeyError: 'what it was'\n")
+    assert reason(wrapped) == "RuntimeError: KeyError: 'what it was'"
+    behind = RuntimeError("could not save")
+    behind.__cause__ = OSError(28, "No space left on device")
+    assert reason(behind) == "No space left on device (RuntimeError: could not save)"
+    nested = RuntimeError("a" * 500 + " the cause")
+    assert len(reason(nested)) < 260
+    assert reason(nested).endswith(" the cause")
+
+
+def test_copy_speed_goes_on_without_what_fails(capfd):
+    failed = Failures()
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    found = copy_speed.timed({"memcpy, warm": lambda: None, "write + fsync": full}, 2, failed)
+    assert [len(times) for times in found.values()] == [2]
+    copy_speed._show_copies(copy_speed.Console(width=100), found, failed, 1 << 20)
+    assert "failed: write + fsync: OSError: [Errno 28] No space left on device" in capfd.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_moevement_goes_on_without_what_fails(tmp_path, capfd, monkeypatch):
+    real = moevement.windows_cost.run_once
+
+    def run_once(name, *args):
+        if name == "dense":
+            raise OSError(28, "No space left on device")
+        return real(name, *args)
+
+    monkeypatch.setattr(moevement.windows_cost, "run_once", run_once)
+    monkeypatch.setattr(moevement.windows_recovery, "_killed_at", lambda *args: 1 / 0)
+    options = f"--size tiny --only cost recovery --rounds 1 --iterations 1 --threads 1 --dir {tmp_path} --write"
+    assert moevement.main([*options.split(), "--out", str(tmp_path / "out")]) == 1
+    found = json.loads((tmp_path / "out" / "moevement.json").read_text())
+    assert set(found["failed"]) == {"dense", "dense every 10", "MoEvement, W=3"}
+    assert "dense" not in {row["name"] for row in found["cost"]["rows"]} >= {"no checkpoint", "MoEvement, W=3"}
+    assert "failed: dense: OSError: [Errno 28] No space left on device" in capfd.readouterr().out
 
 
 def test_copy_speed_runs(tmp_path):

@@ -179,7 +179,7 @@ def body_join(third: int, _: int, root: str):
     for _step in range(MORE_STEPS):
         life.train()
     life.session.finish(life.step, lambda: {"plain": life.state.plain()}, save_last=True)
-    assert host_tier.release() == 0
+    assert host_tier.release_host_memory() == 0
     return told, life.whole(), life.session.books.tokens.to_dict()
 
 

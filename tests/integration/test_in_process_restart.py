@@ -21,9 +21,9 @@ FAULT_AT = 7
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release()
+    host_tier.release_host_memory()
     yield
-    host_tier.release()
+    host_tier.release_host_memory()
 
 
 def life(run: Run, fault_at: int | None = None) -> list[dict]:
@@ -65,7 +65,7 @@ def fault_and_return(run: Run, *, keep: bool) -> tuple[dict[tuple[int, int], int
         if event["event"] == "batch":
             recount.batch([event])
     if not keep:
-        assert host_tier.release() > 0
+        assert host_tier.release_host_memory() > 0
     events = life(run)
     begin = events[0]
     assert begin["step"] == FAULT_AT
@@ -81,7 +81,7 @@ def fault_and_return(run: Run, *, keep: bool) -> tuple[dict[tuple[int, int], int
     assert events[-1]["faults"] == recount.faults
     assert events[-1]["plt"] == recount.lost / recount.routed
     assert_store_sound(run, ended=True)
-    assert host_tier.release() == 0, "the run ended well, so its memory is free again"
+    assert host_tier.release_host_memory() == 0, "the run ended well, so its memory is free again"
     return versions, recount, events
 
 

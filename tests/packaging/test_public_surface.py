@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from moe_ckpt import RetentionPolicy, megatron
+from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.engine.options import OptionValues
+from moe_ckpt.policies import PolicyContext
 from tests.packaging import rules
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "moe_ckpt"
 
 SURFACE = {
-    "moe_ckpt": "__version__ register_moe",
+    "moe_ckpt": "RetentionPolicy __version__ register_moe release_host_memory",
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO",
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
@@ -30,7 +35,11 @@ SURFACE = {
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "
         "PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"
     ),
-    "moe_ckpt.policies": "CheckFreq Dense Guarded Measured MoC MoEtion MoEvement Policy PolicyContext",
+    "moe_ckpt.policies": (
+        "Activity Catalog CheckFreq Dense FaultRecord Fidelity Guarded Measured MoC MoELayer MoEtion MoEvement "
+        "Operator OperatorKind PlanItem Policy PolicyContext SnapshotPlan Tier expert_id gate_id non_expert_id "
+        "save_full save_nothing"
+    ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
     "moe_ckpt.testing.megatron_cpu": "install",
@@ -42,6 +51,20 @@ ERRORS = (
     "MoECheckpointError NoCheckpointError NoMoELayerError ReplayDivergedError SaveFailedError SparseWindowError "
     "StoreError StoreInUseError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
+
+OPTIONS = (
+    "dirpath guard host_memory_bytes max_failures on_phase plt_budget policy profile resume retention save_last "
+    "sharding timeout_secs when_busy"
+)
+"""Of ``MoECheckpoint`` and ``megatron.attach``."""
+
+RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
+
+POLICY_CONTEXT = (
+    "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
+    "faults lost_tokens routed_tokens window next_slot sizes inseparable activity snapshot_bytes"
+)
+"""What a policy of one's own decides from."""
 
 POLICY_OPTIONS = {
     "Dense": "every_n_steps sync",
@@ -156,6 +179,19 @@ def test_policy_options(policy):
     kind = getattr(importlib.import_module("moe_ckpt.policies"), policy)
     assert [field.name for field in fields(kind)] == POLICY_OPTIONS[policy].split()
     assert list(kind().describe()) == ["name", *POLICY_OPTIONS[policy].split()]
+
+
+def test_options():
+    """Adapters take ``**options``; an editor completes them from ``OptionValues``, a user reads them in ``Options``."""
+    taken = {"policy", "dirpath", *inspect.get_annotations(OptionValues)}
+    assert sorted(taken) == sorted(OPTIONS.split())
+    for adapter in (MoECheckpoint, megatron.attach):
+        assert {"policy", "dirpath", "options"} <= set(inspect.signature(adapter).parameters)
+
+
+def test_records_that_users_make_and_read():
+    assert [field.name for field in fields(RetentionPolicy)] == RETENTION.split()
+    assert [field.name for field in fields(PolicyContext)] == POLICY_CONTEXT.split()
 
 
 @pytest.mark.parametrize("record", RECORDS)

@@ -75,7 +75,7 @@ def test_slots_of_windows(parallel):
 def test_what_is_kept_in_host_memory_is_copied_too_and_not_counted_twice():
     costs = costs_of(scenario(MoC(k=1, snapshot_k=3)))
     operators = MODEL.catalog.everything
-    held = save_full(1, operators[:20], held=operators[20:30])
+    held = save_full(1, operators[:20], host_only=operators[20:30])
     assert costs.of_plan(held) == costs.of_plan(save_full(1, operators[:30]))
     assert costs.stored(held) == costs.of_plan(save_full(1, operators[:20]))
 

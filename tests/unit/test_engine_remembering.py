@@ -104,10 +104,10 @@ def test_a_ledger_refuses_to_go_back_for_what_is_newer_only():
 
 def test_plans_answer_what_their_items_say():
     window = Window(1, (("a", "b"), ("c",)))
-    for plan in (save_full(3, ("a", "b"), held=("c",)), slot_plan(window, 0, 1), slot_plan(window, 1, 2)):
+    for plan in (save_full(3, ("a", "b"), host_only=("c",)), slot_plan(window, 0, 1), slot_plan(window, 1, 2)):
         plain = SnapshotPlan(plan.step, plan.items)
         assert [plan.operators(tier) for tier in Tier] == [plain.operators(tier) for tier in Tier]
-        assert plan.frozen == plain.frozen
+        assert plan.compute_only == plain.compute_only
     assert slot_plan(window, 0, 1).items[-1] == PlanItem("c", Fidelity.COMPUTE)
 
 

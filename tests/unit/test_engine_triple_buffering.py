@@ -38,7 +38,7 @@ POISON = 0xFF
 @pytest.fixture(autouse=True)
 def no_memory_left():
     yield
-    host_tier.release()
+    host_tier.release_host_memory()
 
 
 class SlowStorage(LocalStorage):

@@ -22,7 +22,7 @@ class First:
     halt: str | None = None
 
     def plan(self, context):
-        plan = save_full(context.step, ("non_expert/embed", "expert/0/0"), held=("expert/0/1", "expert/0/2"))
+        plan = save_full(context.step, ("non_expert/embed", "expert/0/0"), host_only=("expert/0/1", "expert/0/2"))
         return SnapshotPlan(plan.step, plan.items, halt=self.halt)
 
     def check(self, catalog):

@@ -68,7 +68,7 @@ def sizes_of(plans):
 
 
 def is_dense(plan, operators=ALL):
-    return plan.window.size == 1 and sorted(plan.operators()) == sorted(operators) and not plan.frozen
+    return plan.window.size == 1 and sorted(plan.operators()) == sorted(operators) and not plan.compute_only
 
 
 def test_step_0_is_dense_and_then_nothing_is_saved_until_there_are_measurements():
@@ -128,7 +128,7 @@ def test_windows_follow_one_another_without_a_gap():
         assert sorted(anchored) == sorted(ALL)
         for number, plan in enumerate(plans[start : start + 3]):
             later = [op for other in plans[start + number + 1 : start + 3] for op in other.operators()]
-            assert list(plan.frozen) == later
+            assert list(plan.compute_only) == later
 
 
 def test_a_window_goes_on_until_its_last_slot():

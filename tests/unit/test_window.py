@@ -55,9 +55,9 @@ def test_a_slot_saves_its_anchors_in_full_and_what_comes_later_as_compute():
     plan = slot_plan(window, 1, 11)
     assert (plan.step, plan.window, plan.slot) == (11, window, 1)
     assert plan.operators() == ("b", "c")
-    assert plan.frozen == ("d",)
+    assert plan.compute_only == ("d",)
     assert [item.fidelity for item in plan.items] == [Fidelity.FULL, Fidelity.FULL, Fidelity.COMPUTE]
-    assert slot_plan(window, 2, 12).frozen == ()
+    assert slot_plan(window, 2, 12).compute_only == ()
     assert (window.size, window.order, window.frozen(0)) == (3, ("a", "b", "c", "d"), ("b", "c", "d"))
 
 

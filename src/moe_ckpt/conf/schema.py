@@ -69,9 +69,9 @@ class StoreConfig:
 
 @dataclass
 class RetentionConfig:
-    """Which checkpoints stay: see ``moe_ckpt.core.retention.RetentionPolicy``."""
+    """Which checkpoints stay: see ``moe_ckpt.RetentionPolicy``."""
 
-    _target_: str = "moe_ckpt.core.retention.RetentionPolicy"
+    _target_: str = "moe_ckpt.RetentionPolicy"
     keep_last: int = 2
     keep_every_n_steps: Optional[int] = None  # noqa: UP045
     max_age_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045

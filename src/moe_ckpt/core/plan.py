@@ -76,7 +76,7 @@ class SnapshotPlan:
         return {tier: tuple(item.operator for item in full if item.tier is tier) for tier in Tier}
 
     @cached_property
-    def frozen(self) -> tuple[str, ...]:
+    def compute_only(self) -> tuple[str, ...]:
         """What goes to storage at compute fidelity."""
         return tuple(item.operator for item in self.items if item.fidelity is Fidelity.COMPUTE)
 
@@ -89,29 +89,32 @@ def save_full(
     step: int,
     operators: tuple[str, ...],
     *,
-    held: tuple[str, ...] = (),
+    host_only: tuple[str, ...] = (),
     wait: bool = False,
     k: int | None = None,
     plt_budget: float | None = None,
 ) -> SnapshotPlan:
-    """A plan that sends ``operators`` to storage at full fidelity, and keeps ``held`` in host memory besides."""
+    """A plan that sends ``operators`` to storage at full fidelity, and keeps ``host_only`` in host memory besides."""
     stored = _stored(operators)
-    items = stored + tuple(PlanItem(op, tier=Tier.HOST) for op in held) if held else stored
+    items = stored + tuple(PlanItem(op, tier=Tier.HOST) for op in host_only) if host_only else stored
     plan = SnapshotPlan(step, items, wait, k, plt_budget)
-    return _told(plan, {Tier.STORAGE: operators, Tier.HOST: held}, ())
+    return _with_answers(plan, {Tier.STORAGE: operators, Tier.HOST: host_only}, ())
 
 
 def save_slot(
-    step: int, anchored: tuple[str, ...], frozen: tuple[str, ...], window: Window, slot: int
+    step: int, anchored: tuple[str, ...], compute_only: tuple[str, ...], window: Window, slot: int
 ) -> SnapshotPlan:
-    """A plan that sends ``anchored`` to storage at full fidelity and ``frozen`` at compute fidelity."""
-    everything = _items(anchored) + _items(frozen, Fidelity.COMPUTE)
-    return _told(SnapshotPlan(step, everything, window=window, slot=slot), {Tier.STORAGE: anchored}, frozen)
+    """A plan that sends ``anchored`` to storage at full fidelity and ``compute_only`` at compute fidelity."""
+    everything = _items(anchored) + _items(compute_only, Fidelity.COMPUTE)
+    plan = SnapshotPlan(step, everything, window=window, slot=slot)
+    return _with_answers(plan, {Tier.STORAGE: anchored}, compute_only)
 
 
-def _told(plan: SnapshotPlan, full: Mapping[Tier, tuple[str, ...]], frozen: tuple[str, ...]) -> SnapshotPlan:
-    """What ``operators`` and ``frozen`` are known to answer need not be looked up among thousands of items."""
-    plan.__dict__.update(_operators=full, frozen=frozen)
+def _with_answers(
+    plan: SnapshotPlan, full: Mapping[Tier, tuple[str, ...]], compute_only: tuple[str, ...]
+) -> SnapshotPlan:
+    """What ``operators`` and ``compute_only`` are known to answer need not be looked up among thousands of items."""
+    plan.__dict__.update(_operators=full, compute_only=compute_only)
     return plan
 
 

@@ -15,6 +15,7 @@ same; it is kept beside the last announced one, and storage decides which of the
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from moe_ckpt.engine.snapshot import ShardPart, Snapshot
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.shard import ShardHeader, SliceEntry
+from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
 
@@ -214,21 +216,25 @@ def leave(tier: HostTier, *, keep: bool) -> None:
             if keep and tier.nbytes:
                 log.info(
                     "%.1f MB of host memory are kept for a restart of training in this process; "
-                    "moe_ckpt.engine.host_tier.release() frees them",
+                    "moe_ckpt.release_host_memory() frees them",
                     tier.nbytes / 1e6,
                 )
             else:
                 _registry.remove(registered)
 
 
-def release(root: str | None = None) -> int:
-    """Free what runs that failed in this process left in its memory. Returns how many bytes that were.
+def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
+    """Frees the snapshots that failed runs left in this process's memory for a restart.
 
-    For programs that live on without restarting the run, such as notebooks. What a session uses now is
-    untouched.
+    For processes that live on without starting the run again, such as notebooks. Buffers of a running fit stay.
 
-    root: only of the store there (``LocalStorage.root``: an absolute path without links); None means all.
+    Args:
+        dirpath: Store of the run, as given to ``MoECheckpoint`` or ``megatron.attach``; None for all stores.
+
+    Returns:
+        How many bytes were freed.
     """
+    root = None if dirpath is None else open_storage(dirpath).root
     with _registry_lock:
         freed = [r for r in _registry if not r.in_use and root in (None, r.root)]
         _registry[:] = [r for r in _registry if r not in freed]

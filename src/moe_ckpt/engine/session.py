@@ -400,7 +400,7 @@ class CheckpointSession:
             index=self.books.index,
             operators=operators,
             held=held,
-            frozen=plan.frozen,
+            frozen=plan.compute_only,
             compute=self._compute_types,
             window=window,
             slot=plan.slot,

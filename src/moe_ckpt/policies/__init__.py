@@ -1,6 +1,13 @@
-"""Checkpointing policies: frozen values behind one method, ``plan(context) -> SnapshotPlan``."""
+"""Checkpointing policies: frozen values behind one method, ``plan(context) -> SnapshotPlan``.
 
-from moe_ckpt.policies.base import Measured, Policy, PolicyContext
+Besides the policies that come with the package, this module exports what a policy of one's own is made of: see
+docs/own_policy.md.
+"""
+
+from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, expert_id, gate_id, non_expert_id
+from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full, save_nothing
+from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.policies.base import Activity, Measured, Policy, PolicyContext
 from moe_ckpt.policies.checkfreq import CheckFreq
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.guard import Guarded
@@ -8,4 +15,29 @@ from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moetion import MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 
-__all__ = ["CheckFreq", "Dense", "Guarded", "Measured", "MoC", "MoEtion", "MoEvement", "Policy", "PolicyContext"]
+__all__ = [
+    "Activity",
+    "Catalog",
+    "CheckFreq",
+    "Dense",
+    "FaultRecord",
+    "Fidelity",
+    "Guarded",
+    "Measured",
+    "MoC",
+    "MoELayer",
+    "MoEtion",
+    "MoEvement",
+    "Operator",
+    "OperatorKind",
+    "PlanItem",
+    "Policy",
+    "PolicyContext",
+    "SnapshotPlan",
+    "Tier",
+    "expert_id",
+    "gate_id",
+    "non_expert_id",
+    "save_full",
+    "save_nothing",
+]

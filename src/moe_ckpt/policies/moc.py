@@ -88,7 +88,7 @@ class MoC:
         chosen.update(op.id for op in context.catalog.always_saved)
         stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
         held = tuple(op for op in (expert_id(*expert) for expert in selection.held) if op not in chosen)
-        return save_full(context.step, stored, held=held, k=k, plt_budget=self.budget)
+        return save_full(context.step, stored, host_only=held, k=k, plt_budget=self.budget)
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``policies.base.next_due``."""

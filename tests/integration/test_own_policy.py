@@ -1,0 +1,79 @@
+"""docs/own_policy.md: its policy trains, fails in the middle, comes back, and what it lost is counted."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import lightning.pytorch as pl
+import pytest
+
+from moe_ckpt import release_host_memory
+from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.policies import Policy, PolicyContext
+from moe_ckpt.recovery.reader import open_step
+from tests.support.tiny_moe import TinyMoE, loader
+
+PAGE = Path(__file__).parents[2] / "docs" / "own_policy.md"
+
+
+class Failure(RuntimeError):
+    pass
+
+
+class FailAt(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise Failure
+
+
+def documented_policy():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    module = ModuleType("own_policy")
+    sys.modules[module.__name__] = module  # where dataclasses look up annotations
+    exec(compile(code, str(PAGE), "exec"), module.__dict__)
+    return module.OneLayer
+
+
+def fit(store, *callbacks):
+    checkpoint = MoECheckpoint(documented_policy()(), store, save_last=False, when_busy="wait")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=8,
+        callbacks=[*callbacks, checkpoint],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=True,
+    )
+    pl.seed_everything(11, verbose=False)
+    trainer.fit(TinyMoE(layers=2, experts=4), loader(64))
+    return checkpoint
+
+
+def test_the_documented_policy_trains_fails_and_comes_back(tmp_path):
+    assert isinstance(documented_policy()(), Policy)
+    with pytest.raises(Failure):
+        fit(tmp_path / "run", FailAt(5))
+    release_host_memory(tmp_path / "run")
+    _, manifest = open_step(tmp_path / "run")
+    versions = {layer: {manifest.operators[f"expert/{layer}/{e}"].step for e in range(4)} for layer in range(2)}
+    assert manifest.policy == {"name": "one_layer", "every_n_steps": 1}
+    assert manifest.step == 5
+    assert versions == {0: {5}, 1: {4}}, "one layer at each step, in turn"
+    checkpoint = fit(tmp_path / "run")
+    assert checkpoint.restored_step == 5
+    assert checkpoint.last is not None
+    assert checkpoint.last.lost_tokens == 2 * 4, "a batch of 4 with top-2, one layer, one step"
+
+
+def test_the_page_names_what_there_is():
+    text = PAGE.read_text()
+    known = {field.name for field in fields(PolicyContext)}
+    assert set(re.findall(r"context\.(\w+)", text)) <= known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -46,6 +47,10 @@ def _fit(
                 raise KeyboardInterrupt
             return super().training_step(batch, batch_idx)
 
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     os.environ.update(NODE_RANK="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
@@ -79,6 +84,7 @@ def _fit(
         "state": {name: _part(value) for name, value in state_of(model, trainer.optimizers[0]).items()},
         "losses": model.losses, "restored": checkpoint.restored_step,
         "routed": checkpoint.last.routed_tokens if checkpoint.last else None,
+        "warned": [message for message in warned if "go on from it" in message],
     }
 
 
@@ -114,11 +120,15 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
             assert run[rank]["state"] == whole[rank]["state"]
             assert {**before[rank]["losses"], **run[rank]["losses"]} == whole[rank]["losses"]
             assert run[rank]["routed"] == whole[rank]["routed"] == 14 * 4 * 2 * 2 * 2  # steps, batch, k, layers, ranks
+            assert run[rank]["warned"] == []
 
     # One process takes over from two: whole tensors from shards, equal to what the two ranks held at step 6.
     (alone,) = run_ranks(_fit, 1, str(tmp_path / "alone"), "single", None, "auto", 6)
     assert alone["restored"] == 6
     assert _whole([alone]) == _whole(before)
+    (warning,) = alone["warned"]
+    assert "was written by 2 ranks, and 1 go on from it" in warning
+    assert "data positions of rank 1 are dropped" in warning
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

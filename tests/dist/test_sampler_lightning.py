@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -362,6 +363,10 @@ def _ranks(rank: int, world_size: int, root: str, log: str, stop: int | None, ki
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     pl.seed_everything(7, verbose=False)
     module = Recorded(stop, kill, f"{log}.{rank}")
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
     checkpoint = MoECheckpoint(Dense(2), root, when_busy="wait")  # of 1, a batch of one might be left
     trainer = pl.Trainer(
         accelerator="cpu", devices=world_size, max_epochs=2, logger=False, callbacks=[checkpoint],
@@ -372,7 +377,8 @@ def _ranks(rank: int, world_size: int, root: str, log: str, stop: int | None, ki
         trainer.fit(module, plain(48, batch_size=2, num_workers=rank))  # 12 batches of two ranks
     except (Stopped, SystemExit):  # Lightning ends its ranks with the latter
         assert stop is not None
-    return {"restored": checkpoint.restored_step, "steps": trainer.global_step}
+    warned = [message for message in warned if "go on from it" in message]
+    return {"restored": checkpoint.restored_step, "steps": trainer.global_step, "warned": warned}
 
 
 def _trained(log: Path, ranks: int, epoch: int, up_to: float = math.inf) -> list[int]:
@@ -397,6 +403,8 @@ def test_real_ranks_train_on_each_sample_once(tmp_path, worlds):
         stop = at + 8 if life + 1 < len(worlds) else None
         ranks = run_ranks(_ranks, world, str(tmp_path / "store"), str(logs[life]), stop, None)
         restored += {rank["restored"] for rank in ranks}
+        assert [len(rank["warned"]) for rank in ranks] == [1] + [0] * (world - 1)
+        assert f"written by {worlds[life - 1]} ranks, and {world} go on" in ranks[0]["warned"][0]
     assert at < restored[0] <= at + 5
     assert restored[1:] in ([], [at + 8])
     lives = [

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import (
@@ -36,6 +36,7 @@ from tests.integration.lives import (
     place,  # noqa: F401 - a fixture
     placed,
 )
+from tests.support.tiny_moe import TinyMoE, loader
 
 RUN = Run(None, samples=16, epochs=1)
 
@@ -202,6 +203,48 @@ def test_strategies_that_hide_the_experts(kind, says, place):  # noqa: F811
     with pytest.raises(UnsupportedError, match=rf"MoECheckpoint with {kind.__name__}.*{says}.*ddp"):
         MoECheckpoint(Dense(), place / "store").setup(trainer, NoExperts(), "fit")
     assert not (place / "store").exists()
+
+
+class MegatronStrategy(DDPStrategy):
+    """As in NeMo 2: a DDPStrategy by class, whose ranks hold different experts."""
+
+
+class Wrapped(MegatronStrategy):
+    pass
+
+
+class Unknown(DDPStrategy):
+    pass
+
+
+class ToldWrong(DDPStrategy):
+    moe_ckpt_sharding = "flat"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "says"),
+    [
+        (MegatronStrategy, UnsupportedError, r"with MegatronStrategy.*moe_ckpt\.megatron\.attach"),
+        (Wrapped, UnsupportedError, r"with Wrapped.*moe_ckpt\.megatron\.attach"),
+        (Unknown, UnsupportedError, r"with Unknown \(a subclass of DDPStrategy\).*moe_ckpt_sharding: 'replicated' if"),
+        (ToldWrong, ConfigError, r"ToldWrong\.moe_ckpt_sharding is 'flat': choose 'replicated' if.*'dtensor' if"),
+    ],
+)
+def test_a_strategy_that_is_not_known_must_say_how_it_shards(kind, error, says, place):  # noqa: F811
+    trainer = SimpleNamespace(strategy=kind(process_group_backend="gloo"))
+    with pytest.raises(error, match=says):
+        MoECheckpoint(Dense(), place / "store").setup(trainer, NoExperts(), "fit")
+    assert not (place / "store").exists()
+
+
+class OneDevice(SingleDeviceStrategy):
+    moe_ckpt_sharding = "replicated"
+
+
+def test_a_strategy_that_says_how_it_shards_is_taken(place):  # noqa: F811
+    checkpoint = MoECheckpoint(Dense(1), place / "store")
+    _trainer(checkpoint, strategy=OneDevice(torch.device("cpu"))).fit(TinyMoE(), loader(16))
+    assert checkpoint.last_model_path.endswith("step_00000002")
 
 
 def test_lightning_is_not_installed():

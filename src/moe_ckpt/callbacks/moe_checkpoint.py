@@ -32,18 +32,17 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
-from moe_ckpt.callbacks.resuming import adopt_given, say_resumed
+from moe_ckpt.callbacks.resuming import adopt_given, say_other_ranks, say_resumed
 from moe_ckpt.callbacks.sharded_loading import load_steps_into_shards
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.stopping import may_stop, refusal, will_stop
-from moe_ckpt.callbacks.support import check_strategy, inexact
+from moe_ckpt.callbacks.support import inexact, sharding_of
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.engine.comm import make_communicator
@@ -153,12 +152,12 @@ class MoECheckpoint(Checkpoint):
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work, and teach the trainer to open step directories."""
-        check_strategy(trainer)
+        sharding = sharding_of(trainer.strategy)
         # Behind the others: Lightning takes the first checkpoint callback for the one that knows the best model.
         # A new list, because Lightning is walking over the old one.
         others = [callback for callback in trainer.callbacks if callback is not self and callback is not self._front]
         trainer.callbacks = [self._front, *others, self]
-        if isinstance(trainer.strategy, ModelParallelStrategy):
+        if sharding == "dtensor":
             load_steps_into_shards(trainer, trainer.strategy)
         elif not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
             trainer.strategy.checkpoint_io = MoECheckpointIO(trainer.strategy.checkpoint_io)
@@ -227,6 +226,7 @@ class MoECheckpoint(Checkpoint):
             log.info("resumed at step %d; the sparse window up to %d is computed again", first, self.restored_step)
             return
         self.restored_step = restored.manifest.step
+        say_other_ranks(restored.manifest, trainer.global_rank, trainer.world_size)
         say_resumed(session, session.adopt(restored.manifest, held=restored.held), restored.manifest, self.dirpath)
 
     def _take_rng(self, rng: Mapping[str, Any]) -> None:
@@ -237,7 +237,7 @@ class MoECheckpoint(Checkpoint):
             return
         session = self._session
         if self._resumed_from is not None:
-            self.restored_step = adopt_given(session, self._resumed_from, self.dirpath)
+            self.restored_step = adopt_given(session, self._resumed_from, self.dirpath, trainer)
             self._take_rng(self._resumed_from["rng"])
         elif self._books is not None:
             session.continue_books(self._books["tokens"], self._books["index"])

@@ -1,4 +1,4 @@
-"""``ckpt_path=<step directory>`` under ModelParallelStrategy, which asks no CheckpointIO."""
+"""``ckpt_path=<step directory>`` where DTensors are spread over ranks: those strategies ask no CheckpointIO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import Strategy
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, is_step_path
 from moe_ckpt.modeling.training_state import TorchTrainingState
@@ -14,8 +14,8 @@ from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import load_step
 
 
-def load_steps_into_shards(trainer: pl.Trainer, strategy: ModelParallelStrategy) -> None:
-    """ModelParallelStrategy loads into its own shards, so step in before it. Called from ``setup``."""
+def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
+    """Such a strategy (ModelParallelStrategy) loads into shards of its own: step in before it. From ``setup``."""
     lightnings_own = strategy.load_checkpoint
 
     def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""What this adapter serves, what it refuses and why, and the name that a job keeps over a restart."""
+"""What this adapter serves, what it refuses and why."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.strategies import (
@@ -13,18 +12,42 @@ from lightning.pytorch.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    Strategy,
 )
 
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
-from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 
+SHARDING_ATTRIBUTE = "moe_ckpt_sharding"
+"""Of a strategy that this package does not know: how it spreads the state, one of ``SHARDINGS``."""
+
+SHARDINGS = {
+    "replicated": "every rank holds all parameters and optimizer state, as ordinary tensors (DDP)",
+    "dtensor": "what is spread over ranks are DTensors, optimizer state too (FSDP2, tensor parallel)",
+}
+_KNOWN: dict[type[Strategy], str] = {
+    SingleDeviceStrategy: "replicated",
+    DDPStrategy: "replicated",
+    ModelParallelStrategy: "dtensor",
+}
 _ADVICE = "Use strategy='ddp', ModelParallelStrategy (FSDP2, tensor parallel) or a single device."
 
 
-def check_strategy(trainer: pl.Trainer) -> None:
-    """Raise ``UnsupportedError`` for a strategy whose state cannot be cut into experts exactly."""
-    strategy = trainer.strategy
+def sharding_of(strategy: Any) -> str:
+    """How the strategy spreads the training state over ranks: a key of ``SHARDINGS``.
+
+    Known by exact class, because a subclass may hold its state in another way: NeMo's ``MegatronStrategy`` is a
+    ``DDPStrategy`` whose ranks hold different experts. Others say it by the attribute ``moe_ckpt_sharding``, of the
+    class or of the instance.
+
+    Raises:
+        UnsupportedError: The experts of this strategy cannot be saved alone, or it does not say how it shards.
+        ConfigError: What it says is not a key of ``SHARDINGS``.
+    """
     name = type(strategy).__name__
+    known = _KNOWN.get(type(strategy))
+    if known is not None:
+        return known
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
             f"MoECheckpoint with {name} (FSDP1): its flat parameters cut through experts, so no expert can be saved "
@@ -35,8 +58,24 @@ def check_strategy(trainer: pl.Trainer) -> None:
             f"MoECheckpoint with {name}: DeepSpeed keeps master weights and optimizer state in partitions of its own, "
             f"out of this library's reach. {_ADVICE}"
         )
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
-        raise UnsupportedError(f"MoECheckpoint with {name}: this strategy is not supported. {_ADVICE}")
+    told = getattr(strategy, SHARDING_ATTRIBUTE, None)
+    if told in SHARDINGS:
+        return str(told)
+    choices = "; ".join(f"{key!r} if {meaning}" for key, meaning in SHARDINGS.items())
+    if told is not None:
+        raise ConfigError(f"{name}.{SHARDING_ATTRIBUTE} is {told!r}: choose {choices}")
+    if any("megatron" in kind.__name__.lower() for kind in type(strategy).__mro__):
+        raise UnsupportedError(
+            f"MoECheckpoint with {name}: its ranks hold different experts, pipeline stages and optimizer shards of "
+            "Megatron-Core, which the Lightning callback does not see. In a Megatron training loop use "
+            f"moe_ckpt.megatron.attach(model_chunks, optimizer, ...) instead. {_ADVICE}"
+        )
+    parents = ", ".join(kind.__name__ for kind in type(strategy).__mro__[1:] if kind in _KNOWN) or "none of them"
+    raise UnsupportedError(
+        f"MoECheckpoint with {name} (a subclass of {parents}): this strategy is not known, and saving it as if it held "
+        f"its state like another would lose experts. {_ADVICE} If you know how it holds its state, say so by the class "
+        f"attribute {SHARDING_ATTRIBUTE}: {choices}."
+    )
 
 
 def inexact(trainer: Any) -> list[str]:

@@ -37,9 +37,7 @@ class UpdateWatch:
             after_batch()
 
         setattr(module, name, on_train_batch_end)
-        self._restore: Callable[[], None] = lambda: (
-            delattr(module, name) if had is None else setattr(module, name, had)
-        )
+        self._restore: Callable[[], None] = lambda: delattr(module, name) if had is None else setattr(module, name, had)
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._count))
             if not module.automatic_optimization:

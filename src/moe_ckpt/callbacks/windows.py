@@ -157,5 +157,3 @@ def _casts(trainer: Any, module: pl.LightningModule) -> bool:
     compiled = any(isinstance(m, torch._dynamo.eval_frame.OptimizedModule) for m in module.modules())
     mixed = isinstance(trainer.precision_plugin, MixedPrecision)
     return mixed and module.automatic_optimization and not averaged and not compiled
-
-

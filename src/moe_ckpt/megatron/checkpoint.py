@@ -43,6 +43,7 @@ from moe_ckpt.megatron.topology import (
     stage,
 )
 from moe_ckpt.megatron.world import World, exchange
+from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
 from moe_ckpt.recovery.resume import Restored, resume_newest
 from moe_ckpt.storage import StoreLock, open_storage
@@ -250,7 +251,7 @@ class MegatronCheckpoint:
     def _say(self, message: str, *values: object) -> None:
         """Once per job."""
         if self._comm.rank == 0:
-            log.info(message, *values)
+            announce(message, *values)
 
     def before_step(self) -> None:
         """Just before ``optimizer.step()``: waits for the copy under way, for it reads what the optimizer changes.

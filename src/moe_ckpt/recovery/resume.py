@@ -118,14 +118,31 @@ def load_step(
 
 def rank_of_state(manifest: Manifest, rank: int) -> int:
     """Whose plain state ``rank`` takes when the world has another size than the one that saved."""
-    if rank >= manifest.world_size:
-        log.warning(
-            "rank %d takes the RNG and data position of rank %d: the checkpoint was written by %d ranks",
-            rank,
-            rank % manifest.world_size,
-            manifest.world_size,
-        )
     return rank % manifest.world_size
+
+
+def other_ranks(manifest: Manifest, world_size: int) -> str | None:
+    """What is not exact because ``world_size`` ranks go on from a checkpoint of another number; None if as many do.
+
+    For adapters whose ranks each take the plain state of ``rank_of_state``. To be said once per job.
+    """
+    saved = manifest.world_size
+    if saved == world_size:
+        return None
+    if world_size < saved:
+        taken = f"the random numbers and data positions of {_ranks(world_size, saved)} are dropped"
+    else:
+        taken = f"random numbers and data positions of {_ranks(saved, world_size)} are those of others, too"
+    return (
+        f"checkpoint {manifest.directory} was written by {saved} ranks, and {world_size} go on from it. Parameters and "
+        f"optimizer state are exact; what follows is not: {taken}, and a step trains on {world_size} batches instead "
+        f"of {saved}. Samples are dealt anew, none twice and none left out, by "
+        "moe_ckpt.data.RecoverableDistributedSampler only"
+    )
+
+
+def _ranks(begin: int, end: int) -> str:
+    return f"rank {begin}" if begin + 1 == end else f"ranks {begin} to {end - 1}"
 
 
 def _try(

@@ -42,6 +42,21 @@ class ConfigError(UserError, ValueError):
     """Two settings, or a setting and the model, contradict each other."""
 
 
+class OptimizerChangedError(ConfigError):
+    """A checkpoint's optimizer state is of another class of optimizer than this run's."""
+
+    def __init__(self, which: str, stored: str, running: str) -> None:
+        super().__init__(
+            f"{which}: the checkpoint was written with {stored}, but this run has {running}. The state of one means "
+            "nothing to the other, so nothing was loaded. To go on with that run, build the optimizer that it had. To "
+            "train on from its weights with a new optimizer, give another dirpath, and weights_from= the store, a step "
+            "directory or an exported file."
+        )
+        self.which = which
+        self.stored = stored
+        self.running = running
+
+
 class UnsupportedError(UserError, NotImplementedError):
     """A strategy, optimizer or layout that this package refuses to handle."""
 

@@ -6,7 +6,7 @@ or tensor step counts, DTensors, capturable flags.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,6 +93,14 @@ class TrainingState(Protocol):
 
         Keys ``buffers`` {fqn: tensor}, ``optimizers`` [{"param_groups": [...], "scalars": {...}}],
         ``extra_state`` {fqn: tree}.
+        """
+        ...
+
+    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+        """Raise unless ``load_plain(plain)`` can follow and optimizer state is of this run's optimizers.
+
+        Called before a restore writes anything; changes nothing. plain: what ``plain()`` gave. keys: of the stored
+        tensors.
         """
         ...
 

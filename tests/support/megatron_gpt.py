@@ -64,6 +64,7 @@ class Setup:
     overlap_param_gather: bool = False
     """Gather parameters in the next forward pass; needs ``dist_opt``."""
     lr: float = 1e-2
+    optimizer: str = "adam"
 
     def __post_init__(self) -> None:
         if self.tp > 1 and self.ep == 1 and self.etp not in (None, self.tp):
@@ -329,7 +330,7 @@ def _optimizer(setup: Setup, chunks: list[Any]) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=setup.optimizer,
         lr=setup.lr,
         min_lr=setup.lr / 10,
         weight_decay=0.01,

@@ -363,6 +363,9 @@ class LiveState:
     def plain(self) -> Mapping[str, Any]:
         return {}
 
+    def require_loadable(self, plain: Mapping[str, Any], keys: Any) -> None:
+        """Takes everything."""
+
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         self.prepared = True
         for key, meta in wanted.items():

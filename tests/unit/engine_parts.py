@@ -89,6 +89,9 @@ class TinyState:
     def plain(self) -> Mapping[str, Any]:
         return {}
 
+    def require_loadable(self, plain: Mapping[str, Any], keys: Any) -> None:
+        """Takes everything."""
+
     def prepare(self, wanted: Mapping[str, Any]) -> None:
         assert set(wanted) == {key for key in self.held if key.startswith("optim/")}
 

@@ -20,6 +20,7 @@ EXAMPLES = [
     errors.NoCheckpointError("nothing here"),
     errors.StoreUnwritableError("read-only"),
     errors.ConfigError("k"),
+    errors.OptimizerChangedError("optimizer 0", "torch.optim.AdamW", "torch.optim.SGD"),
     errors.SparseWindowError("step_00000009", 7, 9),
     errors.ReplayDivergedError(8, "the next optimizer step was step 9"),
 ]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
+from moe_ckpt.callbacks.stored_optimizer import guarded_states
 from moe_ckpt.format.manifest import parse_step_dir
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.recovery.reader import open_step
@@ -45,6 +46,7 @@ class MoECheckpointIO(CheckpointIO):
         taken = rank_of_state(manifest, rank)
         checkpoint = lightning_checkpoint(reader, manifest, taken)
         plain = reader.state(manifest, taken)
+        checkpoint["optimizer_states"] = guarded_states(checkpoint["optimizer_states"], plain["plain"]["optimizers"])
         checkpoint[RESUME_KEY] = {
             "root": reader.storage.root,
             "directory": manifest.directory,

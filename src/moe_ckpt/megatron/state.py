@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from operator import is_
@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.megatron import hyperparameters
+from moe_ckpt.megatron import hyperparameters, optimizer_class
 from moe_ckpt.megatron.blocks import Part, Placed, place
 from moe_ckpt.megatron.inventory import Inventory, LiveParameter
 from moe_ckpt.megatron.optimizers import MASTER, Slot, make_state, slots, state_tensors
@@ -109,7 +109,19 @@ class MegatronTrainingState:
         return self._specs
 
     def plain(self) -> dict[str, Any]:
-        return {"buffers": dict(self._inventory.buffers), "optimizer": hyperparameters.read(self._optimizer)}
+        return {
+            "buffers": dict(self._inventory.buffers),
+            "optimizer": hyperparameters.read(self._optimizer),
+            "optimizer_classes": optimizer_class.read(self._optimizer),
+        }
+
+    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+        """See ``ports.TrainingState``. Buffers are compared by ``load_plain``, for those of other layers may be added.
+
+        Raises:
+            OptimizerChangedError: the optimizer is of another class.
+        """
+        optimizer_class.require_same(self._optimizer, plain, keys)
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """All trained parameters get the same kinds of state, those too that ``wanted`` leaves out for now."""

@@ -6,7 +6,7 @@ Optimizer state is discovered, not assumed. Tensors become ``StateTensor`` s, ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import is_not
 from typing import Any
@@ -20,7 +20,9 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.modeling import module_state, param_groups
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded
 from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
 from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.recovery.index import split_key
 
 _SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "FullyShardedDataParallel"})
 _ELEMENTWISE = frozenset(
@@ -102,7 +104,7 @@ class TorchTrainingState:
                 if rest:
                     scalars[name] = rest
             groups = param_groups.read(index, optimizer, names)
-            optimizers.append({"param_groups": groups, "scalars": scalars})
+            optimizers.append({"class": class_name(optimizer), "param_groups": groups, "scalars": scalars})
         return {**module_state.read(self._model), "optimizers": optimizers}
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
@@ -126,23 +128,44 @@ class TorchTrainingState:
         """Put back what ``plain()`` gave. Everything is checked before anything is changed.
 
         Raises:
+            ConfigError: as ``require_loadable``.
+        """
+        self.require_loadable(plain, ())
+        module_state.write(self._model, plain)
+        for index, (optimizer, entry) in enumerate(zip(self._optimizers, plain["optimizers"], strict=True)):
+            param_groups.write(optimizer, entry["param_groups"])
+            for name, parameter in self._names_in(index).items():
+                _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
+
+    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+        """See ``ports.TrainingState``.
+
+        Raises:
+            OptimizerChangedError: an optimizer is of another class.
             ConfigError: buffers, optimizers, groups or their parameters are not the stored ones.
         """
         names = self._refresh()
-        stored = plain["optimizers"]
+        stored = plain.get("optimizers")
+        if stored is None:
+            raise ConfigError(
+                "the checkpoint was not written by this kind of trainer: its optimizer state cannot go on here. Give "
+                "another dirpath, and weights_from= the checkpoint to train on from its weights"
+            )
         if len(stored) != len(self._optimizers):
             raise ConfigError(
                 f"the checkpoint holds {len(stored)} optimizers, this run has {len(self._optimizers)}; "
                 "return the same ones from configure_optimizers()"
             )
         module_state.check(self._model, plain)
+        found = [{str(name) for of_one in entry["scalars"].values() for name in of_one} for entry in stored]
+        for key in keys:
+            parts = split_key(key)
+            if parts.optimizer is not None and parts.state is not None and parts.optimizer < len(found):
+                found[parts.optimizer].add(parts.state)
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
-            param_groups.check(index, optimizer, names, entry["param_groups"])
-        module_state.write(self._model, plain)
-        for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
-            param_groups.write(optimizer, entry["param_groups"])
-            for name, parameter in self._names_in(index).items():
-                _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
+            groups = entry["param_groups"]
+            require_same_class(f"optimizer {index}", optimizer, entry.get("class"), groups, found[index])
+            param_groups.check(index, optimizer, names, groups)
 
     def _refresh(self) -> dict[int, str]:
         """Parameter id -> name of the parameters that the model has now.

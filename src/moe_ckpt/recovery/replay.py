@@ -50,7 +50,8 @@ def begin_replay(
     before anything is written.
 
     Raises:
-        ConfigError: another number of ranks than the window's: they would compute other steps; or as ``admits`` says.
+        ConfigError: another number of ranks than the window's: they would compute other steps; or as ``admits`` or
+            ``state.require_loadable`` says.
         DamagedError, CoverageError: as ``restore``.
     """
     if world_size != manifest.world_size:
@@ -67,6 +68,8 @@ def begin_replay(
     parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     stored = [key for key in index.tensors if key.startswith(_MODEL)]
     check_match(manifest, index, weight_specs(state.specs()), stored)
+    if "plain" in plain:
+        state.require_loadable(plain["plain"], index.tensors.keys())
     for stored_of in (index.tensors, *index.replay.values()):
         verify_needed(reader, stored_of, parameters)
     replay = Replay(reader, manifest, index, state, rank)

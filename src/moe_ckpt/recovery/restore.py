@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ def restore(
     *,
     verified: bool = False,
     model_only: bool = False,
+    plain: Mapping[str, Any] | None = None,
 ) -> None:
     """Make ``state.tensors()`` what the checkpoint says, whatever sharding wrote it.
 
@@ -44,16 +46,20 @@ def restore(
 
     model_only: leave optimizer state where it is, in the checkpoint and in ``state`` (evaluation).
 
+    plain: what the caller will load afterwards; refused before anything is written if ``state`` cannot take it.
+
     Raises:
         DamagedError: a slice is damaged. Nothing was written, unless it broke between the two passes.
         CoverageError: the checkpoint is not whole, or its tensors are not those of the model.
-        ConfigError: a tensor has another dtype than the checkpoint's.
+        ConfigError: a tensor has another dtype than the checkpoint's, or as ``state.require_loadable`` says.
     """
     reader.prove(manifest)
     index = reader.index(manifest)
     parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     weights = [key for key in index.tensors if key.startswith(_MODEL)]
     check_match(manifest, index, weight_specs(state.specs()), weights)
+    if plain is not None:
+        state.require_loadable(plain, index.tensors.keys())
     if not verified:
         verify_needed(reader, {key: index.tensors[key] for key in weights} if model_only else index.tensors, parameters)
     if model_only:

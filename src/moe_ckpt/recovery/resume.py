@@ -112,7 +112,7 @@ def load_step(
     """
     require_dense(manifest)
     plain = reader.state(manifest, rank_of_state(manifest, rank))
-    restore(reader, manifest, state, model_only=model_only)
+    restore(reader, manifest, state, model_only=model_only, plain=None if model_only else plain.get("plain"))
     return Restored(manifest, plain)
 
 

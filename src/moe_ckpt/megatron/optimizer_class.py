@@ -1,0 +1,57 @@
+"""Which inner optimizers the state belongs to.
+
+Megatron takes Transformer Engine's Adam where that is installed, else Apex's, else torch's: they compute the same
+update and keep the same state, so a run may change between them. Another kind of optimizer is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moe_ckpt.errors import OptimizerChangedError
+from moe_ckpt.megatron.optimizers import leaves
+from moe_ckpt.modeling.optimizer_class import class_name
+from moe_ckpt.recovery.index import split_key
+
+
+def read(optimizer: Any) -> list[dict[str, str]]:
+    """Returns ``{"class": ..., "kind": ...}`` of the rank's inner optimizers, each once; kinds: Adam, AdamW, SGD."""
+    found = {(class_name(leaf.optimizer), _kind(leaf.optimizer)) for leaf in leaves(optimizer)}
+    return [{"class": name, "kind": kind} for name, kind in sorted(found)]
+
+
+def require_same(optimizer: Any, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raises unless stored state is of the kind of the running optimizer. Changes nothing.
+
+    Args:
+        optimizer: Megatron's.
+        plain: ``MegatronTrainingState.plain()`` of the checkpoint. Older ones do not tell classes: the names of
+            state and of hyperparameters tell Adam from SGD.
+        keys: Of the stored tensors.
+
+    Raises:
+        OptimizerChangedError: It is of another kind.
+    """
+    running, stored = read(optimizer), plain.get("optimizer_classes")
+    if stored is None:
+        there, here = _family(plain, keys), {entry["kind"].removesuffix("W") for entry in running}
+    else:
+        there, here = {entry["kind"] for entry in stored}, {entry["kind"] for entry in running}
+    if there and here and not there & here:  # a rank may have no optimizer: all its parameters are frozen
+        names = [entry["class"] for entry in stored] if stored else sorted(there)
+        raise OptimizerChangedError("the optimizer", ", ".join(names), ", ".join(e["class"] for e in running))
+
+
+def _kind(inner: Any) -> str:
+    name = type(inner).__name__.removeprefix("Fused")
+    return "AdamW" if name == "Adam" and type(inner).__name__ != name and getattr(inner, "adam_w_mode", True) else name
+
+
+def _family(plain: Mapping[str, Any], keys: Collection[str]) -> set[str]:
+    """Adam or SGD, by what is kept; empty if that does not tell."""
+    states = {split_key(key).state for key in keys}
+    groups = {key for group in plain.get("optimizer", {}).get("groups", ()) for key in group}
+    if "exp_avg" in states or "betas" in groups:
+        return {"Adam"}
+    return {"SGD"} if "momentum_buffer" in states or "momentum" in groups else set()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.policies import Dense
-from tests.support.tiny_moe import TinyMoE, loader, state_of
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies import Dense, MoEvement
+from tests.support.tiny_moe import TinyMoE, Tokens, loader, state_of
 
 
 class Stopped(Exception):
@@ -23,6 +28,7 @@ class Validated(TinyMoE):
         self.validations = {}
 
     def validation_step(self, batch, batch_idx):
+        torch.rand(3), random.random(), np.random.rand()
         loss = F.cross_entropy(self(batch[0]), batch[1])
         self.validations[self.trainer.global_step, batch_idx] = loss.item()
         self.log("val_loss", loss)
@@ -41,10 +47,10 @@ class StopAt(pl.Callback):
             raise Stopped
 
 
-def train(dirpath, stop: StopAt | None = None, ckpt_path=None, policy=None, **options):
+def train(dirpath, stop: StopAt | None = None, ckpt_path=None, policy=None, isolate_validation=True, **options):
     pl.seed_everything(7, verbose=False)
     model = Validated()
-    checkpoint = MoECheckpoint(policy or Dense(1), dirpath, when_busy="wait")
+    checkpoint = MoECheckpoint(policy or Dense(1), dirpath, when_busy="wait", isolate_validation=isolate_validation)
     trainer = pl.Trainer(
         callbacks=[checkpoint, *([stop] if stop else [])],
         accelerator="cpu",
@@ -97,7 +103,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "step", "where"), CASES, ids=lambda v: str(v).replace(" ", ""))
+SHARED = [({"isolate_validation": False, **options}, step, where) for options, step, where in (CASES[2], CASES[4])]
+
+
+@pytest.mark.parametrize(("options", "step", "where"), [*CASES, *SHARED], ids=lambda v: str(v).replace(" ", ""))
 def test_automatic_resume_is_exact(tmp_path, options, step, where):
     reference = train(tmp_path / "whole", **options)
     before = train(tmp_path / "broken", StopAt(step, where), **options)
@@ -126,3 +135,57 @@ def test_dense_run_starts_from_an_ordinary_lightning_checkpoint(tmp_path):
     assert resumed[2].restored_step is None
     assert resumed[1].global_step == 24
     assert resumed[2].last.routed_tokens == train(tmp_path / "b")[2].last.routed_tokens
+
+
+# --- random numbers, with the callback and without ---
+
+
+def losses_of(*callbacks, workers: int = 0, **options) -> dict[int, float]:
+    """Of a run with dropout and validations that draw random numbers."""
+    pl.seed_everything(7, verbose=False)
+    model = Validated()
+    trainer = pl.Trainer(
+        max_epochs=3, val_check_interval=4, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=bool(callbacks), callbacks=list(callbacks), **options,
+    )  # fmt: skip
+    validation = DataLoader(Tokens(8), 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    trainer.fit(model, DataLoader(Tokens(32), 4, shuffle=True), validation)
+    return model.losses
+
+
+def test_the_callback_changes_no_numbers_where_it_is_told_not_to(tmp_path):
+    without = losses_of()
+    assert losses_of(MoECheckpoint(Dense(1), tmp_path / "a", isolate_validation=False)) == without
+    isolated = losses_of(MoECheckpoint(Dense(1), tmp_path / "b"))
+    assert {i for i in without if isolated[i] != without[i]} == set(range(4, 24)), "from the first validation on"
+    assert losses_of(MoECheckpoint(Dense(1), tmp_path / "c"), limit_val_batches=0) == isolated
+
+
+def test_numbers_after_an_evaluation_are_left_alone(tmp_path):
+    """``trainer.validate`` after a fit is none of training's."""
+    model, trainer, _ = train(tmp_path)
+    torch.manual_seed(3)
+    trainer.validate(model, loader(8, shuffle=False), verbose=False)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, MoECheckpoint)]
+    trainer.validate(model, loader(8, shuffle=False), verbose=False)
+    assert torch.equal(after, torch.rand(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"workers": 1}, r"isolate_validation=False .*DataLoader\(persistent_workers=True\)"),
+        ({"val_check_interval": {"minutes": 9}}, r"isolate_validation=False .* goes by the clock"),
+    ],
+)
+def test_validation_that_draws_other_numbers_after_a_restart_is_told(tmp_path, options, says):
+    workers, interval = options.get("workers", 0), options.get("val_check_interval", 4)
+    validation = DataLoader(Tokens(8), 4, num_workers=workers, persistent_workers=workers > 0)
+    trainer = pl.Trainer(
+        max_steps=1, val_check_interval=interval, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[MoECheckpoint(MoEvement(2), tmp_path, isolate_validation=False)],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=says):
+        trainer.fit(Validated(), loader(32), validation)

@@ -12,7 +12,7 @@ Which hook does what, and why there:
     on_train_epoch_end, on_validation_start, on_train_end
                              of a callback in front of all others: join, for they may put other weights in
     on_validation_end        put the RNG back where the last batch left it, so that training draws the same
-                             numbers whether or not a validation came between
+                             numbers whether or not a validation came between (``isolate_validation``)
     on_train_end             leave a complete last checkpoint
     on_exception, teardown   let go of threads and lock, whatever happened
 
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
@@ -77,6 +78,11 @@ class MoECheckpoint(Checkpoint):
     options: see ``moe_ckpt.engine.options.Options``, which checks them. ``resume`` matters only where
         ``fit(ckpt_path=...)`` is not given.
 
+    isolate_validation: True: training draws the same random numbers whether, when and how often it validates, so that a
+        resume is exact whatever validation draws; but from the first validation on they are not those of a run without
+        this callback. False: they are, and a resume is exact as long as a validation draws the same in any process
+        (persistent workers do not, nor does one that comes by the clock: these are warned of).
+
     After each step ``last`` tells what that step cost, and every ``log_every_n_steps`` the same goes to the
     trainer's loggers as ``moe_ckpt/...``. ``metrics`` holds the same and more for this process as torchmetrics
     (see ``moe_ckpt.metrics``): ``metrics.compute()``, ``metrics["expert_ages"].plot()``.
@@ -96,10 +102,15 @@ class MoECheckpoint(Checkpoint):
         self,
         policy: Policy | None = None,
         dirpath: str | os.PathLike[str] = "checkpoints",
+        *,
+        isolate_validation: bool = True,
         **options: Unpack[OptionValues],
     ) -> None:
         super().__init__()
         self.options = make_options("MoECheckpoint", policy, dirpath, options)
+        if not isinstance(isolate_validation, bool):
+            raise ConfigError(f"MoECheckpoint(isolate_validation={isolate_validation!r}): choose True or False")
+        self.isolate_validation = isolate_validation
         self.best_k_models: dict[str, torch.Tensor] = {}
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
@@ -244,8 +255,8 @@ class MoECheckpoint(Checkpoint):
         self._resumed_from = self._books = None
         self._seen_global_step = trainer.global_step
         if self._windows is not None:
-            self._windows.check(type(self.policy).__name__)
-        for reason in inexact(trainer):
+            self._windows.check(type(self.policy).__name__, self.isolate_validation)
+        for reason in inexact(trainer, self.isolate_validation) if trainer.is_global_zero else ():
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
         self._data.put_back(trainer, resumed=self._rng_to_restore is not None)
         if self._rng_to_restore is not None:
@@ -375,7 +386,8 @@ class MoECheckpoint(Checkpoint):
         }
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._rng is not None and not trainer.sanity_checking:
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if self.isolate_validation and fitting and self._rng is not None:
             restore_rng(self._rng)
 
     # --- the end ---

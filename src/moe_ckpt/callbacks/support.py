@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -78,12 +79,12 @@ def sharding_of(strategy: Any) -> str:
     )
 
 
-def inexact(trainer: Any) -> list[str]:
+def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
     """Why a resume in mid-epoch would not go on exactly as the run would have; [] if it would.
 
     Called once per fit, when the loaders exist: to warn before a failure, not after it.
     """
-    found = []
+    found = [] if isolate_validation else list(_shifted_by_validation(trainer))
     for loader in trainer.fit_loop._combined_loader.flattened:
         name = type(loader).__name__
         unknown = why_unknown(trainer, loader)
@@ -106,3 +107,20 @@ def inexact(trainer: Any) -> list[str]:
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append("Lightning does not bring back the metrics that ReduceLROnPlateau looks at")
     return found
+
+
+def _shifted_by_validation(trainer: Any) -> Iterator[str]:
+    """Why the random numbers that validation takes from training's may be others after a restart."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        yield (
+            "with isolate_validation=False random numbers depend on when validation comes, and this Trainer's "
+            "val_check_interval goes by the clock (give a number of batches, or isolate_validation=True)"
+        )
+    validation = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    for loader in [] if validation is None else validation.flattened:
+        if getattr(loader, "persistent_workers", False):
+            yield (
+                "with isolate_validation=False random numbers depend on what validation draws, and its "
+                f"{type(loader).__name__}(persistent_workers=True) draws once more in its first epoch of a process "
+                "than in others (give persistent_workers=False, or isolate_validation=True)"
+            )

@@ -45,9 +45,9 @@ class Windows:
         self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
         self._probed = 0
 
-    def check(self, policy: str) -> None:
+    def check(self, policy: str, isolate_validation: bool) -> None:
         """Raise ``ConfigError`` if steps could not be computed again exactly, now and not after a failure."""
-        reasons = inexact(self._trainer)
+        reasons = inexact(self._trainer, isolate_validation)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
             reasons.append("an update of LBFGS joins all parameters, those that are not there yet too")
         if self.replaying is not None:

@@ -94,6 +94,7 @@ class CheckpointConfig:
     when_busy: str = "skip"
     max_failures: int = 5
     sharding: str = "adaptive"
+    isolate_validation: bool = True
     profile: Optional[str] = None  # noqa: UP045
 
 

@@ -162,6 +162,21 @@ class SaveFailedError(StoreError, RuntimeError):
         self.causes = causes
 
 
+class PeerLostError(StoreError, RuntimeError):
+    """Another rank did not come, or did not answer, within the timeout."""
+
+    def __init__(self, rank: int, waited_for: str, timeout_secs: float, cause: str, hint: str = "") -> None:
+        super().__init__(
+            f"rank {rank} waited for {waited_for}, in vain: {cause}. Look for the first error in the other ranks' "
+            "output: one of them has probably ended, or hangs. If it was only slow (a large store, a busy disk), give "
+            f"more time than timeout_secs={timeout_secs:g}" + (f". {hint}" if hint else "")
+        )
+        self.rank = rank
+        self.waited_for = waited_for
+        self.timeout_secs = timeout_secs
+        self.cause = cause
+
+
 class TornSnapshotError(StoreError, RuntimeError):
     """Something changed the state while it was being copied, so the snapshot is of no single step."""
 

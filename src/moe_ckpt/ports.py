@@ -121,7 +121,7 @@ class Communicator(Protocol):
 
     ``agree``, ``broadcast`` and ``share`` are called by all ranks on the training thread in the same order;
     ``gather`` and ``announce`` by all ranks on their persist threads in the same order.
-    All raise ``RuntimeError`` when a peer is gone or the timeout passed.
+    All raise ``PeerLostError``, a ``RuntimeError``, when a peer is gone or the timeout passed.
     """
 
     rank: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.engine.comm import GlooCommunicator, SoloCommunicator, make_communicator
+from moe_ckpt.errors import PeerLostError
 from tests.support import start_ranks
 
 RANKS = 3
@@ -75,18 +77,30 @@ def _at_once(comm: GlooCommunicator) -> list[str]:
 
 
 def _failure(call) -> tuple[str | None, float]:
-    """(what was raised, seconds until then)."""
+    """(what was raised, seconds until then). Any other error than the one that callers are promised fails the rank."""
     began = time.monotonic()
     try:
         call()
-    except RuntimeError as error:
-        return f"RuntimeError: {error}", time.monotonic() - began
+    except PeerLostError as error:
+        return str(error), time.monotonic() - began
     return None, time.monotonic() - began
 
 
-def _body(rank: int, world_size: int) -> dict:
+def _warnings_of_start(shared: bool) -> tuple[GlooCommunicator, list[str]]:
+    """The communicator, and what it says on the way, under a torchrun that restarts."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE=str(shared), TORCHELASTIC_MAX_RESTARTS="3")
+    said = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("moe_ckpt").addHandler(said)
     comm = make_communicator(60.0)
+    logging.getLogger("moe_ckpt").removeHandler(said)
+    return comm, [record.getMessage() for record in said.buffer if record.levelno >= logging.WARNING]
+
+
+def _body(rank: int, world_size: int) -> dict:
+    _, said_with_own = _warnings_of_start(False)
+    comm, said_with_shared = _warnings_of_start(True)
     found = {"kind": type(comm).__name__, "place": (comm.rank, comm.world_size), "wrong": _at_once(comm)}
+    found["said"] = said_with_own, said_with_shared
     impatient = GlooCommunicator(SILENCE_SECS)
     impatient.broadcast(b"all are here")
     if rank == 2:
@@ -110,6 +124,8 @@ def _body(rank: int, world_size: int) -> dict:
         found["agree"] = _failure(lambda: left_alone[1].agree(*(np.zeros(2, dtype=np.int64),) * 2))
         # Rank 1 has sent its own and waits for rank 0's word, which does not come.
         found["announce"] = _failure(lambda: (left_alone[0].gather(b"mine"), left_alone[0].announce(b"")))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(rank == 0)
+    found["start"] = _failure(lambda: make_communicator(TIMEOUT_SECS))  # rank 2 never comes
     comm.close()
     return found
 
@@ -135,7 +151,17 @@ def test_a_silent_peer_raises_when_the_timeout_has_passed(outcomes):
     assert secs < SILENCE_SECS + LATE_SECS, "later than the timeout"
 
 
-@pytest.mark.parametrize(("rank", "call"), [(0, "gather"), (0, "agree"), (1, "announce"), (1, "agree")])
+WAITED_FOR = {
+    (0, "gather"): "rank 0 waited for rank ",
+    (0, "agree"): "rank 0 waited for all ranks to come to the same step",
+    (1, "announce"): "rank 1 waited for rank 0 to say whether a checkpoint is committed",
+    (1, "agree"): "rank 1 waited for all ranks to come to the same step",
+    (0, "start"): "rank 0 waited for all ranks to start checkpointing",
+    (1, "start"): "rank 1 waited for all ranks to start checkpointing",
+}
+
+
+@pytest.mark.parametrize(("rank", "call"), list(WAITED_FOR))
 def test_a_dead_peer_raises_instead_of_hanging(outcomes, rank, call):
     """At once where it was the dead one's turn to speak, else when a neighbour has been silent for the timeout."""
     error, secs = outcomes[rank].value[call]
@@ -143,6 +169,24 @@ def test_a_dead_peer_raises_instead_of_hanging(outcomes, rank, call):
     assert secs < TIMEOUT_SECS + LATE_SECS
     if call == "gather":
         assert secs < TIMEOUT_SECS, "only the timeout ended it"
+    assert error.startswith(WAITED_FOR[rank, call])
+    assert "first error in the other ranks' output" in error
+    assert f"timeout_secs={TIMEOUT_SECS:g}" in error
+
+
+def test_a_start_in_a_store_shared_by_restarts_says_so(outcomes):
+    """Where peers do not come, and torchrun lets restarts read what dead processes wrote, that is the first suspect."""
+    with_shared, with_own = (outcomes[rank].value["start"][0] for rank in (0, 1))
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in with_shared
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in with_own
+
+
+def test_a_job_whose_restarts_would_fail_is_told_at_its_first_start(outcomes):
+    (own, shared), others = outcomes[0].value["said"], outcomes[1].value["said"]
+    assert own == []
+    assert len(shared) == 1
+    assert "--standalone" in shared[0]
+    assert others == ([], []), "rank 0 speaks for all"
 
 
 def test_one_process_needs_no_group():

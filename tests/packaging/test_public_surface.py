@@ -48,9 +48,9 @@ SURFACE = {
 
 ERRORS = (
     "ConfigError CoverageError DamagedError ForeignStoreError FormatVersionError HostMemoryError MissingPackageError "
-    "MoECheckpointError NoCheckpointError NoMoELayerError OptimizerChangedError ReplayDivergedError SaveFailedError "
-    "SparseWindowError StoreError StoreInUseError StoreUnwritableError TornSnapshotError UnencodableStateError "
-    "UnsupportedError UserError"
+    "MoECheckpointError NoCheckpointError NoMoELayerError OptimizerChangedError PeerLostError ReplayDivergedError "
+    "SaveFailedError SparseWindowError StoreError StoreInUseError StoreUnwritableError TornSnapshotError "
+    "UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (

@@ -19,7 +19,7 @@ def torchrun(module: str, argument: str, *, ranks: int, restarts: int, timeout_s
         "PYTHONPATH": os.pathsep.join(sys.path),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        # Without it gloo reads addresses of the dead from the rendezvous store (pytorch issue 135712).
+        # With it and --standalone, no restart reads addresses of the dead (docs/torchrun.md).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     # A session of its own: on a timeout the launcher dies with its workers.

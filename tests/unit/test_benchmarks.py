@@ -13,7 +13,17 @@ pytest.importorskip("rich")
 import lightning.pytorch as pl
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks import agreement, contestants, copy_speed, lost_tokens, megatron_prepare, moevement, stall, stopwatch
+from benchmarks import (
+    agreement,
+    contestants,
+    copy_speed,
+    lost_tokens,
+    megatron_prepare,
+    moevement,
+    stall,
+    stopwatch,
+    torchrun_restarts,
+)
 from benchmarks.contestants import Contestant, Gate, HookClock, Reference, Saving
 from benchmarks.failing import Failures, reason
 
@@ -282,3 +292,28 @@ def test_stopwatch_charges_each_function_for_itself_only():
     taken = watch.take()
     assert 0.019 < taken["outer"] < 0.05 <= taken["inner"] + 0.001
     assert watch.take() == {}
+
+
+def test_restarts_are_counted_by_processes():
+    """Two ranks, one kill; rank 0 fails to connect twice, rank 1 once, then both come back."""
+    found = torchrun_restarts.Launch("x", (), False)
+    lines = [("kill", 1, 11, 1.0), ("failed", 0, 10, 1.1)]  # that of the survivor, which had reduced before
+    lines += [("begin", 0, 20, 2.0), ("begin", 1, 21, 2.0), ("failed", 0, 20, 4.0), ("failed", 1, 21, 4.5)]
+    lines += [("begin", 0, 30, 5.0), ("begin", 1, 31, 5.0), ("failed", 0, 30, 6.0)]
+    lines += [("begin", 0, 40, 7.0), ("begin", 1, 41, 7.0), ("reduced", 0, 40, 8.0), ("reduced", 1, 41, 8.5)]
+    words = {"error": "RuntimeError: Gloo connectFullMesh failed with ..."}
+    events = [{"event": e, "rank": r, "pid": p, "at": at} | (words if e == "failed" else {}) for e, r, p, at in lines]
+    judged = torchrun_restarts.judge(found, 2, [{"code": 0, "events": events}, {"code": None, "events": []}])
+    assert (judged.restarts, judged.failed, judged.gave_up, judged.hung) == (3, 2, 0, 1)
+    assert judged.secs == [7.5]
+    assert judged.errors == {"connectFullMesh": 2}
+
+
+@pytest.mark.slow
+def test_a_job_comes_back_with_the_command_line_of_the_docs(tmp_path, capfd):
+    options = f"--only standalone --variable set --nodes 1 --ranks 2 --trials 1 --kills 2 --write --out {tmp_path}"
+    assert torchrun_restarts.main(options.split()) == 0
+    (row,) = json.loads((tmp_path / "torchrun_restarts.json").read_text())["rows"]
+    assert (row["restarts"], row["failed"], row["gave_up"], row["hung"]) == (2, 0, 0, 0)
+    assert len(row["secs"]) == 2
+    assert "--standalone" in capfd.readouterr().out

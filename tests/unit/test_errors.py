@@ -16,6 +16,7 @@ EXAMPLES = [
     errors.StoreInUseError("/store", "pid 7"),
     errors.SaveFailedError(3, ("disk full",)),
     errors.HostMemoryError(10, 5),
+    errors.PeerLostError(1, "all ranks", 60.0, "Timed out", "See there"),
     errors.UnencodableStateError("callbacks/x", "Thing"),
     errors.NoCheckpointError("nothing here"),
     errors.StoreUnwritableError("read-only"),

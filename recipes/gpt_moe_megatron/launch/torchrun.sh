@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 
-# After kill -9 of a rank, gloo reads addresses of the dead processes from the shared rendezvous store, and about
-# every second restart fails (pytorch#135712, #167288). With a store of its own for each start it does not.
+# A store of its own for each start: in a shared one ranks find addresses of dead processes, and most restarts after
+# kill -9 fail (pytorch#135712). It has an effect with --standalone or --rdzv-backend=c10d, none with --master-port.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -22,7 +22,8 @@ examples, from a clone of the repository:
   moe-ckpt train moe_ckpt/policy=moc moe_ckpt.policy.k=2     another setting
   moe-ckpt train -m moe_ckpt/policy=dense,moc                several runs, one after the other
   moe-ckpt train --cfg job                                   print the composed config, do not train
-  torchrun --standalone --nproc-per-node 2 --no-python moe-ckpt train
+  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 --no-python \\
+    moe-ckpt train                                           two processes; dead ones come back (docs/torchrun.md)
 
 everything but the options above goes to Hydra: overrides, -m, --cfg, --info, --config-name, --resolve
 """

@@ -7,6 +7,10 @@ object collective, hence no pickle.
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -14,6 +18,14 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import PeerLostError
+from moe_ckpt.notices import announce
+
+_SHARED_STORE = (
+    "torchrun shares one rendezvous store among all restarts of this job, so ranks that are started again may wait for "
+    "the addresses of dead processes: use --standalone or --rdzv-backend=c10d, and set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which has no effect on --master-port (docs/torchrun.md)"
+)
 
 
 class SoloCommunicator:
@@ -44,44 +56,65 @@ class SoloCommunicator:
 class GlooCommunicator:
     """All ranks of the default process group, on two gloo groups: one per calling thread.
 
-    Must be created on every rank at the same point, after ``init_process_group``.
+    Must be created on every rank at the same point, after ``init_process_group``. No call waits longer for a peer than
+    ``timeout_secs`` and, while the groups are made, the ten seconds by which torch looks again.
+
+    Raises:
+        PeerLostError: here and in every call, when a peer did not come or answer in time.
     """
 
     def __init__(self, timeout_secs: float) -> None:
         timeout = timedelta(seconds=timeout_secs)
+        self._timeout_secs = timeout_secs
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._training = dist.new_group(backend="gloo", timeout=timeout)
-        self._persist = dist.new_group(backend="gloo", timeout=timeout)
+        with self._waiting_for("all ranks to start checkpointing", _SHARED_STORE if shares_store() else ""):
+            self._training = dist.new_group(backend="gloo", timeout=timeout)
+            self._persist = dist.new_group(backend="gloo", timeout=timeout)
+
+    @contextmanager
+    def _waiting_for(self, whom: str, hint: str = "") -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            cause = str(error).partition("\n")[0]
+            raise PeerLostError(self.rank, whom, self._timeout_secs, cause, hint) from error
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
         sums = torch.from_numpy(np.ascontiguousarray(summed).copy())
         maxima = torch.from_numpy(np.ascontiguousarray(largest).copy())
-        if sums.numel():
-            dist.all_reduce(sums, dist.ReduceOp.SUM, self._training)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, self._training)
+        with self._waiting_for("all ranks to come to the same step"):
+            if sums.numel():
+                dist.all_reduce(sums, dist.ReduceOp.SUM, self._training)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, self._training)
         return sums.numpy(), maxima.numpy()
 
     def broadcast(self, payload: bytes) -> bytes:
         return self.share(payload, 0)
 
     def share(self, payload: bytes, source: int) -> bytes:
-        return _broadcast(payload, self.rank, source, self._training)
+        whom = "the other ranks to take an answer" if source == self.rank else f"an answer of rank {source}"
+        with self._waiting_for(whom):
+            return _broadcast(payload, self.rank, source, self._training)
 
     def announce(self, payload: bytes) -> bytes:
-        return _broadcast(payload, self.rank, 0, self._persist)
+        whom = "the other ranks to hear" if self.rank == 0 else "rank 0 to say"
+        with self._waiting_for(f"{whom} whether a checkpoint is committed"):
+            return _broadcast(payload, self.rank, 0, self._persist)
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         if self.rank:
-            dist.send(torch.tensor([len(payload)]), dst=0, group=self._persist)
-            dist.send(_tensor(payload), dst=0, group=self._persist)
+            with self._waiting_for("rank 0 to collect what was written"):
+                dist.send(torch.tensor([len(payload)]), dst=0, group=self._persist)
+                dist.send(_tensor(payload), dst=0, group=self._persist)
             return None
         received = [payload]
         for source in range(1, self.world_size):
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, src=source, group=self._persist)
-            body = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(body, src=source, group=self._persist)
+            with self._waiting_for(f"rank {source} to say that it has written its part"):
+                size = torch.zeros(1, dtype=torch.int64)
+                dist.recv(size, src=source, group=self._persist)
+                body = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(body, src=source, group=self._persist)
             received.append(body.numpy().tobytes())
         return received
 
@@ -104,7 +137,18 @@ def _tensor(payload: bytes) -> torch.Tensor:
 
 
 def make_communicator(timeout_secs: float) -> SoloCommunicator | GlooCommunicator:
-    """The communicator for the process group that is set up now, if any."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return GlooCommunicator(timeout_secs)
-    return SoloCommunicator()
+    """The communicator for the process group that is set up now, if any.
+
+    Raises:
+        PeerLostError: not all ranks of the process group came here in time.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return SoloCommunicator()
+    if shares_store() and dist.get_rank() == 0 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        announce(_SHARED_STORE, level=logging.WARNING)
+    return GlooCommunicator(timeout_secs)
+
+
+def shares_store() -> bool:
+    """True under a torchrun whose workers meet, in every restart, in a store that keeps what dead ones wrote."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,85 @@
+"""The launch scripts: restarts that work, and a job that goes back into SLURM's queue before its time is up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SCRIPTS = sorted(RECIPES.glob("*/launch/*"))
+BATCH = [script for script in SCRIPTS if script.suffix == ".sbatch"]
+
+
+def ids(scripts):
+    return [f"{script.parents[1].name}/{script.name}" for script in scripts]
+
+
+def test_every_recipe_has_its_scripts():
+    assert {script.name for script in SCRIPTS} == {"torchrun.sh", "slurm.sbatch"}
+    assert len(SCRIPTS) == 4
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids(SCRIPTS))
+def test_restarts_get_a_store_of_their_own(script):
+    """See docs/torchrun.md: the variable alone is not enough."""
+    commands = "\n".join(line for line in script.read_text().splitlines() if not line.startswith("#"))
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in commands
+    assert "--standalone" in commands or "--rdzv-backend=c10d" in commands
+    assert "--max-restarts" in commands
+    assert "--master-port" not in commands
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """``start(script, seconds, code)``: the script under a ``scontrol`` that notes what it is asked, and an ``srun``
+    that lasts ``seconds`` and exits with ``code``."""
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    asked = tmp_path / "asked"
+    started = []
+
+    def fake(name, text):
+        (fakes / name).write_text(f"#!/bin/sh\n{text}\n")
+        (fakes / name).chmod(0o755)
+
+    def start(script, seconds, code):
+        fake("scontrol", f'echo "$@" >> {asked}; [ "$1" = show ] && printf "node1\\nnode2\\n"; true')
+        fake("srun", f'echo "$@" > {asked}.srun; sleep {seconds}; exit {code}')
+        words = {"SUBMIT_DIR": tmp_path, "JOB_ID": "77", "JOB_NAME": "run", "NNODES": "2", "JOB_NODELIST": "node[1-2]"}
+        environment = {f"SLURM_{key}": str(value) for key, value in words.items()}
+        environment["PATH"] = f"{fakes}:{os.environ['PATH']}"
+        started.append(subprocess.Popen(["bash", str(script), "extra=1"], env=environment, start_new_session=True))
+        deadline = time.monotonic() + 30
+        while not Path(f"{asked}.srun").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return started[-1], asked
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.parametrize("script", BATCH, ids=ids(BATCH))
+def test_a_job_whose_time_is_nearly_up_is_requeued_and_goes_on_until_slurm_ends_it(script, slurm):
+    assert "#SBATCH --signal=B:USR1@" in script.read_text()
+    process, asked = slurm(script, 1.5, 0)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 0
+    assert asked.read_text().splitlines() == ["show hostnames node[1-2]", "requeue 77"]
+    arguments = Path(f"{asked}.srun").read_text()
+    assert "--rdzv-endpoint=node1:29400" in arguments
+    assert "run_dir=runs/run extra=1" in arguments
+
+
+@pytest.mark.parametrize("script", BATCH, ids=ids(BATCH))
+def test_a_job_that_fails_is_not_requeued_and_says_so_by_its_exit_code(script, slurm):
+    process, asked = slurm(script, 0, 7)
+    assert process.wait(30) == 7
+    assert "requeue" not in asked.read_text()

@@ -101,6 +101,7 @@ def _attached(
             took = time.perf_counter() - began - comm.secs
         try:
             ours.resume()
+            ours.begin_training()
             _note(told, took, watch.take(), comm)
             yield ours
         finally:

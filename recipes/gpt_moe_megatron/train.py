@@ -167,7 +167,7 @@ def train(run: RunConfig, checkpointing: dict[str, Any] | None = None) -> float 
         from moe_ckpt import megatron
 
         ckpt = megatron.attach(built.chunks, built.optimizer, built.scheduler, **checkpointing)
-        progress = ckpt.resume()  # puts the random states back, so it comes after everything that draws
+        progress = ckpt.resume()  # random states follow in front of the first forward pass
         done, consumed = progress.iteration, progress.consumed_samples
     log.event("resumed", iteration=done, consumed_samples=consumed)
     outcome = Outcome(None, True, None)
@@ -175,8 +175,6 @@ def train(run: RunConfig, checkpointing: dict[str, Any] | None = None) -> float 
         began = time.perf_counter()
         loss = training.gradients(consumed)
         kill(done + 1)
-        if ckpt is not None:
-            ckpt.before_step()
         outcome = training.update()
         outcome.loss = loss
         done, consumed = done + 1, consumed + run.trainer.global_batch

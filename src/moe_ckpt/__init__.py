@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from moe_ckpt.core.retention import RetentionPolicy
     from moe_ckpt.engine.host_tier import release_host_memory
     from moe_ckpt.modeling.registry import register_moe
+    from moe_ckpt.recovery.newest import newest_step
 
 __version__ = "0.1.0"
-__all__ = ["RetentionPolicy", "__version__", "register_moe", "release_host_memory"]
+__all__ = ["RetentionPolicy", "__version__", "newest_step", "register_moe", "release_host_memory"]
 
 _HOMES = {
     "RetentionPolicy": "moe_ckpt.core.retention",
+    "newest_step": "moe_ckpt.recovery.newest",
     "register_moe": "moe_ckpt.modeling.registry",
     "release_host_memory": "moe_ckpt.engine.host_tier",
 }

@@ -226,7 +226,7 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     ckpt.before_step()
     megatron_gpt.train_step(built, 0)
     ckpt.after_step(1)
-    found["before_step forgotten"] = said(lambda: ckpt.after_step(2))
+    found["no optimizer step"] = said(lambda: ckpt.after_step(2))
     ckpt.before_step()
     found["same iteration"] = said(lambda: ckpt.after_step(1))
     found["too late to resume"] = said(ckpt.resume)

@@ -99,7 +99,7 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
         "resume forgotten": ("ConfigError", "resume() was not called", "resume='never'"),
         "wrong iteration": ("ConfigError", "after_step(2) follows iteration 0"),
         "same iteration": ("ConfigError", "after_step(1) follows iteration 1"),
-        "before_step forgotten": ("ConfigError", "before_step() was not called", "right before optimizer.step()"),
+        "no optimizer step": ("ConfigError", "neither optimizer.step()", "since iteration 1", "call skip()"),
         "in use": ("StoreInUseError", "in use by another run", "own dirpath"),
         "after finish": ("ConfigError", "nothing after finish() or close()"),
     }

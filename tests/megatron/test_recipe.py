@@ -116,11 +116,13 @@ def test_settings_are_arguments_of_attach():
     from hydra import initialize_config_dir
 
     from moe_ckpt import megatron
+    from moe_ckpt.engine.options import OptionValues
     from recipes.gpt_moe_megatron.train import checkpoint_settings
 
     with initialize_config_dir(str(RECIPE / "conf"), version_base="1.3"):
         settings = checkpoint_settings(composed("train", ["run_dir=here"]))
-    assert set(settings) <= set(inspect.signature(megatron.attach).parameters)
+    known = {*inspect.signature(megatron.attach).parameters, *OptionValues.__annotations__}
+    assert set(settings) <= known
 
 
 @pytest.mark.parametrize(

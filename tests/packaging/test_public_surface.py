@@ -26,11 +26,13 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "moe_ckpt"
 
 SURFACE = {
-    "moe_ckpt": "RetentionPolicy __version__ register_moe release_host_memory",
+    "moe_ckpt": "RetentionPolicy __version__ newest_step register_moe release_host_memory",
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO",
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
-    "moe_ckpt.megatron": "MegatronCheckpoint Progress attach export_torch_dist import_torch_dist",
+    "moe_ckpt.megatron": (
+        "MegatronCheckpoint Progress attach export_torch_dist import_torch_dist"
+    ),
     "moe_ckpt.metrics": (
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "
         "PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"

@@ -108,6 +108,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     )
     progress = ckpt.resume()
     journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step)
+    draw(3 if progress.restored else 1)
     built.consumed_samples = progress.consumed_samples
     losses, records = {}, {}
     for iteration in range(progress.iteration, life.steps):
@@ -118,7 +119,6 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         if ckpt._replaying is not None:
             at["replayed"] += 1
             on_phase("replay")
-        ckpt.before_step()
         made, _ = megatron_gpt.update(built)
         record = ckpt.after_step(iteration + 1, consumed_samples=built.consumed_samples, updated=made)
         records[iteration + 1] = record
@@ -126,6 +126,14 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     told = describe(ckpt, built)
     ckpt.finish()
     return told | {"losses": losses, "records": records, "progress": progress, "restored_step": ckpt.restored_step}
+
+
+def draw(times: int) -> None:
+    """What building data iterators does between ``resume`` and the first step."""
+    for _ in range(times):
+        torch.rand(1)
+        random.random()
+        np.random.rand()
 
 
 def describe(ckpt: Any, built: megatron_gpt.Built) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.opening import Opened, open_store
+from moe_ckpt.engine.opening import open_store
+from moe_ckpt.engine.persisting import Resolution
 from moe_ckpt.engine.pipeline import Order, Pipeline
 from moe_ckpt.engine.profile import Facts as ProfileFacts
 from moe_ckpt.engine.profile import NoRecorder, Recorder
@@ -135,14 +136,10 @@ class CheckpointSession:
             [least] = self.largest([-self._pipeline.snapshot_bytes])
             self._room = -least
         if self._settings.profile is not None and self._comm.rank == 0:
-            self._profile = self._recorder(self._settings.profile, opened, self._pipeline)
-
-    def _recorder(self, path: str, opened: Opened, pipeline: Pipeline) -> Recorder:
-        ranks, budget_bytes = self._comm.world_size, pipeline.snapshot_bytes * self._settings.max_in_flight
-        local_ranks = min(self._settings.local_ranks, ranks)
-        policy = self._policy.describe()
-        facts = ProfileFacts(opened.run_id, opened.generation, policy, ranks, local_ranks, budget_bytes)
-        return Recorder(path, self.catalog, self._placement, facts)
+            ranks, budget_bytes = self._comm.world_size, self._pipeline.snapshot_bytes * self._settings.max_in_flight
+            local_ranks, policy = min(self._settings.local_ranks, ranks), self._policy.describe()
+            facts = ProfileFacts(opened.run_id, opened.generation, policy, ranks, local_ranks, budget_bytes)
+            self._profile = Recorder(self._settings.profile, self.catalog, self._placement, facts)
 
     def _clean_start(self) -> None:
         """Rubbish is no reason not to train: its names are never used again."""
@@ -261,14 +258,15 @@ class CheckpointSession:
         self._profile.stepped(record, began, facts.measured, popularity, self._state.specs)
         return record
 
-    def begin_run(self, capture: Capture, step: int = 0) -> None:
-        """Training begins after ``step``: save that state, if the policy wants it. Waits until it is committed.
+    def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:
+        """Training begins after ``step``: save that state, if the policy wants it, and wait until it is committed.
 
         Called instead of ``after_update`` by the adapter, before the first step of a run that goes on from nothing.
+        wait: False where ranks arrive one after the other; ``drain`` before the first update waits for it then.
         """
         plan = self._plan(self.books.context(step, self._comm.world_size, self.books.popularity, Measured()))
         if plan:
-            self._carry_out(replace(plan, wait=True), capture, busy=False)
+            self._carry_out(replace(plan, wait=wait), capture, busy=False)
 
     def _plan(self, context: PolicyContext) -> SnapshotPlan:
         """The policy's decision; one about windows or bytes needs to know what the operators weigh now."""
@@ -364,8 +362,7 @@ class CheckpointSession:
         snapshot = self._begin(plan, capture)
         self._waits += snapshot.waited
         if plan.wait:
-            self._running.join()
-            self._running.wait(plan.step)
+            self.drain(plan.step)
         return StepRecord(
             plan.step,
             begun=True,
@@ -391,9 +388,7 @@ class CheckpointSession:
             held = tuple(op for op in held if op not in stored)
         tokens = self.books.tokens
         applied = tokens.applied.copy()
-        pending = Pending(
-            self.catalog, plan.step, self.generation, operators, held, applied, relaid, window, plan.slot
-        )
+        pending = Pending(self.catalog, plan.step, self.generation, operators, held, applied, relaid, window, plan.slot)
         order = Order(
             step=plan.step,
             generation=self.generation,
@@ -446,19 +441,21 @@ class CheckpointSession:
             self.generation += 1  # a partial checkpoint of this step has taken the name
         self._begin(save_full(step, complete), capture)
 
+    def drain(self, step: int) -> Sequence[Resolution]:
+        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last."""
+        self._running.join()
+        self._running.wait(step)
+        return self._running.resolutions(-1)
+
     def finish(self, step: int, capture: Capture, *, save_last: bool) -> None:
         """Training ended well: leave a complete checkpoint of the last state, and wait for it.
 
         Raises:
             SaveFailedError: the last checkpoint could not be committed, or not in time.
         """
-        pipeline = self._running
-        pipeline.join()
         if save_last:
             self.save_complete(step, capture)
-            pipeline.join()
-        pipeline.wait(step)
-        ended = pipeline.resolutions(-1)
+        ended = self.drain(step)
         # No step follows whose agreement could book these, and none is needed: every rank has seen all.
         for resolution in ended:
             if resolution.sequence in self.books.pending:

@@ -6,7 +6,6 @@ Four lines in the training loop::
     progress = ckpt.resume()
     for iteration in range(progress.iteration, train_iters):
         ...                                    # forward_backward_func(...)
-        ckpt.before_step()
         updated, grad_norm, _ = optimizer.step()
         ...                                    # scheduler.step(...)
         ckpt.after_step(iteration + 1, consumed_samples=consumed, updated=updated)
@@ -15,7 +14,14 @@ Four lines in the training loop::
 Megatron-Core itself is imported by ``attach``, not by this package.
 """
 
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, Progress, attach
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
+from moe_ckpt.megatron.progress import Progress
 from moe_ckpt.megatron.torch_dist import export_torch_dist, import_torch_dist
 
-__all__ = ["MegatronCheckpoint", "Progress", "attach", "export_torch_dist", "import_torch_dist"]
+__all__ = [
+    "MegatronCheckpoint",
+    "Progress",
+    "attach",
+    "export_torch_dist",
+    "import_torch_dist",
+]

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,12 @@ from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.megatron.inventory import require_experts, take_inventory
+from moe_ckpt.megatron.loop import FirstForward, Loop, StepWatch
 from moe_ckpt.megatron.optimizers import require_quiet_weights
+from moe_ckpt.megatron.progress import Progress
 from moe_ckpt.megatron.resuming import Replaying, load, require_same_layout
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.side import (
@@ -53,20 +55,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger("moe_ckpt")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training goes on.
-
-    iteration: iterations that are done; the next one to compute is ``iteration + 1``, counted from 1.
-    consumed_samples: samples of the training data that were consumed by then, as ``after_step`` was told.
-    restored: False for a run that begins from nothing.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    restored: bool = False
 
 
 def attach(
@@ -158,11 +146,14 @@ class MegatronCheckpoint:
         except BaseException:
             self._counter.close()  # whoever catches this and goes on without checkpoints has no use for its hooks
             raise
-        self._step = 0
-        self._consumed = 0
-        self._joined = True
-        self._resumed = False
+        self._chunks = chunks
+        self._loop = Loop()
+        self._watch = StepWatch(optimizer, self.before_step, self._stepped)
+        self._first: FirstForward | None = None
+        self._generators: Mapping[str, Any] | None = None
+        self._generators_due = self._first_save_due = self._undrained = False
         self._replaying: Replaying | None = None
+        self._finished = False
 
     def _settle(self, world: World, rank: int) -> None:
         world.catalog  # noqa: B018  the proof comes before anything else
@@ -184,36 +175,50 @@ class MegatronCheckpoint:
         """Catalog, books and the newest committed step."""
         return self._session
 
+    @property
+    def iteration(self) -> int:
+        """Iterations that are done."""
+        return self._loop.iteration
+
+    @property
+    def replaying(self) -> bool:
+        """True while the iterations of a sparse window are computed again: memory holds no state of the run then."""
+        return self._replaying is not None
+
+    # --- once, before training ---
+
     def resume(self, otherwise: Callable[[], Progress] | None = None) -> Progress:
         """Go on from the newest checkpoint that all ranks can load, on this layout or another. Once, before training.
 
-        At its end the random number generators stand where they stood (on another layout, where they were left): build
-        everything that draws from them before.
+        Tensors, schedules and counters are in place when it returns. Random number generators follow in a second
+        phase, ``begin_training``, so that whatever is built in between (data loaders, their iterators) may draw from
+        them; on another layout they stay as they are.
         After a failure in the middle of a sparse window (MoEvement), training goes on at the window's first step, and
         the steps up to its last are computed again exactly, by the same loop.
 
-        otherwise: called on all ranks if there is no checkpoint (or none is to be taken): loads what the run begins
-            from, ``import_torch_dist`` for instance, and says where that stands. None to begin with the model as it is.
+        Args:
+            otherwise: Called on all ranks if there is no checkpoint (or none is to be taken): loads what the run begins
+                from, ``import_torch_dist`` for instance, and says where that stands. None to begin with the model as
+                it is.
 
         Raises:
-            NoCheckpointError: there are checkpoints, but none that can be used.
-            ConfigError: the checkpoint and this run contradict each other.
+            NoCheckpointError: There are checkpoints, but none that can be used.
+            ConfigError: The checkpoint and this run contradict each other.
         """
-        if self._resumed:
-            raise ConfigError("MegatronCheckpoint.resume() was called twice: call it once, before the first step")
-        self._resumed = True
+        self._loop.resume()
         restored = None
         if self.options.resume != "never":
             restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier, self._admits)
         progress = self._begin(otherwise) if restored is None else self._go_on(restored)
-        self._session.training_begins()
+        self._loop.stand_at(progress)
+        self._first = FirstForward(self._chunks, self.begin_training)
         return progress
 
     def _begin(self, otherwise: Callable[[], Progress] | None) -> Progress:
         progress = Progress() if otherwise is None else otherwise()
-        self._step, self._consumed = progress.iteration, progress.consumed_samples
-        if uses_windows(self.policy):
-            self._session.begin_run(self._capture, self._step)
+        if progress.restored:
+            self._generators, self._generators_due = capture_generators(), True
+        self._first_save_due = uses_windows(self.policy)
         return progress
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
@@ -222,20 +227,25 @@ class MegatronCheckpoint:
     def _go_on(self, restored: Restored) -> Progress:
         plain = restored.plain
         load(self._storage, restored.manifest, plain, self._state, self._stateful)
-        self._step, self._consumed = int(plain["iteration"]), int(plain["consumed_samples"])
+        progress = Progress(
+            int(plain["iteration"]), int(plain["consumed_samples"]), restored=True, counters=plain.get("counters", {})
+        )
         self.restored_step = restored.manifest.step
         if restored.replay is not None:
-            self._replaying = Replaying(restored.replay)
+            self._replaying = Replaying(restored.replay, plain)
             self._say(
-                "resumed at iteration %d; the sparse window up to %d is computed again", self._step, self.restored_step
+                "resumed at iteration %d from %s: the sparse window up to iteration %d is computed again",
+                progress.iteration,
+                os.path.join(self.dirpath, restored.manifest.directory),
+                self.restored_step,
             )
         else:
             self._adopt(restored)
         if plain["layout"] == self._layout:
-            restore_generators(plain["rng"])
+            self._generators, self._generators_due = plain["rng"], True
         else:  # no rank is the one whose numbers these are
             self._say("the checkpoint is of the layout %s: random numbers go on as seeded now", plain["layout"])
-        return Progress(self._step, self._consumed, restored=True)
+        return progress
 
     def _adopt(self, restored: Restored) -> None:
         fault = self._session.adopt(restored.manifest, held=restored.held)
@@ -253,35 +263,85 @@ class MegatronCheckpoint:
         if self._comm.rank == 0:
             announce(message, *values)
 
-    def before_step(self) -> None:
-        """Just before ``optimizer.step()``: waits for the copy under way, for it reads what the optimizer changes.
+    def begin_training(self) -> None:
+        """The second phase of ``resume``: put the random number generators where the checkpoint has them.
+
+        Calls itself in front of the first training forward pass. Call it earlier where something that belongs to the
+        first iteration draws before that: a dataset that draws when it is read. Later calls do nothing.
 
         Raises:
-            ConfigError: ``resume`` was not called, or ``finish`` or ``close`` was.
+            ConfigError: ``resume`` was not called.
         """
-        if not self._resumed:
-            raise ConfigError(
-                "MegatronCheckpoint.resume() was not called, so training would begin anew beside the checkpoints that "
-                "there may be. Call it before the first step; to begin anew, megatron.attach(resume='never')"
-            )
-        self._session.before_update()
-        self._joined = True
+        self._loop.require_resumed()
+        if self._first is None:
+            return
+        self._first.close()
+        self._first = None
+        if self._generators_due and self._generators is not None:
+            restore_generators(self._generators)
+        self._generators = capture_generators()
+        if self._first_save_due:
+            # Pipeline stages get here one after the other, so nobody may wait for the others yet.
+            self._session.begin_run(self._capture, self._loop.iteration, wait=False)
+            self._undrained = True
+        self._session.training_begins()
 
-    def after_step(self, iteration: int, *, consumed_samples: int = 0, updated: bool = True) -> StepRecord:
-        """After ``optimizer.step()`` and the scheduler: books the tokens, and begins the next checkpoint if one is due.
+    # --- every iteration ---
 
-        iteration: iterations done, this one included.
-        consumed_samples: of the training data, by now; comes back from ``resume``.
-        updated: what ``optimizer.step()`` said; False if fp16 overflowed and the step was skipped, so that its tokens
-            do not count.
+    def before_step(self) -> None:
+        """Waits for the copy under way, for it reads what the optimizer changes. Called by ``optimizer.step()`` itself.
+
+        Call it where something else changes weights before ``optimizer.step()``, or in place of that.
 
         Raises:
-            ConfigError: ``before_step`` was not called, or iterations are not counted one by one.
-            SaveFailedError: too many checkpoints failed in a row.
+            ConfigError: ``resume`` was not called, or ``finish`` or ``close`` was, or no forward pass was seen.
+        """
+        self._loop.require_resumed()
+        if self._first is not None and self._session.is_open:
+            if self._generators_due or self._first_save_due:
+                raise ConfigError(
+                    "no training forward pass of the model that was given to megatron.attach was seen before this "
+                    "optimizer step, so random number generators were not put back in time. Call "
+                    "begin_training() between resume() and the first forward pass"
+                )
+            self.begin_training()
+        self._session.before_update()
+        if self._undrained:
+            self._session.drain(self._loop.iteration)
+            self._undrained = False
+        self._loop.join()
+
+    def _stepped(self) -> None:
+        """``optimizer.step()`` is done: weights of a step that is computed again are needed at once, by validation."""
+        if self._replaying is not None:
+            self._replaying.put_back(self._loop.iteration + 1)
+
+    def after_step(
+        self,
+        iteration: int,
+        *,
+        consumed_samples: int = 0,
+        updated: bool | None = None,
+        counters: Mapping[str, Any] | None = None,
+    ) -> StepRecord:
+        """Book the tokens, and begin the next checkpoint if one is due. After ``optimizer.step()`` and the scheduler.
+
+        Args:
+            iteration: Iterations done, this one included.
+            consumed_samples: Of the training data, by now; comes back from ``resume``.
+            updated: False if fp16 overflowed and the step was skipped, so that its tokens do not count. None: what
+                ``optimizer.step()`` returned on this rank.
+            counters: Whatever else comes back from ``resume`` (``Progress.counters``): plain data by name. Not
+                compared when steps are computed again. None: as told before.
+
+        Raises:
+            ConfigError: No optimizer step came before, or iterations are not counted one by one.
+            SaveFailedError: Too many checkpoints failed in a row.
         """
         began = time.perf_counter()
-        self._check(iteration)
-        self._step, self._consumed, self._joined = iteration, consumed_samples, False
+        self._loop.step(iteration, consumed_samples, counters)
+        self._generators = capture_generators()
+        updated = self._watch.updated is not False if updated is None else updated
         counted = self._counter.take()
         if self._replaying is not None:
             return self._replayed(self._replaying)
@@ -293,57 +353,110 @@ class MegatronCheckpoint:
             self.metrics.update(**_facts(self.last, self._session))
         return self.last
 
-    def _check(self, iteration: int) -> None:
-        if not self._joined:
-            raise ConfigError(
-                "MegatronCheckpoint.before_step() was not called before this optimizer step: the snapshot of the step "
-                "before may be torn. Call it right before optimizer.step()"
-            )
-        if iteration != self._step + 1:
-            raise ConfigError(
-                f"after_step({iteration}) follows iteration {self._step}: call it after every iteration, with the "
-                "number of iterations done, and start from what resume() returned"
-            )
+    def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
+        """In place of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
+
+        No checkpoint is made of it: the next iteration's says that its data was consumed.
+
+        Args:
+            iteration, consumed_samples, counters: As of ``after_step``.
+
+        Raises:
+            ConfigError: As ``after_step``.
+            ReplayDivergedError: The iteration was computed before the failure, and is needed again.
+        """
+        self._loop.require_resumed()
+        self.begin_training()
+        if self._replaying is not None:
+            self._replaying.skip(iteration)
+        self._loop.skip(iteration, consumed_samples, counters)
+        self._generators = capture_generators()
+
+    def discard_tokens(self) -> None:
+        """Forget the tokens routed since the last iteration, for its forward pass is run again (rerun machine)."""
+        self._counter.discard()
 
     def _replayed(self, replaying: Replaying) -> StepRecord:
         """A step of a sparse window was computed again; with its last one, the run goes on from there."""
-        replaying.advance(self._step, self._capture())
+        step = self._loop.iteration
+        replaying.compare(step, self._capture())
         if replaying.done:
             self._replaying = None
             self._adopt(Restored(replaying.manifest, {}))
-        self.last = StepRecord(self._step, replayed=True, committed_step=replaying.manifest.step)
+        self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)
         return self.last
 
     def _capture(self) -> dict[str, Any]:
-        """This rank's plain state of this moment."""
+        """This rank's plain state after the newest iteration."""
         return {
             "framework": "megatron",
-            "iteration": self._step,
-            "consumed_samples": self._consumed,
+            "iteration": self._loop.iteration,
+            "consumed_samples": self._loop.consumed_samples,
+            "counters": self._loop.counters,
             "layout": self._layout,
             "plain": self._state.plain(),
             "stateful": capture_stateful(self._stateful),
-            "rng": capture_generators(),
+            "rng": capture_generators() if self._generators is None else self._generators,
         }
+
+    def save(self, *, wait: bool = True) -> bool:
+        """Save a complete checkpoint of the newest iteration now, whatever the policy: the job may be about to end.
+
+        All ranks, after ``after_step`` or ``skip``, before the next iteration begins. Nothing is written twice if the
+        newest checkpoint is just that.
+
+        Args:
+            wait: Until it is committed; else it is written beside training as any other.
+
+        Returns:
+            False while a sparse window is computed again: memory holds no state that the run ever had, and what a
+            restart will take is in the store already.
+
+        Raises:
+            SaveFailedError: It could not be committed, or not in time.
+        """
+        self._loop.require_resumed()
+        if self._replaying is not None:
+            return False
+        step = self._loop.iteration
+        self._session.save_complete(step, self._capture)
+        ended = self._session.drain(step) if wait else ()
+        if ended and not ended[-1].committed:
+            raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
+        return True
+
+    # --- once, at the end ---
 
     def finish(self) -> None:
         """Training ended well: leave a complete checkpoint of the last state, and wait for it.
 
+        Safe to call twice, and just before ``sys.exit``.
+
         Raises:
-            SaveFailedError: it could not be committed.
+            SaveFailedError: It could not be committed.
         """
+        if self._finished:
+            return
+        self._finished = True
         unfinished = self._replaying is not None
         if unfinished:
             log.warning("training ended before a sparse window was computed again: nothing was saved")
-        save_last = self.options.save_last and self.last is not None and not unfinished
+        save_last = self.options.save_last and self._loop.moved and not unfinished
         try:
-            self._session.finish(self._step, self._capture, save_last=save_last)
+            self._session.finish(self._loop.iteration, self._capture, save_last=save_last)
         finally:
-            self._counter.close()
+            self._release()
+
+    def _release(self) -> None:
+        """Take off everything that hangs on the model and the optimizer."""
+        self._counter.close()
+        self._watch.close()
+        if self._first is not None:
+            self._first.close()
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Let go of threads, lock and hooks after a failure. Safe to call twice, and after ``finish``."""
-        self._counter.close()
+        self._release()
         self._session.close(timeout_secs)
 
     def __enter__(self) -> MegatronCheckpoint:
@@ -351,7 +464,7 @@ class MegatronCheckpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            if kind is None and self._session.is_open:  # else it was finished inside
+            if kind is None and self._session.is_open:  # else it was finished or closed inside
                 self.finish()
         finally:
             self.close(10.0)

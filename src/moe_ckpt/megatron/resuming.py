@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.side import Stateful, restore_stateful
 from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.recovery.divergence import Repeated, require_repeated
+from moe_ckpt.recovery.divergence import Repeated, require_repeated, same_plain
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.storage.base import Storage
@@ -64,8 +64,10 @@ def require_same_layout(there: Mapping[str, int], here: Mapping[str, int], manif
 class Replaying:
     """A window that is being brought back, step by step, by the user's own loop."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, plain: Mapping[str, Any]) -> None:
+        """plain: this rank's plain state at the window's first step."""
         self._replay = replay
+        self._before = plain
         self._recorded = replay.upcoming() if not replay.done else {}
 
     @property
@@ -76,12 +78,48 @@ class Replaying:
     def done(self) -> bool:
         return self._replay.done
 
-    def advance(self, step: int, captured: Mapping[str, Any]) -> None:
-        """Step ``step`` was computed again. captured: its plain state, which must be what it was the first time.
+    def put_back(self, step: int) -> None:
+        """The optimizer has made step ``step`` again: replace what the window holds of it, before anything reads it.
+
+        Raises:
+            ReplayDivergedError: it is not the step that comes next.
+        """
+        if self.done or step == self._replay.steps[self._replay.loaded - 1]:
+            return
+        expected = self._replay.steps[self._replay.loaded]
+        if step != expected:
+            raise ReplayDivergedError(step, f"it is computed now, and was skipped then (the run computed {expected})")
+        self._replay.advance(step)
+
+    def skip(self, step: int) -> None:
+        """Step ``step`` is passed over. Raises ``ReplayDivergedError`` if it was computed the first time."""
+        if not self.done and step >= self._replay.steps[self._replay.loaded]:
+            raise ReplayDivergedError(step, "it is skipped now, and was computed then")
+
+    def compare(self, step: int, captured: Mapping[str, Any]) -> None:
+        """Everything has happened that belongs to step ``step``. captured: its plain state, to be as the first time.
 
         Raises:
             ReplayDivergedError: it is not.
         """
-        self._replay.advance(step)
-        require_repeated(step, _REPEATED, self._recorded, captured)
-        self._recorded = {} if self.done else self._replay.upcoming()
+        self.put_back(step)
+        self._replay.repeat()  # what runs after the optimizer (QK-clip) may have changed weights once more
+        idle = idle_generators(self._before["rng"], self._recorded["rng"])
+        require_repeated(step, _REPEATED, _without(self._recorded, idle), _without(captured, idle))
+        self._before, self._recorded = self._recorded, {} if self.done else self._replay.upcoming()
+
+
+def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
+    """Names of generators that a recorded step did not use, so that their state says nothing about it.
+
+    Only torch's on the CPU, and only where a GPU computes: what draws from it then is the making of data iterators,
+    which falls on other moments in a process that was started again. Where a step did draw from it, it must repeat.
+
+    Args:
+        before, after: States by name, as of the step before and of the step.
+    """
+    return frozenset({"torch"} if "cuda" in after and same_plain(before.get("torch"), after.get("torch")) else ())
+
+
+def _without(state: Mapping[str, Any], generators: frozenset[str]) -> dict[str, Any]:
+    return {**state, "rng": {name: each for name, each in state["rng"].items() if name not in generators}}

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
@@ -74,3 +75,18 @@ def stage() -> int:
 
 def expert_rank() -> int:
     return int(megatron_core().parallel_state.get_expert_model_parallel_rank())
+
+
+def is_rank_zero() -> bool:
+    return dist.get_rank() == 0
+
+
+def from_rank_zero(number: int) -> int:
+    """Rank 0's ``number``, on all ranks. A collective."""
+    message = torch.tensor([number], dtype=torch.int64, device=_message_device())
+    dist.broadcast(message, 0)
+    return int(message.item())
+
+
+def _message_device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

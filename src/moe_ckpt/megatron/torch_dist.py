@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, MissingPackageError
-from moe_ckpt.megatron.checkpoint import Progress
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.inventory import unwrapped
 from moe_ckpt.megatron.optimizers import read_step
 from moe_ckpt.megatron.own_format import SHARDING, buckets_in_place, load_optimizer, make_loadable
+from moe_ckpt.megatron.progress import Progress
 from moe_ckpt.megatron.side import Stateful, capture_generators, restore_generators
-from moe_ckpt.megatron.topology import require_groups
+from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero, require_groups
 
 log = logging.getLogger("moe_ckpt")
 
@@ -206,18 +206,12 @@ def _complete_weights(chunks: Sequence[nn.Module]) -> None:
 
 def _make_directory(path: str) -> None:
     """On rank 0; all ranks raise if it is not empty."""
-    usable = torch.ones(1, dtype=torch.int64)
-    if dist.get_rank() == 0:
+    usable = True
+    if is_rank_zero():
         os.makedirs(path, mode=0o700, exist_ok=True)
-        usable[0] = not os.listdir(path)
-    usable = usable.to(_message_device())
-    dist.broadcast(usable, 0)
-    if not usable.item():
+        usable = not os.listdir(path)
+    if not from_rank_zero(usable):
         raise ConfigError(f"{path} is not empty: Megatron would write over what is there. Give a new directory")
-
-
-def _message_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> None:

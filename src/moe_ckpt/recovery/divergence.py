@@ -22,17 +22,18 @@ def require_repeated(
         ReplayDivergedError: names the first of ``parts`` that differs.
     """
     for name, part in parts:
-        if not _same(part(recorded), part(captured)):
+        if not same_plain(part(recorded), part(captured)):
             raise ReplayDivergedError(step, f"{name} differs from what was recorded")
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_plain(one: Any, other: Any) -> bool:
+    """True if two values of plain state are equal, tensors and arrays in them to the last bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same_plain(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_plain, one, other))
     if isinstance(one, (torch.Tensor, Mapping, list, tuple)) or isinstance(other, (torch.Tensor, Mapping, list, tuple)):
         return False
     found = one == other

@@ -1,0 +1,181 @@
+"""Loops that call the adapter in other ways than four lines at a time; body of ``run_ranks``, one rank each."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support import megatron_gpt
+from tests.support.megatron_gpt import Setup
+from tests.support.megatron_log import digests
+
+SETUP = Setup(layers=2, num_microbatches=1, dropout=0.2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a loop runs.
+
+    skipped: iterations without an update. timed: a counter that no two lives have alike. begin: how the generators are
+    put back: by the "first forward" pass, or by a "call" before data that draw are read.
+    """
+
+    policy: tuple[str, dict[str, Any]] = ("Dense", {"every_n_steps": 1})
+    skipped: frozenset[int] = frozenset()
+    timed: bool = False
+    begin: str = "first forward"
+
+
+def attached(built: Any, root: str, plan: Plan, **options: Any) -> Any:
+    import moe_ckpt.policies
+    from moe_ckpt import megatron
+
+    name, arguments = plan.policy
+    return megatron.attach(
+        built.chunks,
+        built.optimizer,
+        built.scheduler,
+        policy=getattr(moe_ckpt.policies, name)(**arguments),
+        dirpath=os.path.join(root, "store"),
+        **{"when_busy": "wait", "timeout_secs": 60.0, **options},
+    )
+
+
+def life(root: str, plan: Plan, number: int, until: int) -> dict[str, Any]:
+    """Train to iteration ``until``, and stop without a word as a failure would."""
+    built = megatron_gpt.build(SETUP, 1 + number)
+    random.seed(number)
+    np.random.seed(number)
+    ckpt = attached(built, root, plan)
+    try:
+        return _train(ckpt, built, plan, number, until)
+    finally:
+        ckpt.close()
+
+
+def _train(ckpt: Any, built: Any, plan: Plan, number: int, until: int) -> dict[str, Any]:
+    progress = ckpt.resume()
+    for _ in range(number):  # as the making of data iterators does: in this life more than in that
+        torch.rand(1)
+        random.random()
+        np.random.rand()
+    if plan.begin == "call":
+        ckpt.begin_training()
+    consumed, losses, drawn = progress.consumed_samples, {}, {}
+    for iteration in range(progress.iteration + 1, until + 1):
+        if plan.begin == "call":
+            drawn[iteration] = float(torch.rand(1))
+        consumed += 2
+        counters = {"iterations": iteration, "life": number if plan.timed else 0}
+        if iteration in plan.skipped:
+            ckpt.skip(iteration, consumed, counters=counters)
+            continue
+        losses[iteration] = megatron_gpt.forward_backward(built, iteration - 1)
+        megatron_gpt.update(built)
+        ckpt.after_step(iteration, consumed_samples=consumed, counters=counters)
+    ckpt.session.drain(until)
+    return {"progress": progress, "losses": losses, "drawn": drawn, "consumed": consumed, "digests": digests(built)}
+
+
+def lives(
+    rank: int, world_size: int, root: str, plans: Sequence[Plan], untils: Sequence[int]
+) -> list[list[dict[str, Any]]]:
+    """For each plan: lives of one run, then a life of another run that goes to the same end at once."""
+    told = []
+    for index, plan in enumerate(plans):
+        failing, unbroken = (os.path.join(root, name, str(index)) for name in ("failing", "unbroken"))
+        each = [life(failing, plan, number, until) for number, until in enumerate(untils)]
+        told.append([*each, life(unbroken, plan, 0, untils[-1])])
+    return told
+
+
+def train(ckpt: Any, built: Any, iteration: int, **told: Any) -> Any:
+    megatron_gpt.forward_backward(built, iteration - 1)
+    megatron_gpt.update(built)
+    return ckpt.after_step(iteration, consumed_samples=2 * iteration, **told)
+
+
+def saving(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Complete checkpoints on demand, and the end of a run said twice."""
+    from moe_ckpt import newest_step
+
+    store = os.path.join(root, "store")
+    plan = Plan(("MoC", {"k": 1, "every_n_steps": 4}))
+    found: dict[str, Any] = {"before": newest_step(store)}
+    built = megatron_gpt.build(SETUP, 1)
+    ckpt = attached(built, root, plan)
+    found["opened"] = newest_step(store)
+    ckpt.resume()
+    for iteration in (1, 2, 3):
+        train(ckpt, built, iteration, counters={"valid": 7})
+    found["saved"] = (ckpt.save(), newest_step(store), digests(built))
+    steps = len(os.listdir(store))
+    found["saved again"] = (ckpt.save(), len(os.listdir(store)) - steps)
+    train(ckpt, built, 4)
+    found["partial"] = (ckpt.save(), newest_step(store), digests(built))
+    ckpt.skip(5, 10)
+    ckpt.finish()
+    ckpt.finish()
+    found["finished"] = newest_step(store)
+    found["wrapped"] = "step" in vars(built.optimizer)
+    again = megatron_gpt.build(SETUP, 2)
+    ckpt = attached(again, root, plan)
+    progress = ckpt.resume()
+    found["back"] = (progress, digests(again), ckpt.session.books.tokens.lost_tokens)
+    ckpt.close()
+    return found
+
+
+def begun_elsewhere(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Nothing in the store, and the caller has loaded something itself."""
+    from moe_ckpt.megatron import Progress
+
+    found: dict[str, Any] = {}
+    built = megatron_gpt.build(SETUP, 1)
+    with attached(built, root, Plan()) as ckpt:
+        found["progress"] = ckpt.resume(lambda: Progress(500, 8000, counters={"valid": 3}))
+        train(ckpt, built, 501)
+    with attached(built, root, Plan()) as ckpt:
+        found["back"] = ckpt.resume(lambda: Progress(7, 7))
+    return found
+
+
+def replayed_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """A window whose iterations are not skipped as they were, and a save while it is computed again."""
+    from moe_ckpt.errors import ReplayDivergedError
+
+    windows = Plan(("MoEvement", {"window": 3}), skipped=frozenset({6}))
+    life(root, windows, 0, 8)
+    found: dict[str, Any] = {}
+    for name, skipped in (("skipped now", {6, 7}), ("skipped then", set())):
+        try:
+            life(root, replace(windows, skipped=frozenset(skipped)), 1, 9)
+        except ReplayDivergedError as error:
+            found[name] = str(error)
+    built = megatron_gpt.build(SETUP, 1)
+    ckpt = attached(built, os.path.join(root), windows)
+    found["began"] = ckpt.resume().iteration
+    found["saved"] = ckpt.save()
+    ckpt.close()
+    return found
+
+
+def no_forward(rank: int, world_size: int, root: str) -> str:
+    """An optimizer step though no forward pass of the model was seen."""
+    life(root, Plan(), 0, 2)
+    built = megatron_gpt.build(SETUP, 1)
+    ckpt = attached(built, root, Plan())
+    ckpt.resume()
+    try:
+        built.optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ckpt.close()
+    return ""

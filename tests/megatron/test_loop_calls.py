@@ -1,0 +1,90 @@
+"""What a loop may do besides four lines: draw between resume and the first step, skip, count, save, end twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_ckpt.megatron import Progress
+from moe_ckpt.megatron.resuming import idle_generators
+from tests.megatron import loop_calls
+from tests.megatron.loop_calls import Plan
+from tests.support import run_ranks
+
+WARM = "tests.support.megatron_warm"
+DENSE = ("Dense", {"every_n_steps": 1})
+WINDOWS = ("MoEvement", {"window": 3})
+
+
+def only(function, tmp_path: Path, *args):
+    [found] = run_ranks(function, 1, str(tmp_path), *args, preload=WARM)
+    return found
+
+
+PLANS = (
+    Plan(DENSE, timed=True),
+    Plan(WINDOWS, timed=True),
+    Plan(DENSE, begin="call"),
+    Plan(WINDOWS, begin="call"),
+    Plan(DENSE, skipped=frozenset({1, 4})),
+    Plan(WINDOWS, skipped=frozenset({1, 6, 9})),
+)
+
+
+def test_lives_that_draw_between_resume_and_the_first_step(tmp_path: Path):
+    for plan, told in zip(PLANS, only(loop_calls.lives, tmp_path, PLANS, (4, 8, 10)), strict=True):
+        require_equal(plan, *told)
+
+
+def require_equal(plan: Plan, first: dict, second: dict, third: dict, unbroken: dict) -> None:
+    assert second["progress"].restored
+    assert third["progress"].iteration > second["progress"].iteration
+    for life in (first, second, third):
+        for what in ("losses", "drawn"):
+            assert life[what] == {at: unbroken[what][at] for at in life[what]}, (plan, what)
+    assert third["digests"] == unbroken["digests"], plan
+    assert third["consumed"] == unbroken["consumed"]
+    counters = third["progress"].counters
+    assert counters["iterations"] == third["progress"].iteration
+    if plan.timed:
+        assert counters["life"] < 2
+
+
+def test_complete_checkpoints_on_demand_and_an_end_said_twice(tmp_path: Path):
+    found = only(loop_calls.saving, tmp_path)
+    assert (found["before"], found["opened"]) == (None, None)
+    assert found["saved"][:2] == (True, 3), "MoC was not due before iteration 4"
+    assert found["saved again"] == (True, 0)
+    assert found["partial"][:2] == (True, 4)
+    assert found["finished"] == 5
+    assert not found["wrapped"]
+    progress, digests, lost = found["back"]
+    assert progress == Progress(5, 10, restored=True, counters={"valid": 7})
+    assert digests == found["partial"][2]
+    assert lost == 0
+
+
+def test_a_run_that_begins_from_what_the_caller_loaded(tmp_path: Path):
+    found = only(loop_calls.begun_elsewhere, tmp_path)
+    assert found["progress"] == Progress(500, 8000, counters={"valid": 3})
+    assert found["back"] == Progress(501, 1002, restored=True, counters={"valid": 3})
+
+
+def test_a_window_whose_iterations_are_skipped_otherwise(tmp_path: Path):
+    found = only(loop_calls.replayed_otherwise, tmp_path)
+    assert "computing step 7 again did not repeat it: it is skipped now, and was computed then" in found["skipped now"]
+    assert "computing step 6 again did not repeat it: it is computed now, and was skipped" in found["skipped then"]
+    assert found["began"] == 4
+    assert found["saved"] is False
+
+
+def test_an_update_without_a_forward_pass(tmp_path: Path):
+    said = only(loop_calls.no_forward, tmp_path)
+    assert said.startswith("ConfigError: no training forward pass of the model")
+    assert "begin_training()" in said
+
+
+def test_which_generators_say_something_of_a_step():
+    on_gpu = {"torch": [1], "cuda": [1]}
+    assert idle_generators(on_gpu, {"torch": [1], "cuda": [2]}) == {"torch"}
+    assert idle_generators(on_gpu, {"torch": [2], "cuda": [2]}) == frozenset(), "the step drew from it"
+    assert idle_generators({"torch": [1]}, {"torch": [1]}) == frozenset(), "the model is on the CPU"

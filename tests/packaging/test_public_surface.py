@@ -31,7 +31,7 @@ SURFACE = {
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
     "moe_ckpt.megatron": (
-        "MegatronCheckpoint Progress attach export_torch_dist import_torch_dist"
+        "MegatronCheckpoint Progress attach export_torch_dist import_torch_dist load_weights"
     ),
     "moe_ckpt.metrics": (
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "
@@ -57,7 +57,7 @@ ERRORS = (
 
 OPTIONS = (
     "dirpath guard host_memory_bytes max_failures on_phase plt_budget policy profile resume retention save_last "
-    "sharding timeout_secs when_busy"
+    "sharding timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 

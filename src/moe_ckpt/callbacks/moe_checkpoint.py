@@ -36,6 +36,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
+from moe_ckpt.callbacks.fine_tuning import begin_with_weights
 from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
@@ -219,10 +220,15 @@ class MoECheckpoint(Checkpoint):
                     trainer.ckpt_path,
                     self.dirpath,
                 )
-        elif self.options.resume == "auto":
-            restored = resume_newest(storage, comm, self._state, session.host_tier)
+            if self.options.weights_from is not None and comm.rank == 0:
+                log.warning("ckpt_path=%s is loaded, and weights_from= is not", trainer.ckpt_path)
+        else:
+            auto = self.options.resume == "auto"
+            restored = resume_newest(storage, comm, self._state, session.host_tier) if auto else None
             if restored is not None:
                 self._go_on(trainer, session, restored)
+            elif self.options.weights_from is not None:
+                begin_with_weights(self.options.weights_from, pl_module, self._state, comm)
 
     def _go_on(self, trainer: pl.Trainer, session: CheckpointSession, restored: Restored) -> None:
         """The tensors are back in place; now everything else."""

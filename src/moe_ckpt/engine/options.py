@@ -34,6 +34,7 @@ class OptionValues(TypedDict, total=False):
     max_failures: int
     sharding: str
     profile: str | os.PathLike[str] | None
+    weights_from: str | os.PathLike[str] | None
     on_phase: Callable[[str], None] | None
 
 
@@ -52,6 +53,10 @@ class Options(Settings):
             ``policy=Guarded(policy, plt_budget, guard)``.
         plt_budget: Of the guard: portion of tokens that may be lost, or a name in ``policies.budget.PLT_BUDGETS``;
             "default" if None.
+        weights_from: Fine-tuning: weights that the run begins with, as long as ``dirpath`` holds no checkpoint of its
+            own. A store (its newest dense step), a step directory, a safetensors file or a directory of those, as
+            ``moe-ckpt export`` and transformers write them. Step count, optimizer, schedules and position in the data
+            begin anew.
         on_phase: Called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this rank;
             for tests that kill processes (``moe_ckpt.testing``).
 
@@ -65,6 +70,7 @@ class Options(Settings):
     save_last: bool = True
     guard: str | None = None
     plt_budget: float | str | None = None
+    weights_from: str | None = None
     on_phase: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -78,12 +84,24 @@ class Options(Settings):
         require_choice("resume", self.resume, RESUME)
         if not isinstance(self.save_last, bool):
             raise ConfigError(f"save_last={self.save_last!r}: choose True or False")
+        if self.weights_from is not None:
+            self._set("weights_from", require_path("weights_from", self.weights_from))
+            self._require_other_store(self.weights_from)
         if self.on_phase is not None and not callable(self.on_phase):
             raise ConfigError(f"on_phase={self.on_phase!r}: give a function that takes the name of a phase, or None")
         self._set("policy", guarded(self.policy, self.guard, self.plt_budget))
         # The guard is in the policy now: a copy of these options (dataclasses.replace) must not add a second one.
         self._set("guard", None)
         self._set("plt_budget", None)
+
+    def _require_other_store(self, weights_from: str) -> None:
+        source, own = (text if "://" in text else os.path.realpath(text) for text in (weights_from, self.dirpath))
+        if f"{source}/".startswith(f"{own.rstrip('/')}/"):
+            raise ConfigError(
+                f"weights_from={weights_from!r} lies in dirpath={self.dirpath!r}: a run goes on from its own "
+                "checkpoints by itself; a new run that begins with its weights needs a store of its own. Give another "
+                "dirpath"
+            )
 
 
 def make_options(

@@ -89,6 +89,14 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     return WholeCheckpoint(reader, manifest, rank, state, parameters, extras, tuple(optimizers), tuple(keys))
 
 
+def module_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
+    """The model's persistent buffers, whole: those of rank 0 under Lightning, those of all ranks under Megatron."""
+    state = reader.state(manifest, 0)
+    if state.get("framework") == "megatron":
+        return all_buffers(reader, manifest)
+    return dict(state.get("plain", {}).get("buffers", {}))
+
+
 def all_buffers(
     reader: StoreReader, manifest: Manifest, names: Collection[str] | None = None
 ) -> dict[str, Any]:

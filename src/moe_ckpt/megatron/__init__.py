@@ -17,6 +17,7 @@ Megatron-Core itself is imported by ``attach``, not by this package.
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
 from moe_ckpt.megatron.progress import Progress
 from moe_ckpt.megatron.torch_dist import export_torch_dist, import_torch_dist
+from moe_ckpt.megatron.weights import load_weights
 
 __all__ = [
     "MegatronCheckpoint",
@@ -24,4 +25,5 @@ __all__ = [
     "attach",
     "export_torch_dist",
     "import_torch_dist",
+    "load_weights",
 ]

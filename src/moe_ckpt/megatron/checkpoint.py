@@ -44,6 +44,7 @@ from moe_ckpt.megatron.topology import (
     require_groups,
     stage,
 )
+from moe_ckpt.megatron.weights import begin_with_weights
 from moe_ckpt.megatron.world import World, exchange
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
@@ -216,6 +217,8 @@ class MegatronCheckpoint:
 
     def _begin(self, otherwise: Callable[[], Progress] | None) -> Progress:
         progress = Progress() if otherwise is None else otherwise()
+        if self.options.weights_from is not None:
+            begin_with_weights(self.options.weights_from, progress.iteration, self._state, self._comm)
         if progress.restored:
             self._generators, self._generators_due = capture_generators(), True
         self._first_save_due = uses_windows(self.policy)

@@ -31,7 +31,7 @@ class Groups:
 
 
 class MegatronTrainingState:
-    """``ports.TrainingState`` of one rank.
+    """``ports.TrainingState`` of one rank. Without an optimizer (None) only weights and buffers can be loaded.
 
     A parameter gives one tensor per operator that is in it. What the distributed optimizer updates on this rank is
     written by this rank, weights included: other ranks' shares of the weights may still be on their way when training
@@ -42,7 +42,7 @@ class MegatronTrainingState:
     def __init__(self, inventory: Inventory, optimizer: Any) -> None:
         self._inventory = inventory
         self._optimizer = optimizer
-        self._slots = slots(optimizer)
+        self._slots = slots(optimizer) if optimizer is not None else {}
         self._world: World | None = None
         self._groups = Groups((0,), (0,))
         self._rank = 0
@@ -92,6 +92,17 @@ class MegatronTrainingState:
     def buffers(self) -> Set[str]:
         """Names of the buffers that this rank holds."""
         return self._inventory.buffers.keys()
+
+    def live_buffers(self) -> Mapping[str, torch.Tensor]:
+        """The buffers, ready to be written into without rounding."""
+        for layer in self._inventory.layers:
+            _keep_bias_exact(layer.router)
+        return self._inventory.buffers
+
+    def refresh_masters(self) -> None:
+        """Master weights become the model's weights, which were loaded without them."""
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
 
     # --- ports.TrainingState ---
 
@@ -144,10 +155,8 @@ class MegatronTrainingState:
             if name not in stored or tuple(stored[name].shape) != tuple(buffer.shape):
                 found = f"has shape {tuple(stored[name].shape)}" if name in stored else "is not"
                 raise ConfigError(f"buffer {name} of shape {tuple(buffer.shape)} {found} in the checkpoint")
-        for layer in self._inventory.layers:
-            _keep_bias_exact(layer.router)
         with torch.no_grad():
-            for name, buffer in self._inventory.buffers.items():
+            for name, buffer in self.live_buffers().items():
                 buffer.copy_(stored[name])
         hyperparameters.write(self._optimizer, plain["optimizer"])
 

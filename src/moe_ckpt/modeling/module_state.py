@@ -23,7 +23,12 @@ def read(model: nn.Module) -> dict[str, Any]:
     for name, module in _modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra[name] = module.get_extra_state()
-    return {"buffers": dict(_buffers(model)), "extra_state": extra, "own_state": _own_state(model)}
+    return {"buffers": buffers(model), "extra_state": extra, "own_state": _own_state(model)}
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns {name: live tensor} of the persistent buffers; of a sharded one this rank's part."""
+    return dict(_buffers(model))
 
 
 def check(model: nn.Module, stored: Mapping[str, Any]) -> None:

@@ -11,24 +11,61 @@ What the optimizer does to operators that are not anchored yet is meaningless, a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ckpt.errors import ConfigError, ReplayDivergedError, SparseWindowError
+from moe_ckpt.errors import (
+    ConfigError,
+    CoverageError,
+    DamagedError,
+    NoCheckpointError,
+    ReplayDivergedError,
+    SparseWindowError,
+)
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import TensorMeta, TrainingState
 from moe_ckpt.recovery.index import TensorIndex, split_key
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.recovery.restore import check_match, copy_slices, verify_needed, weight_specs
 
 _MODEL = "model/"
+log = logging.getLogger("moe_ckpt")
 
 
 def require_dense(manifest: Manifest) -> None:
     """Raise ``SparseWindowError`` unless the checkpoint is one state of the run."""
     if manifest.window:
         raise SparseWindowError(manifest.directory, manifest.window[0].step, manifest.step)
+
+
+def newest_dense(reader: StoreReader) -> tuple[Manifest, tuple[str, ...]]:
+    """Returns (the newest good checkpoint that is one state of the run, the newer sparse windows, newest first).
+
+    Raises:
+        SparseWindowError: There are only sparse windows.
+        NoCheckpointError: All others are damaged, or there are none.
+    """
+    windows: list[Manifest] = []
+    problems: list[str] = []
+    for directory in reader.directories():
+        try:
+            manifest = reader.manifest(directory)
+            if manifest.window:
+                windows.append(manifest)
+                continue
+            check_checkpoint(reader, manifest, slices=False)
+        except (DamagedError, CoverageError) as error:
+            log.warning("checkpoint %s is passed over: %s", directory, error)
+            problems.append(f"{directory} ({error})")
+            continue
+        return manifest, tuple(window.directory for window in windows)
+    if windows and not problems:
+        require_dense(windows[0])
+    raise NoCheckpointError(
+        f"no dense checkpoint in {reader.storage.root} can be used: {'; '.join(problems[:4]) or 'there is none yet'}"
+    )
 
 
 Admits = Callable[[Manifest, Mapping[str, Any]], None]

@@ -1,0 +1,319 @@
+"""Weights alone into a model, for fine-tuning and evaluation: from a store, a step, or safetensors files.
+
+Optimizer state, step counts, schedules and data positions stay where they are. Nothing is written before all ranks
+know that names, shapes and (of a store) checksums are right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from moe_ckpt.errors import CoverageError, MoECheckpointError, NoCheckpointError, StoreError
+from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.interop.renaming import aligned
+from moe_ckpt.interop.safetensors_files import SUFFIX, FileTensor, model_files, read_block, read_tables
+from moe_ckpt.interop.whole import module_buffers
+from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
+from moe_ckpt.recovery.overlay import stale_experts
+from moe_ckpt.recovery.reader import StoreReader, locate
+from moe_ckpt.recovery.replay import newest_dense, require_dense
+from moe_ckpt.recovery.restore import box_of, copy_slices, verify_needed, weight_specs
+from moe_ckpt.storage import Storage, open_storage
+
+_MODEL = "model/"
+Result = TypeVar("Result")
+
+
+class Source(Protocol):
+    """Where weights come from. title: says so. tensors: what is there, by name."""
+
+    title: str
+    tensors: Mapping[str, TensorMeta]
+
+    def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        """Raises ``DamagedError`` unless what will be read of ``pairs`` is as it was written."""
+        ...
+
+    def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        """Writes (name here, where it goes) into live tensors."""
+        ...
+
+
+class StoreSource:
+    """A dense (or partial) checkpoint of a store."""
+
+    def __init__(self, reader: StoreReader, manifest: Manifest, passed_over: str = "") -> None:
+        reader.prove(manifest)
+        self._reader, self._index = reader, reader.index(manifest)
+        self._buffers = module_buffers(reader, manifest)
+        stale = len(stale_experts(manifest))
+        older = f", of which {stale} experts are older than that" if stale else ""
+        self.title = f"step {manifest.step} in {reader.storage.root}/{manifest.directory}{older}{passed_over}"
+        names = [key.removeprefix(_MODEL) for key in self._index.tensors if key.startswith(_MODEL)]
+        tied = {alias: name for alias, name in manifest.model.aliases.items() if name in names}
+        self._keys = {name: _MODEL + name for name in names} | {a: _MODEL + n for a, n in tied.items()}
+        found = {name: self._index.meta(key) for name, key in self._keys.items()}
+        self.tensors: Mapping[str, TensorMeta] = found | {n: _meta(value) for n, value in self._buffers.items()}
+
+    def _stored(self, pairs: Sequence[tuple[str, StateTensor]]) -> dict[str, Any]:
+        return {tensor.key: self._index.tensors[self._keys[name]] for name, tensor in pairs if name in self._keys}
+
+    def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        verify_needed(self._reader, self._stored(pairs), [tensor for _, tensor in pairs])
+
+    @torch.no_grad()
+    def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        copy_slices(self._reader, self._stored(pairs), [tensor for name, tensor in pairs if name in self._keys])
+        for name, tensor in pairs:
+            if name not in self._keys:
+                tensor.local.copy_(self._buffers[name])
+
+
+class FileSource:
+    """Safetensors files: of ``moe-ckpt export``, of transformers, or of anybody else."""
+
+    def __init__(self, storage: Storage, paths: Iterable[str], title: str) -> None:
+        self._storage, self.title = storage, title
+        self._found: Mapping[str, FileTensor] = read_tables(storage, paths)
+        self.tensors: Mapping[str, TensorMeta] = {n: TensorMeta(t.dtype, t.shape) for n, t in self._found.items()}
+
+    def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        """Such files have no checksums."""
+
+    @torch.no_grad()
+    def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        for name, tensor in pairs:
+            tensor.local.copy_(read_block(self._storage, self._found[name], box_of(tensor)))
+
+
+def _meta(value: Any) -> TensorMeta:
+    return TensorMeta(dtype_name(value.dtype), tuple(value.shape))
+
+
+def open_source(path: str, directory: str | None) -> Source:
+    """Returns the source at ``path``.
+
+    Args:
+        path: Of a store, a step directory, a safetensors file or a directory of those; or a URL.
+        directory: Of a store, the step that was chosen; None for anything else.
+
+    Raises:
+        StoreError: It is not there, or damaged.
+    """
+    if directory is not None:
+        reader = StoreReader(locate(path)[0])
+        return StoreSource(reader, reader.manifest(directory))
+    if path.endswith(SUFFIX):
+        parent, _, name = _absolute(path).rpartition("/")
+        return FileSource(open_storage(parent or "/"), [name], path)
+    storage = open_storage(_absolute(path))
+    return FileSource(storage, model_files(storage), path)
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.realpath(os.path.expanduser(path))
+
+
+def choose(path: str) -> tuple[str | None, str]:
+    """Returns (the step directory to take, None for safetensors files; what is said about steps passed over).
+
+    Called on one rank, so that all take the same step of a store that is being written.
+
+    Raises:
+        NoCheckpointError: Nothing that could give weights is there.
+        SparseWindowError: Only sparse windows are there: no step of them holds all weights.
+    """
+    storage, step = locate(path)
+    reader = StoreReader(storage)
+    if step is not None:
+        if step not in reader.directories():
+            raise NoCheckpointError(f"weights_from={path}: no committed step is there")
+        require_dense(reader.manifest(step))
+        return step, ""
+    if path.endswith(SUFFIX):
+        return None, ""
+    if not reader.directories():
+        if storage.exists("store.json"):
+            raise NoCheckpointError(f"weights_from={path}: the store has no committed step yet")
+        if not any(name.endswith((SUFFIX, ".index.json")) for name in storage.list()):
+            raise NoCheckpointError(
+                f"weights_from={path}: there is neither a store of moe_ckpt, nor a step directory, nor a safetensors "
+                "file (pickled files such as .ckpt, .pt and .bin are not read)"
+            )
+        return None, ""
+    manifest, windows = newest_dense(reader)
+    passed = f" (newer, but a sparse window without one state of all weights: {windows[0]})" if windows else ""
+    return manifest.directory, passed
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """title: where the weights come from. tensors: how many. left: names of the model that kept what they were, unused:
+    names that the source has besides."""
+
+    title: str
+    tensors: int
+    left: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.tensors} tensors from {self.title}"]
+        for names, what in ((self.left, "not in it, left as they were"), (self.unused, "in it, but not in the model")):
+            if names:
+                parts.append(f"{what}: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" * (len(names) > 6)))
+        return "; ".join(parts)
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    state: TrainingState,
+    comm: Communicator,
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    aliases: Mapping[str, str] | None = None,
+    others: Collection[str] = (),
+) -> Loaded:
+    """Loads weights and persistent buffers, and nothing else, into a live model. A collective of the training thread.
+
+    Names must agree, but for what all names (or most of them) begin with: ``net.`` of a LightningModule around a
+    transformers model, for instance. Floating-point types may differ: values are converted.
+
+    Args:
+        path: Of a store (its newest good dense step), a step directory, a safetensors file, or a directory of those.
+        state: Of the model, as it is sharded now; its optimizers are not touched.
+        comm: Of all ranks.
+        buffers: The model's persistent buffers on this rank, live.
+        strict: False lets names be missing on either side; shapes must agree anyway.
+        aliases: Second names of tied parameters.
+        others: Names that the source may have without being loaded (state of metrics).
+
+    Raises:
+        CoverageError: Names or shapes do not agree; they are named, and nothing was changed.
+        StoreError: The source is not there or damaged.
+        SparseWindowError: The source is a sparse window.
+    """
+    text = os.fspath(path)
+    directory, passed = _chosen(text, comm)
+    tied = dict(aliases or {})
+    plan = _together(comm, text, lambda: _plan(open_source(text, directory), state, buffers, tied, others))
+    _, used = comm.agree(np.zeros(0, dtype=np.int64), np.asarray([n in plan.used for n in plan.names], dtype=np.int64))
+    unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
+    _together(comm, text, lambda: plan.check(unused, strict))
+    plan.source.copy(plan.pairs)
+    return Loaded(plan.source.title + passed, plan.tensors, plan.absent, unused)
+
+
+def _together(comm: Communicator, text: str, action: Callable[[], Result]) -> Result:
+    """The result of ``action``, if no rank failed in it."""
+    problem: Exception | None = None
+    found: list[Result] = []
+    try:
+        found.append(action())
+    except (MoECheckpointError, OSError) as error:
+        problem = error
+    _, failed = comm.agree(np.zeros(0, dtype=np.int64), np.asarray([problem is not None], dtype=np.int64))
+    if problem is not None:
+        raise problem
+    if failed[0]:
+        raise StoreError(f"another rank cannot load weights from {text}; see its message. Nothing was loaded")
+    return found[0]
+
+
+def _chosen(text: str, comm: Communicator) -> tuple[str | None, str]:
+    """What rank 0 chose, on every rank."""
+    error: Exception | None = None
+    choice: dict[str, Any] = {}
+    if comm.rank == 0:
+        try:
+            choice["directory"], choice["passed"] = choose(text)
+        except (MoECheckpointError, OSError) as found:
+            error = found
+            choice["error"] = str(found)
+    choice = json.loads(comm.broadcast(json.dumps(choice).encode()))
+    if error is not None:
+        raise error
+    if "error" in choice:
+        raise NoCheckpointError(choice["error"])
+    return choice["directory"], choice["passed"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank will load. pairs: (name in the source, live tensor). tensors: how many of the model have a source.
+
+    absent: names of the model that the source lacks. misfits: sentences on shapes and types. used: names in the source
+    that are this rank's; those of other pipeline stages are other ranks'.
+    """
+
+    source: Source
+    pairs: Sequence[tuple[str, StateTensor]]
+    tensors: int
+    absent: tuple[str, ...]
+    misfits: tuple[str, ...]
+    used: frozenset[str]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.source.tensors)
+
+    def check(self, unused: Sequence[str], strict: bool) -> None:
+        """Raises unless all fits and what will be read is as it was written. unused: by no rank."""
+        problems = [f"{name} of the model is not in it" for name in self.absent] if strict else []
+        problems += [f"it has {name}, which is not in the model" for name in unused] if strict else []
+        problems += self.misfits
+        if problems or not self.tensors:
+            raise CoverageError(
+                f"weights from {self.source.title} do not fit this model, and nothing was loaded (a transformers "
+                "directory whose experts are listed one by one is opened by from_pretrained)",
+                tuple(problems) or ("it has no tensor of this model",),
+            )
+        self.source.verify(self.pairs)
+
+
+def _plan(
+    source: Source,
+    state: TrainingState,
+    buffers: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    others: Collection[str],
+) -> _Plan:
+    live = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
+    live += [StateTensor(_MODEL + n, n, b, (0,) * b.dim(), tuple(b.shape)) for n, b in buffers.items()]
+    wanted = {spec.parameter: (spec.dtype, tuple(spec.global_shape)) for spec in weight_specs(state.specs())}
+    wanted |= {name: (dtype_name(buffer.dtype), tuple(buffer.shape)) for name, buffer in buffers.items()}
+    name_of = aligned(source.tensors, {*wanted, *aliases, *others})
+    for alias, name in aliases.items():
+        if name not in name_of and alias in name_of:
+            name_of[name] = name_of[alias]
+    misfits = [
+        sentence
+        for name, (dtype, shape) in wanted.items()
+        if name in name_of
+        for sentence in _differences(name, dtype, shape, name_of[name], source.tensors[name_of[name]])
+    ]
+    return _Plan(
+        source,
+        [(name_of[tensor.parameter], tensor) for tensor in live if tensor.parameter in name_of],
+        sum(name in name_of for name in wanted),
+        tuple(sorted(name for name in wanted if name not in name_of)),
+        tuple(misfits),
+        frozenset(name_of.values()),
+    )
+
+
+def _differences(name: str, dtype: str, shape: tuple[int, ...], there: str, meta: TensorMeta) -> list[str]:
+    if tuple(meta.global_shape) != shape:
+        return [f"{name} has shape {list(shape)} in the model, {there} {list(meta.global_shape)} in the source"]
+    kinds = [TORCH_DTYPES[one].is_floating_point for one in (dtype, meta.dtype)]
+    if dtype != meta.dtype and not all(kinds):
+        return [f"{name} is {TORCH_DTYPES[dtype]} in the model, {there} {TORCH_DTYPES[meta.dtype]} in the source"]
+    return []

@@ -57,6 +57,22 @@ class OptimizerChangedError(ConfigError):
         self.running = running
 
 
+class FinishedRunError(ConfigError):
+    """A finished run was started again with other hyperparameters."""
+
+    def __init__(self, dirpath: str, step: int, reason: str, changes: tuple[str, ...]) -> None:
+        super().__init__(
+            f"{dirpath} holds a run that is finished ({reason}, at step {step}), and this script differs from it: "
+            f"{'; '.join(changes)}. Going on would train with the old values or not at all. For another experiment "
+            "choose another dirpath (with weights_from= it begins with these weights). To train on from the finished "
+            "run with its optimizer state, give MoECheckpoint(resume='extend') and a greater max_steps or max_epochs."
+        )
+        self.dirpath = dirpath
+        self.step = step
+        self.reason = reason
+        self.changes = changes
+
+
 class UnsupportedError(UserError, NotImplementedError):
     """A strategy, optimizer or layout that this package refuses to handle."""
 

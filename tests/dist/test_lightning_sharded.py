@@ -47,9 +47,9 @@ def _fit(
                 raise KeyboardInterrupt
             return super().training_step(batch, batch_idx)
 
-    warned: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("moe_ckpt").addHandler(handler)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
@@ -84,7 +84,8 @@ def _fit(
         "state": {name: _part(value) for name, value in state_of(model, trainer.optimizers[0]).items()},
         "losses": model.losses, "restored": checkpoint.restored_step,
         "routed": checkpoint.last.routed_tokens if checkpoint.last else None,
-        "warned": [message for message in warned if "go on from it" in message],
+        "resumed": [message for message in said if message.startswith("resumed at step")],
+        "warned": [message for message in said if "go on from it" in message],
     }
 
 
@@ -121,6 +122,7 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
             assert {**before[rank]["losses"], **run[rank]["losses"]} == whole[rank]["losses"]
             assert run[rank]["routed"] == whole[rank]["routed"] == 14 * 4 * 2 * 2 * 2  # steps, batch, k, layers, ranks
             assert run[rank]["warned"] == []
+            assert len(run[rank]["resumed"]) == (rank == 0)
 
     # One process takes over from two: whole tensors from shards, equal to what the two ranks held at step 6.
     (alone,) = run_ranks(_fit, 1, str(tmp_path / "alone"), "single", None, "auto", 6)

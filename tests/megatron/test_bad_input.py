@@ -88,7 +88,7 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
     expected = {
         "k": ("ConfigError", "MoC(k=5)", "decoder.layers.0.mlp", "only 4 experts"),
         "class": ("ConfigError", "give a policy such as MoC(k=1)"),
-        "resume": ("ConfigError", "resume='maybe'", "choose from 'auto', 'never'"),
+        "resume": ("ConfigError", "resume='maybe'", "choose from 'auto', 'extend', 'never'"),
         "sharding": ("ConfigError", "sharding='fair'", "'adaptive'"),
         "guard": ("ConfigError", "pray", "escalate"),
         "budget": ("ConfigError", "plt_budget=2.0 without guard", "guard='escalate'"),

@@ -11,6 +11,7 @@ import torch
 
 from moe_ckpt.format import FORMAT_VERSION, SUPPORTED_VERSIONS
 from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import FileRecord, LayerRecord, Manifest, ModelRecord, StateRecord
 from moe_ckpt.format.sealed import unseal
@@ -60,6 +61,7 @@ def test_the_snippet_is_as_short_as_promised():
     ("title", "record"),
     [
         ("store.json", Identity),
+        ("finished.json", Finished),
         ("MANIFEST.json", Manifest),
         ("MANIFEST.json", FileRecord),
         ("MANIFEST.json", StateRecord),

@@ -49,10 +49,10 @@ SURFACE = {
 """Module -> its ``__all__``. Every package with an ``__all__`` is listed."""
 
 ERRORS = (
-    "ConfigError CoverageError DamagedError ForeignStoreError FormatVersionError HostMemoryError MissingPackageError "
-    "MoECheckpointError NoCheckpointError NoMoELayerError OptimizerChangedError PeerLostError ReplayDivergedError "
-    "SaveFailedError SparseWindowError StoreError StoreInUseError StoreUnwritableError TornSnapshotError "
-    "UnencodableStateError UnsupportedError UserError"
+    "ConfigError CoverageError DamagedError FinishedRunError ForeignStoreError FormatVersionError "
+    "HostMemoryError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
+    "OptimizerChangedError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError StoreError "
+    "StoreInUseError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (
@@ -79,6 +79,7 @@ POLICY_OPTIONS = {
 
 RECORDS = {
     "moe_ckpt.format.identity.Identity": "run_id fingerprint created_unix_secs",
+    "moe_ckpt.format.finished.Finished": "run_id step generation reason limits callbacks",
     "moe_ckpt.format.manifest.Manifest": (
         "run_id step generation world_size index created_unix_secs model files operators states parent policy measured "
         "tokens window"

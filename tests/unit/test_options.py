@@ -115,7 +115,7 @@ def test_paths():
         ({"max_failures": 0}, "max_failures=0: .*greater than 0"),
         ({"retention": 3}, r"retention=3: .*RetentionPolicy\(keep_last=3\)"),
         ({"save_last": 1}, "save_last=1"),
-        ({"resume": True}, "resume=True: choose from 'auto', 'never'"),
+        ({"resume": True}, "resume=True: choose from 'auto', 'extend', 'never'"),
         ({"when_busy": None}, "when_busy=None: choose from 'skip', 'wait'"),
         ({"sharding": []}, r"sharding=\[\]: choose from"),
         ({"on_phase": "copy"}, "on_phase='copy'"),

@@ -22,7 +22,7 @@ from moe_ckpt.interop.lightning_dict import MODEL_MARK, unmark
 
 log = logging.getLogger("moe_ckpt")
 
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def capture_checkpoint(trainer: Any) -> dict[str, Any]:
@@ -102,19 +102,28 @@ def validation_due(trainer: Any) -> bool:
 
 
 def _add_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Hyper-parameters may be any object; those that only pickle could hold are left out, loudly, once."""
-    for owner, key in zip((trainer.lightning_module, trainer.datamodule), _HYPER_PARAMETERS, strict=True):
-        if owner is None or not owner.hparams:
-            continue
-        plain = {}
-        for name, value in owner.hparams.items():
-            try:
-                encode_tree(value)
-            except UnencodableStateError as error:
-                _warn_once(f"{key}/{name}", error.type_name)
-            else:
-                plain[name] = value
-        checkpoint[key] = plain
+    """Hyper-parameters may be any object; those that only pickle could hold are left out, with one warning each."""
+    for owner, key in zip((trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True):
+        if owner is not None and owner.hparams:
+            checkpoint[key] = plain_hparams(owner, key)
+
+
+def plain_hparams(owner: Any, key: str) -> dict[str, Any]:
+    """Hyper-parameters of a module or datamodule that can be held without pickle.
+
+    Args:
+        owner: Of the hyper-parameters.
+        key: Where a checkpoint keeps them, for the warning about those that are left out.
+    """
+    plain = {}
+    for name, value in owner.hparams.items():
+        try:
+            encode_tree(value)
+        except UnencodableStateError as error:
+            _warn_once(f"{key}/{name}", error.type_name)
+        else:
+            plain[name] = value
+    return plain
 
 
 _warned: set[str] = set()

@@ -26,7 +26,6 @@ import os
 import time
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -37,10 +36,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.fine_tuning import begin_with_weights
+from moe_ckpt.callbacks.finished import note_end
 from moe_ckpt.callbacks.front import InFront
+from moe_ckpt.callbacks.hyperparameters import changes, configured
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
-from moe_ckpt.callbacks.resuming import adopt_given, say_other_ranks, say_resumed
+from moe_ckpt.callbacks.resuming import adopt_given, adopt_restored, say_changes, say_new, say_replayed, say_resumed
+from moe_ckpt.callbacks.session import make_session
 from moe_ckpt.callbacks.sharded_loading import load_steps_into_shards
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.stopping import may_stop, refusal, will_stop
@@ -53,15 +55,14 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import RoutingCounter
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
+from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import Restored, resume_newest
-from moe_ckpt.storage import StoreLock, open_storage
-from moe_ckpt.storage.lock import job_name
+from moe_ckpt.storage import open_storage
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -119,6 +120,7 @@ class MoECheckpoint(Checkpoint):
         self._front = InFront(self._join, self._in_front_of_batch_end)
         self._windows: Windows | None = None
         self._session: CheckpointSession | None = None
+        self._configured: Mapping[str, Any] = {}
         self._counter: RoutingCounter | None = None
         self._state: TorchTrainingState | None = None
         self._watch: UpdateWatch | None = None
@@ -185,23 +187,10 @@ class MoECheckpoint(Checkpoint):
         self.policy.check(catalog)
         self._counter = RoutingCounter(pl_module, layers, soft=uses_gate_weights(self.policy))
         self._state = TorchTrainingState(pl_module, trainer.optimizers)
+        self._configured = configured(trainer)
         storage = open_storage(self.dirpath, self.options.on_phase)
         comm = make_communicator(self.options.timeout_secs)
-        session = CheckpointSession(
-            storage=storage,
-            policy=self.policy,
-            catalog=catalog,
-            state=self._state,
-            comm=comm,
-            settings=replace(
-                self.options,
-                pinned=trainer.strategy.root_device.type == "cuda",
-                local_ranks=getattr(trainer.strategy, "num_processes", 1),
-            ),
-            aliases=tied_aliases(pl_module),
-            lock=StoreLock(storage, job_name()),
-            on_phase=self.options.on_phase,
-        )
+        session = make_session(trainer, pl_module, self.options, storage, comm, catalog, self._state)
         session.open()
         self._session = session
         self._windows = Windows(trainer, pl_module, catalog) if uses_windows(self.policy) else None
@@ -223,15 +212,19 @@ class MoECheckpoint(Checkpoint):
             if self.options.weights_from is not None and comm.rank == 0:
                 log.warning("ckpt_path=%s is loaded, and weights_from= is not", trainer.ckpt_path)
         else:
-            auto = self.options.resume == "auto"
-            restored = resume_newest(storage, comm, self._state, session.host_tier) if auto else None
+            look = self.options.resume != "never"
+            restored = resume_newest(storage, comm, self._state, session.host_tier) if look else None
             if restored is not None:
-                self._go_on(trainer, session, restored)
+                self._go_on(trainer, session, restored, comm)
             elif self.options.weights_from is not None:
                 begin_with_weights(self.options.weights_from, pl_module, self._state, comm)
+            else:
+                say_new(self.dirpath, self.options.resume, session.generation, comm.rank)
 
-    def _go_on(self, trainer: pl.Trainer, session: CheckpointSession, restored: Restored) -> None:
+    def _go_on(self, trainer: Any, session: CheckpointSession, restored: Restored, comm: Communicator) -> None:
         """The tensors are back in place; now everything else."""
+        found = changes(trainer, restored.plain, self._configured)
+        self._configured = restored.plain.get("configured", self._configured)
         self._require_state().load_plain(restored.plain["plain"])
         restore_checkpoint(trainer, restored.plain["checkpoint"])
         self._resumed_from = self._books = None
@@ -240,11 +233,11 @@ class MoECheckpoint(Checkpoint):
             self._windows = self._windows or Windows(trainer, trainer.lightning_module, session.catalog)
             self._windows.replaying = Replaying(restored.replay)
             first, self.restored_step = self._windows.replaying.steps
-            log.info("resumed at step %d; the sparse window up to %d is computed again", first, self.restored_step)
+            say_replayed((first, self.restored_step), restored.manifest, self.dirpath, comm.rank)
+            say_changes(found, comm.rank)
             return
         self.restored_step = restored.manifest.step
-        say_other_ranks(restored.manifest, trainer.global_rank, trainer.world_size)
-        say_resumed(session, session.adopt(restored.manifest, held=restored.held), restored.manifest, self.dirpath)
+        adopt_restored(trainer, session, comm, self.options, restored, found)
 
     def _take_rng(self, rng: Mapping[str, Any]) -> None:
         self._rng = self._rng_to_restore = rng
@@ -317,7 +310,8 @@ class MoECheckpoint(Checkpoint):
             if not uses_windows(self.policy):
                 windows.close()
                 self._windows = None
-            say_resumed(session, session.adopt(replaying.manifest), replaying.manifest, self.dirpath)
+            fault = session.adopt(replaying.manifest)
+            say_resumed(session, fault, replaying.manifest, self.dirpath, trainer.global_rank)
         windows.step_ends(session)
         self.last = StepRecord(trainer.global_step, replayed=True, committed_step=replaying.manifest.step)
         self._step_log.note(trainer, self.last, session.books)
@@ -389,6 +383,7 @@ class MoECheckpoint(Checkpoint):
             "checkpoint": capture_checkpoint(trainer),
             "plain": self._require_state().plain(),
             "rng": self._rng,
+            "configured": self._configured,
         }
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -408,6 +403,8 @@ class MoECheckpoint(Checkpoint):
             lambda: kept if step == trainer.global_step else self._capture(trainer),
             save_last=self.options.save_last and self._saved_updates > 0 and not unfinished,
         )
+        if trainer.is_global_zero and not unfinished:
+            note_end(trainer, self.dirpath, self._session.committed_directory, self.state_key)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close(grace_secs=min(10.0, self.options.timeout_secs))

@@ -15,7 +15,7 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.guard import guarded
 from moe_ckpt.policies.moc import MoC
 
-RESUME = ("auto", "never")
+RESUME = ("auto", "extend", "never")
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
 """Fields that an adapter finds out by itself."""
 
@@ -45,7 +45,9 @@ class Options(Settings):
     Attributes:
         policy: What is saved when; see ``moe_ckpt.policies``. With ``guard`` it is wrapped in ``Guarded``.
         dirpath: The store: a directory that all ranks see, or an fsspec URL. One run per store.
-        resume: "auto" goes on from the newest good step in ``dirpath``; "never" does not look there.
+        resume: "auto" goes on from the newest good step in ``dirpath``; a run that is finished is extended if only its
+            length was raised. "extend" goes on from a finished run whatever has changed (Megatron: as "auto").
+            "never" does not look there.
         save_last: Leave a complete checkpoint of the final state when training ends well.
         guard: What happens when a failure might lose more tokens than ``plt_budget`` allows. "escalate": the checkpoint
             holds the experts that are needed besides. "dense": it holds all. "stop": that too, and training ends in

@@ -1,0 +1,101 @@
+"""finished.json: that a run ended after its newest checkpoint, and what other callbacks held then.
+
+The last checkpoint cannot say so itself: it is committed before the last validation and what follows it, which a
+restart has to make up for if they did not happen.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from typing import Any
+
+import torch
+
+from moe_ckpt.errors import DamagedError, UnencodableStateError, UnsupportedError
+from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.format.manifest import check_version
+from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.format.tree import decode_tree, encode_tree
+
+FINISHED_NAME = "finished.json"
+_KIND = "moe_ckpt.finished"
+_MAX_TENSOR_BYTES = 1 << 16
+"""Of one callback: scores and paths are kept, averaged weights are not."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a run.
+
+    Attributes:
+        run_id: Of the store.
+        step: Of the run's last checkpoint, the newest in the store. If another is the newest, the run went on.
+        generation: Likewise.
+        reason: What ended it, for people: ``max_steps=200``.
+        limits: Name -> number of steps or epochs that training was to run for, -1 for no limit.
+        callbacks: Name -> state of the other callbacks at the very end.
+    """
+
+    run_id: str
+    step: int
+    generation: int
+    reason: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Returns the sealed document. States that it cannot hold, or that are large, are left out."""
+        callbacks, tensors = {}, {}
+        for number, (name, state) in enumerate(self.callbacks.items()):
+            try:
+                tree, parts = encode_tree(state, str(number))
+                if sum(part.nbytes for part in parts.values()) <= _MAX_TENSOR_BYTES:
+                    tensors.update({key: _row(part) for key, part in parts.items()})
+                    callbacks[name] = tree
+            except (UnencodableStateError, UnsupportedError):
+                continue
+        facts = {name: value for name, value in self.__dict__.items() if name != "callbacks"}
+        return seal(
+            {"kind": _KIND, "format_version": FORMAT_VERSION, **facts, "callbacks": callbacks, "tensors": tensors}
+        )
+
+    @classmethod
+    def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Finished:
+        """Returns the record. ``path`` is for messages only.
+
+        Raises:
+            DamagedError: It is not what was written.
+            FormatVersionError: It is of a version that this package does not read.
+        """
+        body = unseal(raw, path)
+        check_version(body, path, _KIND)
+        try:
+            tensors = {str(name): _tensor(*row) for name, row in body["tensors"].items()}
+            callbacks = {str(name): decode_tree(tree, tensors.__getitem__) for name, tree in body["callbacks"].items()}
+            limits = {str(name): _whole(value) for name, value in body["limits"].items()}
+            step, generation = _whole(body["step"]), _whole(body["generation"])
+            return cls(str(body["run_id"]), step, generation, str(body["reason"]), limits, callbacks)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
+            raise DamagedError(path, f"not the end of a run ({error!r})") from error
+
+
+def _row(tensor: torch.Tensor) -> list[Any]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return [dtype_name(tensor.dtype), list(tensor.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
+
+
+def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
+    kind, raw = TORCH_DTYPES[dtype], bytearray(base64.b64decode(text, validate=True))
+    if len(raw) != prod(shape) * kind.itemsize or len(raw) > _MAX_TENSOR_BYTES:
+        raise ValueError(f"a tensor of shape {shape} has {len(raw)} bytes")
+    return (torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)).reshape(shape).clone()
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value != int(value):
+        raise ValueError(f"{value!r} is no whole number")
+    return int(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.megatron.compat import HOOK_POINTS
-from tests.megatron import bad_input
+from tests.megatron import bad_input, megatron_lm_refusals
 from tests.support import run_ranks
 from tests.support.megatron_gpt import Setup
 
@@ -179,3 +179,9 @@ def test_stores_of_the_other_adapter(tmp_path: Path):
 def snapshot(root: Path) -> dict[str, bytes]:
     found = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(root)): path.read_bytes() for path in found}
+
+
+def test_install_without_megatron_lm(tmp_path: Path):
+    expected = {"absent": ("ConfigError", "megatron.training.training", "source tree", "PYTHONPATH", "megatron.attach")}
+    assert_refused(only(megatron_lm_refusals.without_megatron_lm, tmp_path), expected)
+    assert not list(tmp_path.iterdir())

@@ -31,7 +31,7 @@ SURFACE = {
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
     "moe_ckpt.megatron": (
-        "MegatronCheckpoint Progress attach export_torch_dist import_torch_dist load_weights"
+        "MegatronCheckpoint MegatronLM Progress attach export_torch_dist import_torch_dist install load_weights"
     ),
     "moe_ckpt.metrics": (
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "

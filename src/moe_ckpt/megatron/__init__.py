@@ -1,6 +1,10 @@
 """Checkpointing for Megatron-Core: any mix of parallelism, with or without the distributed optimizer.
 
-Four lines in the training loop::
+One line before ``pretrain(...)`` of Megatron-LM's own script::
+
+    megatron.install(policy=MoC(k=1), dirpath="checkpoints")
+
+Four in a training loop of one's own::
 
     ckpt = megatron.attach(model_chunks, optimizer, scheduler, policy=MoC(k=1), dirpath="checkpoints")
     progress = ckpt.resume()
@@ -15,15 +19,18 @@ Megatron-Core itself is imported by ``attach``, not by this package.
 """
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
+from moe_ckpt.megatron.megatron_lm import MegatronLM, install
 from moe_ckpt.megatron.progress import Progress
 from moe_ckpt.megatron.torch_dist import export_torch_dist, import_torch_dist
 from moe_ckpt.megatron.weights import load_weights
 
 __all__ = [
     "MegatronCheckpoint",
+    "MegatronLM",
     "Progress",
     "attach",
     "export_torch_dist",
     "import_torch_dist",
+    "install",
     "load_weights",
 ]

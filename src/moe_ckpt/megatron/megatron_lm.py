@@ -1,0 +1,430 @@
+"""Checkpoints for Megatron-LM's own training scripts, unmodified but for one line.
+
+Megatron-LM's ``pretrain`` has no hooks. What it does is in functions of ``megatron.training.training`` that call one
+another by name, so a few of those names are given other functions, which do the same and call the adapter:
+
+    setup_model_and_optimizer             then attach and resume; what it counts is put into ``args`` before data
+                                          iterators are built from it
+    build_train_valid_test_data_loaders   loaders get a generator of their own, so that making their iterators draws
+                                          nothing from training's, whenever that happens
+    train_step, dummy_train_step          the second phase of resume in front of the first; tokens of a forward pass
+                                          that the rerun machine runs again count once; an iteration without an update
+    checkpoint_and_decide_exit            the end of every iteration, when all is counted and validated
+    save_checkpoint                       nothing of Megatron's is written while a sparse window is computed again
+    train                                 the end of the run, also by ``sys.exit``
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from moe_ckpt.engine.options import Options, OptionValues, make_options
+from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
+from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.megatron.progress import Progress
+from moe_ckpt.megatron.side import Stateful
+from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
+from moe_ckpt.notices import announce
+from moe_ckpt.policies.base import Policy
+from moe_ckpt.recovery.newest import newest_step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+TRAINING = "megatron.training.training"
+KNOWN = "core_v0.16.1"
+"""The release of Megatron-LM that this was written against."""
+
+REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "setup_model_and_optimizer": ("pretrain", ()),
+    "train": ("pretrain", ()),
+    "build_train_valid_test_data_loaders": ("build_train_valid_test_data_iterators", ()),
+    "train_step": ("train", ("forward_backward_func",)),
+    "dummy_train_step": ("train", ()),
+    "checkpoint_and_decide_exit": ("train", ("iteration", "num_floating_point_operations_so_far")),
+    "save_checkpoint": ("save_checkpoint_and_time", ("iteration",)),
+}
+"""Function of ``TRAINING`` -> (the function that calls it by that name, parameters of it that are used)."""
+
+USED = (
+    ("megatron.training.global_vars", "get_args"),
+    ("megatron.core.num_microbatches_calculator", "get_num_microbatches"),
+    ("megatron.core.num_microbatches_calculator", "update_num_microbatches"),
+    ("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
+)
+ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
+COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")
+"""Counters in ``args`` that come back; those that this version does not have are left out."""
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_installed: MegatronLM | None = None
+
+
+def install(
+    policy: Policy | None = None,
+    dirpath: str | os.PathLike[str] = "checkpoints",
+    *,
+    stateful: Mapping[str, Stateful] | None = None,
+    **options: Unpack[OptionValues],
+) -> MegatronLM:
+    """Checkpoint what ``pretrain(...)`` of Megatron-LM trains. Called on all ranks, anywhere before it::
+
+        from moe_ckpt import megatron
+
+        megatron.install(policy=MoC(k=1), dirpath="/shared/my_run")
+        pretrain(...)
+
+    Training goes on by itself from the newest checkpoint in ``dirpath``; where there is none, from what ``--load``
+    loads, or from nothing. Megatron's own ``--save`` and ``--load`` work on beside it, and are not needed.
+
+    Args:
+        policy, dirpath, stateful, options: As of ``megatron.attach``.
+
+    Returns:
+        What was installed; its ``checkpoint`` is what ``attach`` returns, once there is a model.
+
+    Raises:
+        ConfigError: A setting that cannot be, called twice, or Megatron-LM cannot be imported.
+        UnsupportedError: A version of Megatron-LM in which a name that this builds on has moved.
+    """
+    global _installed
+    chosen = make_options("megatron.install", policy, dirpath, options)
+    if _installed is not None:
+        raise ConfigError(
+            f"megatron.install() was called twice in this process, for {_installed.options.dirpath} and for "
+            f"{chosen.dirpath}: call it once, before pretrain()"
+        )
+    training = find_training()
+    attach_to = functools.partial(attach, policy=policy, dirpath=dirpath, stateful=stateful, **options)
+    _installed = MegatronLM(training, chosen, attach_to)
+    return _installed
+
+
+def find_training() -> Any:
+    """Returns the module ``megatron.training.training``, checked. Raises as ``install``."""
+    try:
+        training = importlib.import_module(TRAINING)
+    except ImportError as error:
+        raise ConfigError(
+            f"megatron.install() needs {TRAINING}, which cannot be imported ({error}): it is in Megatron-LM's source "
+            "tree, not in the package megatron-core. Put that tree on PYTHONPATH, or, in a training loop of your own, "
+            "use megatron.attach"
+        ) from error
+    for name, (caller, parameters) in REPLACED.items():
+        for each in (name, caller):
+            if not callable(getattr(training, each, None)):
+                raise _moved(f"{TRAINING}.{each}")
+        if name not in inspect.unwrap(getattr(training, caller)).__code__.co_names:
+            raise _moved(f"{TRAINING}.{caller} calling {name}")
+        known = inspect.signature(getattr(training, name)).parameters
+        for parameter in parameters:
+            if parameter not in known:
+                raise _moved(f"{TRAINING}.{name}({parameter})")
+    for module, name in USED:
+        look_up(module, name, megatron_core().version)
+    return training
+
+
+def _moved(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"this Megatron-LM (megatron-core {megatron_core().version}) has no {what}, which moe_ckpt.megatron.install "
+        f"builds on. {KNOWN} is known to have it: use that, or put attach, resume, after_step and finish into the "
+        "training loop (docs/megatron.md), or take a newer moe_ckpt."
+    )
+
+
+class MegatronLM:
+    """Megatron-LM's training functions with checkpoints in them, in this process.
+
+    Attributes:
+        checkpoint: What ``attach`` returned; None until ``pretrain`` has built the model.
+        options: As given, checked.
+    """
+
+    def __init__(
+        self, training: Any, options: Options, attach_to: Callable[[Any, Any, Any], MegatronCheckpoint]
+    ) -> None:
+        self.checkpoint: MegatronCheckpoint | None = None
+        self.options = options
+        self._training = training
+        self._attach = attach_to
+        self._updated = True
+        self._floating_point_operations: Any = 0
+        self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in REPLACED}
+        for name, function in {
+            "setup_model_and_optimizer": self._setup,
+            "train": self._train,
+            "build_train_valid_test_data_loaders": self._build_loaders,
+            "train_step": self._train_step,
+            "dummy_train_step": self._skip,
+            "checkpoint_and_decide_exit": self._end_iteration,
+            "save_checkpoint": self._save,
+        }.items():
+            setattr(training, name, function)
+
+    def remove(self) -> None:
+        """Give Megatron-LM its functions back, and let go of the store."""
+        global _installed
+        for name, function in self._original.items():
+            setattr(self._training, name, function)
+        if self.checkpoint is not None:
+            self.checkpoint.close()
+        _installed = None
+
+    @property
+    def _args(self) -> Any:
+        return importlib.import_module("megatron.training.global_vars").get_args()
+
+    @property
+    def _running(self) -> MegatronCheckpoint:
+        if self.checkpoint is None:
+            raise ConfigError("megatron.install(): training began without setup_model_and_optimizer")
+        return self.checkpoint
+
+    def _told(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        """Arguments of a call of Megatron's function ``name``, by name."""
+        return inspect.signature(self._original[name]).bind(*args, **kwargs).arguments
+
+    # --- once ---
+
+    def _setup(self, *args: Any, **kwargs: Any) -> Any:
+        settings = self._args
+        _require_trainable(settings)
+        if self.checkpoint is not None:  # restarted within this process
+            self.checkpoint.close(10.0)
+            self.checkpoint = None
+        found = self._found()
+        with changed(settings, **({} if found is None else {"load": None, "pretrained_checkpoint": None})):
+            built = self._original["setup_model_and_optimizer"](*args, **kwargs)
+        self.checkpoint = self._attach(*built[:3])
+        progress = self.checkpoint.resume(lambda: self._begun(settings))
+        self._tell(settings, progress)
+        if found is not None:
+            self._say_what_was_left(settings, progress.iteration)
+        return built
+
+    def _found(self) -> int | None:
+        """The newest step of the store, alike on all ranks."""
+        answer = -1
+        failure: MoECheckpointError | None = None
+        if is_rank_zero() and self.options.resume != "never":
+            try:
+                step = newest_step(self.options.dirpath)
+                answer = -1 if step is None else step
+            except MoECheckpointError as error:
+                answer, failure = -2, error
+        answer = from_rank_zero(answer)
+        if failure is not None:
+            raise failure
+        if answer == -2:
+            raise StoreError(f"rank 0 could not read the store {self.options.dirpath}; see its message")
+        return None if answer < 0 else answer
+
+    def _begun(self, settings: Any) -> Progress:
+        """Where a run stands that has no checkpoint here: at what ``--load`` loaded, or at nothing."""
+        if is_rank_zero() and settings.iteration:
+            announce(
+                "%s holds no checkpoint: training goes on at iteration %d of --load %s",
+                self.options.dirpath,
+                settings.iteration,
+                settings.load,
+            )
+        return Progress(
+            settings.iteration,
+            settings.consumed_train_samples,
+            restored=settings.iteration > 0,
+            counters=self._counters(settings, getattr(settings, "num_floating_point_operations_so_far", 0)),
+        )
+
+    def _tell(self, settings: Any, progress: Progress) -> None:
+        """Megatron's own bookkeeping, as its ``load_checkpoint`` leaves it."""
+        settings.iteration, settings.consumed_train_samples = progress.iteration, progress.consumed_samples
+        for name in COUNTED:
+            if name in progress.counters:
+                setattr(settings, name, progress.counters[name])
+        self._floating_point_operations = progress.counters.get("num_floating_point_operations_so_far", 0)
+        largest = progress.counters.get("rerun_max_values")
+        if largest is not None:
+            _rerun_machine().max_values = dict(largest)
+        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        calculator.update_num_microbatches(consumed_samples=progress.consumed_samples, verbose=True)
+        if is_rank_zero() and settings.train_iters is not None and progress.iteration >= settings.train_iters:
+            announce(
+                "%s is at iteration %d, and --train-iters is %d: there is nothing left to train",
+                self.options.dirpath,
+                progress.iteration,
+                settings.train_iters,
+            )
+
+    def _say_what_was_left(self, settings: Any, iteration: int) -> None:
+        """--load was given, and the store was taken."""
+        if settings.load is None or not is_rank_zero():
+            return
+        try:
+            with open(os.path.join(settings.load, _TRACKER)) as file:
+                there = int(file.read())
+        except (OSError, ValueError):
+            return
+        if there > iteration:
+            announce(
+                "--load %s is at iteration %d, and was not loaded: the checkpoint in %s was, which is at iteration %d. "
+                "To go on from the other, give megatron.install another dirpath",
+                settings.load,
+                there,
+                self.options.dirpath,
+                iteration,
+            )
+
+    def _build_loaders(self, *args: Any, **kwargs: Any) -> Any:
+        built = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
+        seed = torch.initial_seed() + self._args.iteration
+        for loader in _flat(built):
+            if isinstance(loader, DataLoader) and loader.generator is None:
+                loader.generator = torch.Generator().manual_seed(seed)
+        return built
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = self._original["train"](*args, **kwargs)
+        except SystemExit:  # how an exit signal, --exit-interval and --exit-duration-in-mins end
+            self._running.finish()
+            raise
+        except BaseException:
+            self._running.close(10.0)
+            raise
+        self._running.finish()
+        return result
+
+    # --- every iteration ---
+
+    def _train_step(self, *args: Any, **kwargs: Any) -> Any:
+        ckpt = self._running
+        ckpt.begin_training()
+        name = "forward_backward_func"
+        inner = self._told("train_step", args, kwargs)[name]
+
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            ckpt.discard_tokens()
+            return inner(*args, **kwargs)
+
+        if name in kwargs:
+            kwargs[name] = forward_backward
+        else:
+            args = tuple(forward_backward if each is inner else each for each in args)
+        result = self._original["train_step"](*args, **kwargs)
+        if not isinstance(result, tuple) or len(result) < 2:
+            raise _moved(f"{TRAINING}.train_step returning (losses, skipped, ...)")
+        self._updated = not result[1]
+        return result
+
+    def _skip(self, *args: Any, **kwargs: Any) -> Any:
+        ckpt, settings = self._running, self._args
+        ckpt.begin_training()
+        result = self._original["dummy_train_step"](*args, **kwargs)
+        # What the loop counts when this returns.
+        ranks = megatron_core().parallel_state.get_data_parallel_world_size()
+        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        samples = ranks * settings.micro_batch_size * calculator.get_num_microbatches()
+        counters = self._counters(settings, self._floating_point_operations)
+        if "skipped_train_samples" in counters:
+            counters["skipped_train_samples"] += samples
+        ckpt.skip(ckpt.iteration + 1, settings.consumed_train_samples + samples, counters=counters)
+        return result
+
+    def _end_iteration(self, *args: Any, **kwargs: Any) -> Any:
+        ckpt, settings = self._running, self._args
+        told = self._told("checkpoint_and_decide_exit", args, kwargs)
+        iteration = told["iteration"]
+        self._floating_point_operations = told["num_floating_point_operations_so_far"]
+        record = ckpt.after_step(
+            iteration,
+            consumed_samples=settings.consumed_train_samples,
+            updated=self._updated,
+            counters=self._counters(settings, self._floating_point_operations),
+        )
+        interval = getattr(settings, "save_interval", None)
+        if interval and iteration % interval == 0:
+            ckpt.save(wait=False)
+        # An iteration that is computed again ended no run the first time, and must not do so for ever.
+        again = {"exit_interval": None, "phase_transition_iterations": None} if ckpt.replaying else {}
+        with changed(settings, **again):
+            leave = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
+        if record.halt is not None and is_rank_zero():
+            announce("training ends at iteration %d, because the policy asks for it: %s", iteration, record.halt)
+        return leave or record.halt is not None
+
+    def _save(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's own checkpoint, or ours where it has no directory to save to."""
+        ckpt = self.checkpoint
+        if ckpt is None:
+            return self._original["save_checkpoint"](*args, **kwargs)
+        if ckpt.replaying:
+            if is_rank_zero():
+                announce(
+                    "Megatron's checkpoint of iteration %d is not written: a sparse window is computed again, and "
+                    "until its end memory holds no state of the run",
+                    self._told("save_checkpoint", args, kwargs)["iteration"],
+                )
+            return None
+        if self._args.save is None:  # the rerun machine asks for one whether or not there is --save
+            ckpt.save()
+            return None
+        return self._original["save_checkpoint"](*args, **kwargs)
+
+    def _counters(self, settings: Any, floating_point_operations: Any) -> dict[str, Any]:
+        found = {name: getattr(settings, name) for name in COUNTED if hasattr(settings, name)}
+        found["num_floating_point_operations_so_far"] = floating_point_operations
+        largest = getattr(_rerun_machine(), "max_values", None)
+        return found if largest is None else {**found, "rerun_max_values": dict(largest)}
+
+
+def _rerun_machine() -> Any:
+    return importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
+
+
+def _require_trainable(settings: Any) -> None:
+    """Raise for modes of Megatron-LM in which checkpoints cannot work, naming what to change."""
+    missing = [name for name in ARGUMENTS if not hasattr(settings, name)]
+    if missing:
+        raise _moved(f"args.{missing[0]}")
+    if getattr(settings, "skip_train", False):
+        raise ConfigError(
+            "--skip-train: nothing is trained, so there is no optimizer to attach checkpoints to. Leave "
+            "megatron.install() out, and give --load a checkpoint of Megatron's (megatron.export_torch_dist writes one)"
+        )
+    if getattr(settings, "perform_rl_step", False):
+        raise UnsupportedError(
+            "--perform-rl-step: Megatron-LM then loads weights from --load again after setup, over those that "
+            "megatron.install() has restored. Train without it"
+        )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+@contextmanager
+def changed(target: Any, **values: Any) -> Iterator[None]:
+    """Attributes of ``target`` with other values, as far as it has them, until the block ends."""
+    old = {name: getattr(target, name) for name in values if hasattr(target, name)}
+    for name in old:
+        setattr(target, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(target, name, value)

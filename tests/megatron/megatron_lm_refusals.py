@@ -1,0 +1,60 @@
+"""What ``megatron.install`` refuses; bodies of ``run_ranks``, one rank each."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from tests.megatron.bad_input import DELETED, Said, changed, said
+
+
+def moved_names(rank: int, world_size: int, root: str) -> dict[str, Said]:
+    """Megatron-LM in other versions: a function gone, no longer called by its name, or with other parameters."""
+    import megatron.training.training as training
+
+    from moe_ckpt import megatron
+    from moe_ckpt.megatron.megatron_lm import REPLACED
+
+    found: dict[str, Said] = {}
+    install = functools.partial(megatron.install, dirpath=root)
+    for name, (caller, parameters) in REPLACED.items():
+        with changed(training, name, DELETED):
+            found[f"{name} gone"] = said(install)
+        with changed(training, caller, lambda: None):
+            found[f"{name} not called"] = said(install)
+        for parameter in parameters:
+            with changed(training, name, lambda *args, **kwargs: None):
+                found[f"{name}({parameter})"] = said(install)
+    found["untouched"] = (str([name for name in REPLACED if "moe_ckpt" in getattr(training, name).__module__]), "")
+    return found
+
+
+def calls(rank: int, world_size: int, root: str) -> dict[str, Said]:
+    """Settings that cannot be, and runs in which nothing could be checkpointed."""
+    import megatron.training.training as training
+
+    from moe_ckpt import megatron
+    from moe_ckpt.megatron import megatron_lm
+
+    found = {
+        "policy": said(lambda: megatron.install(policy="MoC", dirpath=root)),
+        "option": said(lambda: megatron.install(dirpath=root, retntion=3)),
+    }
+    before = training.train
+    installed = megatron.install(dirpath=f"{root}/one")
+    found["twice"] = said(lambda: megatron.install(dirpath=f"{root}/two"))
+    for mode in ("skip_train", "perform_rl_step"):
+        settings = SimpleNamespace(**dict.fromkeys(megatron_lm.ARGUMENTS), **{mode: True})
+        found[mode] = said(lambda settings=settings: megatron_lm._require_trainable(settings))
+    found["arguments"] = said(lambda: megatron_lm._require_trainable(SimpleNamespace()))
+    replaced = training.train is not before
+    installed.remove()
+    found["removed"] = (str((replaced, training.train is before)), "")
+    return found
+
+
+def without_megatron_lm(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    from moe_ckpt import megatron
+
+    return {"absent": said(lambda: megatron.install(dirpath=root))}

@@ -1,0 +1,215 @@
+"""Megatron-LM's own pretrain_gpt.py with one line in it, killed and started again: equal to a run that nobody killed.
+
+Equal means: every loss and gradient norm of every life, and every parameter, master weight and moment at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt import newest_step
+from tests.megatron import megatron_lm_refusals
+from tests.megatron.test_bad_input import assert_refused
+from tests.support.megatron_lm import MODEL, PIPELINE_EXPERTS, WARM, Journal, Life, live, require_megatron_lm
+from tests.support.processes import run_ranks, start_ranks
+
+RANKS = 4
+LIFE_SECS = 240.0
+DENSE, WINDOWS = "Dense(every_n_steps=1)", "MoEvement(window=3)"
+
+Kill = tuple[int, int, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """kills: see ``Life.kill``, one per life but the last. arguments: of pretrain_gpt.py, beside the model's."""
+
+    policy: str
+    kills: tuple[Kill, ...]
+    arguments: str = ""
+    steps: int = 8
+
+
+FAST = {"windows": Case(WINDOWS, ((1, 8, "update"),), "--dataloader-type cyclic --iterations-to-skip 4")}
+"""Megatron counts iterations to skip from 0: the fifth is skipped, in the middle of the window 4, 6, 7."""
+SLOW = {
+    "dense": Case(DENSE, ((2, 4, "update"), (0, 7, "end")), "--dataloader-type cyclic --iterations-to-skip 2 5"),
+    "dense, in order": Case(DENSE, ((1, 5, "end"),), "--bf16 --use-distributed-optimizer"),
+    "windows, replay": Case(
+        WINDOWS,
+        ((1, 8, "update"), (3, 6, "update")),
+        "--dataloader-type cyclic --iterations-to-skip 4 --bf16 --use-distributed-optimizer",
+        steps=10,
+    ),
+    "windows, workers": Case(WINDOWS, ((0, 7, "end"),), "--num-workers 1 --eval-interval 2"),
+    "windows, fp16": Case(WINDOWS, ((3, 8, "update"),), "--fp16 --initial-loss-scale 4194304", steps=9),
+    "windows, rampup": Case(WINDOWS, ((2, 7, "end"),), "--rampup-batch-size 2 2 8 --train-samples 26", steps=0),
+}
+
+
+@pytest.fixture(autouse=True)
+def tree() -> str:
+    return require_megatron_lm()
+
+
+def arguments(case: Case) -> str:
+    steps = f" --train-iters {case.steps}" if case.steps else ""
+    return f"{MODEL} {PIPELINE_EXPERTS}{steps} {case.arguments}"
+
+
+def line(policy: str, directory: Path, more: str = "") -> str:
+    return f"policy={policy}, dirpath={str(directory / 'store')!r}, when_busy='wait', timeout_secs=60{more}"
+
+
+@functools.cache
+def unbroken(script: str, installed: bool = True) -> tuple[list[dict[str, Any]], ...]:
+    """What each rank notes of a run that saves nothing and nobody kills.
+
+    installed: False for the script as it is. On a CPU dropout draws from the generator that making data iterators
+    draws from, and what is installed keeps the two apart: the random numbers are others then, though as random.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        journal = f"{directory}/journal"
+        saves_nothing = line("Dense(every_n_steps=1000000)", Path(directory), ", save_last=False")
+        life = Life(script, journal, saves_nothing if installed else None)
+        run_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
+        return tuple(Journal(f"{journal}.{rank}").lives()[0] for rank in range(RANKS))
+
+
+def run(directory: Path, script: str, install: str, kill: Kill | None = None) -> None:
+    life = Life(script, str(directory / "journal"), install, kill)
+    outcomes = start_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
+    told = [(outcome.exitcode, (outcome.error or "")[-3000:]) for outcome in outcomes]
+    if kill is None:
+        assert all(outcome.ok for outcome in outcomes), told
+    else:
+        assert outcomes[kill[0]].exitcode == -signal.SIGKILL, told
+
+
+def lives(directory: Path, rank: int) -> list[list[dict[str, Any]]]:
+    return Journal(str(directory / f"journal.{rank}")).lives()
+
+
+def steps_of(life: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {each["step"]: each for each in life if "step" in each}
+
+
+def require_exact(directory: Path, expected: tuple[list[dict[str, Any]], ...]) -> None:
+    for rank, one in enumerate(expected):
+        found = lives(directory, rank)
+        for number, life in enumerate(found):
+            for step, each in steps_of(life).items():
+                assert each == steps_of(one)[step], f"rank {rank}, life {number}, iteration {step}"
+        ended, unbroken = found[-1][-2], one[-2]
+        assert ended["end"] == unbroken["end"], f"rank {rank}"
+        assert ended["counted"] == unbroken["counted"], f"rank {rank}: samples consumed, validated, skipped"
+        assert max(max(steps_of(life), default=0) for life in found) == max(steps_of(one))
+
+
+def check(case: Case, directory: Path) -> None:
+    expected = unbroken(arguments(case))
+    for kill in (*case.kills, None):
+        run(directory, arguments(case), line(case.policy, directory), kill)
+    require_exact(directory, expected)
+    begun = [life[0]["begin"] for life in lives(directory, 0)]
+    assert begun[0] == 0
+    assert begun[1] > 0, "the second life began anew"
+    if case.policy == DENSE:
+        assert begun[1] >= case.kills[0][1] - 3
+
+
+def test_other_versions_of_megatron_lm_are_refused_by_name(tmp_path: Path):
+    [found] = run_ranks(megatron_lm_refusals.moved_names, 1, str(tmp_path), preload=WARM)
+    assert found.pop("untouched") == ("[]", "")
+    assert len(found) == 18, "each is refused: gone, not called, without a parameter"
+    for case, (kind, text) in found.items():
+        assert kind == "UnsupportedError", case
+        for part in ("megatron-core 0.16.1", "core_v0.16.1", case.partition(" ")[0].partition("(")[0]):
+            assert part in text, (case, text)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_checkpointed_is_refused(tmp_path: Path):
+    [found] = run_ranks(megatron_lm_refusals.calls, 1, str(tmp_path), preload=WARM)
+    assert_refused(
+        found,
+        {
+            "policy": ("ConfigError", "megatron.install", "policy='MoC'"),
+            "option": ("ConfigError", "megatron.install(retntion=...)", "did you mean retention?"),
+            "twice": ("ConfigError", "called twice", f"{tmp_path}/one", f"{tmp_path}/two"),
+            "skip_train": ("ConfigError", "--skip-train", "export_torch_dist"),
+            "perform_rl_step": ("UnsupportedError", "--perform-rl-step"),
+            "arguments": ("UnsupportedError", "args.consumed_train_samples"),
+        },
+    )
+    assert found["removed"] == ("(True, True)", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_killed_and_started_again(name: str, tmp_path: Path):
+    check(FAST[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_killed_and_started_again_in_other_setups(name: str, tmp_path: Path):
+    check(SLOW[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["MoC(k=1, every_n_steps=2)", WINDOWS])
+def test_exit_intervals(policy: str, tmp_path: Path):
+    """Each life ends by ``sys.exit`` with a complete checkpoint, so nothing is computed twice or lost."""
+    script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 8 --dataloader-type cyclic"
+    for iteration in (3, 6, 8):
+        run(tmp_path, f"{script} --exit-interval 3", line(policy, tmp_path))
+        assert newest_step(tmp_path / "store") == iteration
+    require_exact(tmp_path, unbroken(script))
+    assert [life[0]["begin"] for life in lives(tmp_path, 0)] == [0, 3, 6]
+    assert [life[-1]["exit"] for life in lives(tmp_path, 0)] == [0, 0, 0]
+    run(tmp_path, f"{script} --exit-interval 3", line(policy, tmp_path))
+    assert lives(tmp_path, 0)[-1][0]["begin"] == 8, "there is nothing left to train"
+
+
+@pytest.mark.slow
+def test_load_beside_an_empty_store_and_save_beside_windows(tmp_path: Path):
+    """Megatron's own checkpoint is gone on from where the store is empty; the store is, where it is not."""
+    script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 8 --ckpt-format torch --no-save-rng"
+    first = f"{script} --save {tmp_path}/megatron --save-interval 3 --exit-interval 3"
+    run_ranks(live, RANKS, Life(first, str(tmp_path / "first")), timeout=LIFE_SECS, preload=WARM)
+    load = f"{script} --load {tmp_path}/megatron --no-load-rng"
+    run(tmp_path, f"{load} --exit-interval 5", line(DENSE, tmp_path))
+    assert newest_step(tmp_path / "store") == 5
+    run(tmp_path, load, line(DENSE, tmp_path), (1, 8, "update"))
+    run(tmp_path, load, line(DENSE, tmp_path))
+    begun = [(life[0]["begin"], life[0]["counted"][0]) for life in lives(tmp_path, 3)]
+    assert begun[:2] == [(3, 12), (5, 20)]
+    assert begun[2][0] > 5
+    assert newest_step(tmp_path / "store") == 8
+
+
+@pytest.mark.slow
+def test_complete_checkpoints_at_save_interval(tmp_path: Path):
+    """--save-interval without --save: complete ones of ours between MoC's partial ones, though MoC is never due."""
+    script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 6"
+    policy = "MoC(k=1, every_n_steps=100)"
+    run(tmp_path, f"{script} --save-interval 2", line(policy, tmp_path, ", save_last=False"), (0, 6, "update"))
+    assert newest_step(tmp_path / "store") == 4
+    run(tmp_path, script, line(policy, tmp_path))
+    require_exact(tmp_path, unbroken(script))
+
+
+@pytest.mark.slow
+def test_what_is_installed_changes_no_number(tmp_path: Path):
+    script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 4 --dataloader-type cyclic --attention-dropout 0"
+    script += " --hidden-dropout 0 --eval-interval 2"
+    run(tmp_path, script, line(WINDOWS, tmp_path))
+    require_exact(tmp_path, unbroken(script, installed=False))

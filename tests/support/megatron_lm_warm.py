@@ -1,0 +1,60 @@
+"""Megatron-LM's training scripts in a process without a GPU, for ``run_ranks(..., preload=...)``.
+
+Where they are is said by the variable MEGATRON_LM. As ``megatron_warm``, but with ``megatron.training`` besides, which
+asks CUDA more than ``megatron.core`` does. What it asks is answered here; what it would warm up, build or report on a
+GPU is left out. Never imported by pytest's own process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from tests.support import megatron_warm
+
+TREE = os.environ["MEGATRON_LM"]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _answer_for_cuda() -> None:
+    cuda: Any = importlib.import_module("torch").cuda
+    cuda.device_count = lambda: 1
+    cuda.set_device = _nothing
+    cuda.get_device_capability = lambda *args: (9, 0)
+    cuda.get_device_properties = lambda *args: SimpleNamespace(name="none", major=9, minor=0, total_memory=0)
+
+
+class _Kernels(ModuleType):
+    """Kernels in triton, which has no CPU; they are imported and not used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _import() -> None:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    megatron_warm.quiet()
+    _answer_for_cuda()
+    sys.path.insert(0, TREE)
+    kernels = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    sys.modules[kernels] = _Kernels(kernels)
+    initialize: Any = importlib.import_module("megatron.training.initialize")
+    training: Any = importlib.import_module("megatron.training.training")
+    training.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    training.set_jit_fusion_options = _nothing
+    training.report_memory = _nothing
+    initialize._compile_dependencies = _nothing
+    for module in ("megatron.legacy.model", "pretrain_gpt", "tests.support.megatron_lm"):
+        importlib.import_module(module)
+
+
+_import()

@@ -166,6 +166,20 @@ class NoCheckpointError(StoreError, FileNotFoundError):
     """Nothing that could be loaded was found at the path."""
 
 
+class FilesGoneError(StoreError, FileNotFoundError):
+    """Files that this run wrote, and that a checkpoint would name, are gone from the store."""
+
+    def __init__(self, root: str, step: int, paths: tuple[str, ...]) -> None:
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        super().__init__(
+            f"files that the checkpoint of step {step} needs are gone from {root}: {', '.join(paths[:3])}{more}. "
+            "Something deleted or replaced them during training, so everything is saved anew"
+        )
+        self.root = root
+        self.step = step
+        self.paths = paths
+
+
 class SaveFailedError(StoreError, RuntimeError):
     """A checkpoint could not be committed; earlier ones are untouched."""
 

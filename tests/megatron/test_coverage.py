@@ -175,7 +175,7 @@ def saving(rank: int, world_size: int, root: str, setup: Setup) -> list[dict[str
         megatron_gpt.update(built)
         with _written(ckpt, name if rank == 1 else None):
             record = ckpt.after_step(iteration)
-            ckpt.session._running.wait(iteration)
+            assert ckpt.session._running.wait(60.0)
         [ended] = ckpt.session._running.resolutions(iteration - 2)
         found.append(
             {"committed": ended.committed, "cause": ended.cause, "failed": record.failed_checkpoints}

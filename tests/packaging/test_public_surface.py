@@ -49,7 +49,7 @@ SURFACE = {
 """Module -> its ``__all__``. Every package with an ``__all__`` is listed."""
 
 ERRORS = (
-    "ConfigError CoverageError DamagedError FinishedRunError ForeignStoreError FormatVersionError "
+    "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
     "HostMemoryError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
     "OptimizerChangedError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError StoreError "
     "StoreInUseError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"

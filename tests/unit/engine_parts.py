@@ -179,7 +179,7 @@ class Life:
 
     def settle(self) -> None:
         """Wait until nothing is on its way; the books learn of it at the next step."""
-        self.session._running.wait(self.step)
+        assert self.session._running.wait(PATIENCE_SECS)
 
     def capture(self) -> dict[str, Any]:
         return {"step": self.step, "buffer": torch.full((3,), float(self.step)), "empty": torch.empty(0)}

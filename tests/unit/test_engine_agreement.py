@@ -20,9 +20,11 @@ from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads
 
 
-def resolution(sequence: int, committed: bool = True, persist_secs: float = 0.5) -> Resolution:
+def resolution(
+    sequence: int, committed: bool = True, persist_secs: float = 0.5, lost: bool = False
+) -> Resolution:
     cause = None if committed else "why"
-    return Resolution(sequence, 10 * sequence, f"step_{sequence}", committed, cause, persist_secs)
+    return Resolution(sequence, 10 * sequence, f"step_{sequence}", committed, cause, persist_secs, lost=lost)
 
 
 def told_of(resolutions: list[Resolution], **more: object) -> Facts:
@@ -34,7 +36,7 @@ rank_facts = st.tuples(
     st.booleans(),
     st.builds(Measured, times, times, times),
     st.integers(0, 5),
-    st.lists(st.tuples(st.booleans(), st.floats(0, 1e4)), max_size=5),
+    st.lists(st.tuples(st.booleans(), st.floats(0, 1e4), st.booleans()), max_size=5),
 )
 
 
@@ -60,10 +62,9 @@ def test_all_ranks_learn_the_same(facts, tokens):
         known = [t for _, measured, *_ in facts if (t := getattr(measured, name)) is not None]
         assert getattr(first.measured, name) == (pytest.approx(max(known), abs=1e-9) if known else None)
     _, _, start, ended = facts[0]
-    assert first.resolved == tuple((start + i, committed) for i, (committed, _) in enumerate(ended))
-    failed = [10 * (start + i) for i, (committed, _) in enumerate(ended) if not committed]
-    assert first.last_failed_step == max(failed, default=0)
-    assert first.persist_secs == pytest.approx(max((secs for _, secs in ended), default=0), abs=1e-9)
+    assert first.resolved == tuple((start + i, committed) for i, (committed, _, _) in enumerate(ended))
+    assert first.lost == {start + i for i, (_, _, lost) in enumerate(ended) if lost}
+    assert first.persist_secs == pytest.approx(max((secs for _, secs, _ in ended), default=0), abs=1e-9)
 
 
 def test_a_time_too_short_to_count_is_not_taken_for_unknown():

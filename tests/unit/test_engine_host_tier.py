@@ -40,9 +40,9 @@ EXPERTS = [expert_id(layer, e) for layer in range(2) for e in range(4)]
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release()
+    host_tier.release_host_memory()
     yield
-    host_tier.release()
+    host_tier.release_host_memory()
 
 
 def moc(snapshot_k: int = 4) -> MoC:
@@ -213,9 +213,9 @@ def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
 
 def test_losses_are_as_counted_without_the_host_tier_once_it_is_released(tmp_path):
     train_and_fail(tmp_path)
-    assert host_tier.release("/elsewhere") == 0
-    assert host_tier.release(LocalStorage(tmp_path).root) > 0
-    assert host_tier.release() == 0
+    assert host_tier.release_host_memory("/elsewhere") == 0
+    assert host_tier.release_host_memory(LocalStorage(tmp_path).root) > 0
+    assert host_tier.release_host_memory() == 0
     stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         restored, fault = come_back(life)
@@ -228,7 +228,7 @@ def test_a_run_that_ended_well_keeps_no_memory(tmp_path):
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         life.go(3)
         life.finish(save_last=False)
-    assert host_tier.release() == 0
+    assert host_tier.release_host_memory() == 0
 
 
 def test_a_run_whose_last_checkpoint_failed_keeps_it(tmp_path):
@@ -238,7 +238,7 @@ def test_a_run_whose_last_checkpoint_failed_keeps_it(tmp_path):
         storage.fail_at = 1
         with pytest.raises(SaveFailedError, match="injected"):
             life.finish()
-    assert host_tier.release() > 0
+    assert host_tier.release_host_memory() > 0
 
 
 def test_what_another_run_left_is_freed_when_its_directory_is_used_anew(tmp_path):
@@ -248,7 +248,7 @@ def test_what_another_run_left_is_freed_when_its_directory_is_used_anew(tmp_path
         path.rmdir() if path.is_dir() else path.unlink()
     with Life(LocalStorage(tmp_path / "a"), policy=Dense()):
         assert len(host_tier._registry) == 2, "that of the other store, and the one in use"
-    assert host_tier.release(LocalStorage(tmp_path / "a").root) == 0
+    assert host_tier.release_host_memory(LocalStorage(tmp_path / "a").root) == 0
 
 
 def test_an_older_checkpoint_takes_nothing_from_memory(tmp_path):
@@ -454,7 +454,7 @@ def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
             return super().agree(summed, largest)
 
     train_and_fail(tmp_path)
-    host_tier.release()
+    host_tier.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=moc(), comm=Counting()) as life:
         come_back(life)
     assert calls == [1, 1], "whether all loaded, and whether anything is held"
@@ -492,7 +492,7 @@ def test_after_such_a_return_training_goes_on_and_commits(tmp_path):
         life.go(4, settle=True)
 
     with ExitStack() as stack:
-        stack.callback(host_tier.release)
+        stack.callback(host_tier.release_host_memory)
         first, _ = two_lives(tmp_path, "replicated", "replicated", survivors=[1], during=go_on)
     found = manifests(tmp_path)
     assert [m.step for m in found][-4:] == [7, 8, 9, 10]

@@ -27,9 +27,9 @@ from tests.unit.engine_parts import PATIENCE_SECS, GatedStorage, Life, manifests
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release()
+    host_tier.release_host_memory()
     yield
-    host_tier.release()
+    host_tier.release_host_memory()
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_after_a_fault_only_the_recovery_buffer_is_left(tmp_path, buffers):
     fail(tmp_path)
     kept = host_tier._registry[0].tier.nbytes
     assert nbytes_of(buffers) == kept > 0, "of three buffers one"
-    assert host_tier.release() == kept
+    assert host_tier.release_host_memory() == kept
     assert nbytes_of(buffers) == 0
 
 
@@ -172,7 +172,7 @@ def test_what_only_memory_had_is_at_risk_until_storage_has_it(tmp_path):
         stored = {op: record.step for op, record in manifests(tmp_path)[-1].operators.items()}
         lacking = int(((5 - steps_of_experts(stored)) * life.counts).sum())
         assert life.session.books.at_risk_tokens == lacking > 0
-    host_tier.release()
+    host_tier.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
         assert resume(life).lost_tokens == lacking, "and that is what it would have cost"
         assert life.session.books.at_risk_tokens == 0

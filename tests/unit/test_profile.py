@@ -458,7 +458,7 @@ def test_windows_are_recorded_with_what_they_weigh(tmp_path, path):
         run.go(2, settle=True)
     (found,) = read(path).lives
     assert (found.begun, found.committed) == (5, 4)  # that of step 0 too; nobody booked the newest one
-    assert read_profile(path).sizes == run.session._sizes
+    assert read_profile(path).sizes == run.session._planner.sizes
 
 
 def test_tensors_are_weighed_though_nothing_is_saved_yet(tmp_path, path):

@@ -43,6 +43,11 @@ class Ledger:
         held.update(named)
         self._newest_step[tier] = max(step, newest)
 
+    def forget(self, tier: Tier) -> None:
+        """Everything that ``tier`` held is gone: its operators are missing again."""
+        self._versions.pop(tier, None)
+        self._newest_step.pop(tier, None)
+
     def versions(self, tier: Tier = Tier.STORAGE) -> Mapping[str, Version]:
         return dict(self._versions.get(tier, {}))
 

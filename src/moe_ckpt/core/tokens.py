@@ -107,6 +107,10 @@ class TokenBook:
         self.saved[Tier.HOST] = self.saved[Tier.STORAGE].copy()
         self.mark_saved(Tier.HOST, experts, at)
 
+    def forget_saved(self) -> None:
+        """Nothing is saved any more, in any tier."""
+        self.saved = {Tier.STORAGE: self._zeros()}
+
     def recover(self, restored_step: int, held: Counts | None = None) -> FaultRecord:
         """Book the loss of a recovery at ``restored_step``, the step of this very book.
 

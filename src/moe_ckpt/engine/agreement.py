@@ -6,7 +6,7 @@ Two small all-reduces: token counts are summed; everything else is arranged so t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,14 +27,15 @@ class Facts:
 
     busy: some rank cannot take another snapshot now.
     resolved: (sequence, committed) of snapshots resolved on rank 0 since the last step, in order.
+    lost: sequences of those that failed because files that they would build upon are gone from storage.
     persist_secs: the longest time one of them took from beginning to commit.
     """
 
-    busy: bool
-    resolved: tuple[tuple[int, bool], ...]
-    last_failed_step: int
-    persist_secs: float
-    measured: Measured
+    busy: bool = False
+    resolved: tuple[tuple[int, bool], ...] = ()
+    persist_secs: float = 0.0
+    measured: Measured = field(default_factory=Measured)
+    lost: frozenset[int] = frozenset()
 
 
 def agree(
@@ -54,7 +55,7 @@ def agree(
         len(told),
         told[0].sequence if told else 0,
         sum(1 << i for i, r in enumerate(told) if r.committed),
-        max((r.step for r in told if not r.committed), default=0),
+        sum(1 << i for i, r in enumerate(told) if r.lost),
         _nanos(max((r.persist_secs for r in told), default=0.0)),
         _picos_per_byte(measured.copy_bytes_per_sec),
         _picos_per_byte(measured.persist_bytes_per_sec),
@@ -62,11 +63,10 @@ def agree(
     ]
     summed, largest = comm.agree(counts, np.asarray(numbers, dtype=np.int64))
     values = [int(v) for v in largest]
-    count, first, mask = values[4], values[5], values[6]
+    count, first, committed, lost = values[4], values[5], values[6], values[7]
     facts = Facts(
         busy=bool(values[0]),
-        resolved=tuple((first + i, bool(mask >> i & 1)) for i in range(count)),
-        last_failed_step=values[7],
+        resolved=tuple((first + i, bool(committed >> i & 1)) for i in range(count)),
         persist_secs=values[8] / _NANO,
         measured=Measured(
             _secs(values[1]),
@@ -76,6 +76,7 @@ def agree(
             _per_sec(values[10]),
             _secs(values[11]),
         ),
+        lost=frozenset(first + i for i in range(count) if lost >> i & 1),
     )
     return summed, facts
 

@@ -48,6 +48,11 @@ class Pending:
         """True if it stands by itself, or ends its sparse window."""
         return self.window is None or self.slot + 1 == self.window.size
 
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing else is needed to open it, and it is of one step."""
+        return self.window is None and len(self.operators) == len(self.catalog.everything)
+
     @cached_property
     def experts(self) -> Counts:
         """``[n, 2]``: ``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
@@ -85,6 +90,7 @@ class Books:
         self.popularity = self.tokens.applied.copy()
         self.window: Window | None = None
         self.next_slot = 0
+        self._is_void = False
         self._hard = self.tokens.applied.copy()
         self._soft = np.zeros(self._hard.shape)
         self._decayed = np.zeros(self._hard.shape)
@@ -143,7 +149,7 @@ class Books:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
         pending = self.pending.pop(sequence)
         if not committed and pending.window is not None and pending.window == self.window:
-            self.window, self.next_slot = None, 0
+            self.give_up_window()
         if committed and pending.is_checkpoint:
             self._hold(pending)
             self.tokens.mark_saved(Tier.STORAGE, pending.experts, pending.applied)
@@ -155,7 +161,28 @@ class Books:
             self.committed_step = pending.step
         return pending
 
+    def forget(self) -> None:
+        """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
+        self.ledger.forget(Tier.STORAGE)
+        self.tokens.forget_saved()
+        self._never_saved = self.catalog.everything
+        self._committed_at = self._never()
+        self.committed_step = None
+        self.at_risk_tokens = int(self.tokens.unsaved().sum())
+        self.give_up_window()
+        self._is_void = True
+
+    @property
+    def needs_everything(self) -> bool:
+        """True after ``forget``, until a checkpoint of everything is under way or committed."""
+        return self._is_void and not any(pending.is_complete for pending in self.pending.values())
+
+    def give_up_window(self) -> None:
+        """No further slot of the window under way will be saved."""
+        self.window, self.next_slot = None, 0
+
     def _hold(self, pending: Pending) -> None:
+        self._is_void = self._is_void and not pending.is_complete
         # A window's parts are of different steps, so that no partial checkpoint may build on one of them.
         if pending.window is None:
             self.ledger.record(Tier.STORAGE, pending.step, pending.operators)

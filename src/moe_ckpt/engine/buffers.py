@@ -97,6 +97,12 @@ class HostBufferPool:
         with self._lock:
             self._lent.add(buffer)
 
+    def lend_nothing(self) -> HostBuffer:
+        """Returns an empty buffer, which needs no room, for a snapshot of nothing."""
+        buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
+        self.adopt(buffer)
+        return buffer
+
     def give_back(self, buffer: HostBuffer) -> None:
         """The lender no longer reads or writes ``buffer``. One of an unusual size, or beyond the budget, is not kept.
 
@@ -110,7 +116,7 @@ class HostBufferPool:
                 raise ValueError("a host buffer was given back twice, or to a pool that did not lend it")
             self._lent.remove(buffer)
             usual = not self._usual_bytes or _serves(buffer, self._usual_bytes)
-            if usual and self._held() + buffer.nbytes <= self.budget_bytes:
+            if buffer.nbytes and usual and self._held() + buffer.nbytes <= self.budget_bytes:
                 self._free.append(buffer)
 
     def retire(self) -> None:

@@ -11,7 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, files_to_delete, retained
@@ -43,20 +43,22 @@ def collect(
     *,
     abandoned: Collection[str] = (),
     cache: MutableMapping[str, Manifest] | None = None,
+    listed: Mapping[str, list[str]] | None = None,
 ) -> CollectReport:
     """Delete the checkpoints that ``retention`` lets go, and every file that no other one names.
 
-    Called by rank 0 on its persist thread after a commit.
+    Called by rank 0 on its persist thread, after a commit and after a save that failed.
 
     keep_directories: step directories being written now.
     abandoned: directories of saves that failed and that no rank writes to any more. Other directories
         newer than the newest commit are left alone, for a faster rank may have begun the next step.
     cache: directory -> decoded manifest; read instead of the files, and kept up to date.
+    listed: directory -> names in it, of directories that were listed a moment ago and need not be listed again.
 
     Raises:
         OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
     """
-    contents = _read_store(storage, {} if cache is None else cache)
+    contents = _read_store(storage, {} if cache is None else cache, listed or {})
     if contents.is_foreign:
         return CollectReport(damaged=contents.damaged)
     stay = retained(tuple(contents.records.values()), retention, now_unix_secs)
@@ -113,10 +115,13 @@ class _Contents:
         return {directory for directory in self.names if _order(directory) > newest}
 
 
-def _read_store(storage: Storage, cache: MutableMapping[str, Manifest]) -> _Contents:
-    """List every step directory, and decode every manifest that is not in the cache."""
+def _read_store(
+    storage: Storage, cache: MutableMapping[str, Manifest], listed: Mapping[str, list[str]] | None = None
+) -> _Contents:
+    """List every step directory that is not ``listed``, and decode every manifest that is not in the cache."""
+    known = listed or {}
     contents = _Contents()
-    contents.names = each_step(storage, storage.list)
+    contents.names = each_step(storage, lambda name: known[name] if name in known else storage.list(name))
     for directory, names in contents.names.items():
         if MANIFEST_NAME not in names:
             cache.pop(directory, None)

@@ -27,6 +27,10 @@ _SHARED_STORE = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which has no effect on --master-port (docs/torchrun.md)"
 )
 
+_WRITE_TIMEOUT = timedelta(days=30)
+"""Between persist threads. A rank that waits there waits for another's storage, which may hang for long: training
+goes on without checkpoints meanwhile. A peer that is gone is noticed by its connection, and by training itself."""
+
 
 class SoloCommunicator:
     """One process: nothing to agree on."""
@@ -56,8 +60,9 @@ class SoloCommunicator:
 class GlooCommunicator:
     """All ranks of the default process group, on two gloo groups: one per calling thread.
 
-    Must be created on every rank at the same point, after ``init_process_group``. No call waits longer for a peer than
-    ``timeout_secs`` and, while the groups are made, the ten seconds by which torch looks again.
+    Must be created on every rank at the same point, after ``init_process_group``. No call of the training thread waits
+    longer for a peer than ``timeout_secs`` and, while the groups are made, the ten seconds by which torch looks again.
+    ``gather`` and ``announce``, which are for the persist threads, wait for other ranks' storage (``_WRITE_TIMEOUT``).
 
     Raises:
         PeerLostError: here and in every call, when a peer did not come or answer in time.
@@ -98,29 +103,45 @@ class GlooCommunicator:
             return _broadcast(payload, self.rank, source, self._training)
 
     def announce(self, payload: bytes) -> bytes:
-        whom = "the other ranks to hear" if self.rank == 0 else "rank 0 to say"
-        with self._waiting_for(f"{whom} whether a checkpoint is committed"):
-            return _broadcast(payload, self.rank, 0, self._persist)
+        if self.rank:
+            with self._waiting_for("rank 0 to say whether a checkpoint is committed"):
+                return self._receive(0)
+        with self._waiting_for("the other ranks to hear whether a checkpoint is committed"):
+            for rank in range(1, self.world_size):
+                self._send(payload, rank)
+        return payload
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         if self.rank:
             with self._waiting_for("rank 0 to collect what was written"):
-                dist.send(torch.tensor([len(payload)]), dst=0, group=self._persist)
-                dist.send(_tensor(payload), dst=0, group=self._persist)
+                self._send(payload, 0)
             return None
         received = [payload]
         for source in range(1, self.world_size):
             with self._waiting_for(f"rank {source} to say that it has written its part"):
-                size = torch.zeros(1, dtype=torch.int64)
-                dist.recv(size, src=source, group=self._persist)
-                body = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(body, src=source, group=self._persist)
-            received.append(body.numpy().tobytes())
+                received.append(self._receive(source))
         return received
+
+    def _send(self, payload: bytes, target: int) -> None:
+        """On the persist threads' group. By point-to-point calls, because only they take a timeout of their own."""
+        for part in (torch.tensor([len(payload)]), _tensor(payload)):
+            _wait(dist.isend(part, dst=target, group=self._persist))
+
+    def _receive(self, source: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        _wait(dist.irecv(size, src=source, group=self._persist))
+        body = torch.empty(int(size), dtype=torch.uint8)
+        _wait(dist.irecv(body, src=source, group=self._persist))
+        return body.numpy().tobytes()
 
     def close(self) -> None:
         """The groups end with the default group; destroying them one by one would be one more
         collective, at a time when peers may be gone."""
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:  # None: this rank is not of the group
+        work.wait(_WRITE_TIMEOUT)
 
 
 def _broadcast(payload: bytes, rank: int, source: int, group: dist.ProcessGroup | None) -> bytes:

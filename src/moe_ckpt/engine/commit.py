@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from moe_ckpt.core.coverage import prove_cover
 from moe_ckpt.core.operators import Catalog, experts_among
@@ -13,7 +15,7 @@ from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import Acknowledgement, check_acknowledgements, write_named
-from moe_ckpt.errors import CoverageError, SaveFailedError
+from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -31,9 +33,18 @@ Holding = tuple[int, tuple[FileRecord, ...]]
 
 
 @dataclass(frozen=True)
+class Abandoned:
+    """What steps that cannot be committed any more have left. paths: files that the ranks are known to have written."""
+
+    directories: frozenset[str] = frozenset()
+    paths: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class _Slot:
     """A step of the window under way that all ranks have written, and that no manifest names yet."""
 
+    directory: str
     window: Window
     record: SlotRecord
     holdings: Mapping[str, Holding]
@@ -48,6 +59,7 @@ class Committer:
     saved: per expert, the applied tokens that its committed copy has seen.
     parent: directory of the checkpoint that this life of the run returned to; for a generation that was begun inside
         this life, of the newest checkpoint before it. Retention follows it.
+    require_whole: called with each manifest before it is written; raises if a file that it names is not there.
     """
 
     storage: Storage
@@ -58,7 +70,9 @@ class Committer:
     saved: Counts
     holdings: dict[str, Holding] = field(default_factory=dict)
     parent: str | None = None
+    require_whole: Callable[[Manifest], None] = lambda manifest: None
     _slots: list[_Slot] = field(default_factory=list)
+    _given_up: list[_Slot] = field(default_factory=list)
     _newest: Manifest | None = None
 
     def adopt(self, manifest: Manifest) -> None:
@@ -77,24 +91,25 @@ class Committer:
         manifest of all. A life that ends before has no use for them, and garbage collection removes their files.
 
         Raises:
-            SaveFailedError: a rank failed, an earlier step of the window did, or the proof of coverage. Nothing is
-                committed.
+            SaveFailedError: a rank failed, or an earlier step of the window did. Nothing is committed.
+            CoverageError: what the ranks wrote is not what was planned. Likewise.
+            FilesGoneError: files that older checkpoints wrote are gone, and the next one must hold everything.
             OSError: the manifest could not be written.
         """
         causes = check_acknowledgements(acknowledgements)
         if causes:
             raise SaveFailedError(snapshot.step, causes)
         new = self._new_holdings(snapshot, acknowledgements)
+        before = self._slots_before(snapshot)
+        self._given_up += [slot for slot in self._slots if slot not in before]
+        self._slots = before
         if snapshot.window is None:
-            before, holdings = [], self.holdings | new
+            holdings = self.holdings | new
         else:
-            before = self._slots_before(snapshot)
-            slot = _slot_of(snapshot, snapshot.window, acknowledgements, new)
+            self._slots = [*before, _slot_of(snapshot, snapshot.window, acknowledgements, new)]
             if snapshot.slot + 1 < snapshot.window.size:
-                self._slots = [*before, slot]
                 return None
-            holdings = {op: held for each in [*before, slot] for op, held in each.holdings.items()}
-        self._slots = []
+            holdings = {op: held for slot in self._slots for op, held in slot.holdings.items()}
         missing = tuple(f"{op.id} has never been saved" for op in self.catalog.operators if op.id not in holdings)
         if missing:
             raise CoverageError(f"checkpoint of step {snapshot.step}", missing)
@@ -102,11 +117,34 @@ class Committer:
         if self._newest is not None and self._newest.generation != snapshot.generation:
             self.parent = self._newest.directory
         manifest = self._manifest(snapshot, acknowledgements, holdings, saved, before)
+        try:
+            self.require_whole(manifest)
+        except FilesGoneError:
+            self._forget()
+            raise
         write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
+        self._slots = []
         # What a window holds is of different steps: a partial checkpoint must not build on it.
         self.holdings, self.saved = {} if manifest.window else holdings, saved
         self._newest = manifest
         return manifest
+
+    def _forget(self) -> None:
+        """Nothing on storage may be built upon any more."""
+        self.holdings, self.parent, self._newest = {}, None, None
+        self.saved = np.zeros_like(self.saved)
+
+    def superseded(self) -> Abandoned:
+        """Returns, once, what windows that were given up have left."""
+        slots, self._given_up = self._given_up, []
+        return _abandoned(slots)
+
+    def abandon(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> Abandoned:
+        """``commit`` has failed. Returns what can go: the step's files, and those of its window's earlier steps."""
+        self._given_up += self._slots
+        self._slots = []
+        before = self.superseded()
+        return Abandoned(before.directories | {snapshot.directory}, before.paths | _paths(acknowledgements))
 
     def _new_holdings(self, snapshot: Snapshot, acknowledgements: Sequence[Acknowledgement]) -> dict[str, Holding]:
         files: dict[str, list[FileRecord]] = {op: [] for op in snapshot.operators}
@@ -129,7 +167,6 @@ class Committer:
         """The earlier steps of the snapshot's window. Raises ``SaveFailedError`` if one of them was not written."""
         before = [] if snapshot.slot == 0 else [slot for slot in self._slots if slot.window == snapshot.window]
         if len(before) != snapshot.slot:
-            self._slots = []
             raise SaveFailedError(snapshot.step, ("an earlier step of its window was not saved",))
         return before
 
@@ -192,4 +229,15 @@ def _slot_of(
 ) -> _Slot:
     states = tuple(ack.state for ack in acknowledgements if ack.state is not None)
     files = tuple(record for ack in acknowledgements for record, _ in ack.files)
-    return _Slot(window, SlotRecord(snapshot.step, states), holdings, files)
+    return _Slot(snapshot.directory, window, SlotRecord(snapshot.step, states), holdings, files)
+
+
+def _paths(acknowledgements: Sequence[Acknowledgement]) -> frozenset[str]:
+    files = [record.path for ack in acknowledgements for record, _ in ack.files]
+    return frozenset(files + [ack.state.path for ack in acknowledgements if ack.state is not None])
+
+
+def _abandoned(slots: Sequence[_Slot]) -> Abandoned:
+    files = [record.path for slot in slots for record in slot.files]
+    states = [state.path for slot in slots for state in slot.record.states]
+    return Abandoned(frozenset(slot.directory for slot in slots), frozenset(files + states))

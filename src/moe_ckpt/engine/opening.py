@@ -6,10 +6,12 @@ import json
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.differences import describe_differences
+from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.errors import DamagedError, ForeignStoreError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, parse_step_dir
@@ -22,13 +24,21 @@ log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True)
 class Opened:
-    """run_id of the store, and the generation that this life of the run writes under."""
+    """What ``store.json`` says, and the generation that this life of the run writes under. keeper: on rank 0."""
 
-    run_id: str
+    identity: Identity
     generation: int
+    keeper: StoreKeeper | None = None
+
+    @property
+    def run_id(self) -> str:
+        """Of the store."""
+        return self.identity.run_id
 
 
-def open_store(storage: Storage, catalog: Catalog, comm: Communicator, lock: StoreLock) -> Opened:
+def open_store(
+    storage: Storage, catalog: Catalog, comm: Communicator, lock: StoreLock, retention: RetentionPolicy
+) -> Opened:
     """Called once by all ranks before training; rank 0 takes the ``lock``. catalog: of the model.
 
     Raises:
@@ -39,21 +49,25 @@ def open_store(storage: Storage, catalog: Catalog, comm: Communicator, lock: Sto
     """
     if comm.rank == 0:
         try:
-            opened = _open(storage, catalog, lock)
-        except (OSError, MoECheckpointError) as error:
+            opened = _open(storage, catalog, lock, retention)
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             comm.broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-            if isinstance(error, MoECheckpointError):
+            if isinstance(error, MoECheckpointError) or not isinstance(error, OSError):
                 raise
             raise StoreUnwritableError(f"the store {storage.root} cannot be opened: {error}") from error
-        comm.broadcast(json.dumps({"run_id": opened.run_id, "generation": opened.generation}).encode())
+        try:
+            comm.broadcast(json.dumps({"identity": asdict(opened.identity), "generation": opened.generation}).encode())
+        except BaseException:
+            lock.release()
+            raise
         return opened
     answer = json.loads(comm.broadcast(b""))
     if "error" in answer:
         raise StoreError(f"rank 0 could not open the store: {answer['error']}")
-    return Opened(answer["run_id"], answer["generation"])
+    return Opened(Identity(**answer["identity"]), answer["generation"])
 
 
-def _open(storage: Storage, catalog: Catalog, lock: StoreLock) -> Opened:
+def _open(storage: Storage, catalog: Catalog, lock: StoreLock, retention: RetentionPolicy) -> Opened:
     fingerprint = catalog.fingerprint()
     storage.probe()
     lock.acquire()
@@ -67,11 +81,13 @@ def _open(storage: Storage, catalog: Catalog, lock: StoreLock) -> Opened:
         if identity.fingerprint != fingerprint:
             differences = describe_differences(storage, sorted(steps), catalog.parameters)
             identity.require_model(fingerprint, storage.root, differences)
+        keeper = StoreKeeper(storage, identity, retention, lock)
+        keeper.clean_start()
     except BaseException:
         lock.release()
         raise
     generation = 1 + max((generation for _, generation in steps.values()), default=-1)
-    return Opened(identity.run_id, generation)
+    return Opened(identity, generation, keeper)
 
 
 def _identity(storage: Storage, names: list[str], directories: list[str]) -> Identity | None:

@@ -6,7 +6,6 @@ can be committed without every rank, and surface at the next ``raise_fatal``.
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
@@ -17,9 +16,11 @@ from dataclasses import dataclass
 
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.host_tier import HostTier, hold
+from moe_ckpt.engine.keeping import StoreKeeper
+from moe_ckpt.engine.outcomes import FailureCount, Outcome
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import Acknowledgement, write_share
-from moe_ckpt.errors import MoECheckpointError, TornSnapshotError
+from moe_ckpt.errors import FilesGoneError, MoECheckpointError, TornSnapshotError
 from moe_ckpt.ports import Communicator
 from moe_ckpt.storage.base import Storage
 
@@ -35,7 +36,7 @@ class Resolution:
     """How one snapshot ended.
 
     persist_secs: from its beginning to its end. nbytes: of this rank's tensors, which took ``copy_secs`` to host memory
-    and ``write_secs`` from there to the end.
+    and ``write_secs`` from there to the end. lost: see ``Outcome``.
     """
 
     sequence: int
@@ -47,14 +48,15 @@ class Resolution:
     nbytes: int = 0
     copy_secs: float = 0.0
     write_secs: float = 0.0
+    lost: bool = False
 
 
 class Persister:
     """Owns the persist thread of one rank.
 
-    committer: on rank 0, who commits; None elsewhere.
+    committer, keeper: on rank 0, who commits and who keeps the store in order; None elsewhere.
     tier: takes each snapshot's buffer when its outcome is known.
-    after_commit: called on rank 0 after each commit (garbage collection); its errors are logged only.
+    max_failures: after so many checkpoints that failed in a row training is about to stop, and nothing more is tried.
     keep_alive: called on rank 0 about once a minute (renews the lock of a remote store); what it raises
         is kept for ``raise_fatal`` unless it is a passing error of the storage.
     """
@@ -65,16 +67,20 @@ class Persister:
         comm: Communicator,
         run_id: str,
         committer: Committer | None,
+        keeper: StoreKeeper | None,
         tier: HostTier,
-        after_commit: Callable[[], None],
+        max_failures: int,
         keep_alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._storage = storage
         self._comm = comm
         self._run_id = run_id
         self._committer = committer
+        self._keeper = keeper
         self._tier = tier
-        self._after_commit = after_commit
+        self._max_failures = max_failures
+        self._failures = FailureCount()
+        self._taken: tuple[int, float] | None = None
         self._keep_alive = keep_alive
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -97,6 +103,12 @@ class Persister:
     def in_flight(self) -> int:
         with self._changed:
             return self._in_flight
+
+    @property
+    def writing(self) -> tuple[int, float] | None:
+        """(step, seconds since this thread took it up) of the snapshot that is being written; None if none is."""
+        with self._changed:
+            return None if self._taken is None else (self._taken[0], time.monotonic() - self._taken[1])
 
     def resolutions(self, after: int) -> list[Resolution]:
         """The last resolutions with a sequence greater than ``after``, in order."""
@@ -141,10 +153,13 @@ class Persister:
     def _run(self) -> None:
         try:
             while (snapshot := self._next()) is not None:
+                with self._changed:
+                    self._taken = snapshot.step, time.monotonic()
                 resolution = self._persist(snapshot)
                 self._tier.settle(snapshot.buffer, committed=resolution.committed)
                 with self._changed:
                     self._in_flight -= 1
+                    self._taken = None
                     self._resolutions.append(resolution)
                     self._changed.notify_all()
         except BaseException as error:  # the thread's boundary: kept for raise_fatal on the training thread
@@ -180,30 +195,42 @@ class Persister:
     def _persist(self, snapshot: Snapshot) -> Resolution:
         self._renew_lock()
         taken_at = time.perf_counter()
-        acknowledgement = self._write(snapshot)
+        refusal = snapshot.refused or self._refusal(snapshot)
+        acknowledgement = Acknowledgement(self._comm.rank, refusal) if refusal else self._write(snapshot)
         gathered = self._comm.gather(acknowledgement.encode())
-        cause = self._commit(snapshot, gathered) if gathered is not None else None
-        cause = json.loads(self._comm.announce(json.dumps(cause).encode()))
-        if self._comm.rank == 0 and cause is not None:
-            log.warning(
-                "the checkpoint of step %d was not committed; earlier checkpoints are untouched, training goes on. %s",
-                snapshot.step,
-                cause,
-            )
-        elif self._comm.rank == 0:
+        outcome = Outcome() if gathered is None else self._commit(snapshot, gathered)
+        outcome = Outcome.decode(self._comm.announce(outcome.encode()))
+        failed = self._failures.note(snapshot.window, snapshot.slot, committed=outcome.cause is None)
+        if outcome.cause is None:
             self._collect_garbage(snapshot.step)
+        elif self._comm.rank == 0:
+            log.log(
+                logging.WARNING if failed else logging.INFO,
+                "the checkpoint of step %d was not committed; training goes on. %s",
+                snapshot.step,
+                outcome.cause,
+            )
         ended_at = time.perf_counter()
         return Resolution(
             snapshot.sequence,
             snapshot.step,
             snapshot.directory,
-            cause is None,
-            cause,
+            outcome.cause is None,
+            outcome.cause,
             ended_at - snapshot.began_at,
             snapshot.nbytes,
             snapshot.copy.secs,
             ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
+            outcome.lost,
         )
+
+    def _refusal(self, snapshot: Snapshot) -> str | None:
+        """Why there is no use in writing this snapshot, alike on every rank; None if there is."""
+        if snapshot.window is not None and self._failures.has_failed(snapshot.window):
+            return "an earlier step of its window was not saved"
+        if self._failures.in_row >= self._max_failures:
+            return f"{self._failures.in_row} checkpoints before it failed in a row"
+        return None
 
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
@@ -217,18 +244,29 @@ class Persister:
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement(self._comm.rank, f"{type(error).__name__}: {error}")
 
-    def _commit(self, snapshot: Snapshot, gathered: list[bytes]) -> str | None:
-        """Commit on rank 0; the cause if that failed."""
-        if self._committer is None:
-            return "rank 0 has no committer"
+    def _commit(self, snapshot: Snapshot, gathered: list[bytes]) -> Outcome:
+        """Commit on rank 0. Where that fails, what was written goes before any rank hears of it and writes on."""
+        if self._committer is None or self._keeper is None:
+            return Outcome("rank 0 has no committer")
+        acknowledgements: list[Acknowledgement] = []
         try:
-            self._committer.commit(snapshot, [Acknowledgement.decode(raw) for raw in gathered])
+            acknowledgements += [Acknowledgement.decode(raw) for raw in gathered]
+            self._committer.commit(snapshot, acknowledgements)
+            return Outcome()
         except (OSError, MoECheckpointError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+            outcome = Outcome(f"{type(error).__name__}: {error}", lost=isinstance(error, FilesGoneError))
+        try:
+            self._keeper.clear_away(self._committer.abandon(snapshot, acknowledgements))
+        except (OSError, MoECheckpointError) as error:
+            log.warning(
+                "what the checkpoint of step %d left could not be removed, it is tried again: %s", snapshot.step, error
+            )
+        return outcome
 
     def _collect_garbage(self, step: int) -> None:
+        if self._committer is None or self._keeper is None:
+            return
         try:
-            self._after_commit()
+            self._keeper.collect(self._committer.superseded())
         except (OSError, MoECheckpointError) as error:
             log.warning("old checkpoints could not be removed after step %d: %s", step, error)

@@ -23,16 +23,16 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.arranging import Arranger
+from moe_ckpt.engine.arranging import Arrangement, Arranger
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.copying import Copier, Copy
+from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.persisting import Persister, Resolution
 from moe_ckpt.engine.pieces import LocalState, Piece, cut, cut_replay, wanted_boxes, wanted_replay
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.shares import ComputeTypes, Sharder
 from moe_ckpt.engine.snapshot import Snapshot, side_pieces
-from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.ports import Communicator, StateTensor, TensorSpec
 from moe_ckpt.storage.base import Storage
 
@@ -74,7 +74,7 @@ class Pipeline:
         settings: Settings,
         run_id: str,
         committer: Committer | None,
-        after_commit: Callable[[], None],
+        keeper: StoreKeeper | None,
         keep_alive: Callable[[], None],
         on_phase: Callable[[str], None] | None = None,
     ) -> None:
@@ -88,15 +88,21 @@ class Pipeline:
         self._pool = HostBufferPool(budget, pinned=settings.pinned)
         self.host_tier = host_tier.claim(storage.root, run_id, comm.rank, self._pool)
         self._copier = Copier(on_phase)
-        self._persister = Persister(
-            storage,
-            comm,
-            run_id,
-            committer,
-            self.host_tier,
-            after_commit=after_commit,
-            keep_alive=keep_alive,
-        )
+        try:
+            self._persister = Persister(
+                storage,
+                comm,
+                run_id,
+                committer,
+                keeper,
+                self.host_tier,
+                settings.max_failures,
+                keep_alive=keep_alive,
+            )
+        except BaseException:  # no thread to be had, for instance
+            self._copier.close()
+            host_tier.leave(self.host_tier, keep=True)
+            raise
         self._copy: Copy | None = None
         self._restless: set[str] = set()
         self._sequence = 0
@@ -126,10 +132,13 @@ class Pipeline:
         tensors: Sequence[StateTensor],
         specs: Sequence[TensorSpec],
         capture: Callable[[], Mapping[str, Any]],
+        patience_secs: float,
     ) -> Snapshot:
         """Start a snapshot; returns at once unless the pipeline is full.
 
         tensors: of this rank. specs: of all ranks.
+        patience_secs: longest wait for host memory that earlier snapshots use. One that gets none fails on every rank,
+            because peers may have begun it already: see ``Snapshot.refused``.
 
         The plain state is copied here and now. Parameters and optimizer state must not change before
         ``join`` returns.
@@ -137,28 +146,19 @@ class Pipeline:
         Raises:
             HostMemoryError: the snapshot can never fit the budget.
             UnencodableStateError: the plain state holds what only pickle could write.
-            SaveFailedError: nothing became free within ``timeout_secs``.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        chosen, held, frozen = frozenset(order.operators), frozenset(order.held), frozenset(order.frozen)
         encoded, side = side_pieces(capture(), self._rank)
-        copied = chosen | held if held else chosen
-        dealt = self._sharder.deal(copied, tensors, frozen, order.compute)
-        local = self._local.of(tensors)
-        if local is not self._local:
-            self._local = local
-            self._arranger.forget()
-        live = cut(self._local, copied, dealt, self._rank)
-        if order.window is not None:
-            live += cut_replay(self._local, chosen, frozen, dealt, self._rank, order.compute)
-        if self._restless:
-            live = [self._steady(piece) for piece in live]
-        arranged = self._arranger.arrange(live, held, side)
+        arranged = self._arranger.arrange(self._cut(order, tensors), frozenset(order.held), side)
         nbytes = arranged.nbytes
-        buffer, waited = self._buffer(order.step, nbytes)
+        buffer, waited = self._buffer(nbytes, patience_secs)
+        refused = None
+        if buffer is None:
+            refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
+            arranged, buffer = Arrangement((), [], 0), self._pool.lend_nothing()
         self._copy = self._copier.start(arranged.placed, buffer.memory)
         # What storage holds completely at this very version, memory could add nothing to.
-        partial = len(chosen) < len(self._catalog.operators) and order.window is None
+        partial = len(order.operators) < len(self._catalog.operators) and order.window is None
         snapshot = Snapshot(
             sequence=self._sequence,
             step=order.step,
@@ -179,6 +179,7 @@ class Pipeline:
             slot=order.slot,
             keep=partial,
             waited=waited,
+            refused=refused,
         )
         self._sequence += 1
         self._last_nbytes = nbytes
@@ -188,6 +189,20 @@ class Pipeline:
             self._copier.later(self._top_up)
         return snapshot
 
+    def _cut(self, order: Order, tensors: Sequence[StateTensor]) -> list[Piece]:
+        """This rank's share of what is copied, as views of live tensors."""
+        chosen, held, frozen = frozenset(order.operators), frozenset(order.held), frozenset(order.frozen)
+        copied = chosen | held if held else chosen
+        dealt = self._sharder.deal(copied, tensors, frozen, order.compute)
+        local = self._local.of(tensors)
+        if local is not self._local:
+            self._local = local
+            self._arranger.forget()
+        live = cut(self._local, copied, dealt, self._rank)
+        if order.window is not None:
+            live += cut_replay(self._local, chosen, frozen, dealt, self._rank, order.compute)
+        return [self._steady(piece) for piece in live] if self._restless else live
+
     def _wanted(self, order: Order, specs: Sequence[TensorSpec]) -> Mapping[str, list[Box]]:
         """On the persist thread of rank 0: it is of the whole model, and training must not wait for that."""
         chosen = frozenset(order.operators)
@@ -196,16 +211,18 @@ class Pipeline:
             wanted |= wanted_replay(self._catalog, chosen, frozenset(order.frozen), specs)
         return wanted
 
-    def _buffer(self, step: int, nbytes: int) -> tuple[HostBuffer, bool]:
-        """(a buffer, True if snapshots under way had to be waited for).
+    def _buffer(self, nbytes: int, patience_secs: float) -> tuple[HostBuffer | None, bool]:
+        """(a buffer, or None if none became free in time; True if snapshots under way had to be waited for).
 
         It waits where it must even if others are configured to be skipped: peers may have begun already.
         """
+        until = time.monotonic() + patience_secs
         left = self._settings.max_in_flight - 1
         waited = False
         while True:
             waited = waited or self.in_flight > left
-            self.wait(step, left)
+            if not self._persister.wait(left, max(0.0, until - time.monotonic())):
+                return None, waited
             buffer = self._pool.acquire(max(nbytes, 1))
             if buffer is None and self._give_up_recovery(nbytes):
                 buffer = self._pool.acquire(max(nbytes, 1))
@@ -263,15 +280,31 @@ class Pipeline:
                 min(found),
             )
 
-    def wait(self, step: int, in_flight: int = 0) -> None:
-        """Wait until at most ``in_flight`` snapshots are unresolved.
+    def wait(self, timeout_secs: float) -> bool:
+        """Wait until no snapshot is under way; False if that took longer than ``timeout_secs``.
 
         Raises:
-            SaveFailedError: that took longer than ``timeout_secs``.
             RuntimeError: a peer is gone.
         """
-        if not self._persister.wait(in_flight, self._settings.timeout_secs):
-            raise SaveFailedError(step, (f"writing took longer than {self._settings.timeout_secs} s",))
+        return self._persister.wait(0, timeout_secs)
+
+    def wait_for_room(self, timeout_secs: float) -> bool:
+        """Wait until the pipeline is not ``busy``; False if that took longer than ``timeout_secs``.
+
+        Raises:
+            RuntimeError: a peer is gone.
+        """
+        until = time.monotonic() + timeout_secs
+        while self.busy and self.in_flight:
+            fewer = min(self.in_flight, self._settings.max_in_flight) - 1
+            if not self._persister.wait(max(0, fewer), max(0.0, until - time.monotonic())):
+                return False
+        return True
+
+    @property
+    def writing(self) -> tuple[int, float] | None:
+        """See ``Persister.writing``."""
+        return self._persister.writing
 
     def resolutions(self, after: int) -> Sequence[Resolution]:
         """Recent snapshots that ended, with a sequence greater than ``after``."""

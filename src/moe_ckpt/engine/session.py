@@ -10,6 +10,7 @@ and once each: ``open`` before training, ``adopt`` after a restore, ``finish`` o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,31 +23,34 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
-from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.agreement import Facts, agree
+from moe_ckpt.engine.backlog import Backlog
 from moe_ckpt.engine.books import Books, Pending, places
-from moe_ckpt.engine.collect import clean_start, collect
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.host_tier import HostTier
-from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.opening import open_store
+from moe_ckpt.engine.outcomes import FailureCount
 from moe_ckpt.engine.persisting import Resolution
 from moe_ckpt.engine.pipeline import Order, Pipeline
+from moe_ckpt.engine.planning import Planner
 from moe_ckpt.engine.profile import Facts as ProfileFacts
 from moe_ckpt.engine.profile import NoRecorder, Recorder
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.engine.shares import ComputeTypes, inseparable, operator_bytes
+from moe_ckpt.engine.shares import ComputeTypes
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, step_dir
-from moe_ckpt.policies.base import Measured, Policy, PolicyContext, SparsePolicy, uses_sizes, uses_windows
-from moe_ckpt.ports import Communicator, StateTensor, TensorSpec, TrainingState
+from moe_ckpt.policies.base import Measured, Policy, uses_windows
+from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
 log = logging.getLogger("moe_ckpt")
+
+_IDLE_SECS = 10.0
+"""Longest wait for threads that have nothing to do."""
 
 Capture = Callable[[], Mapping[str, Any]]
 """Gives the plain training state of this moment; called only when a snapshot begins."""
@@ -82,36 +86,41 @@ class CheckpointSession:
         self._placement = placement or everywhere(catalog.layers, comm.world_size)
         self._aliases = dict(aliases or {})
         self._lock = lock or StoreLock(storage, "CheckpointSession")
-        self._manifests: dict[str, Manifest] = {}
         self._on_phase = on_phase
         self._meter = Meter()
         self._settled = -1
-        self._failures = 0
-        self._failures_in_row = 0
-        self._skips = self._waits = 0
+        self._failures = FailureCount()
+        self._backlog = Backlog(self._settings, comm.rank, self.largest)
         self._stall = 0.0
+        self._end_secs = self._settings.timeout_secs
         self._k: int | None = None
         self._plt_budget: float | None = None
-        self._layout = Layout(catalog)
-        self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
+        self._planner = Planner(policy, catalog, state, self._placement, comm.rank)
         self._committer: Committer | None = None
         self._pipeline: Pipeline | None = None
         self._left_to_writer = False
-        self._compute_types: ComputeTypes = {}
-        self._sizes: Mapping[str, OperatorBytes] = {}
-        self._inseparable: tuple[frozenset[str], ...] = ()
-        self._sized_at = self._window_layout = self._window_size = -1
-        self._room: int | None = None
         self._profile = NoRecorder()
 
     # --- once, before training ---
 
     def open(self) -> None:
-        """Take possession of the store and start the threads. All ranks, before ``adopt``."""
-        opened = open_store(self._storage, self.catalog, self._comm, self._lock)
+        """Take possession of the store and start the threads. All ranks, before ``adopt``.
+
+        Raises:
+            StoreError, ConfigError, OSError: as ``open_store``. Whatever is raised, neither the lock is held nor a
+                thread runs then.
+        """
+        try:
+            self._open()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the lock of a store that does not answer; the first error tells more
+                self._close(_IDLE_SECS, keep=True)
+            raise
+
+    def _open(self) -> None:
+        opened = open_store(self._storage, self.catalog, self._comm, self._lock, self._settings.retention)
         self.generation = opened.generation
-        if self._comm.rank == 0:
-            self._clean_start()
+        if opened.keeper is not None:
             self._committer = Committer(
                 self._storage,
                 self.catalog,
@@ -119,6 +128,7 @@ class CheckpointSession:
                 self._comm.world_size,
                 self._aliases,
                 self.books.tokens.saved[Tier.STORAGE].copy(),
+                require_whole=opened.keeper.require_whole,
             )
         self._pipeline = Pipeline(
             self._storage,
@@ -128,25 +138,18 @@ class CheckpointSession:
             self._settings,
             opened.run_id,
             self._committer,
-            self._collect,
+            opened.keeper,
             self._lock.refresh,
             self._on_phase,
         )
         if uses_windows(self._policy):  # of the rank that has least
             [least] = self.largest([-self._pipeline.snapshot_bytes])
-            self._room = -least
+            self._planner.room = -least
         if self._settings.profile is not None and self._comm.rank == 0:
             ranks, budget_bytes = self._comm.world_size, self._pipeline.snapshot_bytes * self._settings.max_in_flight
             local_ranks, policy = min(self._settings.local_ranks, ranks), self._policy.describe()
             facts = ProfileFacts(opened.run_id, opened.generation, policy, ranks, local_ranks, budget_bytes)
             self._profile = Recorder(self._settings.profile, self.catalog, self._placement, facts)
-
-    def _clean_start(self) -> None:
-        """Rubbish is no reason not to train: its names are never used again."""
-        try:
-            clean_start(self._storage, self._manifests)
-        except OSError as error:
-            log.warning("what dead writers left in %s could not be removed: %s", self._storage.root, error)
 
     def adopt(self, manifest: Manifest, *, same_store: bool = True, held: Counts | None = None) -> FaultRecord:
         """Go on from a restored checkpoint, and book the tokens that its experts lack.
@@ -162,7 +165,7 @@ class CheckpointSession:
         if manifest.world_size == self._comm.world_size:
             self._meter.resume(manifest.measured)
         if same_store:
-            self._layout.update(self._state.specs())
+            self._planner.layout.update(self._state.specs())
             self.committed_directory = manifest.directory
             if self._committer is not None:
                 self._committer.adopt(manifest)
@@ -229,7 +232,7 @@ class CheckpointSession:
             RuntimeError: a peer is gone.
         """
         began = time.perf_counter()
-        self._described = None
+        self._planner.forget()
         pipeline = self._running
         pipeline.raise_fatal()
         pipeline.join()
@@ -248,8 +251,12 @@ class CheckpointSession:
         popularity = applied if assigned is None else next(heard)
         self.books.routed(applied, weights, popularity)
         self._settle(facts)
-        plan = self._plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
-        record = self._carry_out(plan, capture, busy=facts.busy) if plan else StepRecord(step)
+        if self.books.needs_everything:
+            plan = save_full(step, self.catalog.everything)
+        else:
+            plan = self._planner.plan(self.books.context(step, self._comm.world_size, popularity, facts.measured))
+        self._end_secs = self._settings.timeout_secs
+        record = self._carry_out(plan, capture, facts) if plan else StepRecord(step)
         record = replace(record, halt=plan.halt, **self._budget(plan))
         waited = time.perf_counter() - began - agree_secs
         self._meter.waited(waited)
@@ -264,58 +271,13 @@ class CheckpointSession:
         Called instead of ``after_update`` by the adapter, before the first step of a run that goes on from nothing.
         wait: False where ranks arrive one after the other; ``drain`` before the first update waits for it then.
         """
-        plan = self._plan(self.books.context(step, self._comm.world_size, self.books.popularity, Measured()))
+        plan = self._planner.plan(self.books.context(step, self._comm.world_size, self.books.popularity, Measured()))
         if plan:
-            self._carry_out(replace(plan, wait=wait), capture, busy=False)
-
-    def _plan(self, context: PolicyContext) -> SnapshotPlan:
-        """The policy's decision; one about windows or bytes needs to know what the operators weigh now."""
-        policy = self._policy
-        changes = self._weigh() if uses_windows(policy) or uses_sizes(policy) else 0
-        context = replace(context, placement=self._placement, sizes=self._sizes)
-        if not uses_windows(policy):
-            return policy.plan(context)
-        if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
-            context = replace(context, window=None, next_slot=0)
-        context = replace(context, inseparable=self._inseparable, snapshot_bytes=self._room)
-        plan = policy.plan(context)
-        if plan.window is not None and plan.slot == 0:
-            self._window_layout = changes
-            self._say_window(policy, plan.window.size, context)
-        return plan
-
-    def _say_window(self, policy: SparsePolicy, size: int, context: PolicyContext) -> None:
-        """Tell, on one rank, that windows have another length from now on, and whether training will stall for it."""
-        if size != self._window_size and self._comm.rank == 0 and context.step:
-            warning = policy.explain(context).warning
-            log.info("step %d: a sparse window of %d steps begins", context.step, size)
-            if warning is not None:
-                log.warning("%s", warning)
-        self._window_size = size
-
-    def _describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
-        """This rank's tensors and those of all; listed once per step, though a window asks twice."""
-        if self._described is None:
-            tensors = self._state.tensors()
-            self._described = tensors, self._state.specs()
-        return self._described
-
-    def _weigh(self) -> int:
-        """Bring ``_sizes`` up to date; returns how often the set of tensors has changed."""
-        tensors, specs = self._describe()
-        self._layout.update(specs)
-        if self._sized_at != self._layout.changes:
-            self._sized_at = self._layout.changes
-            if not all(tensor.replicated for tensor in tensors):  # FSDP2: experts are divided over all ranks
-                self._placement = replace(self._placement, experts_whole=False)
-            self._sizes = operator_bytes(self.catalog, specs, self._compute_types)
-            self._inseparable = inseparable(self.catalog, specs)
-        return self._layout.changes
+            self._carry_out(replace(plan, wait=wait), capture, Facts())
 
     def set_compute_types(self, types: ComputeTypes) -> None:
         """What kernels read of the parameters, alike on every rank; their own types until this is called."""
-        self._compute_types = dict(types)
-        self._sized_at = -1
+        self._planner.set_compute_types(types)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Element-wise maximum over ranks. A collective of the training thread."""
@@ -334,33 +296,29 @@ class CheckpointSession:
         for sequence, committed in facts.resolved:
             self._settled = sequence
             self._meter.resolved(facts.persist_secs)
-            self._book(sequence, committed)
-            if committed:
-                self._failures_in_row = 0
-            else:
-                self._failures_in_row += 1
-                self._failures += 1
-        if self._failures_in_row >= self._settings.max_failures:
-            causes = [r.cause for r in self._running.resolutions(-1) if r.cause is not None]
-            raise SaveFailedError(
-                facts.last_failed_step, (f"{self._failures_in_row} checkpoints failed in a row", *causes[-1:])
-            )
+            pending = self._book(sequence, committed)
+            if sequence in facts.lost:
+                self.books.forget()
+                self.committed_directory = None
+            self._failures.note(pending.window, pending.slot, committed=committed)
+            if self._failures.in_row >= self._settings.max_failures:
+                causes = [r.cause for r in self._running.resolutions(-1) if r.sequence == sequence and r.cause]
+                raise SaveFailedError(pending.step, (f"{self._failures.in_row} checkpoints failed in a row", *causes))
 
-    def _book(self, sequence: int, committed: bool) -> None:
+    def _book(self, sequence: int, committed: bool) -> Pending:
         pending = self.books.resolved(sequence, committed=committed)
         self._profile.resolved(committed)
         if committed and pending.is_checkpoint:
-            self._layout.settle(pending.relaid)
+            self._planner.layout.settle(pending.relaid)
             self.committed_directory = step_dir(pending.step, pending.generation)
+        return pending
 
-    def _carry_out(self, plan: SnapshotPlan, capture: Capture, *, busy: bool) -> StepRecord:
-        last = plan.halt is not None  # nothing comes after it that could make up for it
-        if busy and not (plan.wait or last or plan.slot) and self._settings.when_busy == "skip":
-            log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
-            self._skips += 1
+    def _carry_out(self, plan: SnapshotPlan, capture: Capture, facts: Facts) -> StepRecord:
+        if not self._backlog.admits(plan, self._running, busy=facts.busy, measured=facts.measured):
+            if plan.slot:
+                self.books.give_up_window()
             return StepRecord(plan.step, skipped=True)
         snapshot = self._begin(plan, capture)
-        self._waits += snapshot.waited
         if plan.wait:
             self.drain(plan.step)
         return StepRecord(
@@ -374,9 +332,12 @@ class CheckpointSession:
             slot=plan.slot,
         )
 
-    def _begin(self, plan: SnapshotPlan, capture: Capture) -> Snapshot:
-        tensors, specs = self._describe()
-        relaid = self._layout.update(specs)
+    def _begin(self, plan: SnapshotPlan, capture: Capture, *, last: bool = False) -> Snapshot:
+        """last: of the run, so that what it waits for is left to ``finish`` to complain about."""
+        last = last or plan.halt is not None
+        patience_secs = self._end_secs if last else self._settings.timeout_secs
+        tensors, specs = self._planner.describe()
+        relaid = self._planner.layout.update(specs)
         window = plan.window if plan.window is not None and plan.window.size > 1 else None
         operators = plan.operators()
         if relaid and window is None:
@@ -396,7 +357,7 @@ class CheckpointSession:
             operators=operators,
             held=held,
             frozen=plan.compute_only,
-            compute=self._compute_types,
+            compute=self._planner.compute_types,
             window=window,
             slot=plan.slot,
             applied=applied,
@@ -404,24 +365,30 @@ class CheckpointSession:
             policy=self._policy.describe(),
             measured=self._meter.known,
         )
-        self._described = None
-        snapshot = self._running.begin(order, tensors, specs, capture)
+        self._planner.forget()
+        began = time.perf_counter()
+        snapshot = self._running.begin(order, tensors, specs, capture, patience_secs)
+        if last:
+            self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
+        self._backlog.waits += snapshot.waited
+        if snapshot.refused and not last and self._settings.when_busy == "wait":
+            raise self._not_in_time(plan.step, patience_secs)
         self.books.begun(snapshot.sequence, pending)
-        self._profile.begun(snapshot.nbytes, self._layout.changes, specs, self._compute_types)
+        self._profile.begun(snapshot.nbytes, self._planner.layout.changes, specs, self._planner.compute_types)
         return snapshot
 
     def _completed(self, record: StepRecord) -> StepRecord:
         tokens = self.books.tokens
         return replace(
             record,
-            skips=self._skips,
-            waits=self._waits,
+            skips=self._backlog.skips,
+            waits=self._backlog.waits,
             plt=tokens.plt,
             at_risk_plt=self.books.at_risk_plt,
             lost_tokens=tokens.lost_tokens,
             routed_tokens=tokens.routed_tokens,
             committed_step=self.books.committed_step,
-            failed_checkpoints=self._failures,
+            failed_checkpoints=self._failures.total,
             oldest_expert_steps=self.books.oldest_expert_steps(record.step),
         )
 
@@ -439,12 +406,22 @@ class CheckpointSession:
             if newest.operators == complete:
                 return
             self.generation += 1  # a partial checkpoint of this step has taken the name
-        self._begin(save_full(step, complete), capture)
+        self._begin(save_full(step, complete), capture, last=True)
 
-    def drain(self, step: int) -> Sequence[Resolution]:
-        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last."""
+    def drain(self, step: int, at_most_secs: float | None = None) -> Sequence[Resolution]:
+        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
+
+        Args:
+            step: The newest one, for the message.
+            at_most_secs: Of ``timeout_secs``, what is left; None for all of it.
+
+        Raises:
+            SaveFailedError: Storage did not finish in time.
+        """
+        timeout_secs = self._settings.timeout_secs
         self._running.join()
-        self._running.wait(step)
+        if not self._running.wait(timeout_secs if at_most_secs is None else at_most_secs):
+            raise self._not_in_time(step, timeout_secs)
         return self._running.resolutions(-1)
 
     def finish(self, step: int, capture: Capture, *, save_last: bool) -> None:
@@ -455,7 +432,11 @@ class CheckpointSession:
         """
         if save_last:
             self.save_complete(step, capture)
-        ended = self.drain(step)
+        try:
+            ended = self.drain(step, self._end_secs)
+        except SaveFailedError:
+            self._close(0.0, keep=True)
+            raise
         # No step follows whose agreement could book these, and none is needed: every rank has seen all.
         for resolution in ended:
             if resolution.sequence in self.books.pending:
@@ -479,7 +460,7 @@ class CheckpointSession:
         if pipeline is not None:
             # Its thread may write on: whoever comes next in this process must not share the store with it.
             self._left_to_writer = True
-            timeout_secs = timeout_secs or self._settings.timeout_secs
+            timeout_secs = self._settings.timeout_secs if timeout_secs is None else timeout_secs
             if not pipeline.close(timeout_secs, keep=keep, afterwards=self._lock.release):
                 log.warning("a checkpoint is still being written; it is not waited for, but keeps the store locked")
         elif not self._left_to_writer:
@@ -492,6 +473,11 @@ class CheckpointSession:
             raise ConfigError("CheckpointSession: call open() first, and nothing after finish() or close()")
         return self._pipeline
 
-    def _collect(self) -> None:
-        """Persist thread of rank 0, after each commit: drop what retention no longer needs."""
-        collect(self._storage, self._settings.retention, time.time(), cache=self._manifests)
+    def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
+        """What to raise when storage did not answer for so long."""
+        writing, newest = self._running.writing, self.committed_step
+        cause = f"the storage of {self._storage.root} did not finish within {secs:g} s (timeout_secs)"
+        if writing is not None:
+            cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
+        kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        return SaveFailedError(step, (cause, f"{kept}; see whether that storage hangs, or raise timeout_secs"))

@@ -60,6 +60,7 @@ class Snapshot:
     applied, faults: the token book as of this step.
     keep: its buffer becomes the recovery buffer once it is committed (see ``engine.host_tier``).
     waited: training waited for an earlier snapshot before this one could begin.
+    refused: why this rank could not even copy it, so that it fails on every rank; None if it could.
     """
 
     sequence: int
@@ -81,6 +82,7 @@ class Snapshot:
     slot: int = 0
     keep: bool = False
     waited: bool = False
+    refused: str | None = None
 
     @property
     def directory(self) -> str:

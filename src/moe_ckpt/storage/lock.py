@@ -56,6 +56,8 @@ class StoreLock:
         self._lease = _Lease(storage, owner, ttl_secs, clock)
         self._descriptor: int | None = None
         self._leased = False
+        self._taken = False
+        """From ``acquire`` to ``release``, also while somebody else holds what ``retake`` could not get back."""
 
     @property
     def held(self) -> bool:
@@ -79,6 +81,7 @@ class StoreLock:
                     raise
                 raise StoreUnwritableError(f"the lock of the store {self._root} cannot be taken: {error}") from error
         finally:
+            self._taken = self.held
             if not self.held:
                 self._unregister()
 
@@ -92,10 +95,29 @@ class StoreLock:
         if self._leased:
             self._lease.renew()
 
+    def retake(self) -> None:
+        """Take the lock again after somebody emptied or replaced the store, and with it perhaps the lock.
+
+        Raises:
+            StoreInUseError: another run was quicker.
+            OSError: the store did not answer.
+        """
+        if self._leased:
+            self._lease.retake()
+        elif self._taken:
+            previous, self._descriptor = self._descriptor, None
+            if previous is not None:
+                # First: closing it afterwards would drop the new lock, were it the same file all the time.
+                os.close(previous)
+            if not self._lock_file():
+                self._lease.acquire()
+                self._leased = True
+
     def release(self) -> None:
         """Give the store free. Does nothing when the lock is not held."""
-        if not self.held:
+        if not self._taken:
             return
+        self._taken = False
         descriptor, self._descriptor = self._descriptor, None
         leased, self._leased = self._leased, False
         try:
@@ -181,6 +203,13 @@ class _Lease:
         previous = self._number
         self._put(previous + 1)
         self._storage.delete(_lease_name(previous))
+
+    def retake(self) -> None:
+        """As ``renew``, but a lease that was deleted is written anew."""
+        if self._numbers():
+            self.renew()
+        else:
+            self._put(self._number + 1)
 
     def drop(self) -> None:
         self._storage.delete(_lease_name(self._number))

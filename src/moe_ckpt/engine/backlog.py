@@ -1,0 +1,97 @@
+"""What becomes of a checkpoint that is due while storage has not taken those before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.engine.pipeline import Pipeline
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.policies.base import Measured
+
+log = logging.getLogger("moe_ckpt")
+
+_LEAST_PATIENCE_SECS = 5.0
+_TIMES_AS_LONG = 5.0
+_WARN_AFTER_SECS = 60.0
+
+
+class Backlog:
+    """Decides, alike on every rank, whether a snapshot begins. For the training thread only.
+
+    ``when_busy="wait"``: always; it waits for the others, up to ``timeout_secs``. ``when_busy="skip"``: not while the
+    pipeline is busy. The later slots of a sparse window are worth a wait, because leaving one out gives the window up:
+    five times as long as a snapshot usually takes to be committed, but at least 5 s and at most ``timeout_secs``.
+
+    Args:
+        largest: Element-wise maximum over ranks; a collective.
+
+    Attributes:
+        skips: Snapshots that were due and did not begin.
+        waits: Snapshots that training waited for others for, on this rank.
+    """
+
+    def __init__(self, settings: Settings, rank: int, largest: Callable[[Sequence[int]], list[int]]) -> None:
+        self.skips = 0
+        self.waits = 0
+        self._settings = settings
+        self._rank = rank
+        self._largest = largest
+        self._warned_of: int | None = None
+
+    def admits(self, plan: SnapshotPlan, pipeline: Pipeline, *, busy: bool, measured: Measured) -> bool:
+        """Returns whether the snapshot of ``plan`` begins now. A collective where a window's later slot finds no room.
+
+        Args:
+            busy: Some rank cannot take another snapshot now; alike on every rank.
+            measured: Alike on every rank.
+        """
+        last = plan.halt is not None  # nothing comes after it that could make up for it
+        if not busy or plan.wait or last or self._settings.when_busy == "wait":
+            return True
+        if plan.slot and self._room_in_time(pipeline, measured):
+            return True
+        self.skips += 1
+        log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
+        self._say_hung(plan, pipeline)
+        return False
+
+    def _room_in_time(self, pipeline: Pipeline, measured: Measured) -> bool:
+        in_time = pipeline.wait_for_room(self.patience_secs(measured))
+        [late] = self._largest([int(not in_time)])
+        return not late
+
+    def patience_secs(self, measured: Measured) -> float:
+        """Longest wait before a window is given up."""
+        if measured.persist_secs is None:
+            return self._settings.timeout_secs
+        return min(self._settings.timeout_secs, max(_LEAST_PATIENCE_SECS, _TIMES_AS_LONG * measured.persist_secs))
+
+    def _say_hung(self, plan: SnapshotPlan, pipeline: Pipeline) -> None:
+        """Warn once of each snapshot that storage does not finish, and of each window that is given up for it."""
+        if self._rank:
+            return
+        writing = pipeline.writing
+        step, secs = (None, 0.0) if writing is None else writing
+        if plan.window is not None and plan.slot:
+            log.warning(
+                "step %d: storage has not taken the snapshots before this one (that of step %s for %.1f s now), so the "
+                "sparse window that began at step %d is given up. Training goes on; a new window begins when storage "
+                "answers again",
+                plan.step,
+                step,
+                secs,
+                plan.window.start,
+            )
+        elif secs > min(_WARN_AFTER_SECS, self._settings.timeout_secs) and self._warned_of != step:
+            log.warning(
+                "step %d: storage has been writing the checkpoint of step %s for %.0f s. Training goes on without new "
+                "checkpoints until it answers again",
+                plan.step,
+                step,
+                secs,
+            )
+        else:
+            return
+        self._warned_of = step

@@ -1,0 +1,62 @@
+"""How snapshots ended, and how many checkpoints failed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from moe_ckpt.core.window import Window
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 tells all ranks of one snapshot.
+
+    Attributes:
+        cause: Why it was not committed; None if it was.
+        lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
+    """
+
+    cause: str | None = None
+    lost: bool = False
+
+    def encode(self) -> bytes:
+        return json.dumps([self.cause, self.lost]).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Outcome:
+        cause, lost = json.loads(raw)
+        return cls(cause, lost)
+
+
+@dataclass
+class FailureCount:
+    """Counts checkpoints that failed. The steps of a sparse window are one checkpoint together, and fail as one.
+
+    Attributes:
+        total: Of this life of the run.
+        in_row: Since the last one that was committed.
+    """
+
+    total: int = 0
+    in_row: int = 0
+    _windows: set[int] = field(default_factory=set)
+
+    def note(self, window: Window | None, slot: int, *, committed: bool) -> bool:
+        """Count one snapshot. Returns True if with it one more checkpoint has failed."""
+        if committed:
+            if window is None or slot + 1 == window.size:
+                self.in_row = 0
+                self._windows.clear()
+            return False
+        if window is not None:
+            if self.has_failed(window):
+                return False
+            self._windows.add(window.start)
+        self.total += 1
+        self.in_row += 1
+        return True
+
+    def has_failed(self, window: Window) -> bool:
+        """True if a step of this window failed already, so that the others are of no use."""
+        return window.start in self._windows

@@ -1,0 +1,68 @@
+"""Real directories behind a disk that is small, or that stops answering."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.base import Chunk
+
+PATIENCE_SECS = 60.0
+"""A hang that no test ends is over after that."""
+
+
+class SmallDisk(LocalStorage):
+    """Full when the files below its root have ``capacity_bytes`` together; ENOSPC comes in the middle of a file."""
+
+    def __init__(
+        self, root: str | Path, capacity_bytes: float, on_phase: Callable[[str], None] | None = None
+    ) -> None:
+        super().__init__(root, on_phase)
+        self.capacity_bytes = capacity_bytes
+        self.full = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(path.stat().st_size for path in Path(self.root).rglob("*") if path.is_file())
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        return super().write(path, self._as_fits(chunks))
+
+    def _as_fits(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        left = self.capacity_bytes - self.used_bytes
+        for chunk in chunks:
+            size = memoryview(chunk).nbytes
+            if size > left:
+                yield memoryview(chunk).cast("B")[: max(0, int(left))]
+                self.full += 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            left -= size
+            yield chunk
+
+
+class HangingDisk(LocalStorage):
+    """Writes below a step directory do not return while ``answers`` is cleared.
+
+    before_write: called with each such path first, and may clear it.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        on_phase: Callable[[str], None] | None = None,
+        before_write: Callable[[str], None] = lambda path: None,
+    ) -> None:
+        super().__init__(root, on_phase)
+        self.answers = threading.Event()
+        self.answers.set()
+        self.before_write = before_write
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        if path.startswith("step_"):
+            self.before_write(path)
+            if not self.answers.wait(PATIENCE_SECS):
+                raise TimeoutError("nobody ended the hang")
+        return super().write(path, chunks)

@@ -25,10 +25,8 @@ help: ## Say what there is
 demo: $(STAMP) ## Train without failures, and with Dense, MoC and MoEvement under kills; table and report.html
 	@$(PY) recipes/gpt_moe_lightning/demo.py $(DEMO)
 
-demo-megatron: $(STAMP) ## Train with the real Megatron-Core on 4 CPU processes (PP2 x EP2), MoEvement, two kills
-	@PYTHON=$(abspath $(PY)) LOGS=runs/demo-megatron-$$$$ \
-	  recipes/gpt_moe_megatron/launch/torchrun.sh faults=seeded name=demo-megatron-$$$$ \
-	  moe_ckpt/policy=moevement moe_ckpt.policy.window=3 $(DEMO)
+demo-megatron: $(STAMP) ## The real Megatron-Core on 4 CPU processes (PP2 x EP2), with and without kills; table
+	@$(PY) recipes/gpt_moe_megatron/demo.py $(DEMO)
 
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -q $(PYTEST)

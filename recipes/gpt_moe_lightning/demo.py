@@ -14,12 +14,10 @@ import argparse
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,11 +30,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from recipes.demonstrating import KillNews, ended, last_words, prepare  # noqa: E402
+from recipes.gpt_moe_lightning import at_scale  # noqa: E402
+from recipes.gpt_moe_lightning.at_scale import AtScale  # noqa: E402
 from recipes.gpt_moe_lightning.heat import heat_text  # noqa: E402
 from recipes.gpt_moe_lightning.report import write_report  # noqa: E402
 from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, summarise, table_cells, verdicts  # noqa: E402
-
-MARKER = ".moe_ckpt_demo"  # in directories that the demo made and may therefore empty
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,7 @@ class Watch:
             s.name: self.progress.add_task(s.title, total=settings.steps, start=False, status="") for s in SCENARIOS
         }
         self.line = Text("")
+        self._kills = {scenario.name: KillNews() for scenario in SCENARIOS}
 
     def show(self, scenario: Scenario, run: RunSummary) -> None:
         last = next((r for r in reversed(run.records) if "train/loss" in r), None)
@@ -119,12 +119,14 @@ class Watch:
         again = f"  recomputed {run.recomputed}" if run.recomputed else ""
         self.progress.update(self.tasks[scenario.name], completed=reached, status=f"{loss}{killed}{again}")
         self.line = Text(self._news(run), style="dim")
+        for line in self._kills[scenario.name].lines(self.settings.out / scenario.name):
+            self.progress.console.print(f"{scenario.title}: {line}", soft_wrap=True)
 
     @staticmethod
     def _news(run: RunSummary) -> str:
         last = run.records[-1] if run.records else {}
         if last.get("event") in ("process_start", "corpus") and run.restarts:
-            return f"a process was killed after iteration {run.restart_steps[-1]}; starting again ..."
+            return f"a process was killed on purpose after iteration {run.restart_steps[-1]}; starting again ..."
         if last.get("event") == "training" and run.restarts:
             return f"back at iteration {last['from_step']}"
         return ""
@@ -157,34 +159,8 @@ def run_scenario(scenario: Scenario, settings: Settings, watch: Watch) -> RunSum
     watch.show(scenario, run)
     watch.progress.stop_task(watch.tasks[scenario.name])
     if process.returncode:
-        tail = "\n".join(output.read_text(errors="replace").splitlines()[-40:])
-        raise RuntimeError(f"run {scenario.title!r} ended with code {process.returncode}; {output} ends with:\n{tail}")
+        raise RuntimeError(last_words(scenario.title, process.returncode, output))
     return run
-
-
-@contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, which is ended and waited for however the block is left (Ctrl-C too)."""
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun passes it on to the workers
-            try:
-                process.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def prepare(out: Path) -> None:
-    """An empty directory of our own. Raises ``FileExistsError`` rather than emptying somebody else's."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARKER).exists():
-            raise FileExistsError(f"{out} is not empty and was not made by this demo: choose another --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARKER).touch()
 
 
 def facts(settings: Settings, runs: Sequence[RunSummary]) -> Iterator[str]:
@@ -202,9 +178,23 @@ def facts(settings: Settings, runs: Sequence[RunSummary]) -> Iterator[str]:
     yield (
         "In no figure: the whole state that MoEvement writes before the first iteration, and every run after the last."
     )
+    yield f"Simulated: {shlex.join(['python', *at_scale.command()[1:]])}"
     for scenario in SCENARIOS:
         words = command(scenario, settings, settings.out / scenario.name)
         yield f"{scenario.title}: {shlex.join(['python', *words[1:]])}"
+
+
+def print_scale(console: Console, scale: Sequence[AtScale]) -> None:
+    """Why the table above does not say which policy to take, and what does."""
+    console.print(Text("\n" + at_scale.sentence(scale)))
+    if scale:
+        table = Table(*at_scale.COLUMNS[:1])
+        for title in at_scale.COLUMNS[1:]:
+            table.add_column(title, justify="right")
+        for row in scale:
+            table.add_row(*row.cells())
+        console.print(table)
+    console.print(at_scale.PLAN)
 
 
 def print_table(console: Console, runs: Sequence[RunSummary]) -> None:
@@ -224,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch = Watch(console, settings)
     console.print(
         f"A GPT-MoE (2.7 M parameters, 8 experts) on {settings.ranks} processes, {settings.steps} iterations, "
-        f"five times; {settings.kills} kills in each of the last four."
+        f"five times; {settings.kills} kills (kill -9, on purpose) in each of the last four."
     )
     try:
         with Live(watch, console=console, refresh_per_second=4):
@@ -237,9 +227,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for check in checks:
         console.print(Text(("yes  " if check.passed else "NO   ") + check.sentence, "green" if check.passed else "red"))
     console.print(heat_text(runs, console.width))
-    report = write_report(settings.out / "report.html", runs, checks, list(facts(settings, runs)))
+    scale: list[AtScale] = []
+    try:
+        scale = at_scale.simulate()
+    except RuntimeError as error:
+        console.print(Text(str(error), style="red"))
+    print_scale(console, scale)
+    report = write_report(settings.out / "report.html", runs, checks, list(facts(settings, runs)), scale)
     console.print(f"Curves: {report}")
-    return 0 if all(check.passed for check in checks) else 1
+    return 0 if scale and all(check.passed for check in checks) else 1
 
 
 def parse(argv: Sequence[str] | None) -> Settings:

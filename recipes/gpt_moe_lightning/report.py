@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.demonstrating import Verdict
+from recipes.gpt_moe_lightning import at_scale
+from recipes.gpt_moe_lightning.at_scale import AtScale
 from recipes.gpt_moe_lightning.heat import PANELS, draw_heat, partial_runs
-from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, Verdict, table_cells
+from recipes.gpt_moe_lightning.summary import ROWS, Curve, RunSummary, table_cells
 
 # Colours that colour-blind readers can tell apart; widths that show a line under another one.
 LINES = (
@@ -36,10 +39,18 @@ ul { list-style: none; padding: 0; }
 
 @dataclass(frozen=True)
 class Plot:
+    """metric, scale: what the curves are, in ``unit``. explanation: in the report; may depend on what was measured.
+
+    difference: a second panel shows by how much the runs differ from the first one, which never failed.
+    """
+
     title: str
     unit: str
-    explanation: str
+    metric: str
+    scale: float
+    explanation: Callable[[Sequence[RunSummary]], str]
     draw: Callable[[Any, RunSummary, Mapping[str, Any]], None]
+    difference: bool = False
 
 
 def _line(
@@ -58,41 +69,75 @@ def _plt(axes: Any, run: RunSummary, line: Mapping[str, Any]) -> None:
     axes.plot(steps, [100 * v for v in values], color=line["color"], linewidth=1, linestyle=":")
 
 
+def _always(text: str) -> Callable[[Sequence[RunSummary]], str]:
+    return lambda runs: text
+
+
+HARMLESS_PLT = 0.04
+"""Papers on partial expert checkpoints see no harm below 3.75 % (MoC-System), 5 % or 7 % of lost tokens."""
+
+
+def plt_text(runs: Sequence[RunSummary]) -> str:
+    """What the curves of lost tokens are, and how this run's compare with what papers call harmless."""
+    worst = max(runs, key=lambda run: run.plt)
+    kills = max(1, worst.kills)
+    told = (
+        "Solid: tokens that restored experts have really lost, as a share of all tokens routed so far. It jumps at a "
+        "kill and then shrinks, since the total goes on growing. Dotted: what it would be if a process died right "
+        "now. Dense and MoEvement lose no tokens: they compute the lost iterations again. Papers on partial expert "
+        "checkpoints find model quality unharmed below about 4 to 7 %. "
+    )
+    if worst.plt <= HARMLESS_PLT:
+        return told + f"Here at most {worst.plt:.2%} are lost in the end ({worst.title}), which is less."
+    every = worst.steps / kills
+    return told + (
+        f"Here up to {worst.plt:.2%} are lost ({worst.title}), which is not below that: a process dies every "
+        f"{every:.0f} iterations, so that there is something to see. With a failure every {every * 100:,.0f} "
+        f"iterations the same kills would lose {worst.plt / 100:.2%}. plt_budget=0.0375 keeps a run within 3.75 %: it "
+        "saves more experts at each checkpoint."
+    )
+
+
 PLOTS = (
     Plot(
         "Training loss",
         "nats per byte",
-        "How well the model predicts the next byte: lower is better. A vertical line marks a kill. Dense comes back "
-        "to an older iteration and computes the same numbers again, so its curve lies exactly on that of the run that "
-        "never failed. So does MoEvement's, which computes the iterations of its newest window again. MoC comes back "
-        "with some experts a few iterations old, so after the first kill its curves may leave the others by a little, "
-        "and then run beside them.",
+        "train/loss",
+        1.0,
+        _always(
+            "How well the model predicts the next byte: lower is better. The curves lie on one another, so the lower "
+            "panel shows their difference to the run that never failed. A vertical line marks a kill. Dense comes back "
+            "to an older iteration and computes the same numbers again, MoEvement those of its newest window: their "
+            "difference is exactly 0. MoC comes back with some experts a few iterations old, so from the first kill "
+            "on it differs by a little, to either side, as a run with other random numbers would."
+        ),
         _line("train/loss"),
+        difference=True,
     ),
-    Plot(
-        "Portion of lost tokens (PLT)",
-        "% of all tokens",
-        "Solid: tokens that restored experts have really lost, as a share of all tokens routed so far. It jumps at a "
-        "kill and then shrinks, since the total goes on growing. Dotted: what it would be if a process died right "
-        "now. Papers on partial expert checkpoints find model quality unharmed below about 4 to 7 %. Dense and "
-        "MoEvement lose no tokens: they compute the lost iterations again.",
-        _plt,
-    ),
+    Plot("Portion of lost tokens (PLT)", "% of all tokens", "moe_ckpt/plt", 100.0, plt_text, _plt),
     Plot(
         "Bytes written per iteration",
         "MB",
-        "Dense writes everything in every tenth iteration and nothing between. MoC writes all that is not an expert, "
-        "and one expert of each layer, in every iteration; only its very first checkpoint is a full one. MoEvement "
-        "writes everything in the course of three iterations, and of what has its turn later the weights alone, so "
-        "that these iterations can be computed again. All restart from the newest checkpoint, so writing often "
-        "is what keeps the repeated work small.",
+        "moe_ckpt/bytes",
+        1e-6,
+        _always(
+            "Dense writes everything in every tenth iteration and nothing between. MoC writes all that is not an "
+            "expert, and one expert of each layer, in every iteration; only its very first checkpoint is a full one. "
+            "MoEvement writes everything in the course of three iterations, and of what has its turn later the weights "
+            "alone, so that these iterations can be computed again. All restart from the newest checkpoint. What "
+            "counts at scale is the height of a bar: all of it must be copied beside one iteration, or training waits."
+        ),
         _line("moe_ckpt/bytes", 1e-6, "steps-mid"),
     ),
     Plot(
         "Stall per iteration",
         "ms",
-        "How long training stood still for the checkpoint. The copy of the state runs beside the next forward and "
-        "backward pass, and the writing beside whatever follows; only what does not fit into that shows up here.",
+        "moe_ckpt/stall_ms",
+        1.0,
+        _always(
+            "How long training stood still for the checkpoint. The copy of the state runs beside the next forward and "
+            "backward pass, and the writing beside whatever follows; only what does not fit into that shows up here."
+        ),
         _line("moe_ckpt/stall_ms"),
     ),
 )
@@ -121,8 +166,8 @@ def draw(plot: Plot, runs: Sequence[RunSummary]) -> bytes:
     """A PNG of one plot with one line per run, and a mark at each kill."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.8), dpi=110, layout="constrained")
-    _fill(figure.add_subplot(), plot, runs)
+    figure = Figure(figsize=(10, 5.4 if plot.difference else 3.8), dpi=110, layout="constrained")
+    _fill(figure, figure.add_gridspec(1, 1)[0], plot, runs)
     return _png(figure)
 
 
@@ -131,11 +176,12 @@ def overview(runs: Sequence[RunSummary]) -> bytes:
     from matplotlib.figure import Figure
 
     partial = partial_runs(runs)
-    heights = (7.6, 2.9 * len(partial)) if partial else (7.6,)
+    heights = (8.6, 2.9 * len(partial)) if partial else (8.6,)
     figure = Figure(figsize=(14, sum(heights)), dpi=90, layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, plot in zip(parts[0].subplots(2, 2).flat, PLOTS, strict=True):
-        _fill(axes, plot, runs)
+    grid = parts[0].add_gridspec(2, 2, height_ratios=(1.25, 1))
+    for number, plot in enumerate(PLOTS):
+        axes = _fill(parts[0], grid[divmod(number, 2)], plot, runs)
         axes.get_legend().remove()
         axes.set_title(plot.title, loc="left", fontsize=11, pad=16)
     parts[0].legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
@@ -144,15 +190,76 @@ def overview(runs: Sequence[RunSummary]) -> bytes:
     return _png(figure)
 
 
-def _fill(axes: Any, plot: Plot, runs: Sequence[RunSummary]) -> None:
+def _fill(figure: Any, place: Any, plot: Plot, runs: Sequence[RunSummary]) -> Any:
+    """Draw the plot where ``place``, of a grid, says; the axes with the curves."""
+    if not plot.difference:
+        axes = figure.add_subplot(place)
+        lowest = axes
+    else:
+        upper, lower = place.subgridspec(2, 1, height_ratios=(1.5, 1), hspace=0.05)
+        axes = figure.add_subplot(upper)
+        axes.tick_params(labelbottom=False)
+        lowest = figure.add_subplot(lower, sharex=axes)
+        _fill_differences(lowest, plot, runs)
     for run, line in zip(runs, LINES, strict=False):
         plot.draw(axes, run, line)
-    for step in runs[1].restart_steps if len(runs) > 1 else ():  # all failing runs have the same kills
-        axes.axvline(step, color="#888888", linewidth=1, zorder=0)
-        axes.annotate("kill", (step, 1), xycoords=("data", "axes fraction"), ha="center", color="#666666", fontsize=9)
-    axes.set(xlabel="iteration", ylabel=plot.unit)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1, 1.03))
+    for panel in {axes, lowest}:
+        for step in kills_of(runs):
+            panel.axvline(step, color="#888888", linewidth=1, zorder=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    for step in kills_of(runs):
+        at = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+        axes.annotate("kill", (step, 1), color="#666666", fontsize=9, **at)
+    axes.set_ylabel(plot.unit)
+    lowest.set_xlabel("iteration")
+    axes.legend(frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1, 1.06))
+    return axes
+
+
+def _fill_differences(axes: Any, plot: Plot, runs: Sequence[RunSummary]) -> None:
+    for run, line in list(zip(runs, LINES, strict=False))[1:]:
+        steps, away = differences(run, runs[0], plot.metric)
+        axes.plot(steps, away, label=run.title, **line)
+    axes.axhline(0, color="#aaaaaa", linewidth=0.8, zorder=0)
+    axes.set_ylabel("difference to\nnever failing")
+
+
+def differences(run: RunSummary, baseline: RunSummary, metric: str) -> Curve:
+    """Steps that both did, and by how much ``run`` is above."""
+    ours, theirs = (dict(zip(*each.curve(metric), strict=True)) for each in (run, baseline))
+    steps = sorted(ours.keys() & theirs.keys())
+    return steps, [ours[step] - theirs[step] for step in steps]
+
+
+def kills_of(runs: Sequence[RunSummary]) -> list[int]:
+    """All failing runs have the same kills: those of the first that failed."""
+    return next((run.restart_steps for run in runs if run.restart_steps), [])
+
+
+def alternative(plot: Plot, runs: Sequence[RunSummary]) -> str:
+    """What the picture shows, for those who do not see it."""
+    steps = max((run.steps for run in runs), default=0)
+    kills = ", ".join(map(str, kills_of(runs)))
+    told = f"{plot.title} ({plot.unit}) over iterations 1 to {steps}, a line per run"
+    told += f", kills after iterations {kills}. " if kills else ". "
+    for run in runs:
+        values = [value * plot.scale for value in run.curve(plot.metric)[1]]
+        if values:
+            told += f"{run.title}: {min(values):.4g} to {max(values):.4g}, in the end {values[-1]:.4g}. "
+    if plot.difference:
+        away = [(run.title, [abs(v) for v in differences(run, runs[0], plot.metric)[1]]) for run in runs[1:]]
+        most = ", ".join(f"{title} {max(each):.2g}" if any(each) else f"{title} 0" for title, each in away if each)
+        told += f"Lower panel, largest difference to {runs[0].title}: {most}."
+    return told.strip()
+
+
+def heat_alternative(runs: Sequence[RunSummary]) -> str:
+    """Likewise of the heat maps."""
+    tops = [
+        f"{run.title}: at most " + " and ".join(f"{int(run.tables(p.name)[1].max()):,} {p.title}" for p in PANELS)
+        for run in partial_runs(runs)
+    ]
+    return f"Heat maps, a row per expert and a column per iteration, two for each run. {'. '.join(tops)}."
 
 
 def _png(figure: Any) -> bytes:
@@ -161,7 +268,9 @@ def _png(figure: Any) -> bytes:
     return png.getvalue()
 
 
-def render(runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequence[str]) -> str:
+def render(
+    runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequence[str], scale: Sequence[AtScale] = ()
+) -> str:
     """The whole page. Pictures are embedded: the file can be mailed."""
     head = "".join(f"<th>{html.escape(run.title)}</th>" for run in runs)
     columns = [table_cells(run, runs[0]) for run in runs]
@@ -174,9 +283,11 @@ def render(runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequenc
     verdicts = "".join(
         f'<li class="{"yes" if check.passed else "no"}">{html.escape(check.sentence)}</li>' for check in checks
     )
-    plots = "".join(_section(plot.title, plot.explanation, draw(plot, runs)) for plot in PLOTS)
+    plots = "".join(
+        _section(plot.title, plot.explanation(runs), draw(plot, runs), alternative(plot, runs)) for plot in PLOTS
+    )
     if partial_runs(runs):
-        plots += _section(HEAT_TITLE, HEAT_TEXT, heat(runs))
+        plots += _section(HEAT_TITLE, HEAT_TEXT, heat(runs), heat_alternative(runs))
     notes = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>moe_ckpt demo</title>'
@@ -185,21 +296,37 @@ def render(runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequenc
         "failing at the same iterations, with a partial checkpoint at every iteration (MoC), once with the experts "
         "in turn, once with those that have most to lose; and with a checkpoint spread over every three iterations "
         "(MoEvement), which brings back the exact state.</p>"
-        f"<ul>{verdicts}</ul><table><tr><th></th>{head}</tr>{rows}</table>{plots}"
+        f"<ul>{verdicts}</ul><table><tr><th></th>{head}</tr>{rows}</table>{_scale_section(scale)}{plots}"
         f"<h2>How it was run</h2><ul>{notes}</ul></body></html>\n"
     )
 
 
-def _section(title: str, explanation: str, png: bytes) -> str:
+def _scale_section(scale: Sequence[AtScale]) -> str:
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in at_scale.COLUMNS)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in scale)
+    table = f"<table><tr>{head}</tr>{rows}</table>" if scale else ""
     return (
-        f"<h2>{html.escape(title)}</h2><p>{html.escape(explanation)}</p>"
-        f'<img alt="{html.escape(title)} per iteration" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        f"<h2>Which policy is best?</h2><p>{html.escape(at_scale.sentence(scale))}</p>{table}"
+        f"<p>{html.escape(at_scale.PLAN)}</p>"
     )
 
 
-def write_report(path: Path, runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequence[str]) -> Path:
+def _section(title: str, explanation: str, png: bytes, alternative: str) -> str:
+    return (
+        f"<h2>{html.escape(title)}</h2><p>{html.escape(explanation)}</p>"
+        f'<img alt="{html.escape(alternative)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    )
+
+
+def write_report(
+    path: Path,
+    runs: Sequence[RunSummary],
+    checks: Sequence[Verdict],
+    facts: Sequence[str],
+    scale: Sequence[AtScale] = (),
+) -> Path:
     """Write the page to ``path`` and all curves in one picture beside it, with the suffix ``.png``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(runs, checks, facts), encoding="utf-8")
+    path.write_text(render(runs, checks, facts, scale), encoding="utf-8")
     path.with_suffix(".png").write_bytes(overview(runs))
     return path

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recipes.demonstrating import Verdict, human_bytes
 from recipes.gpt_moe_lightning.runlog import read_lines, read_runlog
 
 Curve = tuple[list[float], list[float]]
@@ -179,19 +180,12 @@ def _mean(values: Iterable[float]) -> float:
     return sum(listed) / len(listed) if listed else 0.0
 
 
-def human_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
-
-
 ROWS: tuple[tuple[str, str], ...] = (
     ("iterations", "the length of the run"),
     ("processes killed", "kill -9 of a rank, in the middle of an iteration"),
     ("iterations computed again", "finished ones that the kill threw away, or that bring a sparse window back"),
-    ("of these, replays", "to bring a sparse window back; nothing is saved at them"),
+    ("of these, per kill", "what one failure costs, on average"),
+    ("replays among them", "to bring a sparse window back; nothing is saved at them"),
     ("checkpoints begun", "over the whole run; a sparse window is one"),
     ("written per checkpoint", "averaged, all ranks together"),
     ("written per iteration", "averaged over all iterations but replays, all ranks together"),
@@ -219,6 +213,7 @@ def table_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
         str(run.steps),
         str(run.kills),
         str(run.recomputed),
+        f"{run.recomputed / run.kills:.1f}" if run.kills else "-",
         str(run.replayed),
         str(run.checkpoints),
         human_bytes(run.bytes_per_checkpoint),
@@ -243,12 +238,6 @@ def _difference(run: RunSummary, baseline: RunSummary) -> str:
         return "unknown"
     away = run.val_loss - baseline.val_loss
     return f"{away:+.4f}" if abs(away) >= 5e-5 else f"{away:+.1e}" if away else "0"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    passed: bool
-    sentence: str
 
 
 def verdicts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from io import StringIO
@@ -12,10 +13,21 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from recipes.gpt_moe_lightning import demo
+from recipes.demonstrating import MARKER, KillNews, Verdict, prepare
+from recipes.gpt_moe_lightning import at_scale, demo
 from recipes.gpt_moe_lightning.heat import draw_heat, heat_text, kill_marks, row_labels, shaded
-from recipes.gpt_moe_lightning.report import render
-from recipes.gpt_moe_lightning.summary import ROWS, Verdict, over_ranks, summarise, table_cells, verdicts
+from recipes.gpt_moe_lightning.report import (
+    HARMLESS_PLT,
+    PLOTS,
+    _fill,
+    _scale_section,
+    alternative,
+    differences,
+    heat_alternative,
+    plt_text,
+    render,
+)
+from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, over_ranks, summarise, table_cells, verdicts
 
 
 def diary(run_dir: Path, rank: int, records: list[dict], torn: str = "") -> None:
@@ -212,15 +224,113 @@ def test_report_is_one_file_that_loads_nothing(tmp_path, run_with_experts):
     assert all(cell in page for cell in table_cells(run, run))
 
 
+@pytest.fixture
+def five_runs(tmp_path):
+    """Never failing, Dense and MoEvement alike, MoC 0.25 above after the kill at step 3, with lost tokens."""
+
+    def run(title: str, above: float, plt: float, kills: int) -> RunSummary:
+        directory = tmp_path / title
+        directory.mkdir()
+        saved = {"moe_ckpt/bytes": 2e6, "moe_ckpt/stall_ms": 4.0}
+        records = [{"event": "process_start", "generation": 0}, *lines(1, 3, 0, 5.0)]
+        records += [{"event": "process_start", "generation": 1}] * bool(kills)
+        records += [line | saved for line in lines(3, 6, bool(kills), 4.0 + above)]
+        records += [{"step": 6, "moe_ckpt/plt": plt}]
+        diary(directory, 0, records)
+        (directory / "kills.jsonl").write_text('{"step": 4, "rank": 1, "phase": "compute"}\n' * kills)
+        return summarise(title, directory)
+
+    ends = {"never failing": (0.0, 0.0, 0), "Dense": (0.0, 0.0, 1), "MoC": (0.25, 0.076, 1), "MoEvement": (0.0, 0.0, 1)}
+    return [run(title, *end) for title, end in ends.items()]
+
+
+def test_losses_that_lie_on_one_another_have_their_differences_in_a_panel_of_their_own(five_runs):
+    baseline, dense, moc, _ = five_runs
+    assert differences(dense, baseline, "train/loss") == ([1, 2, 3, 4, 5, 6], [0.0] * 6)
+    assert differences(moc, baseline, "train/loss") == ([1, 2, 3, 4, 5, 6], [0.0, 0.0, 0.25, 0.25, 0.25, 0.25])
+    figure = Figure()
+    _fill(figure, figure.add_gridspec(1, 1)[0], PLOTS[0], five_runs)
+    losses, away = figure.axes
+    curves = {line.get_label(): list(line.get_ydata()) for line in away.lines}
+    assert [curves[run.title] for run in five_runs[1:]] == [[0.0] * 6, [0.0] * 2 + [0.25] * 4, [0.0] * 6]
+    assert baseline.title not in curves
+    assert {line.get_label() for line in losses.lines} >= {run.title for run in five_runs}
+    marks = [[list(line.get_xdata()) for line in axes.lines].count([3, 3]) for axes in (losses, away)]
+    assert marks == [1, 1], "the kill"
+
+
+def test_alternative_texts_say_what_each_picture_shows(five_runs, run_with_experts):
+    texts = [alternative(plot, five_runs) for plot in PLOTS]
+    assert len(set(texts)) == len(PLOTS)
+    assert all(text.startswith(plot.title) and plot.unit in text for text, plot in zip(texts, PLOTS, strict=True))
+    assert all("kills after iterations 3. " in text for text in texts)
+    assert "MoC: 4.25 to 5, in the end 4.25" in texts[0]
+    assert "largest difference to never failing: Dense 0, MoC 0.25, MoEvement 0." in texts[0]
+    assert "MoC: 7.6 to 7.6" in texts[1]  # in the unit of the picture
+    assert "Dense: 2 to 2" in texts[2]
+    heat = heat_alternative([run_with_experts])
+    assert "MoC: at most 4 iterations since saved and 400 unsaved tokens" in heat
+    page = render([*five_runs, run_with_experts], [], [])
+    for text in (*texts[2:], heat):
+        assert html.escape(text)[:60] in page
+
+
+def test_the_words_on_lost_tokens_fit_the_numbers(five_runs):
+    baseline, _, moc, _ = five_runs
+    above = plt_text(five_runs)
+    assert "up to 7.60% are lost (MoC), which is not below that: a process dies every 6 iterations" in above
+    assert "With a failure every 600 iterations the same kills would lose 0.08%" in above
+    assert "at most 0.00% are lost" in plt_text([baseline])
+    assert moc.plt > HARMLESS_PLT
+
+
+def test_the_report_does_not_leave_the_choice_of_a_policy_to_the_toy(five_runs):
+    spent = {"useful": 80.0, "stall": 0.0, "lost": 12.0, "down": 5.0, "idle": 0.0, "retrieve": 2.0, "replay": 1.0}
+    common = {"spent": spent, "plt": 0.0, "k": None, "window": None, "interval": 15}
+    outcomes = [{"system": "dense"}, {"system": "moc", "k": 8, "interval": 1}, {"system": "moevement", "window": 2}]
+    runs = [{"ettr": {"mean": 0.8}, "outcomes": [common | outcome]} for outcome in outcomes]
+    rows = at_scale.read({"runs": runs})
+    assert [row.cells() for row in rows] == [
+        ("Dense", "every 15 iterations", "80.0%", "13.0%", "0.00%"),
+        ("MoC", "every iteration, 8 experts per layer", "80.0%", "13.0%", "0.00%"),
+        ("MoEvement", "in parts, over 2 iterations", "80.0%", "13.0%", "0.00%"),
+    ]
+    page = _scale_section(rows)
+    assert "cannot be seen at this size" in page
+    assert "<td>in parts, over 2 iterations</td>" in page
+    assert "moe-ckpt plan" in page
+    assert "could not be run" in _scale_section([])
+
+
+@pytest.mark.slow
+def test_the_simulation_shows_what_the_toy_cannot():
+    dense, moc, windows = at_scale.simulate()
+    assert dense.useful + 0.1 < min(moc.useful, windows.useful)
+    assert dense.redone > 10 * max(moc.redone, windows.redone)
+    assert dense.plt == windows.plt == 0 < moc.plt < HARMLESS_PLT
+
+
+def test_each_kill_is_said_once_and_that_it_was_meant(tmp_path):
+    news = KillNews()
+    assert news.lines(tmp_path) == []
+    kills = tmp_path / "kills.jsonl"
+    kills.write_text('{"step": 4, "rank": 1, "phase": "compute"}\n{"step": 9, "ra')
+    (line,) = news.lines(tmp_path)
+    assert line.startswith("rank 1 was killed on purpose in iteration 4 (kill -9)")
+    kills.write_text('{"step": 4, "rank": 1, "phase": "compute"}\n{"step": 9, "rank": 0, "phase": "compute"}\n')
+    assert [line[:30] for line in news.lines(tmp_path)] == ["rank 0 was killed on purpose i"]
+    assert news.lines(tmp_path) == []
+
+
 def test_the_demo_empties_only_what_it_made(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match="--out"):
-        demo.prepare(tmp_path)
+        prepare(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
-    demo.prepare(tmp_path / "own")
+    prepare(tmp_path / "own")
     (tmp_path / "own" / "x").touch()
-    demo.prepare(tmp_path / "own")
-    assert [p.name for p in (tmp_path / "own").iterdir()] == [demo.MARKER]
+    prepare(tmp_path / "own")
+    assert [p.name for p in (tmp_path / "own").iterdir()] == [MARKER]
 
 
 @pytest.mark.slow
@@ -258,6 +368,8 @@ def test_demo_survives_its_kills_and_says_so(tmp_path, capsys):
     page = (out / "report.html").read_text()
     assert "bit for bit" in page
     assert "What it cost" in printed
+    assert printed.count("killed on purpose in iteration") == 8
+    assert "cannot be seen at this size" in " ".join(printed.split())
     assert "Experts chosen by load lost" in printed
     assert printed.count("unsaved tokens, █ = ") == 2
     assert (out / "report.png").stat().st_size > 10_000

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 EPILOG = """\
 examples:
   moe-ckpt export runs/x/step_00000120 --to dcp --output out         torch.distributed.checkpoint, with optimizer
-  moe-ckpt export runs/x/step_00000120 --to safetensors -o out       the model's weights
+  moe-ckpt export runs/x/step_00000120 --to safetensors -o out       the model's weights, for from_pretrained
   moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for Trainer(ckpt_path=)
 
 an existing output is never overwritten; exit code: 0 written, 2 not
@@ -26,6 +26,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("path", help="step directory (or store: its newest usable step), or a URL of one")
     parser.add_argument("--to", required=True, choices=("dcp", "safetensors", "lightning"), help="format to write")
     parser.add_argument("--output", "-o", help="file or directory to create (default: named after the step, here)")
+    parser.add_argument(
+        "--strip-prefix",
+        metavar="PREFIX",
+        help="safetensors: what to take off names, such as 'net.' (default: what a model of transformers has its names "
+        "from, else nothing; '' for nothing)",
+    )
+    parser.add_argument(
+        "--max-file-size", metavar="SIZE", default="50GB", help="safetensors: larger models are split (default: 50GB)"
+    )
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -34,6 +43,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.interop.export import export
 
     with progress_bar("exporting") as progress:
-        target = export(args.path, args.to, args.output, progress)
+        target = export(
+            args.path,
+            args.to,
+            args.output,
+            progress,
+            strip_prefix=args.strip_prefix,
+            max_file_bytes=args.max_file_size,
+        )
     print(target)
     return 0

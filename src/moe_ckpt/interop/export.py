@@ -6,12 +6,12 @@ way. The output appears under its name only when it is complete.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError, StoreUnwritableError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.interop.safetensors_export import MAX_FILE_BYTES, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
 from moe_ckpt.recovery.reader import open_step
 
@@ -30,8 +32,6 @@ TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "lightning")
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
 
-SAFETENSORS_NAME = "model.safetensors"
-SUMMARY_NAME = "checkpoint.json"
 _log = logging.getLogger("moe_ckpt")
 
 
@@ -40,13 +40,26 @@ def export(
     to: Target = "dcp",
     output: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    *,
+    strip_prefix: str | None = None,
+    max_file_bytes: int | str = MAX_FILE_BYTES,
 ) -> Path:
-    """Write one checkpoint in another format; returns the path written.
+    """Writes one checkpoint in another format.
 
-    to: ``dcp``: directory of torch's own DCP writer, keys ``model.<name>`` and ``optim.state.<name>.<state>``.
-    ``safetensors``: directory with ``model.safetensors`` (the model only) and a small JSON file.
-    ``lightning``: one ``.ckpt`` that ``Trainer`` and ``load_from_checkpoint`` open.
-    output: must not exist; by default ``<step directory's name>.<to>`` in the working directory.
+    Args:
+        step_path: A step directory, or a store: its newest usable step; or a URL.
+        to: ``dcp``: directory of torch's own DCP writer, keys ``model.<name>`` and ``optim.state.<name>.<state>``.
+            ``safetensors``: directory with ``model.safetensors`` (the model only) and a small JSON file; of a model of
+            transformers as ``from_pretrained`` opens it, with ``config.json``.
+            ``lightning``: one ``.ckpt`` that ``Trainer`` and ``load_from_checkpoint`` open.
+        output: Must not exist; by default ``<step directory's name>_<to>`` in the working directory.
+        progress: Told bytes.
+        strip_prefix: Of ``safetensors``: what to take off names, ``"net."`` for instance. None: what a model of
+            transformers has its names from; "": nothing.
+        max_file_bytes: Of ``safetensors``: larger models are split, with an index. "5GB" will do.
+
+    Returns:
+        The path written.
 
     Raises:
         ConfigError: unknown target, or the output exists.
@@ -55,16 +68,23 @@ def export(
     """
     if to not in TARGETS:
         raise ConfigError(f"cannot export to {to!r}: choose from {', '.join(TARGETS)}")
+    if to != "safetensors" and strip_prefix is not None:
+        raise ConfigError(f"strip_prefix={strip_prefix!r} is for safetensors: {to} keeps names as they are")
+    limit = parse_bytes(max_file_bytes, "max_file_bytes")
     reader, manifest = open_step(step_path)
     suffix = {"lightning": ".ckpt", "safetensors": "_safetensors", "dcp": "_dcp"}[to]
     target = Path(output) if output is not None else Path(manifest.directory + suffix)
     if os.path.lexists(target):
         raise ConfigError(f"the output {target} exists already: export never overwrites; give another --output")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    write = {"dcp": _write_dcp, "safetensors": _write_safetensors, "lightning": _write_lightning}[to]
+    writers: dict[str, Callable[[WholeCheckpoint, Path, Progress], None]] = {
+        "dcp": _write_dcp,
+        "safetensors": partial(write_safetensors, strip_prefix=strip_prefix, max_file_bytes=limit),
+        "lightning": _write_lightning,
+    }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write(whole(reader, manifest), temporary, progress or _quiet)
+        writers[to](whole(reader, manifest), temporary, progress or _quiet)
         os.rename(temporary, target)
     except OSError as error:
         if error.filename is None or not str(error.filename).startswith(str(target.parent)):
@@ -133,65 +153,6 @@ def _plant(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> Non
         elif following is None or step not in here:
             here[step] = fresh
         here = here[step]
-
-
-def _write_safetensors(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:
-    target.mkdir()
-    index = checkpoint.reader.index(checkpoint.manifest)
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    extras = {name: value for name, value in checkpoint.extras.items() if isinstance(value, torch.Tensor)}
-    shapes = {name: index.meta(key).global_shape for name, key in checkpoint.parameters.items()}
-    dtypes = {name: index.meta(key).dtype for name, key in checkpoint.parameters.items()}
-    shapes |= {name: tuple(value.shape) for name, value in extras.items()}
-    dtypes |= {name: dtype_name(value.dtype) for name, value in extras.items()}
-    names = sorted(shapes, key=lambda name: (-TORCH_DTYPES[dtypes[name]].itemsize, name))
-    for name in names:
-        nbytes = prod(shapes[name]) * TORCH_DTYPES[dtypes[name]].itemsize
-        table[name] = {"dtype": dtypes[name], "shape": shapes[name], "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield len(header).to_bytes(8, "little") + header
-        done = 0
-        for name in names:
-            values = extras[name] if name in extras else checkpoint.tensor(checkpoint.parameters[name])
-            yield _raw(values)
-            done += values.nbytes
-            progress(done, at)
-
-    _write_file(target / SAFETENSORS_NAME, chunks())
-    left_out = sorted(set(checkpoint.extras) - set(extras))
-    summary = json.dumps(_summary(checkpoint) | {"left_out": left_out}, indent=2) + "\n"
-    _write_file(target / SUMMARY_NAME, iter([summary.encode()]))
-
-
-def _raw(values: torch.Tensor) -> memoryview:
-    flat: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
-def _summary(checkpoint: WholeCheckpoint) -> dict[str, Any]:
-    manifest = checkpoint.manifest
-    return {
-        "kind": "moe_ckpt.export",
-        "run_id": manifest.run_id,
-        "step": manifest.step,
-        "checkpoint": manifest.directory,
-        "policy": dict(manifest.policy),
-        "expert_versions": {op: r.step for op, r in manifest.operators.items() if op.startswith("expert/")},
-        "tied": dict(manifest.model.aliases),
-    }
-
-
-def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> None:
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_lightning(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.modeling import module_state, param_groups
+from moe_ckpt.modeling import module_state, param_groups, pretrained
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded
 from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
@@ -62,6 +62,7 @@ class TorchTrainingState:
         self._mixed: set[str] = set()
         self._specs: tuple[TensorSpec, ...] = ()
         self._listed: list[StateTensor] | None = None
+        self._pretrained = pretrained.read(model)
         self._sharded_modules = tuple(fsdp_modules(model))
         self._refresh()
         for index, optimizer in enumerate(self._optimizers):
@@ -105,7 +106,8 @@ class TorchTrainingState:
                     scalars[name] = rest
             groups = param_groups.read(index, optimizer, names)
             optimizers.append({"class": class_name(optimizer), "param_groups": groups, "scalars": scalars})
-        return {**module_state.read(self._model), "optimizers": optimizers}
+        described = {"pretrained": self._pretrained} if self._pretrained else {}
+        return {**module_state.read(self._model), "optimizers": optimizers, **described}
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """Make the optimizers hold exactly the tensors that ``wanted`` names; new ones are zero.

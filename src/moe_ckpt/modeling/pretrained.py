@@ -1,0 +1,65 @@
+"""What an export must know of models of transformers, so that ``from_pretrained`` opens it: as plain data only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+
+from moe_ckpt.modeling.names import clean_name
+
+
+def read(model: nn.Module) -> list[dict[str, Any]]:
+    """Describes every outermost ``PreTrainedModel`` inside ``model``, or ``model`` itself.
+
+    Left out are models with adapters (PEFT), whose names ``from_pretrained`` would not know.
+
+    Returns:
+        Per model: ``prefix`` of its tensors' names, ``class``, ``config`` and ``generation_config`` (or None) as
+        ``save_pretrained`` would write them.
+    """
+    found: list[dict[str, Any]] = []
+    passed: list[str] = []
+    for raw, module in model.named_modules():
+        name = clean_name(raw)
+        if any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in passed):
+            continue
+        if _adapted(module):
+            passed.append(name)
+        elif _is_pretrained(module):
+            passed.append(name)
+            found.append(_describe(f"{name}." if name else "", module))
+    return found
+
+
+def _describe(prefix: str, module: Any) -> dict[str, Any]:
+    kind = _class_of(module)
+    config = json.loads(module.config.to_json_string())
+    generation = getattr(module, "generation_config", None)
+    return {
+        "prefix": prefix,
+        "class": kind,
+        "config": {**config, "architectures": [kind]},
+        "generation_config": None if generation is None else json.loads(generation.to_json_string()),
+    }
+
+
+def _class_of(module: nn.Module) -> str:
+    """FSDP2 puts a class of its own in front of the model's."""
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return names[1] if names[0] == f"FSDP{names[1]}" else names[0]
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    """Told by names, so that transformers need not be installed."""
+    of_transformers = any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(module).__mro__
+    )
+    return of_transformers and hasattr(getattr(module, "config", None), "to_json_string")
+
+
+def _adapted(module: nn.Module) -> bool:
+    peft = any(k.__name__ == "PeftModel" and k.__module__.startswith("peft.") for k in type(module).__mro__)
+    return peft or bool(getattr(module, "_hf_peft_config_loaded", False))

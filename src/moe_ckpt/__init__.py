@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, Any
 from moe_ckpt import notices as notices  # says warnings where no logging is set up
 
 if TYPE_CHECKING:
+    from moe_ckpt.callbacks.module_loading import load_from_checkpoint
     from moe_ckpt.core.retention import RetentionPolicy
     from moe_ckpt.engine.host_tier import release_host_memory
     from moe_ckpt.modeling.registry import register_moe
     from moe_ckpt.recovery.newest import newest_step
 
 __version__ = "0.1.0"
-__all__ = ["RetentionPolicy", "__version__", "newest_step", "register_moe", "release_host_memory"]
+__all__ = [
+    "RetentionPolicy",
+    "__version__",
+    "load_from_checkpoint",
+    "newest_step",
+    "register_moe",
+    "release_host_memory",
+]
 
 _HOMES = {
     "RetentionPolicy": "moe_ckpt.core.retention",
+    "load_from_checkpoint": "moe_ckpt.callbacks",
     "newest_step": "moe_ckpt.recovery.newest",
     "register_moe": "moe_ckpt.modeling.registry",
     "release_host_memory": "moe_ckpt.engine.host_tier",

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "moe_ckpt"
 
 SURFACE = {
-    "moe_ckpt": "RetentionPolicy __version__ newest_step register_moe release_host_memory",
-    "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO",
+    "moe_ckpt": "RetentionPolicy __version__ load_from_checkpoint newest_step register_moe release_host_memory",
+    "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO load_from_checkpoint",
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
     "moe_ckpt.megatron": (

@@ -8,6 +8,7 @@ except ImportError as error:
     raise MissingPackageError("lightning", "moe_ckpt.callbacks", "lightning") from error
 
 from moe_ckpt.callbacks.checkpoint_io import MoECheckpointIO
+from moe_ckpt.callbacks.module_loading import load_from_checkpoint
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 
-__all__ = ["MoECheckpoint", "MoECheckpointIO"]
+__all__ = ["MoECheckpoint", "MoECheckpointIO", "load_from_checkpoint"]

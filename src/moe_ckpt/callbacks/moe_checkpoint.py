@@ -41,7 +41,15 @@ from moe_ckpt.callbacks.front import InFront
 from moe_ckpt.callbacks.hyperparameters import changes, configured
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
-from moe_ckpt.callbacks.resuming import adopt_given, adopt_restored, say_changes, say_new, say_replayed, say_resumed
+from moe_ckpt.callbacks.resuming import (
+    adopt_given,
+    adopt_restored,
+    is_same_place,
+    say_changes,
+    say_new,
+    say_replayed,
+    say_resumed,
+)
 from moe_ckpt.callbacks.session import make_session
 from moe_ckpt.callbacks.sharded_loading import load_steps_into_shards
 from moe_ckpt.callbacks.step_log import StepLog
@@ -173,8 +181,10 @@ class MoECheckpoint(Checkpoint):
         trainer.callbacks = [self._front, *others, self]
         if sharding == "dtensor":
             load_steps_into_shards(trainer, trainer.strategy)
-        elif not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
+            return
+        if not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
             trainer.strategy.checkpoint_io = MoECheckpointIO(trainer.strategy.checkpoint_io)
+        trainer.strategy.checkpoint_io.fitting = lambda: trainer.state.fn == TrainerFn.FITTING
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         previous, self._session = self._session, None
@@ -202,7 +212,7 @@ class MoECheckpoint(Checkpoint):
             manifest = open_step(os.path.join(self.dirpath, str(previous.committed_directory)))[1]
             session.adopt(manifest, held=previous.books.tokens.applied)
         elif trainer.ckpt_path is not None:
-            if session.generation and comm.rank == 0:
+            if session.generation and comm.rank == 0 and not is_same_place(trainer.ckpt_path, self.dirpath):
                 log.warning(
                     "ckpt_path=%s is loaded as asked, although %s holds checkpoints that automatic resume would take; "
                     "a restarted job should not give ckpt_path",

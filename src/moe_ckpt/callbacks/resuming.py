@@ -91,6 +91,11 @@ def say_finished(finished: Finished, plt: float, until: str | None, dirpath: str
         log.warning("the run in %s and is extended: training goes on to %s", end, until)
 
 
+def is_same_place(path: str | os.PathLike[str], dirpath: str) -> bool:
+    """Whether ``path``, which may be anybody's, names the store ``dirpath``."""
+    return os.path.realpath(os.path.expanduser(path)) == os.path.realpath(open_storage(dirpath).root)
+
+
 def say_other_ranks(manifest: Manifest, rank: int, world_size: int) -> None:
     """Warn, once per job, that another number of ranks goes on than wrote the checkpoint, and what is not exact."""
     warning = other_ranks(manifest, world_size)
@@ -102,8 +107,7 @@ def adopt_given(session: CheckpointSession, resumed: Mapping[str, Any], dirpath:
     """The user named a step by ``ckpt_path``, and Lightning has loaded it already. Returns its number."""
     reader, manifest = open_step(f"{resumed['root']}/{resumed['directory']}")
     say_other_ranks(manifest, trainer.global_rank, trainer.world_size)
-    same_store = os.path.realpath(reader.storage.root) == os.path.realpath(open_storage(dirpath).root)
-    fault = session.adopt(manifest, same_store=same_store)
+    fault = session.adopt(manifest, same_store=is_same_place(reader.storage.root, dirpath))
     say_resumed(session, fault, manifest, str(resumed["root"]), trainer.global_rank)
     return manifest.step
 

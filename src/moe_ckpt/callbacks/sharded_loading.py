@@ -1,4 +1,4 @@
-"""``ckpt_path=<step directory>`` where DTensors are spread over ranks: those strategies ask no CheckpointIO."""
+"""``ckpt_path=<step or store>`` where DTensors are spread over ranks: those strategies ask no CheckpointIO."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 
-from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, is_step_path
+from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY
+from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import load_step
 
 
@@ -19,9 +21,11 @@ def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
     lightnings_own = strategy.load_checkpoint
 
     def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        if not is_step_path(path):
+        if not (is_step_path(path) or is_store_path(path)):
             return lightnings_own(path, weights_only)
-        reader, manifest = open_step(path)
+        return load_named(path, load, fitting=trainer.state.fn == "fit")
+
+    def load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
         fitting = trainer.state.fn == "fit"
         state = TorchTrainingState(trainer.lightning_module, trainer.optimizers if fitting else ())
         restored = load_step(reader, manifest, trainer.global_rank, state, model_only=not fitting)

@@ -27,15 +27,35 @@ def lightning_checkpoint(reader: StoreReader, manifest: Manifest, rank: int = 0)
         NoCheckpointError: the checkpoint was not written under Lightning.
         DamagedError, CoverageError: it cannot be read whole.
     """
+    checkpoint = _whole(reader, manifest, rank)
+    result = unmark({"state_dict": MODEL_MARK, **checkpoint.state["checkpoint"]}, checkpoint.state_dict())
+    result["optimizer_states"] = [optimizer_state_dict(checkpoint, i) for i in range(len(checkpoint.optimizers))]
+    return result
+
+
+_OF_TRAINER = ("loops", "callbacks", "lr_schedulers")
+
+
+def module_checkpoint(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
+    """Returns what a module or datamodule needs of ``lightning_checkpoint``: weights, hyper-parameters, its own keys.
+
+    Raises:
+        NoCheckpointError: The checkpoint was not written under Lightning.
+        DamagedError: It cannot be read whole; or ``CoverageError``.
+    """
+    checkpoint = _whole(reader, manifest, 0)
+    stored = {key: value for key, value in checkpoint.state["checkpoint"].items() if key not in _OF_TRAINER}
+    return unmark({"state_dict": MODEL_MARK, **stored}, checkpoint.state_dict())
+
+
+def _whole(reader: StoreReader, manifest: Manifest, rank: int) -> WholeCheckpoint:
     checkpoint = whole(reader, manifest, rank)
     if not isinstance(checkpoint.state.get("checkpoint"), dict):
         raise NoCheckpointError(
             f"checkpoint {manifest.directory} was written under {checkpoint.state.get('framework')!r}, not under "
             "Lightning: it has no loops to go on with. Export it to safetensors or dcp instead."
         )
-    result = unmark({"state_dict": MODEL_MARK, **checkpoint.state["checkpoint"]}, checkpoint.state_dict())
-    result["optimizer_states"] = [optimizer_state_dict(checkpoint, i) for i in range(len(checkpoint.optimizers))]
-    return result
+    return checkpoint
 
 
 def unmark(stored: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:

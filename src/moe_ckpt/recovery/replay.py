@@ -12,7 +12,7 @@ What the optimizer does to operators that are not anchored yet is meaningless, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,39 @@ def require_dense(manifest: Manifest) -> None:
         raise SparseWindowError(manifest.directory, manifest.window[0].step, manifest.step)
 
 
+def dense_checkpoints(reader: StoreReader) -> Iterator[tuple[Manifest, tuple[str, ...]]]:
+    """Yields (checkpoint that is one state of the run, the sparse windows newer than it, newest first), newest first.
+
+    Only their manifests are read; damaged ones are passed over with a warning.
+
+    Raises:
+        SparseWindowError: There are only sparse windows.
+        NoCheckpointError: There are none, or all manifests are damaged.
+    """
+    windows: list[Manifest] = []
+    problems: list[str] = []
+    found = False
+    for directory in reader.directories():
+        try:
+            manifest = reader.manifest(directory)
+        except DamagedError as error:
+            log.warning("checkpoint %s is passed over: %s", directory, error)
+            problems.append(f"{directory} ({error})")
+            continue
+        if manifest.window:
+            windows.append(manifest)
+        else:
+            found = True
+            yield manifest, tuple(window.directory for window in windows)
+    if found:
+        return
+    if windows and not problems:
+        require_dense(windows[0])
+    raise NoCheckpointError(
+        f"no dense checkpoint in {reader.storage.root} can be used: {'; '.join(problems[:4]) or 'there is none yet'}"
+    )
+
+
 def newest_dense(reader: StoreReader) -> tuple[Manifest, tuple[str, ...]]:
     """Returns (the newest good checkpoint that is one state of the run, the newer sparse windows, newest first).
 
@@ -47,25 +80,15 @@ def newest_dense(reader: StoreReader) -> tuple[Manifest, tuple[str, ...]]:
         SparseWindowError: There are only sparse windows.
         NoCheckpointError: All others are damaged, or there are none.
     """
-    windows: list[Manifest] = []
     problems: list[str] = []
-    for directory in reader.directories():
+    for manifest, windows in dense_checkpoints(reader):
         try:
-            manifest = reader.manifest(directory)
-            if manifest.window:
-                windows.append(manifest)
-                continue
             check_checkpoint(reader, manifest, slices=False)
+            return manifest, windows
         except (DamagedError, CoverageError) as error:
-            log.warning("checkpoint %s is passed over: %s", directory, error)
-            problems.append(f"{directory} ({error})")
-            continue
-        return manifest, tuple(window.directory for window in windows)
-    if windows and not problems:
-        require_dense(windows[0])
-    raise NoCheckpointError(
-        f"no dense checkpoint in {reader.storage.root} can be used: {'; '.join(problems[:4]) or 'there is none yet'}"
-    )
+            log.warning("checkpoint %s is passed over: %s", manifest.directory, error)
+            problems.append(f"{manifest.directory} ({error})")
+    raise NoCheckpointError(f"no dense checkpoint in {reader.storage.root} can be used: {'; '.join(problems[:4])}")
 
 
 Admits = Callable[[Manifest, Mapping[str, Any]], None]

@@ -17,7 +17,7 @@ from moe_ckpt.sim.failures import Poisson
 from moe_ckpt.sim.intervals import by_formula, least_interval, oracle, usual, with_interval
 from moe_ckpt.sim.load import tokens_of
 from moe_ckpt.sim.recovery import Recoveries
-from moe_ckpt.sim.run import simulate
+from moe_ckpt.sim.run import ettr_of, simulate
 from tests.sim.builders import MODEL, scenario, sparse, trace
 
 PARALLELS = [Parallel(), Parallel(pp=4, ep=2), Parallel(pp=2, dp=2, ep=2), Parallel(pp=1, dp=4), Parallel(pp=2, ep=4)]
@@ -176,7 +176,7 @@ def test_young_and_daly():
     cost = costs_of(tried).stall_secs(costs_of(tried).dense)
     assert by_formula(tried, "young") == ceil(sqrt(2 * cost * 7200.0))
     assert by_formula(tried, "daly") < by_formula(tried, "young")
-    assert with_interval(tried, simulate).system.policy == Dense(by_formula(tried, "young"))
+    assert with_interval(tried, ettr_of).system.policy == Dense(by_formula(tried, "young"))
     assert simulate(tried).interval == by_formula(tried, "young")
 
 
@@ -222,7 +222,7 @@ def test_the_oracle_knows_what_it_tries():
         duration_secs=600.0,
         system={"interval": "oracle"},
     )
-    found = oracle(tried, simulate)
+    found = oracle(tried, ettr_of)
 
     def at(interval):
         system = replace(tried.system, interval="policy", policy=Dense(interval))
@@ -234,8 +234,8 @@ def test_the_oracle_knows_what_it_tries():
 
 def test_an_interval_goes_to_the_policy_and_nothing_else_changes():
     tried = scenario(MoC(k=2), failures=trace((50.0, 0)), system={"interval": "oracle", "max_in_flight": 3})
-    chosen = with_interval(tried, simulate)
+    chosen = with_interval(tried, ettr_of)
     assert chosen.system.policy == MoC(k=2, every_n_steps=chosen.system.policy.every_n_steps)
     assert replace(chosen, system=tried.system) == tried
-    assert with_interval(sparse(4), simulate) == sparse(4)
+    assert with_interval(sparse(4), ettr_of) == sparse(4)
     assert simulate(scenario(MoEvement(window=3))).window == 3

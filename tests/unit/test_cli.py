@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -53,10 +54,14 @@ def test_inspect_shows_steps_ages_and_tokens(run, capsys):
     lines = out.splitlines()
     [row] = [line for line in lines if line.lstrip().startswith(STEP)]
     # step 3: routed 105 = 30 + 60 + 15, saved 30 + 60 + 3, lost 7 by the one fault
-    for cell in ("moc k=2", "2 steps", "12", "7", "6.667%", "2023-11-14"):
+    assert "policy moc on 2 ranks: k=2" in lines
+    for cell in (" 2 ", "12", "7", "6.667%", "2023-11-14"):
         assert cell in row
     [ages] = [line for line in lines if "blocks.0.moe" in line]
-    assert ages.split()[-4:] == ["1", "1", "0", "2"]
+    assert ages.split()[-5:] == ["0", "1", "1", "0", "2"]
+    [head] = [line for line in lines if line.startswith("layer")]
+    assert head.split() == ["layer", "expert", "+0", "+1", "+2", "+3"]
+    assert len(ages) == len(head)
 
 
 @pytest.mark.usefixtures("rich")
@@ -72,8 +77,12 @@ def test_inspect_of_one_step_and_of_a_large_model(tmp_path, capsys):
     run._tokens = lambda step: {}
     code, out, _ = call(capsys, "inspect", tmp_path / run.save(20))
     [line] = [line for line in out.splitlines() if "blocks.3.moe" in line]
-    assert line.endswith(("@%%#**+=--:.. @", line[-1]))
+    assert line.split()[-1].startswith("@%%##***++==---::...")
     assert len(line.split()[-1]) == 64
+    [head] = [line for line in out.splitlines() if line.startswith("layer")]
+    assert head.split() == ["layer", "expert", *(f"+{at}" for at in range(0, 64, 8))]
+    assert line.index("@") == head.index("+0"), "each number stands over its expert"
+    assert ". now, @ 19 steps ago" in out
 
 
 def test_inspect_json_holds_the_facts(run, capsys):
@@ -175,11 +184,140 @@ def test_help_starts_without_heavy_imports_and_a_closed_pipe_is_no_error(run):
     command = [sys.executable, "-m", "moe_ckpt.cli.main", "inspect", str(run.root), "--json"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_plain_table_aligns():
-    assert output.plain_table(("a", "bb"), [("xyz", "1"), ("y", "22")]) == "a    bb\nxyz   1\ny    22"
+# --- tables ---
+
+
+def shown(columns, rows, room=100):
+    return ["\n".join([*head, *lines]) for head, _, *lines in output.folded(columns, rows, room)]
+
+
+def test_tables_align():
+    assert shown(("a", "bb"), [("xyz", "1"), ("y", "22")]) == ["a    bb\nxyz   1\ny    22"]
+
+
+def test_heads_are_broken_only_where_that_makes_a_table_narrower():
+    [table] = shown(("", "saves every", "failures.mtbf_secs", "of all"), [("x", "1", "600", "as it is")])
+    assert table.splitlines() == [
+        "   saves  failures.",
+        "   every  mtbf_secs    of all",
+        "x      1        600  as it is",
+    ]
+
+
+def test_what_is_too_wide_goes_on_below_with_the_first_column_again():
+    tables = shown(("name", "one", "two", "three"), [("x" * 10, "1", "2", "3"), ("y", "4", "5", "6")], room=22)
+    assert tables == [
+        "name        one  two\nxxxxxxxxxx    1    2\ny             4    5",
+        "name        three\nxxxxxxxxxx      3\ny               6",
+    ]
+
+
+# --- errors of the command line ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "moe-ckpt: say what to do: inspect, verify, window, export, train, simulate, plan; see moe-ckpt --help"),
+        (("inspct", "x"), "no such command: 'inspct'; did you mean inspect? there are inspect, verify"),
+        (("inspect",), "moe-ckpt inspect: path must be given; see moe-ckpt inspect --help"),
+        (("inspect", "a", "--jsn"), "moe-ckpt inspect: no option --jsn; did you mean --json? see moe-ckpt inspect"),
+        (("inspect", "a", "b"), "moe-ckpt inspect: b is one argument too many"),
+        (("inspect", "a", "b", "c"), "moe-ckpt inspect: b c are too many arguments"),
+        (("export", "x", "--to", "safetensor"), "--to: no such choice: 'safetensor'; did you mean safetensors? there"),
+        (("export", "x"), "moe-ckpt export: --to must be given"),
+        (("window", "x", "--iteration-secs", "y"), "moe-ckpt window: --iteration-secs: 'y' is no number above 0"),
+        (("simulate", "--seed", "3"), "moe-ckpt simulate: no option --seed; did you mean --seeds?"),
+        (("plan", "--plto", "x"), "moe-ckpt plan: no option --plto; did you mean --plot?"),
+        (("plan", "--nothing-like-it"), "moe-ckpt plan: no option --nothing-like-it; see moe-ckpt plan --help"),
+        (("train", "--confg-name", "x"), "moe-ckpt train: no option --confg-name; did you mean --config-name?"),
+        (("train", "--cfg", "jb"), "moe-ckpt train: --cfg"),
+    ],
+)
+def test_an_error_is_one_line_that_names_what_is_wrong(capsys, argv, said):
+    if argv[:1] in (("simulate",), ("plan",), ("train",)):
+        pytest.importorskip("hydra")
+    try:
+        code = main(argv)
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_and_says_what_each_option_is(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert f"usage: moe-ckpt {command}" in out
+    assert f"  moe-ckpt {command}" in out.partition("examples")[2]
+
+
+# --- on a terminal ---
+
+
+def on_a_terminal(command, columns, **environment):
+    """What a command writes to a terminal so wide."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    known = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR")}
+    done = subprocess.Popen(
+        [sys.executable, "-m", "moe_ckpt.cli.main", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env={**known, "TERM": "xterm-256color", **environment},
+    )
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            chunk = os.read(ours, 1 << 16)
+        except OSError:  # Linux says so when the other end is closed
+            break
+        if not chunk:
+            break
+        text += chunk
+    os.close(ours)
+    assert done.wait() == 0, text.decode()
+    return text.decode().replace("\r", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pseudo terminals differ")
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_inspect_fits_the_terminal(run, columns):
+    text = on_a_terminal(["inspect", str(run.root)], columns, NO_COLOR="1")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
+    assert max(len(line) for line in lines if "/" not in line) <= columns
+    assert any(line.startswith(STEP) for line in lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pseudo terminals differ")
+def test_colours_only_where_they_are_wanted(run):
+    pytest.importorskip("rich")
+    assert "\x1b[" in on_a_terminal(["inspect", str(run.root)], 100)
+    assert not re.search(r"\x1b\[[0-9;]*(3|4)8;", on_a_terminal(["inspect", str(run.root)], 100, NO_COLOR="1"))
+
+
+def test_what_goes_to_a_pipe_does_not_depend_on_the_terminal(run):
+    def piped(columns):
+        command = [sys.executable, "-m", "moe_ckpt.cli.main", "inspect", str(run.root)]
+        environment = {**os.environ, "COLUMNS": columns, "FORCE_COLOR": ""}
+        return subprocess.run(command, check=True, capture_output=True, env=environment).stdout
+
+    assert piped("40") == piped("200")
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -62,18 +63,31 @@ def test_the_picture_is_written(planned):
 
 
 def test_the_table_marks_what_only_the_simulator_has(capsys):
-    code, out, err = call(capsys, *QUICK)
-    assert (code, err) == (0, "")
-    for column in COLUMNS:
-        assert column in out
+    code, out, _ = call(capsys, *QUICK)
+    assert code == 0
+    assert all(word in out for column in COLUMNS for word in re.findall(r"\w+", column))
+    assert max(map(len, out.splitlines())) <= 100
     assert "moevement_peers *" in out
     assert "* simulated only" in out
     assert "recommended: " in out
 
 
-def test_trainer_only_leaves_it_out(capsys):
-    code, out, _ = call(capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only")
+def test_what_is_simulated_is_said_while_it_is(capsys):
+    longer = [word.replace("duration_secs=3600", "duration_secs=36000") for word in QUICK]
+    code, out, err = call(capsys, *longer, "--trainer-only")
     assert code == 0
+    first, *closer = err.splitlines()
+    assert first == "simulating 7 policies, 3 h 00 min of 10 h 00 min"
+    assert closer
+    assert all(line.startswith("a closer look at moc_k") for line in closer)
+    assert "~ simulated for 3." in out
+    assert re.search(r"^dense +~0\.", out, re.MULTILINE)
+    assert re.search(r"^moc_k2 +0\.", out, re.MULTILINE), "what is recommended was simulated to the end"
+
+
+def test_trainer_only_leaves_it_out(capsys):
+    code, out, err = call(capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "-q")
+    assert (code, err) == (0, "")
     assert "simulated only" not in out
 
 
@@ -122,7 +136,7 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
         (("setup=tiny", "policy.policy.window=3"), "policy.policy.window=3: plan tries all"),
         (("policy=moc,dense",), "plan tries all"),
         (("-x",), "no option -x; see moe-ckpt plan --help"),
-        (("--seed", "3"), "no option --seed; see moe-ckpt plan --help"),
+        (("--seed", "3"), "no option --seed; did you mean --seeds? see moe-ckpt plan --help"),
         (("-m", "setup=tiny"), "no option -m; see moe-ckpt plan --help"),
         (("--max-plt", "nan"), "--max-plt nan"),
         (("--plot", "roof.eps"), "ends in one of .png, .svg, .pdf"),
@@ -169,7 +183,7 @@ def test_components_are_those_of_the_profiled_cluster(tmp_path):
 def test_tokens_that_a_profile_does_not_tell_can_be_said(capsys, tmp_path):
     path = tmp_path / "p.json"
     path.write_bytes(encoded(replace(PROFILE, lives=tuple(replace(life, assignments=0) for life in PROFILE.lives))))
-    asked = ("--profile", str(path), "duration_secs=60", "failures.mtbf_secs=3000", "--trainer-only")
+    asked = ("--profile", str(path), "duration_secs=60", "failures.mtbf_secs=3000", "--trainer-only", "-q")
     code, _, err = call(capsys, *asked)
     assert code == 2
     assert "Give tokens_per_step" in err

@@ -270,7 +270,7 @@ BAD = {
     "polcy=moc": "polcy: no such setting",
     "seed=1=2": "'seed=1=2' is no setting such as group=choice or key=value",
     "seed=interval(1,3)": "say which values to try: a comma list",
-    "--sedes=3": "no option --sedes=3; see moe-ckpt simulate --help",
+    "--sedes=3": "no option --sedes; did you mean --seeds? see moe-ckpt simulate --help",
     "failures.mtbf_secs=0": "mtbf_secs must be a finite number above 0",
     "failures.mtbf_secs=600,1": "with failures.mtbf_secs=1: failures: a mean of 1 s between failures is below",
     "failures=trace": "failures.path must be given",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -16,7 +17,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from moe_ckpt import conf
-from moe_ckpt.cli.train import config_directory, entry_point
+from moe_ckpt.cli.report import describe
+from moe_ckpt.cli.train import config_directory, entry_point, moved_key
 from moe_ckpt.cli.train import main as train_main
 from moe_ckpt.conf.schema import SCHEMAS
 from moe_ckpt.engine.options import Options
@@ -153,8 +155,11 @@ def test_retention_builds(user_app, name):
 
 
 def test_remote_store_wants_a_place(user_app):
-    cfg = user_app("moe_ckpt/store=remote")
-    assert OmegaConf.is_missing(cfg.moe_ckpt.store, "dirpath")
+    with pytest.raises(InstantiationException, match=r"moe_ckpt\.dirpath must be given: .*s3://"):
+        instantiate(user_app("moe_ckpt/store=remote").moe_ckpt)
+    for own in ("moe_ckpt.dirpath", "moe_ckpt.store.dirpath"):
+        callback = instantiate(user_app("moe_ckpt/store=remote", f"{own}=memory://b/x").moe_ckpt)
+        assert callback.dirpath == "memory://b/x"
     assert user_app("moe_ckpt/store=remote", "moe_ckpt.store.dirpath=s3://b/x").moe_ckpt.store.dirpath == "s3://b/x"
 
 
@@ -185,10 +190,99 @@ def test_template_style_callbacks_dict(user_app, tmp_path):
     cfg = user_app(name="template")
     assert sorted(cfg.callbacks) == ["model_summary", "moe_ckpt"]
     assert cfg.callbacks.moe_ckpt._target_ == "moe_ckpt.conf.build_callback"
-    cfg = user_app("moe_ckpt/policy@callbacks.moe_ckpt.policy=dense", "callbacks.moe_ckpt.policy.every_n_steps=7",
-                   name="template")  # fmt: skip
+    cfg = user_app("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=7", "moe_ckpt.dirpath=x", name="template")
     assert instantiate(cfg.callbacks.moe_ckpt.policy) == Dense(every_n_steps=7)
-    assert list(cfg) == ["callbacks"]
+    assert cfg.callbacks.moe_ckpt.dirpath == "x"
+    assert sorted(cfg) == ["callbacks", "moe_ckpt"]
+
+
+TEMPLATE = {
+    "configs/train.yaml": """\
+# @package _global_
+defaults: [_self_, {callbacks: default}, {trainer: default}, {paths: default}, {hydra: default}, {experiment: null},
+  {optional local: default}]
+task_name: train
+seed: 1
+""",
+    "configs/callbacks/default.yaml": "defaults: [model_summary, _self_]\nmodel_summary: {max_depth: 1}\n",
+    "configs/callbacks/model_summary.yaml": (
+        "model_summary: {_target_: lightning.pytorch.callbacks.ModelSummary, max_depth: -1}\n"
+    ),
+    "configs/trainer/default.yaml": (
+        "_target_: lightning.pytorch.Trainer\ndefault_root_dir: ${paths.output_dir}\naccelerator: cpu\nmax_steps: 3\n"
+        "logger: false\nenable_progress_bar: false\n"
+    ),
+    "configs/paths/default.yaml": "root_dir: .\noutput_dir: ${hydra:runtime.output_dir}\n",
+    "configs/hydra/default.yaml": "run: {dir: 'logs/${task_name}'}\n",
+    "configs/experiment/exact.yaml": """\
+# @package _global_
+defaults: [{override /callbacks: [default, moe_ckpt]}, {override /moe_ckpt/policy: dense}]
+moe_ckpt: {policy: {every_n_steps: 2}, dirpath: exact}
+""",
+    "train.py": """\
+import hydra
+from lightning.pytorch import seed_everything
+from omegaconf import DictConfig
+from torch.utils.data import DataLoader
+from tests.support.tiny_moe import TinyMoE, loader
+
+
+def instantiate_callbacks(callbacks):
+    return [
+        hydra.utils.instantiate(conf)
+        for conf in callbacks.values()
+        if isinstance(conf, DictConfig) and "_target_" in conf
+    ]
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train.yaml")
+def main(cfg):
+    seed_everything(cfg.seed)
+    trainer = hydra.utils.instantiate(cfg.trainer, callbacks=instantiate_callbacks(cfg.callbacks))
+    trainer.fit(TinyMoE(), loader())
+
+
+main()
+""",
+}
+"""As lightning-hydra-template is laid out: callbacks in a dict, put together from files of a group."""
+
+
+def test_an_app_laid_out_as_the_template_takes_the_settings_of_every_other_app(tmp_path):
+    """Its own entry point, in processes of their own: callbacks by name, settings by value and by an experiment."""
+    for name, text in TEMPLATE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    search = "hydra.searchpath=[pkg://moe_ckpt.conf]"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+    def app(*args):
+        command = [sys.executable, "train.py", search, *args]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    app("callbacks=[default,moe_ckpt]", "moe_ckpt/policy=moc", "moe_ckpt.policy.k=2", "moe_ckpt.dirpath=mine")
+    policies = {name: describe(tmp_path / name)["steps"][0]["policy"] for name in ("mine",)}
+    app("experiment=exact")
+    policies["exact"] = describe(tmp_path / "exact")["steps"][0]["policy"]
+    assert (policies["mine"]["name"], policies["mine"]["k"]) == ("moc", 2)
+    assert (policies["exact"]["name"], policies["exact"]["every_n_steps"]) == ("dense", 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("moe_ckpt.k=2", "moe_ckpt.policy.k=2"),
+        ("moe_ckpt.dirpaht=x", "moe_ckpt.dirpath=x"),
+        ("moe_ckpt.keep_last=3", "moe_ckpt.retention.keep_last=3"),
+        ("modle.experts=4", "model.experts=4"),
+    ],
+)
+def test_train_says_where_a_key_is(override, meant):
+    assert moved_key([override, "moe_ckpt/policy=moc"], ROOT / "conf").endswith(f"did you mean {meant}?")
+    assert override.partition("=")[0] in moved_key([override], ROOT / "conf")
+    assert moved_key([meant], ROOT / "conf") == ""
 
 
 def test_adoption_without_editing_a_config(user_app, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,28 +79,61 @@ def test_the_least_capacity_is_the_first_that_is_enough(owned, total):
     assert least_capacity(total, owned) == enough
 
 
-OWNERS = ((0, 0, 1, 1), (0, 0, 1, 1))
+OWNERS = (0, 0, 1, 1, 0, 0, 1, 1)
+"""Of two layers of four experts each."""
+LAYERS = (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def taken(taking):
+    return set(np.flatnonzero(taking.mask).tolist())
 
 
 def test_experts_are_taken_best_first_within_layer_and_owner():
     taking = Taking(OWNERS, capacity=2)
-    ordered = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 3), (0, 3)]
-    taking.take(ordered, most=4, per_layer={0: 2, 1: 1})
-    assert taking.taken == {(0, 0), (1, 0), (0, 2)}  # owner 0 is full, and layer 1
-    taking.take(ordered, most=4)
-    assert taking.taken == {(0, 0), (1, 0), (0, 2), (1, 3)}
+    ordered = [0, 4, 1, 2, 5, 7, 3]
+    refused = taking.take_shares(ordered, 4, LAYERS, (2, 1))
+    assert taken(taking) == {0, 4, 2}  # owner 0 is full, and layer 1
+    assert refused == [5, 7, 3], "their layers were full: they come next"
+    taking.take(refused, most=4)
+    assert taken(taking) == {0, 4, 2, 7}
     taking.take(ordered, most=9)
-    assert len(taking.taken) == 4, "both owners are full"
+    assert taking.count == 4, "both owners are full"
 
 
 def test_what_is_forced_counts_but_is_not_refused():
     taking = Taking(OWNERS, capacity=1)
-    taking.force([(0, 0), (0, 1), (0, 0)])
-    taking.take([(1, 0), (1, 2), (1, 3)], most=4)
-    assert taking.taken == {(0, 0), (0, 1), (1, 2)}
+    taking.force([0, 1, 0])
+    taking.take([4, 6, 7], most=4)
+    assert taken(taking) == {0, 1, 6}
+    assert taking.count == 3
+    taking.take([2, 3], most=2)
+    assert taking.count == 3, "more than the most are taken already"
 
 
 def test_without_a_capacity_owners_do_not_matter():
     taking = Taking(OWNERS, capacity=None)
-    taking.take([(0, 0), (0, 1), (1, 0), (1, 2)], most=3)
-    assert taking.taken == {(0, 0), (0, 1), (1, 0)}
+    taking.take([0, 1, 4, 6], most=3)
+    assert taken(taking) == {0, 1, 4}
+
+
+@given(
+    st.permutations(range(12)),
+    st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    st.tuples(*[st.integers(0, 4)] * 3),
+    st.integers(0, 12),
+    st.integers(0, 4) | st.none(),
+)
+def test_two_passes_take_what_a_second_look_at_all_of_them_would(ordered, owners, shares, most, capacity):
+    groups = tuple(expert // 4 for expert in range(12))
+    taking = Taking(owners, capacity)
+    taking.take(taking.take_shares(ordered, most, groups, shares), most)
+    found: set[int] = set()
+    for left in (dict(enumerate(shares)), None):
+        for expert in ordered:
+            mine = sum(owners[other] == owners[expert] for other in found)
+            room = capacity is None or mine < capacity
+            if expert not in found and len(found) < most and room and (left is None or left[groups[expert]]):
+                found.add(expert)
+                if left is not None:
+                    left[groups[expert]] -= 1
+    assert taken(taking) == found

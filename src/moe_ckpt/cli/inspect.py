@@ -6,7 +6,10 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from itertools import groupby
 from typing import Any
+
+from moe_ckpt.cli.output import PIPED_WIDTH, human_bytes, print_cells, print_table, width, wrapped
 
 EPILOG = """\
 examples:
@@ -16,10 +19,12 @@ examples:
 
 reads manifests only; "moe-ckpt verify" reads everything
 """
-_PER_LINE = 16
 _DETAILED_EXPERTS = 512
 _GLYPHS = ".:-=+*#%@"
-_GLYPHS_PER_LINE = 64
+_ACROSS = (64, 32, 16, 8, 4)
+"""Experts in a line: as many of these as there is room for."""
+_FROM = 8
+"""Columns for the number of a line's first expert."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,21 +52,20 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from moe_ckpt.cli.output import human_bytes, print_table
-
     print(f"store {facts['store']}")
     print(f"run {facts['run_id']}, model {facts['fingerprint']}, on-disk format {facts['format_version']}")
     good = [step for step in facts["steps"] if "damage" not in step]
-    columns = ("step", "committed", "policy", "ranks", "written", "whole", "oldest expert", "unsaved", "lost", "PLT")
+    for line in _by_whom(good):
+        print(line)
+    date = "%Y-%m-%d %H:%M:%S" if width() >= PIPED_WIDTH else "%m-%d %H:%M:%S"
+    columns = ("step", "committed", "written", "whole", "oldest expert", "unsaved", "lost", "PLT")
     rows = [
         (
             step["directory"],
-            datetime.fromtimestamp(step["committed_unix_secs"]).strftime("%Y-%m-%d %H:%M:%S"),
-            _policy(step["policy"]),
-            str(step["world_size"]),
+            datetime.fromtimestamp(step["committed_unix_secs"]).strftime(date),
             human_bytes(step["written_bytes"]),
             human_bytes(step["whole_bytes"]),
-            f"{step['oldest_age_steps']} steps" if step["versions"] else "-",
+            str(step["oldest_age_steps"]) if step["versions"] else "-",
             f"{step['unsaved_tokens']:,}",
             f"{step['lost_tokens']:,}",
             f"{step['plt']:.3%}",
@@ -71,7 +75,8 @@ def _show(facts: dict[str, Any]) -> None:
     if rows:
         print()
         print_table(columns, rows)
-        print("unsaved: tokens routed to experts since they were saved; returning to the step would lose them")
+        print("oldest expert: steps since the one saved longest ago was saved")
+        print(wrapped("unsaved: tokens routed to experts since they were saved; returning to the step would lose them"))
     for step in good:
         if step["window_steps"] is not None:
             first, *_, last = step["window_steps"]
@@ -87,26 +92,50 @@ def _show(facts: dict[str, Any]) -> None:
         _show_experts(good[0])
 
 
-def _policy(policy: dict[str, Any]) -> str:
-    options = {key: value for key, value in policy.items() if key != "name"}
-    return str(policy.get("name", "?")) + "".join(f" {key}={value}" for key, value in options.items())
+def _by_whom(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The policy and the number of ranks: one line for all steps in a row that have the same, the newest first."""
+    groups = [(what, [*these]) for what, these in groupby(steps, key=lambda step: (step["policy"], step["world_size"]))]
+    for (policy, ranks), these in groups:
+        span = these[-1]["directory"] + (f" to {these[0]['directory']}" if len(these) > 1 else "")
+        when = f" ({span})" if len(groups) > 1 else ""
+        options = ", ".join(f"{key}={value}" for key, value in policy.items() if key != "name")
+        text = f"policy {policy.get('name', '?')}{when} on {ranks} rank{'s' * (ranks != 1)}: {options or 'as it is'}"
+        yield wrapped(text)
 
 
 def _show_experts(step: dict[str, Any]) -> None:
     """The heat table: layers down, experts across, age in steps."""
-    from moe_ckpt.cli.output import print_cells
-
     ages = step["ages_steps"]
     oldest = max(step["oldest_age_steps"], 1)
     detailed = sum(map(len, ages)) <= _DETAILED_EXPERTS
-    print(f"age of every expert in {step['directory']}, in steps" + ("" if detailed else f" (0 {_GLYPHS} {oldest})"))
+    print(f"age of every expert in {step['directory']}: steps since it was saved")
+    if not detailed:
+        print(f"{_GLYPHS[0]} now, {_GLYPHS[-1]} {oldest} steps ago, with {_GLYPHS[1:-1]} in between; ? never")
     labels = [f"{number} {layer['name']}" for number, layer in enumerate(step["layers"])]
-    width = max(map(len, labels)) + 2
+    cell = max(2, len(str(step["oldest_age_steps"]))) + 1 if detailed else 1
+    margin = min(max(map(len, ("layer", *labels))), width() // 2)
+    most = max((len(row) for row in ages), default=1)
+    across = next((each for each in _ACROSS if margin + _FROM + cell * each <= width()), _ACROSS[-1])
+    print(_head(margin, min(across, most), cell))
     for label, row in zip(labels, ages, strict=True):
-        for start, line in _lines(row, _PER_LINE if detailed else _GLYPHS_PER_LINE):
-            head = (label if start == 0 else "").ljust(width) + f"{start:>4} "
-            cells = [(_cell(age, oldest, detailed), age / oldest if age is not None else 1.0) for age in line]
+        for start, line in _lines(row, across):
+            head = _cut(label if start == 0 else "", margin) + f"{start:>{_FROM - 1}} "
+            cells = [(_cell(age, oldest, cell), age / oldest if age is not None else 1.0) for age in line]
             print_cells(head, cells)
+
+
+def _head(margin: int, across: int, cell: int) -> str:
+    """Above the experts: which one of a line each is, as far as there is room for it."""
+    every = 1 if cell > 1 else 8
+    numbers = "".join(f"{at:+d}".rjust(cell) if every == 1 else f"{at:+d}".ljust(8) for at in range(0, across, every))
+    return ("layer".ljust(margin) + "expert".rjust(_FROM - 1) + " " + numbers).rstrip()
+
+
+def _cut(label: str, margin: int) -> str:
+    """Of a long name, its end tells layers apart better than its middle."""
+    if len(label) > margin:
+        label = f"{label[: margin // 3]}..{label[len(label) - (margin - margin // 3 - 2) :]}"
+    return label.ljust(margin)
 
 
 def _lines(row: Sequence[int | None], length: int) -> Iterator[tuple[int, Sequence[int | None]]]:
@@ -114,7 +143,7 @@ def _lines(row: Sequence[int | None], length: int) -> Iterator[tuple[int, Sequen
         yield start, row[start : start + length]
 
 
-def _cell(age: int | None, oldest: int, detailed: bool) -> str:
-    if detailed:
-        return f"{'?' if age is None else age:>5}"
+def _cell(age: int | None, oldest: int, cell: int) -> str:
+    if cell > 1:
+        return f"{'?' if age is None else age:>{cell}}"
     return "?" if age is None else _GLYPHS[age * (len(_GLYPHS) - 1) // oldest]

@@ -4,7 +4,7 @@ A module offers ``add_parser(subparsers)``, which is called for every command li
 heavy, and ``run(args, rest) -> int``, the exit code. ``rest`` holds arguments that the parser does not know;
 only ``train`` takes any.
 
-Exit codes: 0 done, 1 damage was found, 2 wrong usage or nothing usable there.
+Exit codes: 0 done, 1 damage was found, 2 wrong usage or nothing usable there, 130 Ctrl-C, 141 nobody read on.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import sys
 from collections.abc import Sequence
 
 from moe_ckpt import __version__
+from moe_ckpt.cli.arguments import Parser, commands_of
 from moe_ckpt.errors import MoECheckpointError
 
 COMMANDS = ("inspect", "verify", "window", "export", "train", "simulate", "plan")
 _PASS_ON = ("train", "simulate", "plan")
+_BROKEN_PIPE = 141
+"""As of a program that SIGPIPE ended: 128 + 13. Not 0, for what was not printed may have been a damage."""
 
 EPILOG = """\
 examples:
@@ -29,16 +32,16 @@ examples:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="moe-ckpt",
         description="Look into, check and convert checkpoints of moe_ckpt; train its recipes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-ckpt {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = commands_of(parser)
     for name in COMMANDS:
         importlib.import_module(f"moe_ckpt.cli.{name}").add_parser(subparsers)
     return parser
@@ -46,28 +49,40 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. Errors of this package become one line on stderr."""
-    parser = build_parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and args.command not in _PASS_ON:
-        parser.error(f"{args.command} does not know {' '.join(rest)}; see moe-ckpt {args.command} --help")
-    command = importlib.import_module(f"moe_ckpt.cli.{args.command}")
     try:
-        code: int = command.run(args, rest)
+        code = _run(argv)
         sys.stdout.flush()
-    except MoECheckpointError as error:
-        print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader of our output (head, less) has gone. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = build_parser()
+    try:
+        args, rest = parser.parse_known_args(argv)
+        if rest and args.command not in _PASS_ON:
+            parser.refuse(args.command, rest)
+    except SystemExit:
+        sys.stdout.flush()  # of --help: here, where a reader that has gone does no harm
+        raise
+    command = importlib.import_module(f"moe_ckpt.cli.{args.command}")
+    try:
+        code: int = command.run(args, rest)
+    except BrokenPipeError:
+        raise
+    except MoECheckpointError as error:
+        print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         if args.command in _PASS_ON:
             raise
         print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     return code
 
 

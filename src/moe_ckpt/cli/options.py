@@ -6,17 +6,20 @@ import argparse
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from moe_ckpt.cli.arguments import Parser, commands_of, unknown, with_help
 from moe_ckpt.errors import ConfigError
 
 
 def require_known(command: str, rest: Sequence[str]) -> None:
     """Refuse arguments that the parser left over and that are no settings. Raises ``ConfigError``."""
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown:
-        raise ConfigError(f"no option {' '.join(unknown)}; see moe-ckpt {command} --help")
+    words = [word for word in rest if word.startswith("-")]
+    if words:
+        parser = import_module(f"moe_ckpt.cli.{command}").add_parser(commands_of(Parser()))
+        raise ConfigError(with_help(unknown(words, parser), f"moe-ckpt {command}"))
 
 
 def require_filled(args: argparse.Namespace, *names: str) -> None:

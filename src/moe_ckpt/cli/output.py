@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
+PIPED_WIDTH = 100
+"""Of tables that go to no terminal, whatever the terminal that they come from."""
+GAP = "  "
+_BREAKS = re.compile(r"(?<=[ ./])")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -27,40 +34,74 @@ def human_bytes(nbytes: int) -> str:
     return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
+def width() -> int:
+    """Columns to fit into: those of the terminal, and ``PIPED_WIDTH`` where there is none."""
+    return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns if sys.stdout.isatty() else PIPED_WIDTH
+
+
+def wrapped(text: str) -> str:
+    """A paragraph no wider than there is room, its further lines set in."""
+    return textwrap.fill(text, width(), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """All columns but the first flush right."""
+    """All columns but the first flush right. What is too wide goes on below, with the first column again."""
     console = rich_console()
-    if console is None:
-        print(plain_table(columns, rows))
-        return
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    # rich would swallow whole columns on a narrow terminal; lines that wrap there can still be read.
-    needed = max(map(len, plain_table(columns, rows).split("\n"))) + 2 * len(columns)
-    console.width = max(console.width, needed)
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    for number, block in enumerate(folded(columns, rows, width())):
+        head, rule, *lines = block
+        if number:
+            print()
+        if console is None or not console.is_terminal:
+            print("\n".join([*head, rule, *lines]))
+        else:
+            for line in head:
+                console.print(line, style="bold", markup=False)
+            print("\n".join([rule, *lines]))
 
 
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same table as text."""
-    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    lines = []
-    for row in (columns, *rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+Block = list[Any]
+
+
+def folded(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[Block]:
+    """Blocks of lines no wider than ``room``, if no two columns are: a list of lines of the head, a rule, rows.
+
+    Heads are broken at spaces, and after a dot or a slash, where that makes their column narrower.
+    """
+    heads = [_broken(head, max((len(row[at]) for row in rows), default=0)) for at, head in enumerate(columns)]
+    widths = [max(map(len, (*head, *(row[at] for row in rows)))) for at, head in enumerate(heads)]
+    groups: list[list[int]] = [[]]
+    for at in range(1, len(columns)):
+        taken = widths[0] + sum(len(GAP) + widths[other] for other in groups[-1])
+        if groups[-1] and taken + len(GAP) + widths[at] > room:
+            groups.append([])
+        groups[-1].append(at)
+    return [_block(heads, rows, widths, (0, *group)) for group in groups]
+
+
+def _block(
+    heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], widths: Sequence[int], shown: Sequence[int]
+) -> Block:
+    def line(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, shown, strict=True)
+        flush = [cell.rjust(widths[at]) for cell, at in others]
+        return GAP.join([first[0].ljust(widths[first[1]]), *flush]).rstrip()
+
+    height = max(len(heads[at]) for at in shown)
+    head = [line([("", *[""] * height, *heads[at])[len(heads[at]) + 1 + row] for at in shown]) for row in range(height)]
+    total = sum(widths[at] for at in shown) + len(GAP) * (len(shown) - 1)
+    return [head, "─" * total, *(line([row[at] for at in shown]) for row in rows)]
+
+
+def _broken(head: str, least: int) -> list[str]:
+    """The lines of a head over a column that is ``least`` wide anyway."""
+    words = [word for word in _BREAKS.split(head) if word]
+    least = max([least, *map(len, words)])
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1] + word) > least:
+            lines.append("")
+        lines[-1] += word
+    return [one.strip() for one in lines]
 
 
 def print_cells(label: str, cells: Sequence[tuple[str, float]]) -> None:
@@ -78,17 +119,46 @@ def print_cells(label: str, cells: Sequence[tuple[str, float]]) -> None:
     console.print(line)
 
 
+class Tell(Protocol):
+    """Told how much is done, of how much; what: what is being done now, if that is another thing than before."""
+
+    def __call__(self, done: float, total: float, what: str | None = None, /) -> None: ...
+
+
 @contextlib.contextmanager
-def progress_bar(what: str, unit: str | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, fed with (done, in all); silent when stderr is no terminal. unit: of both; None: bytes."""
+def progress_bar(what: str, unit: str | None = None, lines: bool = False) -> Iterator[Tell]:
+    """A bar on stderr, where that is a terminal and rich is installed.
+
+    unit: of both figures; None: bytes. lines: elsewhere, a line for each thing that is being done; otherwise nothing.
+    """
     console = rich_console(stderr=True) if sys.stderr.isatty() else None
     if console is None:
-        yield lambda done, total: None
+        yield _line_by_line(what) if lines else lambda done, total, what=None, /: None
         return
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    counted = (MofNCompleteColumn(), TextColumn(unit)) if unit else (DownloadColumn(binary_units=True),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *counted, TimeRemainingColumn())
+    counted = (
+        TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}") if unit else DownloadColumn(binary_units=True)
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), counted, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task, said = progress.add_task(what, total=None, visible=False), what
+
+        def tell(done: float, total: float, what: str | None = None, /) -> None:
+            nonlocal said
+            if what is not None and what != said:
+                said = what
+                progress.reset(task, description=what)
+            progress.update(task, completed=done, total=total, visible=True)
+
+        yield tell
+
+
+def _line_by_line(said: str) -> Tell:
+    def tell(done: float, total: float, what: str | None = None, /) -> None:
+        nonlocal said
+        if what is not None and what != said:
+            said = what
+            print(what, file=sys.stderr, flush=True)
+
+    return tell

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from moe_ckpt.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from moe_ckpt.engine.rates import Rates
+    from moe_ckpt.sim.choosing import Leg, Tell
     from moe_ckpt.sim.planner import Candidate, Plan
     from moe_ckpt.sim.scenario import Scenario
     from moe_ckpt.sim.system import System
@@ -33,6 +35,10 @@ seed can be set, fields of the cluster one by one, above all what a run does not
 
 BACKUP_SECS = 10800.0
 """How often what peers hold goes to storage, too."""
+_ABOUT = "~"
+"""Before the ETTR of what was not simulated to the end."""
+_NAMED = 3
+"""Policies in a line on stderr."""
 MARK = "*"
 """Of systems that only the simulator has."""
 COLUMNS = (
@@ -60,6 +66,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--plot", metavar="FILE", help="write the roofline picture there (png, svg, pdf)")
     parser.add_argument("--config-dir", metavar="DIR", help="more config groups, of your own")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="do not say what is being simulated")
     return parser
 
 
@@ -71,7 +78,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         ConfigError: settings that make no sense.
     """
     from moe_ckpt.cli.options import require_filled, require_known
-    from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.sim.planner import recommend, trainer_systems
 
     require_known("plan", rest)
@@ -89,8 +95,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     systems = trainer_systems(scenario, args.max_plt)
     if not args.trainer_only:
         systems += simulated_systems(scenario)
-    with progress_bar("simulating", unit="policies") as tell:
-        plan = recommend(scenario, systems, seeds=args.seeds, most_plt=args.max_plt, progress=tell)
+    with _progress(scenario.duration_secs, args.quiet) as tell:
+        plan = recommend(scenario, systems, seeds=args.seeds, most_plt=args.max_plt, tell=tell)
     if args.plot:
         _plot(scenario, plan, args.plot)
     if args.json:
@@ -216,6 +222,28 @@ def _measure(directory: str) -> Rates:
 # --- what is told ---
 
 
+@contextmanager
+def _progress(duration_secs: float, silent: bool) -> Iterator[Tell | None]:
+    """What is being simulated, on stderr: a bar on a terminal, else a line for each part."""
+    from moe_ckpt.cli.output import progress_bar
+
+    if silent:
+        yield None
+        return
+    with progress_bar("", unit="policies", lines=True) as tell:
+        yield lambda leg, done: tell(done, len(leg.systems), _leg(leg, duration_secs))
+
+
+def _leg(leg: Leg, duration_secs: float) -> str:
+    from moe_ckpt.cli.sim_table import duration
+
+    first = ", ".join(leg.systems[:_NAMED]) + (f" and {len(leg.systems) - _NAMED} more" * (len(leg.systems) > _NAMED))
+    if leg.number == 1:
+        part = "" if leg.secs is None else f"{duration(leg.secs)} of "
+        return f"simulating {len(leg.systems)} policies, {part}{duration(duration_secs)}"
+    return f"a closer look at {first}, up to {duration(duration_secs if leg.secs is None else leg.secs)}"
+
+
 def facts(scenario: Scenario, plan: Plan, rates: Rates | None) -> dict[str, Any]:
     """Everything that is printed, as plain data."""
     layout = scenario.layout
@@ -239,6 +267,8 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "in_trainer": one.system.in_trainer,
         "policy": one.system.policy.describe(),
         "ettr": round(one.ettr, 6),
+        "ettr_margin": round(one.margin, 6),
+        "simulated_secs": round(one.simulated_secs, 3),
         "stall_secs": round(one.stall_secs, 6),
         "plt": round(one.plt, 6),
         "window": one.outcome.window if one.outcome else None,
@@ -258,13 +288,15 @@ def override_line(candidate: Candidate) -> str:
 
 
 def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
-    from moe_ckpt.cli.output import human_bytes, print_table
+    from moe_ckpt.cli.output import human_bytes, print_table, wrapped
 
     layout, mean = scenario.layout, scenario.failures.mean_secs
+    failing = "failures as in the trace" if mean is None else f"a failure every {_span(mean)}"
     print(
-        f"{layout.model.name}: {layout.model.total / 1e9:.3g} B parameters on {layout.parallel.ranks} ranks of "
-        f"{layout.cluster.name}, {scenario.iteration.secs:.3g} s per iteration, "
-        + ("failures as in the trace" if mean is None else f"a failure every {_span(mean)}")
+        wrapped(
+            f"{layout.model.name}: {layout.model.total / 1e9:.3g} B parameters on {layout.parallel.ranks} ranks of "
+            f"{layout.cluster.name}, {scenario.iteration.secs:.3g} s per iteration, {failing}"
+        )
     )
     if rates is not None:
         for name in ("copy", "network", "storage_write", "storage_read"):
@@ -275,9 +307,12 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
     print_table(COLUMNS, rows)
     for one in plan.candidates:
         if one.refused:
-            print(f"{one.system.name} cannot be used: {one.refused}")
+            print(wrapped(f"{one.system.name} cannot be used: {one.refused}"))
     if any(not one.system.in_trainer for one in plan.candidates):
         print(f"{MARK} simulated only: checkpoints in the memory of peers, which the trainer does not do yet")
+    if short := [one for one in plan.candidates if one.margin]:
+        least, all_of_it = _span(min(one.simulated_secs for one in short)), _span(scenario.duration_secs)
+        print(wrapped(f"{_ABOUT} simulated for {least} or more of {all_of_it}: until it was certain not to be chosen"))
     print()
     _advise(plan)
 
@@ -290,7 +325,7 @@ def _row(one: Candidate, human: Any) -> tuple[str, ...]:
     every = f"W = {outcome.window}" if outcome.window else f"{outcome.interval or '-'}"
     return (
         name,
-        f"{one.ettr:.3f}",
+        f"{_ABOUT if one.margin else ''}{one.ettr:.3f}",
         every,
         f"{one.stall_secs:.3f} s",
         f"{one.plt:.2%}",

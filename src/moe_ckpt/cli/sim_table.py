@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress
 
+from moe_ckpt.cli.output import PIPED_WIDTH
 from moe_ckpt.cli.sim_runs import PARTS, Result, Span
 from moe_ckpt.sim.scenario import Outcome
 
@@ -18,19 +19,22 @@ MEANING = {
     "replay": "computing windows again",
 }
 _BAR = 30
+_SHORT_BAR = 12
+"""Where the terminal is narrow."""
 _NONE = "-"
 
 
-def one_table(result: Result) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows): where the time of a run that was not swept went, means over its seeds."""
+def one_table(result: Result, room: int = PIPED_WIDTH) -> tuple[list[str], list[list[str]]]:
+    """(columns, rows): where the time of a run that was not swept went, means over its seeds. room: in columns."""
+    wide = _BAR if room >= PIPED_WIDTH else _SHORT_BAR
     total = result.over_seeds(lambda one: one.spent.total).mean
     rows = []
     for part in PARTS:
         share = result.share(part)
         if part == "idle" and not share:
             continue
-        bar = "█" * round(share * _BAR)
-        rows.append([part, duration(share * total), _percent(share), bar.ljust(_BAR, "·"), MEANING[part]])
+        bar = "█" * round(share * wide)
+        rows.append([part, duration(share * total), _percent(share), bar.ljust(wide, "·"), MEANING[part]])
     return ["", "time", "share", "", "what it is"], rows
 
 

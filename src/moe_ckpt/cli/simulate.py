@@ -13,6 +13,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from moe_ckpt.cli.options import not_written, require_directory, require_file, require_filled, require_known
+from moe_ckpt.cli.output import PIPED_WIDTH, width, wrapped
 from moe_ckpt.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -163,8 +164,9 @@ def _show(results: Sequence[Result]) -> None:
     if len(results) > 1 or results[0].combination.varied:
         print_table(*sweep_table(results))
         return
-    print(one_facts(results[0]))
-    print_table(*one_table(results[0]))
+    print(wrapped(one_facts(results[0])))
+    print()
+    print_table(*one_table(results[0], width()))
 
 
 def _warn(results: Sequence[Result]) -> None:
@@ -213,4 +215,4 @@ def _list(group: str, directory: Path | None) -> None:
 
 
 def _wrapped(name: str, text: str) -> str:
-    return f"{name}\n{fill(text, 100, initial_indent='    ', subsequent_indent='    ')}"
+    return f"{name}\n{fill(text, min(width(), PIPED_WIDTH), initial_indent='    ', subsequent_indent='    ')}"

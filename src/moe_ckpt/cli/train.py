@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
+from moe_ckpt.cli.arguments import Parser, commands_of, unknown, with_help
 from moe_ckpt.errors import ConfigError, MissingPackageError
 
 EPILOG = """\
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.conf import register
 
     register()
+    require_hydras(rest)
     directory = config_directory(args.config_dir)
     command, path = list(sys.argv), list(sys.path)
 
@@ -68,9 +70,52 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     sys.argv = [command[0], *_per_rank(), *rest]
     try:
         hydra.main(version_base="1.3", config_path=str(directory), config_name="train")(app)()
+    except SystemExit as stopped:  # Hydra has said what is wrong, but not where a key has moved to
+        if stopped.code and (hint := moved_key(rest, directory)):
+            print(f"moe-ckpt train: {hint}", file=sys.stderr)
+        raise
     finally:
         sys.argv, sys.path[:] = command, path
     return 0
+
+
+def require_hydras(rest: Sequence[str]) -> None:
+    """Refuse options that Hydra does not know either, without its usage lines. Raises ``ConfigError``."""
+    from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(with_help(message.removeprefix("argument "), "moe-ckpt train"))
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    _, unread = parser.parse_known_args([*rest])
+    if words := [word for word in unread if word.startswith("-")]:
+        mine = add_parser(commands_of(Parser()))
+        for action in parser._actions:
+            if "--config-dir" not in action.option_strings and "--help" not in action.option_strings:
+                mine._add_action(action)
+        raise ConfigError(with_help(unknown(words, mine), "moe-ckpt train"))
+
+
+def moved_key(overrides: Sequence[str], directory: Path) -> str:
+    """Of settings that the run config does not have, the nearest that it has; empty where there is none to tell."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    from moe_ckpt.cli.overrides import nearest_key
+
+    settings = [word for word in overrides if "=" in word and not word.startswith("-")]
+    choices = [word for word in settings if "." not in word.partition("=")[0]]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(directory), version_base="1.3"):
+            cfg = compose("train", [word for word in choices if "/" in word or not word.startswith("+")])
+            tree = cast("dict[str, Any]", OmegaConf.to_container(cfg))
+    except (HydraException, OSError, ValueError):
+        return ""
+    return nearest_key(settings, tree)
 
 
 def config_directory(given: str | None) -> Path:
@@ -112,8 +157,8 @@ def _per_rank() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m moe_ckpt.cli.train``: the subcommand alone, for launchers that want a module."""
-    parser = argparse.ArgumentParser(prog="moe-ckpt")
-    add_parser(parser.add_subparsers(required=True))
+    parser = Parser(prog="moe-ckpt")
+    add_parser(commands_of(parser))
     args, rest = parser.parse_known_args(["train", *(sys.argv[1:] if argv is None else argv)])
     return run(args, rest)
 

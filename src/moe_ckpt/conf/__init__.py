@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moe_ckpt.conf.schema import register
+from moe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,14 +25,21 @@ if TYPE_CHECKING:
 __all__ = ["build_callback", "register"]
 
 
-def build_callback(policy: Policy, store: Mapping[str, Any], **options: Any) -> MoECheckpoint:
+def build_callback(
+    policy: Policy, store: Mapping[str, Any], dirpath: str | None = None, timeout_secs: Any = None, **options: Any
+) -> MoECheckpoint:
     """The ``_target_`` of the config ``moe_ckpt: default``.
 
-    The groups are nested, the callback's arguments are not: ``store`` is spread over them here.
+    The groups are nested, the callback's arguments are not: ``store`` is spread over them here. ``moe_ckpt.dirpath=x``
+    does what ``moe_ckpt.store.dirpath=x`` does, and goes before it.
     """
     from moe_ckpt.callbacks import MoECheckpoint
 
-    return MoECheckpoint(policy, **store, **options)
+    given = {"dirpath": dirpath, "timeout_secs": timeout_secs}
+    where = {**store, **{key: value for key, value in given.items() if value is not None}}
+    if where.get("dirpath") is None:
+        raise ConfigError("moe_ckpt.dirpath must be given: a directory, or a URL such as s3://bucket/run")
+    return MoECheckpoint(policy, **where, **options)
 
 
 register()

@@ -63,7 +63,7 @@ class MoEvementConfig:
 class StoreConfig:
     """dirpath: directory or fsspec URL, the same on every rank. timeout_secs: for ranks to answer each other."""
 
-    dirpath: str = MISSING
+    dirpath: Optional[str] = MISSING  # noqa: UP045
     timeout_secs: Union[float, int, str] = 600.0  # noqa: UP007
 
 
@@ -80,10 +80,15 @@ class RetentionConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Arguments of ``MoECheckpoint``. ``policy`` takes any node with a ``_target_``: your own policies too."""
+    """Arguments of ``MoECheckpoint``. ``policy`` takes any node with a ``_target_``: your own policies too.
+
+    dirpath, timeout_secs: as the callback's own arguments are called; None: those of ``store``.
+    """
 
     _target_: str = "moe_ckpt.conf.build_callback"
     policy: Any = MISSING
+    dirpath: Optional[str] = None  # noqa: UP045
+    timeout_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     store: StoreConfig = field(default_factory=StoreConfig)
     retention: Any = None
     resume: str = "auto"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -129,6 +129,14 @@ class Catalog:
         return {op: at for at, op in enumerate(self.everything)}
 
     @cached_property
+    def places_of(self) -> Callable[[tuple[str, ...]], npt.NDArray[np.int64]]:
+        """Operator ids -> their places. The newest few are remembered: what is saved is asked about several times."""
+        return lru_cache(maxsize=8)(self._places_of)
+
+    def _places_of(self, operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        return np.fromiter(map(self.place.__getitem__, operators), dtype=np.int64, count=len(operators))
+
+    @cached_property
     def expert_at(self) -> Mapping[str, tuple[int, int]]:
         """Id of an expert -> ``(layer, expert)``."""
         return {op.id: (op.layer, op.expert) for op in self.experts if op.layer is not None and op.expert is not None}
@@ -142,6 +150,16 @@ class Catalog:
     def all_experts(self) -> npt.NDArray[np.int64]:
         """``[n, 2]``: ``(layer, expert)`` of all experts."""
         return np.asarray(list(self.expert_at.values()), dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def is_expert(self) -> npt.NDArray[np.bool_]:
+        """Of each of ``operators``."""
+        return np.array([op.kind is OperatorKind.EXPERT for op in self.operators], dtype=bool)
+
+    @cached_property
+    def layer_and_expert(self) -> npt.NDArray[np.int64]:
+        """``[operators, 2]``: ``(layer, expert)`` of each of ``operators``; -1 where it is no expert."""
+        return np.array([self.expert_at.get(op, (-1, -1)) for op in self.everything], dtype=np.int64).reshape(-1, 2)
 
     @cached_property
     def always_saved(self) -> tuple[Operator, ...]:

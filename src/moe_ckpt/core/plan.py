@@ -6,7 +6,6 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -126,7 +125,21 @@ def _stored(operators: tuple[str, ...]) -> tuple[PlanItem, ...]:
 
 def _items(operators: tuple[str, ...], fidelity: Fidelity = Fidelity.FULL) -> tuple[PlanItem, ...]:
     """Of the STORAGE tier. Items are values, and the same ones at most steps: they are made once."""
-    return tuple(map(_item, operators, repeat(fidelity)))
+    return tuple(map(_ITEMS[fidelity].__getitem__, operators))
 
 
-_item = lru_cache(maxsize=1 << 16)(PlanItem)
+class _Items(dict[str, PlanItem]):
+    """Operator -> its item, which is made when it is first asked for."""
+
+    def __init__(self, fidelity: Fidelity) -> None:
+        self._fidelity = fidelity
+
+    def __missing__(self, operator: str) -> PlanItem:
+        if len(self) >= _MOST_ITEMS:  # of models that came and went
+            self.clear()
+        item = self[operator] = PlanItem(operator, self._fidelity)
+        return item
+
+
+_MOST_ITEMS = 1 << 16
+_ITEMS = {fidelity: _Items(fidelity) for fidelity in Fidelity}

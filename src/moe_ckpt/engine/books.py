@@ -65,7 +65,8 @@ def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
     """``[n, 2]``: ``(layer, expert)`` of the experts among ``operators``."""
     if operators is catalog.everything:
         return catalog.all_experts
-    return np.asarray(experts_among(catalog, operators), dtype=np.int64).reshape(-1, 2)
+    at = catalog.places_of(tuple(operators))
+    return catalog.layer_and_expert[at[catalog.is_expert[at]]]
 
 
 class Books:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
 from moe_ckpt.core.placement import Placement, everywhere
@@ -19,7 +20,6 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.selection import Expert
 
 
 def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: int = 0) -> tuple[int, ...]:
@@ -79,50 +79,68 @@ def least_capacity(total: int, owned: Collection[int]) -> int:
 class Taking:
     """Experts taken one after the other, as long as their owner has capacity left.
 
-    owners: per MoE layer, the rank of each expert. capacity: experts per rank; None where it does not matter who owns
-    them.
-    taken: what was taken so far.
+    Experts are numbers from 0 on. owners: the rank of each. capacity: experts per rank; None where it does not matter
+    who owns them.
+    count: how many were taken so far. is_taken: of each expert.
     """
 
-    def __init__(self, owners: Sequence[Sequence[int]], capacity: int | None) -> None:
-        self.taken: set[Expert] = set()
-        self._owners, self._capacity = owners, capacity
-        self._load: Counter[int] = Counter()
+    def __init__(self, owners: Sequence[int], capacity: int | None) -> None:
+        self.count = 0
+        self.is_taken = bytearray(len(owners))
+        self._owners = owners
+        self._room = dict.fromkeys(owners, len(owners) if capacity is None else capacity)
 
-    def force(self, experts: Iterable[Expert]) -> None:
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """``is_taken`` as an array, which changes with it."""
+        return np.frombuffer(self.is_taken, dtype=np.bool_)
+
+    def force(self, experts: Iterable[int]) -> None:
         """Take ``experts`` whoever owns them."""
         for expert in experts:
-            self._take(expert)
+            if not self.is_taken[expert]:
+                self.is_taken[expert] = True
+                self.count += 1
+                self._room[self._owners[expert]] -= 1
 
-    def take(self, ordered: Iterable[Expert], most: int, per_layer: Mapping[int, int] | None = None) -> None:
-        """Take from ``ordered``, best first, until ``most`` are taken in all.
+    def take(self, ordered: Iterable[int], most: int) -> None:
+        """Take from ``ordered``, best first, until ``most`` are taken in all."""
+        groups = bytes(len(self.is_taken))
+        self.take_shares(ordered, most, groups, (most,))
 
-        per_layer: how many more of each layer, at most; None: any number.
+    def take_shares(self, ordered: Iterable[int], most: int, groups: Sequence[int], shares: Sequence[int]) -> list[int]:
+        """As ``take``, but no more of each group than its share. Returns those whose group had none left.
+
+        groups: of each expert. shares: how many more of each group.
         """
-        left = None if per_layer is None else dict(per_layer)
-        for expert in ordered:
-            if len(self.taken) >= most:
-                return
-            layer, index = expert
-            if expert in self.taken or (left is not None and not left[layer]):
+        is_taken, owners, room, left = self.is_taken, self._owners, self._room, list(shares)
+        missing: int = most - self.count
+        refused: list[int] = []
+        for expert in ordered if missing > 0 else ():  # the hot loop of every plan
+            if is_taken[expert]:
                 continue
-            if self._capacity is not None and self._load[self._owners[layer][index]] >= self._capacity:
-                continue
-            self._take(expert)
-            if left is not None:
-                left[layer] -= 1
-
-    def _take(self, expert: Expert) -> None:
-        if expert not in self.taken:
-            self.taken.add(expert)
-            self._load[self._owners[expert[0]][expert[1]]] += 1
+            group, owner = groups[expert], owners[expert]
+            if not left[group]:
+                refused.append(expert)
+            elif room[owner] > 0:
+                is_taken[expert] = True
+                left[group] -= 1
+                room[owner] -= 1
+                missing -= 1
+                if not missing:
+                    break
+        self.count = most - missing if missing >= 0 else self.count
+        return refused
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """The MoE layers of one pipeline stage, whose experts the same ranks save.
 
-    ranks: of the stage. owned: owner rank -> how many experts it owns.
+    Its experts are numbers from 0 on, layer by layer.
+
+    ranks: of the stage. owners: of each expert. at: of each expert, its place in counts ``[L, E]`` that were made flat.
+    operators: of each expert, its operator's place in the catalog.
     by_owner: an owner's experts cannot be evened out with others'. divided: ranks that share the bytes of each expert,
     beside their share of the rest; None where ranks are filled up evenly.
     shared_bytes: all gates and non-experts. expert_bytes: the largest expert; 0 where sizes are not asked for.
@@ -130,7 +148,9 @@ class Stage:
 
     layers: tuple[MoELayer, ...]
     ranks: int
-    owned: Counter[int]
+    owners: tuple[int, ...]
+    at: Counts
+    operators: Counts
     by_owner: bool
     divided: int | None
     shared_bytes: int = 0
@@ -145,9 +165,24 @@ class Stage:
         return sum(layer.experts for layer in self.layers)
 
     @cached_property
-    def experts(self) -> frozenset[Expert]:
-        """All of them."""
-        return frozenset((layer.index, expert) for layer in self.layers for expert in range(layer.experts))
+    def owned(self) -> Counter[int]:
+        """Owner rank -> how many experts it owns."""
+        return Counter(self.owners)
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """Of each expert, the place of its layer among ``layers``."""
+        return tuple(place for place, layer in enumerate(self.layers) for _ in range(layer.experts))
+
+    @cached_property
+    def starts(self) -> Counts:
+        """The first expert of each layer."""
+        return np.cumsum([0, *(layer.experts for layer in self.layers[:-1])])
+
+    @cached_property
+    def numbers(self) -> Mapping[int, int]:
+        """Place in the catalog -> expert."""
+        return {place: number for number, place in enumerate(self.operators.tolist())}
 
     @lru_cache(maxsize=1024)  # noqa: B019 - stages are few and stay
     def most(self, limit: int | None, least: int) -> tuple[int, int | None]:
@@ -182,16 +217,10 @@ class Stage:
         capacity = limit // each
         return min(together, owned_total(capacity, self.owned.values())), capacity
 
-    def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[Expert]:
-        """All experts: most unsaved tokens first, then the oldest, then by layer and index. Both ``[L, E]``."""
-        rows, experts = self._places
-        order = np.lexsort((chosen_at[rows, experts], -unsaved[rows, experts]))  # stable: what is equal stays in order
-        return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
-
-    @cached_property
-    def _places(self) -> tuple[Counts, Counts]:
-        rows = np.repeat(np.asarray(self.rows, dtype=np.int64), [layer.experts for layer in self.layers])
-        return rows, np.concatenate([np.arange(layer.experts, dtype=np.int64) for layer in self.layers])
+    def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[int]:
+        """All experts: most unsaved tokens first, then the oldest, then by layer and index. Both of each expert."""
+        found: list[int] = np.lexsort((chosen_at, -unsaved)).tolist()  # stable: what is equal stays in order
+        return found
 
 
 def stages_of(context: PolicyContext, *, weighed: bool) -> tuple[Stage, ...]:
@@ -231,15 +260,18 @@ def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, Operator
             shared[stage_of.get(op.id, 0)] += sizes[op.id].full
         for name, row, _ in catalog.experts_by_layer:
             largest[row] = max(largest.get(row, 0), sizes[name].full)
+    most = max((layer.experts for layer in catalog.layers), default=0)
     layers_of: dict[int, list[MoELayer]] = {}
     for layer in catalog.layers:
         layers_of.setdefault(stage_of.get(expert_id(layer.index, 0), 0), []).append(layer)
     for number, layers in sorted(layers_of.items()):
-        owned = Counter(rank for layer in layers for rank in placement.owners[layer.index])
+        names = [expert_id(layer.index, expert) for layer in layers for expert in range(layer.experts)]
         yield Stage(
             tuple(layers),
             placement.stages[number],
-            owned,
+            tuple(rank for layer in layers for rank in placement.owners[layer.index]),
+            np.concatenate([layer.index * most + np.arange(layer.experts) for layer in layers]),
+            np.array([catalog.place[name] for name in names], dtype=np.int64),
             placement.experts_whole or placement.expert_ranks is not None,
             placement.expert_ranks,
             shared[number],

@@ -5,21 +5,22 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from math import ceil, isfinite
 from typing import Any
 
 import numpy as np
 
-from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import Measured, PolicyContext, interval_passed, next_multiple, require_positive
 from moe_ckpt.policies.expert_shares import Stage, Taking, layer_shares, stages_of
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
-from moe_ckpt.policies.selection import Expert, experts_of, known
+from moe_ckpt.policies.selection import known
 from moe_ckpt.policies.window_report import time_limit_bytes
 
 SELECTIONS = ("popular", "round_robin")
@@ -119,48 +120,56 @@ class MoEtion:
 
     def _stored(self, context: PolicyContext, stages: Sequence[Stage], limit: int | None) -> tuple[str, ...]:
         """In the catalog's order. limit: bytes of one rank; None: no budget."""
-        missing = experts_of(context, context.missing)
-        chosen = {op.id for op in context.catalog.always_saved}
+        catalog = context.catalog
+        missing = [catalog.place[op] for op in context.missing]
+        counts = known(context, context.expected_unsaved, 0).ravel(), known(context, context.chosen_at, -1).ravel()
+        chosen = ~catalog.is_expert
         for stage in stages:
             most, capacity = self._room(stage, limit)
-            experts = stage.experts if most >= stage.total else self._choose(context, stage, most, capacity, missing)
-            chosen.update(expert_id(*expert) for expert in experts)
-        return tuple(sorted(chosen, key=context.catalog.place.__getitem__))
+            if most >= stage.total:
+                chosen[stage.operators] = True
+                continue
+            forced = [stage.numbers[place] for place in missing if place in stage.numbers]
+            unsaved, chosen_at = (each[stage.at] for each in counts)
+            taking = Taking(stage.owners, capacity)
+            self._choose(context, stage, taking, most, forced, unsaved, chosen_at)
+            chosen[stage.operators] = taking.mask
+        return tuple(compress(catalog.everything, chosen.tolist()))
 
     def _choose(
-        self, context: PolicyContext, stage: Stage, most: int, capacity: int | None, missing: Collection[Expert]
-    ) -> set[Expert]:
+        self,
+        context: PolicyContext,
+        stage: Stage,
+        taking: Taking,
+        most: int,
+        forced: Sequence[int],
+        unsaved: Counts,
+        chosen_at: Counts,
+    ) -> None:
+        """Take experts of ``stage``. unsaved, chosen_at: of each of them."""
         popular = self.selection == "popular"
-        unsaved, chosen_at = known(context, context.expected_unsaved, 0), known(context, context.chosen_at, -1)
-        ordered = stage.ordered(chosen_at, unsaved if popular else np.zeros_like(unsaved))
-        taking = Taking(context.owners, capacity)
-        taking.force(expert for expert in missing if expert[0] in stage.rows)
+        taking.force(forced)
         if popular:
             taking.take(self._overdue(context, stage, chosen_at, most), -(-most // 2))
-        rest = unsaved.copy()
-        sizes = {layer.index: layer.experts for layer in stage.layers}
-        for layer, expert in taking.taken:
-            rest[layer, expert] = 0
-            sizes[layer] -= 1
-        risk = [int(rest[row].sum()) if popular else 0 for row in stage.rows]
+        left = ~taking.mask
+        sizes = np.add.reduceat(left, stage.starts, dtype=np.int64).tolist()
+        risk = np.add.reduceat(unsaved * left, stage.starts).tolist() if popular else [0] * len(sizes)
         # Where all layers get alike, what cannot be divided goes on from where it ended last time.
-        first = context.index * most % len(stage.rows)
-        shares = layer_shares(risk, [sizes[row] for row in stage.rows], max(0, most - len(taking.taken)), first)
-        taking.take(ordered, most, dict(zip(stage.rows, shares, strict=True)))
-        taking.take(ordered, most)
-        return taking.taken
+        first = context.index * most % len(sizes)
+        shares = layer_shares(risk, sizes, max(0, most - taking.count), first)
+        ordered = stage.ordered(chosen_at, unsaved if popular else np.zeros_like(unsaved))
+        taking.take(taking.take_shares(ordered, most, stage.groups, shares), most)
 
-    def _overdue(self, context: PolicyContext, stage: Stage, chosen_at: Counts, most: int) -> list[Expert]:
+    def _overdue(self, context: PolicyContext, stage: Stage, chosen_at: Counts, most: int) -> list[int]:
         """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
 
         As in ``load_aware``, rounds are counted in steps, at the run's own mean interval.
         """
         interval_steps = max(self.every_n_steps, ceil(context.step / (context.index + 1)))
         patience = STALE_ROUNDS * ceil(stage.total / most) * interval_steps
-        late = (chosen_at >= 0) & (context.step - chosen_at > patience)
-        if not late.any():
-            return []
-        return [expert for expert in stage.ordered(chosen_at, np.zeros_like(chosen_at)) if late[expert]]
+        late = np.flatnonzero((chosen_at >= 0) & (chosen_at < context.step - patience))
+        oldest: list[int] = late[np.argsort(chosen_at[late], kind="stable")].tolist()
+        return oldest
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``policies.base.next_due``."""

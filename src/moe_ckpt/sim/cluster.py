@@ -166,9 +166,7 @@ class Layout:
             # Of a layer's experts, which all are on one stage, the first pipeline's rank stands for all that share it.
             stage = self.stage_of[f"expert/{layer.index}/0"]
             spread = min(ep, layer.experts)
-            owners.append(
-                tuple(stage * width + expert_owner(e, layer.experts, spread) for e in range(layer.experts))
-            )
+            owners.append(tuple(stage * width + expert_owner(e, layer.experts, spread) for e in range(layer.experts)))
         apart = ep > 1
         return Placement(
             owners=tuple(owners),

@@ -77,7 +77,7 @@ class Costs:
         table, size = self._table, len(slots)
         slot = np.empty(len(table.full), dtype=np.int64)
         for number, operators in enumerate(slots):
-            slot[self._at(operators)] = number
+            slot[self._catalog.places_of(operators)] = number
         places = size * table.stage + slot, size * table.owner + slot
         even, owned = (
             _in_window(table, here, mine, (count, size))
@@ -89,13 +89,9 @@ class Costs:
         ranks = -(-even // np.asarray(placement.stages)[:, None]) - (-most // (placement.expert_ranks or 1))
         return tuple(map(Snapshot, ranks.max(axis=0).tolist(), (even.sum(axis=0) + owned.sum(axis=0)).tolist()))
 
-    def _at(self, operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """Their places in the catalog."""
-        return np.fromiter(map(self._catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
-
     def _heaviest(self, operators: tuple[str, ...]) -> Snapshot:
         """Experts on their owners, the rest spread evenly over the ranks of its stage."""
-        at, table = self._at(operators), self._table
+        at, table = self._catalog.places_of(operators), self._table
         total = int(table.full[at].sum())
         even = np.bincount(table.stage[at], weights=table.full[at] * table.even[at], minlength=table.stages)
         owned = np.bincount(table.owner[at], weights=table.full[at] * ~table.even[at], minlength=table.owners)

@@ -10,19 +10,19 @@ from typing import Any
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.formulas import daly_interval_secs, young_interval_secs
-from moe_ckpt.sim.scenario import Outcome, Scenario
+from moe_ckpt.sim.scenario import Scenario
 from moe_ckpt.sim.track import MovingBooks
 
 ORACLE_STEPS = 16
 """Intervals that the oracle tries at first, from 1 to all, and then as many between the best one's neighbours."""
 
 
-Run = Callable[[Scenario], Outcome]
-"""``run.simulate``."""
+Score = Callable[[Scenario, float], float]
+"""``run.ettr_of``."""
 
 
-def with_interval(scenario: Scenario, run: Run) -> Scenario:
-    """The scenario with the interval that its system's rule chooses, as an ordinary policy. run: for the oracle.
+def with_interval(scenario: Scenario, score: Score) -> Scenario:
+    """The scenario with the interval that its system's rule chooses, as an ordinary policy. score: for the oracle.
 
     Raises:
         ConfigError: the rule needs a mean time between failures, and the failures have none.
@@ -30,7 +30,7 @@ def with_interval(scenario: Scenario, run: Run) -> Scenario:
     rule = scenario.system.interval
     if rule == "policy":
         return scenario
-    interval = oracle(scenario, run) if rule == "oracle" else by_formula(scenario, rule)
+    interval = oracle(scenario, score) if rule == "oracle" else by_formula(scenario, rule)
     return _with(scenario, interval)
 
 
@@ -99,17 +99,20 @@ def by_formula(scenario: Scenario, rule: str) -> int:
     return max(_least(scenario, one), ceil(secs / scenario.iteration.secs))
 
 
-def oracle(scenario: Scenario, run: Run) -> int:
-    """The interval with the best ETTR on these very failures: hindsight that no real system has."""
+def oracle(scenario: Scenario, score: Score) -> int:
+    """The interval with the best ETTR on these very failures: hindsight that no real system has.
+
+    Of each run it is asked only whether it comes up to the best one so far; most are given up long before their end.
+    """
     least = 1
     most = max(2, int(scenario.duration_secs / scenario.iteration.secs))
-    tried: dict[int, Outcome] = {}
+    tried: dict[int, float] = {}
 
     def best(candidates: list[int]) -> int:
         for interval in candidates:
             if interval not in tried:
-                tried[interval] = run(_with(scenario, interval))
-        return max(tried, key=lambda n: (tried[n].ettr, n))
+                tried[interval] = score(_with(scenario, interval), max(tried.values(), default=0.0))
+        return max(tried, key=lambda n: (tried[n], n))
 
     found = best(_between(least, most, ORACLE_STEPS))
     known = sorted(tried)

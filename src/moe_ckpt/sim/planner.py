@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, isfinite
 from statistics import fmean
 from typing import Any
 
@@ -12,31 +12,28 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.sim.checks import portion, whole
-from moe_ckpt.sim.intervals import usual, with_interval
-from moe_ckpt.sim.resources import Use, use_of
-from moe_ckpt.sim.run import simulate
+from moe_ckpt.sim.choosing import KINDS, OPEN, Tell, exact, race, why_not
+from moe_ckpt.sim.intervals import usual
+from moe_ckpt.sim.racing import Runner
+from moe_ckpt.sim.resources import Use
 from moe_ckpt.sim.scenario import Outcome, Scenario
 from moe_ckpt.sim.system import System
-
-CLOSE = 0.005
-"""ETTR this close counts as alike: then what loses no tokens goes first, and among these the simpler policy."""
-
-_KINDS: tuple[type, ...] = (Dense, CheckFreq, MoC, MoEtion, MoEvement)
-"""What is compared, the simplest first. Each is in the config group of the name that it describes itself by."""
-
-Progress = Callable[[int, int], None]
-"""Told how many simulations are done, of how many."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One system with its settings, and what it is predicted to do. Figures are means over the seeds.
 
+    margin: of ``ettr``, with 99 % confidence, where it was not simulated to the end: it is then what those who were
+        came to, and how far it was behind or ahead of them.
+    simulated_secs: all seeds together.
     refused: why it cannot be used here; empty if it can. use: None where it could not even be simulated.
     """
 
     system: System
     ettr: float = 0.0
+    margin: float = 0.0
+    simulated_secs: float = 0.0
     stall_secs: float = 0.0
     plt: float = 0.0
     outcome: Outcome | None = None
@@ -46,7 +43,7 @@ class Candidate:
     @property
     def exact(self) -> bool:
         """Whether it loses no tokens by design."""
-        return not isinstance(self.system.policy, (MoC, MoEtion))
+        return exact(self.system.policy)
 
 
 @dataclass(frozen=True)
@@ -100,9 +97,11 @@ def recommend(
     *,
     seeds: int = 3,
     most_plt: float = 0.05,
-    progress: Progress | None = None,
+    tell: Tell | None = None,
 ) -> Plan:
     """Simulate every system on the failures of ``scenario`` and of the seeds after its own, and choose.
+
+    All are simulated for a part of the time; only those whose lead over others is not certain yet go on.
 
     scenario: its own system does not matter. most_plt: portion of tokens that may be lost.
 
@@ -113,57 +112,43 @@ def recommend(
     portion("plan", most_plt=most_plt)
     if not systems:
         raise ConfigError("plan: no policy to compare")
-    found = []
-    for number, system in enumerate(systems):
-        found.append(_candidate(scenario, system, seeds, most_plt))
-        if progress is not None:
-            progress(number + 1, len(systems))
+    runners, found = [], []
+    for system in systems:
+        try:
+            runners.append(Runner(scenario, system, seeds))
+        except MoECheckpointError as error:
+            found.append(Candidate(system, refused=str(error)))
+    in_trainer, of_all = race(runners, most_plt, tell)
+    for runner in runners:
+        leader = in_trainer.leader if runner.system.in_trainer else of_all.leader
+        found.append(_candidate(runner, leader or of_all.leader, most_plt))
     ranked = sorted(found, key=lambda one: (bool(one.refused), -one.ettr))
-    usable = [one for one in ranked if not one.refused]
-    return Plan(tuple(ranked), _best([one for one in usable if one.system.in_trainer]), _best(usable))
+    return Plan(tuple(ranked), *(_of(ranked, choice.leader) for choice in (in_trainer, of_all)))
 
 
-def _best(usable: Sequence[Candidate]) -> Candidate | None:
-    if not usable:
-        return None
-    close = [one for one in usable if one.ettr >= usable[0].ettr - CLOSE]
-    return min(close, key=lambda one: (not one.exact, _complexity(one.system.policy), -one.ettr))
+def _of(candidates: Sequence[Candidate], runner: Runner | None) -> Candidate | None:
+    return next((one for one in candidates if runner is not None and one.system is runner.system), None)
 
 
-def _complexity(policy: Policy) -> int:
-    return next((number for number, kind in enumerate(_KINDS) if isinstance(policy, kind)), len(_KINDS))
-
-
-def _candidate(scenario: Scenario, system: System, seeds: int, most_plt: float) -> Candidate:
-    try:
-        chosen = with_interval(replace(scenario, system=system), simulate)
-        outcomes = [simulate(replace(chosen, seed=scenario.seed + number)) for number in range(seeds)]
-    except MoECheckpointError as error:
-        return Candidate(system, refused=str(error))
-    first, use = outcomes[0], use_of(chosen, outcomes[0])
-    made = Candidate(
-        chosen.system,
-        fmean(one.ettr for one in outcomes),
+def _candidate(runner: Runner, leader: Runner | None, most_plt: float) -> Candidate:
+    """leader: simulated to the end, on the same failures."""
+    outcomes, ettr, margin = runner.outcomes, runner.ettr, 0.0
+    if not runner.done and leader is not None:
+        ahead = runner.ahead_of(leader)
+        if isfinite(ahead.margin):
+            ettr, margin = leader.ettr + ahead.mean, ahead.margin
+    reason = why_not(runner, most_plt)
+    return Candidate(
+        runner.system,
+        max(0.0, ettr),
+        margin,
+        runner.simulated_secs,
         fmean(one.mean_stall_secs for one in outcomes),
         max(one.plt for one in outcomes),
-        first,
-        use,
+        outcomes[0],
+        runner.use,
+        "" if reason == OPEN else reason,
     )
-    return replace(made, refused=_why_not(made, scenario, outcomes, most_plt))
-
-
-def _why_not(made: Candidate, scenario: Scenario, outcomes: Sequence[Outcome], most_plt: float) -> str:
-    stuck = [one for one in outcomes if not one.advances]
-    if stuck:
-        return stuck[0].verdict
-    if made.use is not None and made.use.utilisation["host_memory"] > 1:
-        return (
-            f"needs {made.use.host_bytes / 1e9:,.0f} GB of host memory on a node, and Cluster "
-            f"{scenario.layout.cluster.name!r} has {scenario.layout.cluster.host_memory_bytes / 1e9:,.0f} GB for it"
-        )
-    if made.plt > most_plt:
-        return f"loses {made.plt:.2%} of all tokens, more than {most_plt:.2%}"
-    return ""
 
 
 def overrides(policy: Policy, defaults: Mapping[str, Any] | None = None) -> str:
@@ -174,7 +159,7 @@ def overrides(policy: Policy, defaults: Mapping[str, Any] | None = None) -> str:
     Raises:
         ConfigError: the policy is in no config group.
     """
-    if type(policy) not in _KINDS:
+    if type(policy) not in KINDS:
         raise ConfigError(f"{type(policy).__name__} is in no config group of moe_ckpt/policy")
     said = [f"moe_ckpt/policy={policy.describe()['name']}"]
     for name, value in vars(policy).items():

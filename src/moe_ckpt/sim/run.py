@@ -15,6 +15,7 @@ are a dozen additions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from moe_ckpt.sim.stepping import State, Stepper
 Progress = Callable[[float], None]
 """Told the portion of the run that is done."""
 
+_ROUNDING = 1e-9
+"""Of a portion of time."""
+
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
     """What comes of a run. The same scenario gives the same outcome; failures and loads do not depend on the system.
@@ -40,11 +44,26 @@ def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
             interval is asked of a formula that has none here.
     """
     scenario.require_peers()
-    return _Run(with_interval(scenario, simulate)).outcome(progress)
+    run = Run(with_interval(scenario, ettr_of))
+    run.advance(inf, progress)
+    return run.outcome()
 
 
-class _Run:
+def ettr_of(scenario: Scenario, least: float = 0.0) -> float:
+    """The ETTR of a run; or, as soon as it is certain to stay below ``least``, some figure between the two."""
+    run = Run(scenario)
+    run.advance(inf, least=least)
+    return run.outcome().ettr if run.done else run.most_ettr
+
+
+class Run:
+    """One run, which can be simulated up to some moment, looked at, and gone on with.
+
+    Where it is stopped changes nothing: that is only where a failure has just been repaired.
+    """
+
     def __init__(self, scenario: Scenario) -> None:
+        """scenario: with an interval that its policy says itself (``intervals.with_interval``)."""
         self._scenario = scenario
         layout, cluster = scenario.layout, scenario.layout.cluster
         seeds = np.random.SeedSequence(scenario.seed).spawn(2)
@@ -57,33 +76,59 @@ class _Run:
         spares = Spares(cluster.spare_nodes, None if joins else cluster.repair_secs, joins)
         events = scenario.failures.events(failures, layout.nodes)
         self._failing = Failing(self._costs, recoveries, events, spares)
+        self._end = on_clock(scenario.duration_secs)
         self._history: list[Sample] = []
         self._verdict = ""
+        self._kept = self._futile = 0
+        self.done = False
 
-    def outcome(self, progress: Progress | None) -> Outcome:
-        end, state = on_clock(self._scenario.duration_secs), self._stepper.state
+    @property
+    def now_secs(self) -> float:
+        return self._stepper.state.now
+
+    @property
+    def most_ettr(self) -> float:
+        """What it would come to if nothing failed and nothing stalled from now on."""
+        state = self._stepper.state
+        return 1.0 - (state.now - state.step * self._costs.iteration.secs) / self._end
+
+    def advance(self, until_secs: float, progress: Progress | None = None, least: float = 0.0) -> None:
+        """Simulate to the first repaired failure from ``until_secs`` on, or to the end.
+
+        least: stop, too, when the ETTR can no longer reach it.
+        """
+        state, end = self._stepper.state, self._end
 
         def tick() -> None:
             if progress is not None:
                 progress(min(1.0, state.now / end))
 
-        kept, futile = 0, 0
-        while state.now < end and not self._verdict:
+        while not self.done and state.now < until_secs and self.most_ettr > least - _ROUNDING:
             self._stepper.train(min(self._failing.next_secs, end), tick)
             if state.halt is not None:
                 self._verdict = f"the policy ended training after {state.now:.0f} s: {state.halt}"
+            if state.now < end and not self._verdict:
+                self._recover(state)
+                tick()
             if state.now >= end or self._verdict:
-                break
-            self._failing.recover(state, end)
-            self._stepper.interrupted()
-            self._sample(state)
-            before, kept = kept, 0 if state.track.newest is None else state.track.newest.step
-            futile = 0 if kept > before else futile + 1
-            if futile >= FUTILE_FAILURES or self._failing.hopeless:
-                self._verdict = self._futile(state, max(futile, FUTILE_FAILURES))
-            tick()
+                self._finish(state)
+
+    def _recover(self, state: State) -> None:
+        self._failing.recover(state, self._end)
+        self._stepper.interrupted()
         self._sample(state)
-        return self._told(state)
+        before, self._kept = self._kept, 0 if state.track.newest is None else state.track.newest.step
+        self._futile = 0 if self._kept > before else self._futile + 1
+        if self._futile >= FUTILE_FAILURES or self._failing.hopeless:
+            self._verdict = self._why_futile(state, max(self._futile, FUTILE_FAILURES))
+
+    def _finish(self, state: State) -> None:
+        self._sample(state)
+        self.done = True
+        if not self._verdict and self._failing.stranded:
+            self._verdict = "no spare node was left, and none was repaired or joined in time: the run stands still"
+        if not self._verdict and state.step == 0:
+            self._verdict = "training does not advance: at the end not one iteration was left"
 
     def _sample(self, state: State) -> None:
         tokens = state.track.books.tokens
@@ -91,20 +136,18 @@ class _Run:
         saved = state.saved_bytes / max(self._costs.dense.total, 1)
         self._history.append(Sample(state.now, state.step, tokens.lost_tokens, tokens.plt, state.k, window, saved))
 
-    def _futile(self, state: State, failures: int) -> str:
+    def _why_futile(self, state: State, failures: int) -> str:
         return (
             f"training does not advance: {failures} failures in a row undid all that was trained since step "
             f"{state.step}; the run was given up after {state.now:.0f} s"
         )
 
-    def _told(self, state: State) -> Outcome:
-        scenario, tokens = self._scenario, state.track.books.tokens
+    def outcome(self) -> Outcome:
+        """Of the run so far."""
+        scenario, state = self._scenario, self._stepper.state
+        tokens = state.track.books.tokens
         useful = state.step * self._costs.iteration.secs
         trained = max(1, state.step + round(state.lost / self._costs.iteration.secs))
-        if not self._verdict and self._failing.stranded:
-            self._verdict = "no spare node was left, and none was repaired or joined in time: the run stands still"
-        if not self._verdict and state.step == 0:
-            self._verdict = "training does not advance: at the end not one iteration was left"
         spent = Spent(useful, state.stall, state.lost, state.down, state.idle, state.retrieve, state.replay)
         return Outcome(
             system=scenario.system.name,

@@ -34,6 +34,10 @@ class MovingBooks(Books):
         """The first checkpoint of a run is dense, whatever the policy: after it, nothing is."""
         return self.catalog.everything if self.last_step is None else ()
 
+    def _hold(self, pending: Pending) -> None:
+        """As in a trainer, but for the ledger, which only says what is missing."""
+        self._committed_at[tuple(pending.experts.T)] = pending.step
+
     def window_begins(self) -> None:
         """What is counted since a window's first slot, which ``begun`` is not told of, begins anew."""
         self._hard, self._soft = np.zeros_like(self._hard), np.zeros_like(self._soft)

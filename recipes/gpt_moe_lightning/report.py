@@ -109,7 +109,7 @@ PLOTS = (
             "panel shows their difference to the run that never failed. A vertical line marks a kill. Dense comes back "
             "to an older iteration and computes the same numbers again, MoEvement those of its newest window: their "
             "difference is exactly 0. MoC comes back with some experts a few iterations old, so from the first kill "
-            "on it differs by a little, to either side, as a run with other random numbers would."
+            "on it differs by a little, to either side."
         ),
         _line("train/loss"),
         difference=True,

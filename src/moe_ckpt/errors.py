@@ -26,6 +26,7 @@ def _rebuild(kind: type[MoECheckpointError], args: tuple[Any, ...], fields: dict
     ``__base__`` is the base that gives instances their memory layout; its ``__new__`` is the one that fits.
     """
     error: MoECheckpointError = kind.__base__.__new__(kind, *args)
+    error.args = args  # which OSError leaves to __init__ where a subclass has one
     error.__dict__.update(fields)
     return error
 
@@ -127,6 +128,50 @@ class DamagedError(StoreError, ValueError):
         self.reason = reason
         self.step = step
         self.rank = rank
+
+
+class StoreUnreadableError(StoreError, OSError):
+    """Storage did not give what a checkpoint needs, though asked again and again. Nothing says that it is damaged."""
+
+    def __init__(self, path: str, cause: str, *, step: int | None = None, rank: int | None = None) -> None:
+        where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
+        super().__init__(f"{path}{where}: cannot be read: {cause}. {self._what_to_do()}")
+        self.path = path
+        self.reason = f"cannot be read: {cause}"
+        self.step = step
+        self.rank = rank
+
+    @staticmethod
+    def _what_to_do() -> str:
+        return (
+            "Start again when the storage answers. To go on from an older checkpoint instead, say so: "
+            "on_read_error='fallback', or move the step directory away"
+        )
+
+
+class StoreForbiddenError(StoreUnreadableError, PermissionError):
+    """This user may not read what a checkpoint needs."""
+
+    @staticmethod
+    def _what_to_do() -> str:
+        return (
+            "Give this user the right to read it, or run as the user that wrote it (files are private unless "
+            "access= says otherwise)"
+        )
+
+
+class StateRefusedError(StoreError, ValueError):
+    """What a checkpoint holds of an object's state is not what that object takes."""
+
+    def __init__(self, path: str, what: str, cause: str) -> None:
+        super().__init__(
+            f"{path} holds state of {what} that could not be given back ({cause}). Either the file is not what the run "
+            f"wrote, or {what} is not what it was: restore the code and configuration of the run, or move the step "
+            "directory away to go on from the checkpoint before it."
+        )
+        self.path = path
+        self.what = what
+        self.cause = cause
 
 
 class FormatVersionError(StoreError, ValueError):

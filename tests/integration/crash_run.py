@@ -316,7 +316,7 @@ def _kill_at_read(n: int) -> None:
                 kill_process()
             return super().read(*args)
 
-    moe_checkpoint.open_storage = lambda path, on_phase=None: Deadly(path, on_phase)
+    moe_checkpoint.open_storage = Deadly
 
 
 def _beside(name: str, run: Run) -> pl.Callback:

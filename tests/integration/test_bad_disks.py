@@ -66,7 +66,7 @@ class At(pl.Callback):
 
 def fit(monkeypatch, disk, policy, events=None, steps=STEPS, **settings):
     """(trainer, callback, what was seen) of one life."""
-    monkeypatch.setattr(moe_checkpoint, "open_storage", lambda path, on_phase=None: disk)
+    monkeypatch.setattr(moe_checkpoint, "open_storage", lambda path, on_phase=None, **options: disk)
     pl.seed_everything(11, verbose=False)
     at = At(events or {})
     settings = {"retention": RetentionPolicy(keep_last=2), "timeout_secs": 60, **settings}

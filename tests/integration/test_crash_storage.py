@@ -37,7 +37,7 @@ from tests.integration.lives import (
 from tests.integration.recount import Recount
 from tests.support.tiny_moe import state_of
 
-SHORT = Run(None, samples=12, epochs=1, callback={"when_busy": "wait"})
+SHORT = Run(None, samples=12, epochs=1, callback={"when_busy": "wait", "read_patience_secs": 0.3})
 LONGER = replace(SHORT, epochs=3)
 
 
@@ -60,7 +60,7 @@ def _failing(monkeypatch, fail_at, persistent):
     """All storage of callbacks made from now on fails at the given call; a list that the storage comes into."""
     made = []
 
-    def opened(path, on_phase=None):
+    def opened(path, on_phase=None, **options):
         made.append(FaultyStorage(LocalStorage(path, on_phase), fail_at, persistent=persistent))
         return made[-1]
 
@@ -135,7 +135,9 @@ def test_failures_are_counted_and_training_ends_after_too_many(monkeypatch, plac
     monkeypatch.setattr(
         moe_checkpoint,
         "open_storage",
-        lambda path, on_phase=None: FaultyStorage(LocalStorage(path, on_phase), 9, persistent=True, verbs={"write"}),
+        lambda path, on_phase=None, **options: FaultyStorage(
+            LocalStorage(path, on_phase), 9, persistent=True, verbs={"write"}
+        ),
     )
     trainer, module, _ = build(run, max_failures=3)
     with pytest.raises(SaveFailedError, match="3 checkpoints failed in a row"):

@@ -174,7 +174,7 @@ def test_a_disk_that_hangs_keeps_no_exception_waiting(place, monkeypatch, caplog
                 release.wait(60)
             return super().write(path, chunks)
 
-    monkeypatch.setattr(moe_checkpoint, "open_storage", lambda path, on_phase=None: Hanging(path, on_phase))
+    monkeypatch.setattr(moe_checkpoint, "open_storage", Hanging)
     run = placed(replace(RUN, callback={"timeout_secs": 1.0}), place)
     began = time.monotonic()
     try:

@@ -79,7 +79,7 @@ def test_fields_that_the_code_does_not_have_are_not_described(tmp_path):
     run = TinyRun(tmp_path)
     path = tmp_path / run.save(1) / "MANIFEST.json"
     table = re.findall(r"^\| (`.*?) \|", section("MANIFEST.json"), re.M)
-    assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} - {"window"} == set(
+    assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} - {"window", "passed_over"} == set(
         unseal(path.read_bytes(), "m")
     )
 

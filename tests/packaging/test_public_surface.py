@@ -51,13 +51,14 @@ SURFACE = {
 ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
     "HostMemoryError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
-    "OptimizerChangedError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError StoreError "
-    "StoreInUseError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
+    "OptimizerChangedError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError StateRefusedError "
+    "StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError TornSnapshotError "
+    "UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (
-    "dirpath guard host_memory_bytes max_failures on_phase plt_budget policy profile resume retention save_last "
-    "sharding timeout_secs weights_from when_busy"
+    "access dirpath guard host_memory_bytes max_failures on_phase on_read_error plt_budget policy profile "
+    "read_patience_secs resume retention save_last sharding timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 
@@ -82,7 +83,7 @@ RECORDS = {
     "moe_ckpt.format.finished.Finished": "run_id step generation reason limits callbacks",
     "moe_ckpt.format.manifest.Manifest": (
         "run_id step generation world_size index created_unix_secs model files operators states parent policy measured "
-        "tokens window"
+        "tokens window passed_over"
     ),
     "moe_ckpt.format.manifest.SlotRecord": "step states",
     "moe_ckpt.format.manifest.FileRecord": "path nbytes header_nbytes header_digest step rank",

@@ -7,12 +7,14 @@ a small MoE model (one layer, four stacked experts) and remembers what each one 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 import xxhash
 
@@ -300,15 +302,39 @@ class TinyRun:
                 ],
                 "extra_state": {},
             },
-            "rng": {"torch": torch.arange(16, dtype=torch.uint8) + rank},
+            "rng": generators(rank),
         }
 
     def _tokens(self, step: int) -> dict[str, Any]:
+        more = [0] * (self.builder.layers[0].experts - 4)
         return {
-            "applied": [[10 * step, 20 * step, 0, 5 * step]],
-            "saved": {"storage": [[10 * step, 20 * step, 0, step]]},
+            "applied": [[10 * step, 20 * step, 0, 5 * step, *more]],
+            "saved": {"storage": [[10 * step, 20 * step, 0, step, *more]]},
             "faults": [[1, 7, 2]],
         }
+
+
+def generators(seed: int) -> dict[str, Any]:
+    """States of generators that were never used, as ``modeling.rng.capture_rng`` gives them."""
+    return {
+        "python": random.Random(seed).getstate(),
+        "numpy": np.random.RandomState(seed).get_state(),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+
+
+def megatron_state(step: int, rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A rank's plain state as the Megatron adapter writes it."""
+    group = {"lr": 0.1, "wd_mult": 1.0, "is_expert_parallel": False, "betas": (0.9, 0.99)}
+    return {
+        "framework": "megatron",
+        "iteration": step,
+        "consumed_samples": 8 * step,
+        "layout": {"pipeline": 2, "tensor": 1},
+        "plain": {"buffers": dict(buffers), "optimizer": {"step": step, "groups": [group], "scalers": [None]}},
+        "stateful": {"scheduler": {"num_steps": step}},
+        "rng": generators(rank) | {"tracker": {"model-parallel-rng": generators(rank)["torch"]}},
+    }
 
 
 def example(root: Path, **options: Any) -> TinyRun:

@@ -70,10 +70,11 @@ def test_inspect_of_one_step_and_of_a_large_model(tmp_path, capsys):
     code, out, _ = call(capsys, "inspect", tmp_path / run.save(1))
     assert code == 0
     assert out.count("step_00000001") >= 2
+    _, files = run.builder.holdings["expert/0/0"]
     run.builder.layers = tuple(LayerRecord(f"blocks.{n}.moe", 256, 8) for n in range(4))
     for layer in range(4):
         for expert in range(256):
-            run.builder.holdings[expert_id(layer, expert)] = (1 + expert % 20, ())
+            run.builder.holdings[expert_id(layer, expert)] = (1 + expert % 20, files)
     run._tokens = lambda step: {}
     code, out, _ = call(capsys, "inspect", tmp_path / run.save(20))
     [line] = [line for line in out.splitlines() if "blocks.3.moe" in line]

@@ -14,6 +14,7 @@ from moe_ckpt.engine.collect import clean_start, collect
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     FileRecord,
+    LayerRecord,
     Manifest,
     ModelRecord,
     OperatorRecord,
@@ -30,7 +31,7 @@ NOW = 1_000_000.0
 LAST = RetentionPolicy(keep_last=1, keep_spare=False)
 
 
-def commit(storage, step, experts_from=(), generation=0, write_manifest=True, parent=None):
+def commit(storage, step, experts_from=(), generation=0, write_manifest=True, parent=None, passed_over=()):
     """A checkpoint of ``step`` whose view also needs the expert shards of the steps ``experts_from``."""
     directory = step_dir(step, generation)
     own = [shard_path(directory, 0, "expert"), shard_path(directory, 0, "non_expert")]
@@ -45,11 +46,12 @@ def commit(storage, step, experts_from=(), generation=0, write_manifest=True, pa
         world_size=1,
         index=step,
         created_unix_secs=NOW + step,
-        model=ModelRecord("f"),
+        model=ModelRecord("f", (LayerRecord("moe", 1),)),
         files=tuple(FileRecord(path, 4, 2, "d", step, 0) for path in paths),
         operators={"expert/0/0": OperatorRecord(step, (0,))},
         states=(StateRecord(state_path(directory, 0), 5, "d", 0),),
         parent=parent,
+        passed_over=passed_over,
     )
     if write_manifest:
         storage.write(f"{directory}/{MANIFEST_NAME}", [manifest.encode()])
@@ -195,6 +197,18 @@ def test_a_link_that_leads_out_of_the_store_is_left_alone(storage, tmp_path_fact
     assert collect(storage, LAST, NOW).retained == ("step_00000002",)
     assert os.listdir(outside) == ["rank_00000_expert.safetensors"]
     assert sum("step_00000009 is passed over" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_checkpoint_that_could_not_be_read_stays_as_long_as_a_manifest_names_it(storage):
+    """The run came back past step 3, which may be good; retention has it go only when a person does."""
+    for step in (1, 2, 3):
+        commit(storage, step)
+    passed_over = {"passed_over": ("step_00000003",)}
+    for step in (3, 4, 5, 6):
+        commit(storage, step, generation=1, parent="step_00000002", **passed_over)
+    report = collect(storage, LAST, NOW)
+    assert report.retained == ("step_00000003", "step_00000006_g1")
+    assert storage.list("step_00000003") == WHOLE
 
 
 def test_a_copied_directory_is_no_checkpoint_of_its_name(storage):

@@ -26,6 +26,7 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.format.sealed import seal, unseal
 
 SHARD = "step_00000007/rank_00000_expert.safetensors"
+COUNTS = [[1, 2, 3, 4], [5, 6, 7, 0]]
 MANIFEST = Manifest(
     run_id="r",
     step=8,
@@ -39,11 +40,11 @@ MANIFEST = Manifest(
         FileRecord(SHARD, 200, 160, "bb", 7, 0),
     ),
     operators={"gate/0": OperatorRecord(8, (0,)), "expert/0/0": OperatorRecord(7, (0, 1))},
-    states=(StateRecord("step_00000008_g2/rank_00000_state.json", 30, "cc", 0),),
+    states=tuple(StateRecord(f"step_00000008_g2/rank_0000{rank}_state.json", 30, "cc", rank) for rank in range(2)),
     parent="step_00000007",
     policy={"name": "moc", "k": 1},
     measured={"iteration_secs": 0.25, "copy_bytes_per_sec": 1e9},
-    tokens={"applied": [[1]], "saved": {"storage": [[1]]}, "faults": [[7, 2, 1]]},
+    tokens={"applied": COUNTS, "saved": {"storage": COUNTS}, "faults": [[7, 2, 1], [7, 2, 1, 40]]},
 )
 
 
@@ -53,7 +54,7 @@ def body_of(manifest):
 
 def test_round_trip():
     assert Manifest.decode(MANIFEST.encode(), "m") == MANIFEST
-    bare = replace(MANIFEST, parent=None, policy={}, tokens={}, files=(), operators={}, states=())
+    bare = replace(MANIFEST, parent=None, policy={}, tokens={}, files=(), operators={})
     assert Manifest.decode(bare.encode(), "m") == bare
 
 
@@ -91,14 +92,14 @@ def test_every_changed_byte_is_seen():
 )
 def test_shard_paths_that_are_not_of_this_format_are_refused(path):
     bad = replace(MANIFEST, files=(replace(MANIFEST.files[0], path=path), MANIFEST.files[1]))
-    with pytest.raises(DamagedError, match="is no path of this format"):
+    with pytest.raises(DamagedError, match="must be a path of this format"):
         Manifest.decode(bad.encode(), "m")
 
 
 @pytest.mark.parametrize("path", ["../rank_00000_state.json", "step_00000007/x.json", SHARD, "/a_state.json"])
 def test_state_paths_that_are_not_of_this_format_are_refused(path):
     bad = replace(MANIFEST, states=(replace(MANIFEST.states[0], path=path),))
-    with pytest.raises(DamagedError, match="is no path of this format"):
+    with pytest.raises(DamagedError, match="must be a path of this format"):
         Manifest.decode(bad.encode(), "m")
 
 
@@ -111,7 +112,12 @@ def test_other_versions_are_refused_with_what_to_do(version):
 
 WINDOWED = replace(
     MANIFEST,
-    window=(SlotRecord(MANIFEST.step - 2, (replace(MANIFEST.states[0], path="step_00000001/rank_00000_state.json"),)),),
+    window=(
+        SlotRecord(
+            MANIFEST.step - 2,
+            tuple(replace(state, path=f"step_00000001/rank_0000{state.rank}_state.json") for state in MANIFEST.states),
+        ),
+    ),
 )
 
 
@@ -141,9 +147,11 @@ def test_every_missing_or_mistyped_field_is_refused(key):
     without = {k: v for k, v in body.items() if k != key}
     with pytest.raises(DamagedError, match="not a manifest of this format"):
         Manifest.decode(seal(without), "m")
-    if isinstance(body[key], (list, dict)) and key not in ("policy", "tokens"):
-        with pytest.raises(DamagedError, match="not a manifest of this format"):
-            Manifest.decode(seal({**body, key: 7}), "m")
+    for wrong in (True, -1, "\ud800", [7], [[[]]], {"a": {}}, 2**63):
+        if key == "policy" and isinstance(wrong, dict):
+            continue
+        with pytest.raises(DamagedError, match=f"not a manifest of this format: field {key}"):
+            Manifest.decode(seal({**body, key: wrong}), "m")
 
 
 def test_older_files_tell_of_no_measurements():
@@ -157,11 +165,30 @@ def test_measurements_that_make_no_sense_are_refused(measured):
         Manifest.decode(seal({**body_of(MANIFEST), "measured": measured}), "m")
 
 
-@pytest.mark.parametrize("index", [-1, 2, 10**9])
-def test_an_operator_that_names_no_file_is_refused(index):
-    bad = replace(MANIFEST, operators={"gate/0": OperatorRecord(8, (index,))})
-    with pytest.raises(DamagedError, match="gate/0 names a file that is not listed"):
-        Manifest.decode(bad.encode(), "m")
+@pytest.mark.parametrize(
+    ("op", "row", "message"),
+    [
+        ("gate/0", [8, 2], "gate/0 names a file that is not listed"),
+        ("gate/0", [8, 0, 10**9], "gate/0 names a file that is not listed"),
+        ("gate/0", [8, -1], r"operators\['gate/0'\]\[1\] is -1, but must be a whole number of at least 0"),
+        ("gate/0", [8, True], r"operators\['gate/0'\]\[1\] is True, but must be a whole number"),
+        ("gate/0", [8, 2**63], r"operators\['gate/0'\]\[1\] is 9223372036854775808, but must be a whole number"),
+        ("gate/0", [], "must be a version and at least one file"),
+        ("gate/0", [8], "must be a version and at least one file"),
+        ("gate/0", [None], r"operators\['gate/0'\]\[0\] is None, but must be a whole number"),
+        ("gate/0", {}, r"operators\['gate/0'\] is \{\}, but must be a list"),
+        ("gate/0", [9, 0], "gate/0 is of step 9, which is after the checkpoint's own"),
+        ("gate/2", [8, 0], "gate/2 is of no layer of the model"),
+        ("expert/0/4", [8, 0], "expert/0/4 is of no layer of the model, or beyond its experts"),
+        ("expert/0/04", [8, 0], "has a key that is 'expert/0/04', but must be the id of an operator"),
+        ("gate/\u0661", [8, 0], "must be the id of an operator"),
+        ("non_expert/\ud800", [8, 0], "must be the id of an operator"),
+    ],
+)
+def test_an_operator_that_is_nowhere_or_makes_no_sense_is_refused(op, row, message):
+    body = body_of(MANIFEST)
+    with pytest.raises(DamagedError, match=f"^m: not a manifest of this format: field .*{message}"):
+        Manifest.decode(seal({**body, "operators": {**body["operators"], op: row}}), "m")
 
 
 @given(st.integers(0, 10**12), st.integers(0, 10**6))

@@ -70,6 +70,20 @@ def test_numbers_that_json_lacks_are_refused(number):
         seal({"loss": number})
 
 
+@pytest.mark.parametrize(
+    "deep", [b"[" * 200 + b"]" * 200, b"[" * 10**6 + b"]" * 10**6, b'{"a":' * 5000 + b"1" + b"}" * 5000]
+)
+def test_a_body_that_is_nested_too_deep_is_damage_and_no_endless_recursion(deep):
+    with pytest.raises(DamagedError, match="nested"):
+        unseal(framed(b'{"a":' + deep + b"}"), "f")
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1" * 5000])
+def test_numbers_that_json_lacks_or_that_have_no_end_are_damage(number):
+    with pytest.raises(DamagedError, match="the body is no JSON"):
+        unseal(framed(b'{"a":' + number + b"}"), "f")
+
+
 def test_a_file_that_is_far_too_large_is_not_parsed(monkeypatch):
     monkeypatch.setattr(sealed, "MAX_SEALED_BYTES", 10)
     with pytest.raises(DamagedError, match="more than a sealed file may have"):

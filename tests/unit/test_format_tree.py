@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import UnencodableStateError
+from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
 
@@ -201,3 +202,42 @@ def test_the_root_has_a_path_too():
 def test_unknown_tags_are_refused(tag):
     with pytest.raises(ValueError, match="unknown tag"):
         decode_tree({"$": tag, "v": ["os.system", "true"]}, {}.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$": "float", "v": "1.5"},
+        {"$": "float", "v": 10**400},
+        {"$": "float", "v": []},
+        {"$": "bytes", "v": 7},
+        {"$": "bytes", "v": "no base64!"},
+        {"$": "tuple", "v": 3},
+        {"$": "set", "v": [[]]},
+        {"$": "dict", "v": [1]},
+        {"$": "dict", "v": [[[], 1]]},
+        {"$": "tensor", "v": []},
+        {"$": "tensor", "v": "absent"},
+        {"$": "array", "v": "x"},
+        {"$": "array", "v": ["x", "O"]},
+        {"$": "array", "v": ["x", ","]},
+        {"$": "array", "v": ["x", "float64"]},
+        {"$": "array", "v": ["x", "(2,2)i4"]},
+        {"$": [], "v": 1},
+        {"$": None},
+    ],
+)
+def test_values_that_no_writer_made_are_refused_by_name(value):
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        decode_tree({"a": [value]}, {"x": torch.zeros(2)}.__getitem__)
+
+
+@pytest.mark.parametrize("times", [127, 5000])
+def test_state_that_is_nested_too_deep_for_readers_is_not_written(times):
+    deep = []
+    for _ in range(times):
+        deep = [deep]
+    with pytest.raises(UnencodableStateError, match="more than 126 lists and dicts within one another"):
+        encode_tree({"callbacks": deep})
+    with pytest.raises(ValueError, match="nested"):
+        seal({"state": deep})

@@ -19,7 +19,7 @@ from moe_ckpt.interop.export import TARGETS, export
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.interop.whole import whole
 from moe_ckpt.recovery.reader import open_step
-from tests.support.store_builder import STACK, TinyRun, example
+from tests.support.store_builder import STACK, TinyRun, example, megatron_state
 
 STEP = "step_00000003"
 
@@ -179,7 +179,7 @@ def test_bad_requests_are_named(run, tmp_path):
 
 def test_another_frameworks_checkpoint_has_no_loops(tmp_path):
     run = TinyRun(tmp_path)
-    run._state = lambda step, rank: {"framework": "megatron", "plain": {"buffers": {}, "optimizers": []}}
+    run._state = lambda step, rank: megatron_state(step, rank, {})
     with pytest.raises(NoCheckpointError, match="megatron"):
         lightning_checkpoint(*open_step(tmp_path / run.save(1)))
 
@@ -187,10 +187,9 @@ def test_another_frameworks_checkpoint_has_no_loops(tmp_path):
 def test_megatrons_buffers_come_from_all_ranks_and_its_optimizer_state_comes_along(tmp_path):
     """Each pipeline stage's ranks have the buffers of their own layers, and no param groups told by parameter."""
     run = TinyRun(tmp_path)
-    run._state = lambda step, rank: {
-        "framework": "megatron",
-        "plain": {"buffers": {f"layers.{rank}.expert_bias": torch.full((2,), float(rank))}, "optimizer": {}},
-    }
+    run._state = lambda step, rank: megatron_state(
+        step, rank, {f"layers.{rank}.expert_bias": torch.full((2,), float(rank))}
+    )
     checkpoint = whole(*open_step(tmp_path / run.save(1)))
     assert {name: value.tolist() for name, value in checkpoint.extras.items()} == {
         "layers.0.expert_bias": [0.0, 0.0],

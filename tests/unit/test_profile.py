@@ -170,7 +170,7 @@ def drop(path):
         (drop("lives.0.iteration_secs"), r"lives\[0\].iteration_secs is missing"),
         (put("lives.1.iteration_sec", 1), r"lives\[1\].iteration_sec is not known"),
         (put("lives", {}), "lives is {}, but must be a list"),
-        (put("lives.0", 3), r"lives\[0\] is 3, not an object"),
+        (put("lives.0", 3), r"lives\[0\] is 3, but must be an object"),
         (put("lives.0.iteration_secs", 0), "above 0"),
         (put("lives.0.iteration_secs", float("nan")), "finite"),
         (put("lives.0.stall_secs", float("inf")), "finite"),

@@ -10,6 +10,7 @@ import tempfile
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +56,8 @@ def same(left: object, right: object) -> bool:
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
     return type(left) is type(right) and left == right
 
 
@@ -191,7 +194,7 @@ def test_a_manifest_of_another_format_version_is_not_skipped(tmp_path):
     ("changes", "reason"),
     [
         ({"run_id": "run-b"}, "run-b"),
-        ({"step": 2}, "wrong place"),
+        ({"step": 4}, "wrong place"),
         ({"generation": 5}, "wrong place"),
     ],
 )
@@ -212,11 +215,11 @@ def test_a_manifest_that_leads_out_of_the_store_is_refused(tmp_path, evil):
     manifest = run.manifests["step_00000003"]
     files = (dataclasses.replace(manifest.files[0], path=evil), *manifest.files[1:])
     run.builder.write_manifest("step_00000003", dataclasses.replace(manifest, files=files))
-    with pytest.raises(DamagedError, match="no path of this format"):
+    with pytest.raises(DamagedError, match="must be a path of this format"):
         reader_of(tmp_path).manifest("step_00000003")
 
 
-@pytest.mark.parametrize("header_nbytes", [1 << 40, (1 << 28) + 16, 0, -1])
+@pytest.mark.parametrize("header_nbytes", [1 << 40, (1 << 28) + 16, 0, 7])
 def test_absurd_header_sizes_are_refused_without_allocating(tmp_path, header_nbytes):
     run = example(tmp_path)
     manifest = run.manifests["step_00000003"]
@@ -292,7 +295,7 @@ def test_a_missing_or_doubled_row_is_named(tmp_path, key):
     assert stack
     run.builder.commit = commit
     run.builder.holdings["expert/0/1"] = (2, ())
-    with pytest.raises(CoverageError, match=r"expert/0/1 of layer .* is in no file"):
+    with pytest.raises(DamagedError, match=r"expert/0/1.* is \[2\], but must be a version and at least one file"):
         reader.prove(reader.manifest(run.save(3, experts=())))
 
 

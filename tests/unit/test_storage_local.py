@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from moe_ckpt.errors import DamagedError, StoreUnwritableError
-from moe_ckpt.storage import LocalStorage, RemoteStorage, Storage, open_storage
+from moe_ckpt.storage import LocalStorage, RemoteStorage, Storage, StoreLock, open_storage
 
 PATH = "step_00000001/rank_00000_expert.safetensors"
 
@@ -126,6 +126,61 @@ def test_modes_are_private_whatever_the_umask(tmp_path):
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a").rglob("*")}
     assert modes == {"store": 0o700, "step_00000001": 0o700, "rank_00000_expert.safetensors": 0o600}
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+
+
+ACCESS_MODES = [
+    ("private", 0o000, 0o600, 0o700),
+    ("private", 0o077, 0o600, 0o700),
+    ("group", 0o000, 0o640, 0o750),
+    ("group", 0o022, 0o640, 0o750),
+    ("group", 0o077, 0o640, 0o750),
+    ("umask", 0o022, 0o644, 0o755),
+    ("umask", 0o027, 0o640, 0o750),
+    ("umask", 0o002, 0o664, 0o775),
+]
+
+
+@pytest.mark.parametrize(("access", "umask", "file_mode", "directory_mode"), ACCESS_MODES)
+def test_access_says_who_may_read(tmp_path, access, umask, file_mode, directory_mode):
+    """Of every file and directory that a store consists of: also those above it, the lock and half-written files."""
+    seen = {}
+
+    def on_phase(phase):
+        seen.update({path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a").rglob("*.tmp")})
+
+    before = os.umask(umask)
+    try:
+        root = tmp_path / "a" / "store"
+        storage = open_storage(root, on_phase, access=access)
+        storage.probe()
+        with StoreLock(storage, "me", access=access):
+            storage.write(PATH, [b"x"])
+    finally:
+        os.umask(before)
+    directories = (tmp_path / "a", root, root / "step_00000001")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in directories] == [directory_mode] * 3
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in root.rglob("*") if path.is_file()}
+    assert set(found.values()) == {file_mode}
+    assert {".lock", "rank_00000_expert.safetensors"} <= found.keys()
+    assert set(seen.values()) == {file_mode}
+
+
+def test_group_access_keeps_what_a_project_directory_hands_down(tmp_path):
+    tmp_path.chmod(0o2770)
+    open_storage(tmp_path / "store", access="group").write(PATH, [b"x"])
+    for path in (tmp_path / "store", tmp_path / "store" / "step_00000001"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o2750
+
+
+def test_a_store_that_was_private_before_is_said_to_be_closed(tmp_path, caplog):
+    LocalStorage(tmp_path / "store").probe()
+    LocalStorage(tmp_path / "store", access="group").probe()
+    assert "closed to its group: chmod -R g+rX" in caplog.text
+
+
+def test_access_has_no_effect_behind_a_url_and_that_is_said(caplog):
+    assert isinstance(open_storage("memory://x", access="group"), RemoteStorage)
+    assert "access='group' has no effect on memory://x" in caplog.text
 
 
 def test_phases_come_before_their_action(root):

@@ -17,12 +17,12 @@ from moe_ckpt.engine.finishing import write_finished
 from moe_ckpt.errors import FinishedRunError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
-from moe_ckpt.storage import open_storage
+from moe_ckpt.storage.base import Storage
 
 _UNLIMITED = -1
 
 
-def note_end(trainer: Any, dirpath: str, newest: str | None, ours: str) -> None:
+def note_end(trainer: Any, storage: Storage, newest: str | None, ours: str) -> None:
     """Write down that the run is finished, at ``on_train_end`` behind all other callbacks, on rank 0.
 
     Not if training ended for a reason that may be gone at the next start: a signal, a time limit, a callback of the
@@ -30,7 +30,7 @@ def note_end(trainer: Any, dirpath: str, newest: str | None, ours: str) -> None:
 
     Args:
         trainer: Whose training ended.
-        dirpath: The store.
+        storage: The store.
         newest: Directory of the last checkpoint; the run is noted as finished if that is of its last step.
         ours: State key of ``MoECheckpoint``, whose state is in every checkpoint.
     """
@@ -40,7 +40,7 @@ def note_end(trainer: Any, dirpath: str, newest: str | None, ours: str) -> None:
         return
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     states = {key: state for key, state in states.items() if state and key != ours}
-    write_finished(open_storage(dirpath), newest, reason, _limits(trainer), states)
+    write_finished(storage, newest, reason, _limits(trainer), states)
 
 
 def _reason(trainer: Any) -> str | None:

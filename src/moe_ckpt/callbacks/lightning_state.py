@@ -16,9 +16,11 @@ import lightning
 from lightning.pytorch.trainer.states import TrainerFn
 
 from moe_ckpt.callbacks.averaging import go_on_averaging
-from moe_ckpt.errors import UnencodableStateError
+from moe_ckpt.errors import ConfigError, UnencodableStateError
+from moe_ckpt.format.schema import like, require
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.interop.lightning_dict import MODEL_MARK, unmark
+from moe_ckpt.recovery.handing_back import handing_back
 
 log = logging.getLogger("moe_ckpt")
 
@@ -139,36 +141,67 @@ def _warn_once(path: str, type_name: str) -> None:
         )
 
 
-def restore_checkpoint(trainer: Any, stored: Mapping[str, Any]) -> None:
+def check_state(trainer: Any, plain: Mapping[str, Any], path: str) -> None:
+    """Whether a rank's plain state is one that ``restore_checkpoint`` can give back, before anything is loaded.
+
+    path: of the state file.
+
+    Raises:
+        ConfigError: it is the state of another trainer.
+        DamagedError: loops or schedulers are not what they are in any run.
+    """
+    if plain.get("framework") != "lightning":
+        raise ConfigError(
+            f"{path} was written by {plain.get('framework')!r}, not by Lightning: its loops and schedules cannot go on "
+            "here"
+        )
+    stored = plain["checkpoint"]
+    require(like(trainer.fit_loop.state_dict()), stored["loops"]["fit_loop"], path, "the fit loop's state: ")
+    for config, state in zip(trainer.lr_scheduler_configs, stored["lr_schedulers"], strict=False):
+        require(like(config.scheduler.state_dict()), state, path, f"{type(config.scheduler).__name__}'s state: ")
+
+
+def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> None:
     """Give Lightning its state back. The model's and optimizers' tensors are in place already.
 
-    Called from ``on_fit_start``: what Lightning itself would do between there and the first batch.
+    Called from ``on_fit_start``: what Lightning itself would do between there and the first batch. path: of the state
+    file, for messages.
+
+    Raises:
+        StateRefusedError: names whose state it is that could not be given back.
     """
     module = trainer.lightning_module
     checkpoint = unmark(stored, module.state_dict())
     datamodule = trainer.datamodule
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-    module.on_load_checkpoint(checkpoint)
-    _restore_callbacks(trainer, checkpoint)
+        with handing_back(f"the datamodule {type(datamodule).__name__}", path):
+            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+    with handing_back(f"{type(module).__name__} (on_load_checkpoint)", path):
+        module.on_load_checkpoint(checkpoint)
+    _restore_callbacks(trainer, checkpoint, path)
     precision = trainer.precision_plugin
-    precision.on_load_checkpoint(checkpoint)
-    if type(precision).__qualname__ in checkpoint:
-        precision.load_state_dict(checkpoint[type(precision).__qualname__])
+    with handing_back(f"the precision plugin {type(precision).__name__}", path):
+        precision.on_load_checkpoint(checkpoint)
+        if type(precision).__qualname__ in checkpoint:
+            precision.load_state_dict(checkpoint[type(precision).__qualname__])
     if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
-        trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+        with handing_back("the fit loop", path):
+            trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
     go_on_averaging(trainer)
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
-        config.scheduler.load_state_dict(state)
+        with handing_back(f"the scheduler {type(config.scheduler).__name__}", path):
+            config.scheduler.load_state_dict(state)
 
 
-def _restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def _restore_callbacks(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
     states = checkpoint.get("callbacks", {})
     absent = sorted(states.keys() - {cb.state_key for cb in trainer.callbacks})
     if absent:
         log.warning("the checkpoint holds state of callbacks that this Trainer does not have: %s", ", ".join(absent))
     for callback in trainer.callbacks:
-        callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        with handing_back(f"the callback {type(callback).__name__} (on_load_checkpoint)", path):
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
     for callback in trainer.callbacks:
         if callback.state_key in states:
-            callback.load_state_dict(deepcopy(states[callback.state_key]))
+            with handing_back(f"the callback {type(callback).__name__}", path):
+                callback.load_state_dict(deepcopy(states[callback.state_key]))

@@ -42,6 +42,7 @@ from moe_ckpt.callbacks.hyperparameters import changes, configured
 from moe_ckpt.callbacks.lightning_state import capture_checkpoint, restore_checkpoint, validation_due
 from moe_ckpt.callbacks.replaying import Replaying
 from moe_ckpt.callbacks.resuming import (
+    admission,
     adopt_given,
     adopt_restored,
     is_same_place,
@@ -68,6 +69,7 @@ from moe_ckpt.modeling.routing import RoutingCounter
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies.base import Policy, uses_gate_weights, uses_windows
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.handing_back import handing_back
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import Restored, resume_newest
 from moe_ckpt.storage import open_storage
@@ -198,7 +200,7 @@ class MoECheckpoint(Checkpoint):
         self._counter = RoutingCounter(pl_module, layers, soft=uses_gate_weights(self.policy))
         self._state = TorchTrainingState(pl_module, trainer.optimizers)
         self._configured = configured(trainer)
-        storage = open_storage(self.dirpath, self.options.on_phase)
+        storage = open_storage(self.dirpath, self.options.on_phase, access=self.options.access)
         comm = make_communicator(self.options.timeout_secs)
         session = make_session(trainer, pl_module, self.options, storage, comm, catalog, self._state)
         session.open()
@@ -223,7 +225,9 @@ class MoECheckpoint(Checkpoint):
                 log.warning("ckpt_path=%s is loaded, and weights_from= is not", trainer.ckpt_path)
         else:
             look = self.options.resume != "never"
-            restored = resume_newest(storage, comm, self._state, session.host_tier) if look else None
+            admits = admission(trainer, session, comm.rank)
+            tier, reading = session.host_tier, self.options.reading
+            restored = resume_newest(storage, comm, self._state, tier, admits, **reading) if look else None
             if restored is not None:
                 self._go_on(trainer, session, restored, comm)
             elif self.options.weights_from is not None:
@@ -235,8 +239,9 @@ class MoECheckpoint(Checkpoint):
         """The tensors are back in place; now everything else."""
         found = changes(trainer, restored.plain, self._configured)
         self._configured = restored.plain.get("configured", self._configured)
-        self._require_state().load_plain(restored.plain["plain"])
-        restore_checkpoint(trainer, restored.plain["checkpoint"])
+        with handing_back("the model and its optimizers", restored.path):
+            self._require_state().load_plain(restored.plain["plain"])
+        restore_checkpoint(trainer, restored.plain["checkpoint"], restored.path)
         self._resumed_from = self._books = None
         self._take_rng(restored.plain["rng"])
         if restored.replay is not None:
@@ -414,7 +419,8 @@ class MoECheckpoint(Checkpoint):
             save_last=self.options.save_last and self._saved_updates > 0 and not unfinished,
         )
         if trainer.is_global_zero and not unfinished:
-            note_end(trainer, self.dirpath, self._session.committed_directory, self.state_key)
+            storage = open_storage(self.dirpath, access=self.options.access)
+            note_end(trainer, storage, self._session.committed_directory, self.state_key)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close(grace_secs=min(10.0, self.options.timeout_secs))

@@ -13,6 +13,7 @@ from typing import Any
 from moe_ckpt.callbacks.freezing import ClipNorms, Freezing
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.recovery.divergence import Repeated, require_repeated
+from moe_ckpt.recovery.handing_back import handing_back
 from moe_ckpt.recovery.replay import Replay
 
 
@@ -37,7 +38,8 @@ class Replaying:
         self._recorded = self._replay.upcoming()
         if self._freezing is not None and self._norms is not None:
             self._freezing.apply(self._replay.frozen_parameters())
-            self._norms.given = list(self._recorded["replay"]["norms"])
+            with handing_back("the steps of a sparse window", self._replay.upcoming_path):
+                self._norms.given = list(self._recorded["replay"]["norms"])
 
     def before_update(self) -> None:
         """All gradients of a step are there, and nobody has used them yet."""

@@ -9,19 +9,31 @@ from typing import Any
 
 from moe_ckpt.callbacks.finished import go_on_from_end
 from moe_ckpt.callbacks.hyperparameters import Change
+from moe_ckpt.callbacks.lightning_state import check_state
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.finished import Finished
-from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.reader import open_step
-from moe_ckpt.recovery.resume import Restored, other_ranks
+from moe_ckpt.recovery.replay import Admits
+from moe_ckpt.recovery.resume import Restored, other_ranks, rank_of_state
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
+
+
+def admission(trainer: Any, session: CheckpointSession, rank: int) -> Admits:
+    """What a checkpoint must be for this trainer to go on from it; asked before anything of it is loaded."""
+
+    def admits(manifest: Manifest, plain: Mapping[str, Any]) -> None:
+        session.books.check(manifest)
+        check_state(trainer, plain, state_path(manifest.slots[0].directory, rank_of_state(manifest, rank)))
+
+    return admits
 
 
 def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:

@@ -38,6 +38,6 @@ def make_session(
             local_ranks=getattr(trainer.strategy, "num_processes", 1),
         ),
         aliases=tied_aliases(module),
-        lock=StoreLock(storage, job_name()),
+        lock=StoreLock(storage, job_name(), access=options.access),
         on_phase=options.on_phase,
     )

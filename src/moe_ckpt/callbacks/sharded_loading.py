@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,11 +10,13 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY
+from moe_ckpt.callbacks.lightning_state import check_state
 from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named
-from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.recovery.handing_back import handing_back
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.resume import load_step
+from moe_ckpt.recovery.resume import load_step, rank_of_state
 
 
 def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
@@ -28,9 +31,15 @@ def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
     def load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
         fitting = trainer.state.fn == "fit"
         state = TorchTrainingState(trainer.lightning_module, trainer.optimizers if fitting else ())
-        restored = load_step(reader, manifest, trainer.global_rank, state, model_only=not fitting)
+        path_of_state = state_path(manifest.directory, rank_of_state(manifest, trainer.global_rank))
+
+        def admits(manifest: Manifest, plain: Mapping[str, Any]) -> None:
+            check_state(trainer, plain, path_of_state)
+
+        restored = load_step(reader, manifest, trainer.global_rank, state, admits, model_only=not fitting)
         plain = restored.plain["plain"]
-        state.load_plain(plain if fitting else {**plain, "optimizers": []})
+        with handing_back("the model and its optimizers", path_of_state):
+            state.load_plain(plain if fitting else {**plain, "optimizers": []})
         checkpoint = dict(restored.plain["checkpoint"])
         checkpoint.update(state_dict={}, optimizer_states=[])
         resumed = {"root": reader.storage.root, "directory": manifest.directory, "rng": restored.plain["rng"]}

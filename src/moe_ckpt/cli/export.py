@@ -11,7 +11,7 @@ examples:
   moe-ckpt export runs/x/step_00000120 --to safetensors -o out       the model's weights, for from_pretrained
   moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for Trainer(ckpt_path=)
 
-an existing output is never overwritten; exit code: 0 written, 2 not
+an existing output is never overwritten; exit code: 0 written, 1 the checkpoint is damaged, 2 not written
 """
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from moe_ckpt import __version__
 from moe_ckpt.cli.arguments import Parser, commands_of
-from moe_ckpt.errors import MoECheckpointError
+from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError
 
 COMMANDS = ("inspect", "verify", "window", "export", "train", "simulate", "plan")
 _PASS_ON = ("train", "simulate", "plan")
@@ -49,6 +50,9 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. Errors of this package become one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names in a store may be in characters that this terminal lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -77,7 +81,7 @@ def _run(argv: Sequence[str] | None) -> int:
         raise
     except MoECheckpointError as error:
         print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, (DamagedError, CoverageError)) else 2
     except OSError as error:
         if args.command in _PASS_ON:
             raise

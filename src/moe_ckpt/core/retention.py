@@ -7,6 +7,7 @@ newest, so that no single damaged file takes both.
 
 A run that came back passed over what is newer than the checkpoint it returned to, mostly because that is damaged. Such
 checkpoints must not take the place of those that the run stands on (its line), so each rule looks at the line too.
+Those that could not be read are no rule's business: they stay until a person removes them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class CheckpointRecord:
     paths: every file that it needs, its commit record included.
     parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None if
         that is not known, or if there was none.
+    passed_over: directories that the run could not read when it came back to an older checkpoint. They may be good.
     """
 
     directory: str
@@ -35,6 +37,7 @@ class CheckpointRecord:
     created_unix_secs: float
     paths: frozenset[str]
     parent: tuple[int, int] | None = None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -80,7 +83,9 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now
     counted = [*ordered[-policy.keep_last :], *line[-policy.keep_last :], *_milestones(ordered, line, policy)]
     kept = [record for record in counted if _is_young(record, policy, now_unix_secs)]
     spares = [*_spares(ordered), *_spares(line)] if policy.keep_spare else []
-    return frozenset(record.directory for record in (ordered[-1], *kept, *spares))
+    unread = {directory for record in ordered for directory in record.passed_over}
+    found = [record for record in ordered if record.directory in unread]
+    return frozenset(record.directory for record in (ordered[-1], *kept, *spares, *found))
 
 
 def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:

@@ -157,10 +157,15 @@ class TokenBook:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], layers: int, experts: int) -> TokenBook:
-        """Raises ``ValueError`` when the stored counts have another shape than ``[layers, experts]``."""
+        """Inverse of ``to_dict``; nothing was counted where ``data`` is empty.
+
+        Raises ``ValueError`` when the stored counts have another shape than ``[layers, experts]``.
+        """
         book = cls(layers, experts)
+        if not data:
+            return book
         book.applied = book._checked(data["applied"])
-        book.saved = {Tier(tier): book._checked(counts) for tier, counts in data["saved"].items()}
+        book.saved |= {Tier(tier): book._checked(counts) for tier, counts in data["saved"].items()}
         book.faults = [FaultRecord(*(int(value) for value in fault)) for fault in data["faults"]]
         return book
 

@@ -18,7 +18,8 @@ from moe_ckpt.core.operators import Catalog, experts_among
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.core.window import Window
-from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.policies.base import Activity, Measured, PolicyContext
 
 _DECAY = 0.9
@@ -98,6 +99,17 @@ class Books:
 
     def _never(self) -> Counts:
         return np.full((self.tokens.layers, self.tokens.experts), -1, dtype=np.int64)
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise ``DamagedError`` unless a checkpoint of a model of this fingerprint tells of the catalog's layers.
+
+        Before anything of it is loaded: ``adopt`` would find the token counts to be of another shape.
+        """
+        here = [(layer.name, layer.experts) for layer in self.catalog.layers]
+        there = [(layer.name, layer.experts) for layer in manifest.model.layers]
+        if here != there:
+            path = f"{manifest.directory}/{MANIFEST_NAME}"
+            raise DamagedError(path, f"its MoE layers are {there}, the model's {here}", step=manifest.step)
 
     def adopt(self, manifest: Manifest, *, same_store: bool, held: Counts | None) -> FaultRecord:
         """Go on from a restored checkpoint. held: see ``TokenBook.recover``."""

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, files_to_delete, retained
+from moe_ckpt.engine.documents import read_manifest
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, is_own_file, parse_step_dir
 from moe_ckpt.storage.base import Storage
@@ -127,7 +128,7 @@ def _read_store(
             cache.pop(directory, None)
             continue
         try:
-            manifest = cache.get(directory) or _read_manifest(storage, directory)
+            manifest = cache.get(directory) or read_manifest(storage, directory)
         except (DamagedError, FormatVersionError) as error:
             contents.damaged += (directory,)
             contents.is_foreign |= isinstance(error, FormatVersionError)
@@ -135,14 +136,6 @@ def _read_store(
         cache[directory] = manifest
         contents.records[directory] = _record(manifest)
     return contents
-
-
-def _read_manifest(storage: Storage, directory: str) -> Manifest:
-    path = f"{directory}/{MANIFEST_NAME}"
-    manifest = Manifest.decode(storage.read(path), path)
-    if manifest.directory != directory:
-        raise DamagedError(path, f"belongs to the directory {manifest.directory}")
-    return manifest
 
 
 def _record(manifest: Manifest) -> CheckpointRecord:
@@ -153,6 +146,7 @@ def _record(manifest: Manifest) -> CheckpointRecord:
         created_unix_secs=manifest.created_unix_secs,
         paths=manifest.paths | {f"{manifest.directory}/{MANIFEST_NAME}"},
         parent=_parent(manifest),
+        passed_over=manifest.passed_over,
     )
 
 

@@ -70,6 +70,7 @@ class Committer:
     saved: Counts
     holdings: dict[str, Holding] = field(default_factory=dict)
     parent: str | None = None
+    passed_over: tuple[str, ...] = ()
     require_whole: Callable[[Manifest], None] = lambda manifest: None
     _slots: list[_Slot] = field(default_factory=list)
     _given_up: list[_Slot] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Committer:
     def adopt(self, manifest: Manifest) -> None:
         """Start from a restored checkpoint: partial checkpoints will refer to its files."""
         self.parent, self._newest = manifest.directory, None
+        self.passed_over = manifest.passed_over
         self.holdings = {
             op: (record.step, tuple(manifest.files[i] for i in record.files))
             for op, record in manifest.operators.items()
@@ -211,6 +213,7 @@ class Committer:
             operators={
                 op: OperatorRecord(step, tuple(files[record] for record in records))
                 for op, (step, records) in holdings.items()
+                if records  # one without a single element has nothing that could be restored
             },
             states=tuple(ack.state for ack in acknowledgements if ack.state is not None),
             parent=self.parent,
@@ -218,6 +221,7 @@ class Committer:
             measured=dict(snapshot.measured),
             tokens=book.to_dict(),
             window=tuple(slot.record for slot in before),
+            passed_over=self.passed_over,
         )
 
 

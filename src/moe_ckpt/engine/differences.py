@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from moe_ckpt.format.shard import decode_header
+from moe_ckpt.engine.documents import read_header, read_manifest
+from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.storage.base import Storage
 
 Shapes = Mapping[str, Sequence[int]]
@@ -18,22 +17,21 @@ _SHOWN = 3
 def describe_differences(storage: Storage, directories: Sequence[str], here: Shapes) -> str:
     """How the parameters of the newest readable checkpoint differ from ``here``; "" where that cannot be told.
 
-    directories: step directories, oldest first. For a message only: nothing is verified.
+    directories: step directories, oldest first. For a message only: no tensor is read.
     """
     for directory in reversed(directories):
         try:
             there = _stored(storage, directory)
-        except (OSError, DamagedError):
+        except (OSError, DamagedError, FormatVersionError):
             continue
         return "; ".join(_differences(there, here))
     return ""
 
 
 def _stored(storage: Storage, directory: str) -> Shapes:
-    path = f"{directory}/{MANIFEST_NAME}"
     found: dict[str, Sequence[int]] = {}
-    for record in Manifest.decode(storage.read(path), path).files:
-        for entry in decode_header(storage.read(record.path, 0, record.header_nbytes), record.path).slices:
+    for record in read_manifest(storage, directory).files:
+        for entry in read_header(storage, record).slices:
             if entry.key.startswith(_MODEL):
                 found[entry.key.removeprefix(_MODEL)] = entry.global_shape
     return found

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from moe_ckpt.engine.documents import read_manifest, read_sealed
 from moe_ckpt.errors import DamagedError, FormatVersionError, StoreError
 from moe_ckpt.format.finished import FINISHED_NAME, Finished
-from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from moe_ckpt.format.sealed import MAX_SEALED_BYTES
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator
 from moe_ckpt.storage.base import Storage
 
@@ -30,9 +30,8 @@ def write_finished(
         limits: Likewise.
         callbacks: Likewise.
     """
-    path = f"{newest}/{MANIFEST_NAME}"
     try:
-        last = Manifest.decode(storage.read(path), path)
+        last = read_manifest(storage, newest)
         finished = Finished(last.run_id, last.step, last.generation, reason, limits, callbacks)
         storage.delete(FINISHED_NAME)
         storage.write(FINISHED_NAME, [finished.encode()])
@@ -61,9 +60,7 @@ def read_finished(storage: Storage, comm: Communicator, manifest: Manifest) -> F
 def _read(storage: Storage) -> bytes:
     """The document, if there is one that can be used."""
     try:
-        if storage.size(FINISHED_NAME) > MAX_SEALED_BYTES:
-            raise DamagedError(FINISHED_NAME, "is longer than a sealed file may be")
-        raw = bytes(storage.read(FINISHED_NAME))
+        raw = bytes(read_sealed(storage, FINISHED_NAME))
         Finished.decode(raw, FINISHED_NAME)
         return raw
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.collect import clean_start, collect
 from moe_ckpt.engine.commit import Abandoned
+from moe_ckpt.engine.documents import read_sealed
 from moe_ckpt.engine.writing import write_named
 from moe_ckpt.errors import DamagedError, FilesGoneError, ForeignStoreError, FormatVersionError, MoECheckpointError
 from moe_ckpt.format.identity import Identity
@@ -125,7 +126,7 @@ class StoreKeeper:
             return False
 
     def _read_identity(self) -> Identity:
-        return Identity.decode(self._storage.read(STORE_NAME), f"{self._storage.root}/{STORE_NAME}")
+        return Identity.decode(read_sealed(self._storage, STORE_NAME), f"{self._storage.root}/{STORE_NAME}")
 
     def _require_own(self, names: Collection[str]) -> None:
         root = self._storage.root

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.differences import describe_differences
+from moe_ckpt.engine.documents import read_manifest, read_sealed
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.errors import DamagedError, ForeignStoreError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.format.identity import Identity
-from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, parse_step_dir
+from moe_ckpt.format.manifest import STORE_NAME, parse_step_dir
 from moe_ckpt.ports import Communicator
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
+from moe_ckpt.storage.patience import PATIENCE_SECS, PatientStorage
 
 log = logging.getLogger("moe_ckpt")
 
@@ -37,9 +39,16 @@ class Opened:
 
 
 def open_store(
-    storage: Storage, catalog: Catalog, comm: Communicator, lock: StoreLock, retention: RetentionPolicy
+    storage: Storage,
+    catalog: Catalog,
+    comm: Communicator,
+    lock: StoreLock,
+    retention: RetentionPolicy,
+    patience_secs: float = PATIENCE_SECS,
 ) -> Opened:
     """Called once by all ranks before training; rank 0 takes the ``lock``. catalog: of the model.
+
+    patience_secs: for how long, in all, reads that fail are tried again.
 
     Raises:
         ForeignStoreError: the directory belongs to another model.
@@ -49,7 +58,7 @@ def open_store(
     """
     if comm.rank == 0:
         try:
-            opened = _open(storage, catalog, lock, retention)
+            opened = _open(storage, catalog, lock, retention, patience_secs)
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             comm.broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             if isinstance(error, MoECheckpointError) or not isinstance(error, OSError):
@@ -67,19 +76,22 @@ def open_store(
     return Opened(Identity(**answer["identity"]), answer["generation"])
 
 
-def _open(storage: Storage, catalog: Catalog, lock: StoreLock, retention: RetentionPolicy) -> Opened:
+def _open(
+    storage: Storage, catalog: Catalog, lock: StoreLock, retention: RetentionPolicy, patience_secs: float
+) -> Opened:
     fingerprint = catalog.fingerprint()
     storage.probe()
     lock.acquire()
     try:
-        names = storage.list()
+        patient = PatientStorage(storage, patience_secs)
+        names = patient.list()
         steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}
-        identity = _identity(storage, names, sorted(steps))
+        identity = _identity(patient, names, sorted(steps))
         if identity is None:
             identity = Identity(secrets.token_hex(16), fingerprint, time.time())
             storage.write(STORE_NAME, [identity.encode()])
         if identity.fingerprint != fingerprint:
-            differences = describe_differences(storage, sorted(steps), catalog.parameters)
+            differences = describe_differences(patient, sorted(steps), catalog.parameters)
             identity.require_model(fingerprint, storage.root, differences)
         keeper = StoreKeeper(storage, identity, retention, lock)
         keeper.clean_start()
@@ -99,7 +111,7 @@ def _identity(storage: Storage, names: list[str], directories: list[str]) -> Ide
     trouble = f"{where} is missing"
     if STORE_NAME in names:
         try:
-            return Identity.decode(storage.read(STORE_NAME), where)
+            return Identity.decode(read_sealed(storage, STORE_NAME), where)
         except DamagedError as damage:
             trouble = str(damage)
     elif not directories:
@@ -120,9 +132,8 @@ def _identity(storage: Storage, names: list[str], directories: list[str]) -> Ide
 
 def _identity_of(storage: Storage, directory: str) -> Identity | None:
     """Identity according to one step's manifest; None if it has none that can be read."""
-    path = f"{directory}/{MANIFEST_NAME}"
     try:
-        manifest = Manifest.decode(storage.read(path), path)
+        manifest = read_manifest(storage, directory)
     except (FileNotFoundError, DamagedError):
         return None
     return Identity(manifest.run_id, manifest.model.fingerprint, manifest.created_unix_secs)

@@ -14,8 +14,10 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.guard import guarded
 from moe_ckpt.policies.moc import MoC
+from moe_ckpt.storage.access import ACCESS
 
 RESUME = ("auto", "extend", "never")
+ON_READ_ERROR = ("stop", "fallback")
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
 """Fields that an adapter finds out by itself."""
 
@@ -35,6 +37,9 @@ class OptionValues(TypedDict, total=False):
     sharding: str
     profile: str | os.PathLike[str] | None
     weights_from: str | os.PathLike[str] | None
+    on_read_error: str
+    read_patience_secs: float | str
+    access: str
     on_phase: Callable[[str], None] | None
 
 
@@ -59,6 +64,11 @@ class Options(Settings):
             own. A store (its newest dense step), a step directory, a safetensors file or a directory of those, as
             ``moe-ckpt export`` and transformers write them. Step count, optimizer, schedules and position in the data
             begin anew.
+        on_read_error: When storage does not give the bytes of the newest checkpoint at a restart, which may be good:
+            "stop" ends the run with an error that names step, rank and file; "fallback" goes on from the next older
+            one, and retention keeps the newer.
+        access: Who may read the store, on file systems: "private", this user alone; "group", its group too, whatever
+            the umask; "umask", as the umask says. Without effect behind an fsspec URL.
         on_phase: Called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this rank;
             for tests that kill processes (``moe_ckpt.testing``).
 
@@ -73,6 +83,8 @@ class Options(Settings):
     guard: str | None = None
     plt_budget: float | str | None = None
     weights_from: str | None = None
+    on_read_error: str = "stop"
+    access: str = "private"
     on_phase: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +96,8 @@ class Options(Settings):
             )
         self._set("dirpath", require_path("dirpath", self.dirpath))
         require_choice("resume", self.resume, RESUME)
+        require_choice("on_read_error", self.on_read_error, ON_READ_ERROR)
+        require_choice("access", self.access, tuple(ACCESS))
         if not isinstance(self.save_last, bool):
             raise ConfigError(f"save_last={self.save_last!r}: choose True or False")
         if self.weights_from is not None:
@@ -104,6 +118,11 @@ class Options(Settings):
                 "checkpoints by itself; a new run that begins with its weights needs a store of its own. Give another "
                 "dirpath"
             )
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Keyword arguments of ``recovery.resume.resume_newest``."""
+        return {"on_read_error": self.on_read_error, "read_patience_secs": self.read_patience_secs}
 
 
 def make_options(

@@ -118,7 +118,8 @@ class CheckpointSession:
             raise
 
     def _open(self) -> None:
-        opened = open_store(self._storage, self.catalog, self._comm, self._lock, self._settings.retention)
+        limits = self._settings.retention, self._settings.read_patience_secs
+        opened = open_store(self._storage, self.catalog, self._comm, self._lock, *limits)
         self.generation = opened.generation
         if opened.keeper is not None:
             self._committer = Committer(

@@ -10,6 +10,7 @@ from moe_ckpt.core.quantities import parse_bytes, parse_secs
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import SHARDINGS
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.storage.patience import PATIENCE_SECS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0
 """A month: longer than any peer is worth waiting for, and short enough for every clock that it is handed to."""
@@ -35,6 +36,8 @@ class Settings:
             "adaptive", see ``core.sharding``.
         profile: File that rank 0 keeps the run's profile in, for simulator and planner; None: none. See
             docs/profile.md.
+        read_patience_secs: For how long, in all, reads that fail at a start (ETIMEDOUT, EIO, ESTALE, ...) are tried
+            again before they count; a number, or text such as "2min".
 
     Raises:
         ConfigError: A value that cannot be; the message names it.
@@ -50,6 +53,7 @@ class Settings:
     local_ranks: int = 1
     sharding: str = "adaptive"
     profile: str | None = None
+    read_patience_secs: float = PATIENCE_SECS
 
     def __post_init__(self) -> None:
         if not isinstance(self.retention, RetentionPolicy):
@@ -61,6 +65,7 @@ class Settings:
         if self.host_memory_bytes is not None:
             self._set("host_memory_bytes", parse_bytes(self.host_memory_bytes, "host_memory_bytes"))
         self._set("timeout_secs", parse_secs(self.timeout_secs, "timeout_secs", _LONGEST_WAIT_SECS))
+        self._set("read_patience_secs", parse_secs(self.read_patience_secs, "read_patience_secs", 86_400.0))
         for name in ("max_in_flight", "max_failures", "local_ranks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from moe_ckpt.errors import DamagedError, UnencodableStateError, UnsupportedErro
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import check_version
+from moe_ckpt.format.schema import anything, listing, mapping, one_of, record, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
@@ -73,14 +74,13 @@ class Finished:
         """
         body = unseal(raw, path)
         check_version(body, path, _KIND)
+        require(_FIELDS, body, path, "not the end of a run: ")
         try:
-            tensors = {str(name): _tensor(*row) for name, row in body["tensors"].items()}
-            callbacks = {str(name): decode_tree(tree, tensors.__getitem__) for name, tree in body["callbacks"].items()}
-            limits = {str(name): _whole(value) for name, value in body["limits"].items()}
-            step, generation = _whole(body["step"]), _whole(body["generation"])
-            return cls(str(body["run_id"]), step, generation, str(body["reason"]), limits, callbacks)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
+            tensors = {name: _tensor(*row) for name, row in body["tensors"].items()}
+            callbacks = {name: decode_tree(tree, tensors.__getitem__) for name, tree in body["callbacks"].items()}
+        except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(path, f"not the end of a run ({error!r})") from error
+        return cls(body["run_id"], body["step"], body["generation"], body["reason"], body["limits"], callbacks)
 
 
 def _row(tensor: torch.Tensor) -> list[Any]:
@@ -95,7 +95,15 @@ def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
     return (torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)).reshape(shape).clone()
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value != int(value):
-        raise ValueError(f"{value!r} is no whole number")
-    return int(value)
+_SHAPE = listing(whole(0, _MAX_TENSOR_BYTES), most=32)
+_FIELDS = record(
+    {
+        "run_id": text,
+        "step": whole(),
+        "generation": whole(),
+        "reason": text,
+        "limits": mapping(whole(-1)),
+        "callbacks": mapping(anything),
+        "tensors": mapping(row({"dtype": one_of(*TORCH_DTYPES), "shape": _SHAPE, "base64": text})),
+    }
+)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ckpt.errors import DamagedError, ForeignStoreError
+from moe_ckpt.errors import ForeignStoreError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.manifest import check_version
+from moe_ckpt.format.manifest import MOST_UNIX_SECS, check_version
+from moe_ckpt.format.schema import number, record, require, text
 from moe_ckpt.format.sealed import seal, unseal
 
 _KIND = "moe_ckpt.store"
+_FIELDS = record({"run_id": text, "fingerprint": text, "created_unix_secs": number(most=MOST_UNIX_SECS)})
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,8 @@ class Identity:
         """Raises ``DamagedError`` or ``FormatVersionError``."""
         body = unseal(raw, path)
         check_version(body, path, _KIND)
-        try:
-            return cls(str(body["run_id"]), str(body["fingerprint"]), float(body["created_unix_secs"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(path, f"not a store identity ({error!r})") from error
+        require(_FIELDS, body, path, "not a store identity: ")
+        return cls(body["run_id"], body["fingerprint"], float(body["created_unix_secs"]))
 
     def require_model(self, fingerprint: str, root: str, differences: str = "") -> None:
         """Raise ``ForeignStoreError`` unless the store was written by a model of this structure.

@@ -10,20 +10,38 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from math import isfinite
 from typing import Any
 
+from moe_ckpt.core.plan import Tier
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION, SUPPORTED_VERSIONS, WINDOW_VERSION
+from moe_ckpt.format.schema import (
+    anything,
+    both,
+    listing,
+    mapping,
+    matching,
+    maybe,
+    number,
+    one_of,
+    record,
+    require,
+    row,
+    shown,
+    text,
+    value,
+    whole,
+)
 from moe_ckpt.format.sealed import seal, unseal
 
 MANIFEST_NAME = "MANIFEST.json"
 STORE_NAME = "store.json"
 _KIND = "moe_ckpt.manifest"
-_STEP_DIR = re.compile(r"step_(\d{8,})(?:_g(\d+))?", re.ASCII)
-_SHARD = re.compile(r"step_\d{8,}(_g\d+)?/rank_\d{5,}_(expert|non_expert)\.safetensors", re.ASCII)
-_OWN_FILE = re.compile(r"rank_\d{5,}_((expert|non_expert)\.safetensors|state\.json)", re.ASCII)
-_STATE = re.compile(r"step_\d{8,}(_g\d+)?/rank_\d{5,}_state\.json", re.ASCII)
+_ENCODED_APART = frozenset({"files", "operators", "states", "window", "passed_over"})
+_STEP_DIR = re.compile(r"step_(\d{8,18})(?:_g(\d{1,18}))?", re.ASCII)
+_SHARD = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_(expert|non_expert)\.safetensors", re.ASCII)
+_OWN_FILE = re.compile(r"rank_\d{5,9}_((expert|non_expert)\.safetensors|state\.json)", re.ASCII)
+_STATE = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_state\.json", re.ASCII)
 
 
 def step_dir(step: int, generation: int) -> str:
@@ -120,6 +138,8 @@ class Manifest:
         measure it again; older files have none.
     window: the earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
         different steps, and only replay makes one state of them.
+    passed_over: directories of newer checkpoints that could not be read when the run came back to an older one, though
+        nothing says that they are damaged. Garbage collection leaves them alone.
     """
 
     run_id: str
@@ -137,6 +157,7 @@ class Manifest:
     measured: Mapping[str, float] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     window: tuple[SlotRecord, ...] = ()
+    passed_over: tuple[str, ...] = ()
 
     @property
     def directory(self) -> str:
@@ -175,11 +196,13 @@ class Manifest:
         body = {
             "kind": _KIND,
             "format_version": WINDOW_VERSION if self.window else FORMAT_VERSION,
-            **{k: v for k, v in asdict(self).items() if k not in ("files", "operators", "states", "window")},
+            **{k: v for k, v in asdict(self).items() if k not in _ENCODED_APART},
             "files": [list(asdict(f).values()) for f in self.files],
             "states": [list(asdict(s).values()) for s in self.states],
             "operators": {op: [record.step, *record.files] for op, record in self.operators.items()},
         }
+        if self.passed_over:
+            body["passed_over"] = list(self.passed_over)
         if self.window:
             body["window"] = [[slot.step, [list(asdict(s).values()) for s in slot.states]] for slot in self.window]
         return seal(body)
@@ -189,26 +212,12 @@ class Manifest:
         """Raises ``DamagedError`` or ``FormatVersionError``; ``path`` is for messages only."""
         body = unseal(raw, path)
         check_version(body, path, _KIND, SUPPORTED_VERSIONS)
-        try:
-            return cls._from_body(body)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise DamagedError(path, f"not a manifest of this format ({error!r})") from error
+        require(MANIFEST, body, path, "not a manifest of this format: ")
+        return cls._from_body(body)
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Manifest:
         model = body["model"]
-        files = tuple(FileRecord(*row) for row in body["files"])
-        states = tuple(StateRecord(*row) for row in body["states"])
-        window = body.get("window", ())
-        slots = tuple(SlotRecord(step, tuple(StateRecord(*row) for row in rows)) for step, rows in window)
-        _check_paths(files, states + tuple(state for slot in slots for state in slot.states))
-        operators = {op: OperatorRecord(row[0], tuple(row[1:])) for op, row in body["operators"].items()}
-        for op, record in operators.items():
-            if any(not 0 <= index < len(files) for index in record.files):
-                raise ValueError(f"{op} names a file that is not listed")
-        steps = [slot.step for slot in slots] + [body["step"]]
-        if steps != sorted(set(steps)) or (len(steps) > 1) != (body["format_version"] == WINDOW_VERSION):
-            raise ValueError(f"the steps of its window are not in order, or not of its version: {steps}")
         return cls(
             run_id=body["run_id"],
             step=body["step"],
@@ -218,26 +227,23 @@ class Manifest:
             created_unix_secs=body["created_unix_secs"],
             parent=body["parent"],
             policy=body["policy"],
-            measured=_measured(body.get("measured", {})),
+            measured={name: float(value) for name, value in body.get("measured", {}).items()},
             tokens=body["tokens"],
             model=ModelRecord(
                 model["fingerprint"],
-                tuple(LayerRecord(**layer) for layer in model["layers"]),
+                tuple(LayerRecord(layer["name"], layer["experts"], layer.get("top_k")) for layer in model["layers"]),
                 dict(model["aliases"]),
             ),
-            files=files,
-            states=states,
-            operators=operators,
-            window=slots,
+            files=tuple(FileRecord(*row) for row in body["files"]),
+            states=_states(body["states"]),
+            operators={op: OperatorRecord(step, tuple(files)) for op, (step, *files) in body["operators"].items()},
+            window=tuple(SlotRecord(step, _states(rows)) for step, rows in body.get("window", ())),
+            passed_over=tuple(body.get("passed_over", ())),
         )
 
 
-def _measured(told: Mapping[str, Any]) -> dict[str, float]:
-    """Times and rates: a policy divides by them."""
-    found = {name: float(value) for name, value in told.items()}
-    if not all(isfinite(value) and value >= 0 for value in found.values()):
-        raise ValueError(f"what was measured is not finite or below 0: {found}")
-    return found
+def _states(rows: list[Any]) -> tuple[StateRecord, ...]:
+    return tuple(StateRecord(*row) for row in rows)
 
 
 def check_version(
@@ -245,14 +251,118 @@ def check_version(
 ) -> None:
     """Raise unless a sealed body is of ``kind`` and of a version that this package reads."""
     if body.get("kind") != kind:
-        raise DamagedError(path, f"is a {body.get('kind')!r}, not a {kind!r}")
-    if body.get("format_version") not in supported:
-        raise FormatVersionError(path, body.get("format_version"), supported)
+        raise DamagedError(path, f"is a {shown(body.get('kind'))}, not a {kind!r}")
+    version = body.get("format_version")
+    if type(version) is not int or version not in supported:
+        raise FormatVersionError(path, version, supported)
 
 
-def _check_paths(files: tuple[FileRecord, ...], states: tuple[StateRecord, ...]) -> None:
-    """Refuse paths that could lead out of the store (security: a manifest is data from elsewhere)."""
-    for path in [f.path for f in files if not _SHARD.fullmatch(f.path)] + [
-        s.path for s in states if not _STATE.fullmatch(s.path)
-    ]:
-        raise ValueError(f"{path!r} is no path of this format")
+# --- what a manifest must look like ---
+
+MOST_EXPERTS = 1 << 20
+"""Of all layers together. A file that claims more is damaged: nobody is to run out of memory over it."""
+MOST_RANKS = 1 << 22
+MOST_UNIX_SECS = 1e11
+"""The year 5138; clocks and calendars end soon after."""
+RANK = whole(0, MOST_RANKS)
+_EXPERT = re.compile(r"expert/(0|[1-9]\d{0,6})/(0|[1-9]\d{0,6})", re.ASCII)
+_GATE = re.compile(r"gate/(0|[1-9]\d{0,6})", re.ASCII)
+_OPERATOR = re.compile(rf"{_EXPERT.pattern}|{_GATE.pattern}|non_expert/.+", re.ASCII | re.DOTALL)
+
+OPERATOR_ID = matching(_OPERATOR, "the id of an operator")
+LAYER = record({"name": text, "experts": whole(1, MOST_EXPERTS)}, {"top_k": maybe(whole(1, MOST_EXPERTS))})
+_STATE_ROW = row(
+    {"path": matching(_STATE, "a path of this format"), "nbytes": whole(), "digest": text, "rank": RANK}
+)
+_FILE_ROW = row(
+    {
+        "path": matching(_SHARD, "a path of this format"),
+        "nbytes": whole(),
+        "header_nbytes": whole(),
+        "header_digest": text,
+        "step": whole(),
+        "rank": RANK,
+    }
+)
+_STEP_NAME = value(
+    lambda found: isinstance(found, str) and parse_step_dir(found) is not None, "the name of a step directory"
+)
+_COUNTS = listing(listing(whole()))
+_FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts": whole()}, optional={"routed": whole()})
+_TOKENS = record(
+    {"applied": _COUNTS, "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))), "faults": listing(_FAULT)}
+)
+_FIELDS = record(
+    {
+        "run_id": text,
+        "step": whole(),
+        "generation": whole(),
+        "world_size": whole(1, MOST_RANKS),
+        "index": whole(),
+        "created_unix_secs": number(most=MOST_UNIX_SECS),
+        "model": record({"fingerprint": text, "layers": listing(LAYER), "aliases": mapping(text)}),
+        "files": listing(_FILE_ROW),
+        "states": listing(_STATE_ROW),
+        "operators": mapping(listing(whole()), OPERATOR_ID),
+        "parent": maybe(_STEP_NAME),
+        "policy": mapping(anything),
+        "tokens": lambda found: "" if found == {} else _TOKENS(found),
+    },
+    {
+        "measured": mapping(number()),
+        "passed_over": listing(_STEP_NAME),
+        "window": listing(row({"step": whole(), "states": listing(_STATE_ROW)})),
+    },
+)
+
+
+def _contradictions(body: Mapping[str, Any]) -> str:
+    """What is wrong between fields that are right by themselves."""
+    return _wrong_model(body["model"]["layers"]) or _wrong_operators(body) or _wrong_states(body) or _wrong_tokens(body)
+
+
+def _wrong_model(layers: list[dict[str, Any]]) -> str:
+    experts = sum(layer["experts"] for layer in layers)
+    return f".model.layers have {experts:,} experts, more than {MOST_EXPERTS:,}" if experts > MOST_EXPERTS else ""
+
+
+def _wrong_operators(body: Mapping[str, Any]) -> str:
+    experts = [layer["experts"] for layer in body["model"]["layers"]]
+    for op, held in body["operators"].items():
+        if len(held) < 2:
+            return f".operators[{op!r}] is {held}, but must be a version and at least one file"
+        if held[0] > body["step"]:
+            return f".operators: {op} is of step {held[0]}, which is after the checkpoint's own"
+        if max(held[1:]) >= len(body["files"]):
+            return f".operators: {op} names a file that is not listed"
+        kind, _, place = op.partition("/")
+        layer, _, expert = place.partition("/")
+        if kind != "non_expert" and (int(layer) >= len(experts) or int(expert or 0) >= experts[int(layer)]):
+            return f".operators: {op} is of no layer of the model, or beyond its experts"
+    return ""
+
+
+def _wrong_states(body: Mapping[str, Any]) -> str:
+    slots = [*body.get("window", ()), (body["step"], body["states"])]
+    steps = [step for step, _ in slots]
+    if steps != sorted(set(steps)) or (len(steps) > 1) != (body["format_version"] == WINDOW_VERSION):
+        return f".window: the steps of its window are not in order, or not of its version: {shown(steps)}"
+    for step, rows in slots:
+        if len(rows) != body["world_size"] or {rank for *_, rank in rows} != set(range(len(rows))):
+            return f".states of step {step} are not of the ranks 0 to {body['world_size'] - 1}, one each"
+    return ""
+
+
+def _wrong_tokens(body: Mapping[str, Any]) -> str:
+    tokens = body["tokens"]
+    if not tokens:
+        return ""
+    experts = [layer["experts"] for layer in body["model"]["layers"]]
+    wanted = [max(experts)] * len(experts) if experts else []
+    for counts in (tokens["applied"], *tokens["saved"].values()):
+        if [len(line) for line in counts] != wanted:
+            return f".tokens do not have {len(wanted)} layers of {max(experts, default=0)} experts"
+    return ""
+
+
+MANIFEST = both(_FIELDS, _contradictions)

@@ -7,21 +7,31 @@ version must be there and none besides, so that a number with a misspelt name is
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ckpt.core.operators import expert_id, gate_id
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format.manifest import LayerRecord
+from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord
+from moe_ckpt.format.schema import (
+    Check,
+    anything,
+    both,
+    flag,
+    listing,
+    mapping,
+    maybe,
+    number,
+    record,
+    require,
+    text,
+    whole,
+)
+from moe_ckpt.format.sealed import parse_json
 
 PROFILE_VERSION = 1
 PROFILE_KIND = "moe_ckpt.profile"
-_MOST_EXPERTS = 1 << 20
-"""A file that claims more, of all layers, is damaged: nobody is to run out of memory over it."""
-_HUGE = 1e300
-_OPERATOR = re.compile(r"expert/(0|[1-9]\d*)/(0|[1-9]\d*)|gate/(0|[1-9]\d*)|non_expert/.+", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -176,43 +186,20 @@ def decode_profile(raw: bytes | bytearray, path: str) -> Profile:
         FormatVersionError: a version that is not known here.
         DamagedError: anything else that is wrong; names the field.
     """
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(path, f"is no JSON ({error})") from error
+    body = parse_json(raw, path)
     if not isinstance(body, dict) or body.get("kind") != PROFILE_KIND:
         raise DamagedError(path, f"is no profile of a run: its kind is not {PROFILE_KIND!r}")
-    if body.get("format_version") != PROFILE_VERSION or isinstance(body["format_version"], bool):
-        raise FormatVersionError(path, body.get("format_version"), (PROFILE_VERSION,))
-    top = _Fields(path, "", body, ("kind", "format_version", *(each.name for each in fields(Profile))))
+    version = body.get("format_version")
+    if type(version) is not int or version != PROFILE_VERSION:
+        raise FormatVersionError(path, version, (PROFILE_VERSION,))
+    require(_PROFILE, body, path)
     model = None if body["model"] is None else _decode_model(path, body["model"])
-    lives = tuple(_decode_life(path, f"lives[{at}]", raw) for at, raw in enumerate(top.rows("lives")))
-    return Profile(top.take("fingerprint", _text), model, lives)
+    return Profile(body["fingerprint"], model, tuple(Life(**life) for life in body["lives"]))
 
 
-def _decode_model(path: str, raw: Any) -> ProfiledModel:
-    found = _Fields(path, "model", raw, ("layers", "operators"))
-    layers = [
-        _Fields(path, f"model.layers[{at}]", row, ("name", "experts", "top_k"))
-        for at, row in enumerate(found.rows("layers"))
-    ]
-    operators = [
-        _Fields(path, f"model.operators[{at}]", row, tuple(each.name for each in fields(OperatorRow)))
-        for at, row in enumerate(found.rows("operators"))
-    ]
+def _decode_model(path: str, body: Mapping[str, Any]) -> ProfiledModel:
     model = ProfiledModel(
-        tuple(
-            LayerRecord(row.take("name", _text), row.take("experts", _from_one), row.take("top_k", _maybe(_from_one)))
-            for row in layers
-        ),
-        tuple(
-            OperatorRow(
-                row.take("id", _operator),
-                row.take("count", _from_one),
-                *(row.take(name, _from_zero) for name in ("elements", "full_bytes", "compute_bytes", "stage")),
-            )
-            for row in operators
-        ),
+        tuple(LayerRecord(**layer) for layer in body["layers"]), tuple(OperatorRow(**row) for row in body["operators"])
     )
     _check_operators(path, model)
     return model
@@ -227,8 +214,8 @@ def _check_operators(path: str, model: ProfiledModel) -> None:
             raise DamagedError(path, f"model.operators[{at}].id is {row.id}, but there are {len(model.layers)} layers")
         if row.expert is not None and row.expert + row.count > model.layers[row.layer or 0].experts:
             raise DamagedError(path, f"model.operators[{at}] goes beyond the experts of its layer")
-    if sum(layer.experts for layer in model.layers) > _MOST_EXPERTS:
-        raise DamagedError(path, f"model.layers have more than {_MOST_EXPERTS:,} experts")
+    if sum(layer.experts for layer in model.layers) > MOST_EXPERTS:
+        raise DamagedError(path, f"model.layers have more than {MOST_EXPERTS:,} experts")
     found = [op for row in model.operators for op in row.ids]
     wanted = {gate_id(at) for at in range(len(model.layers))}
     wanted |= {expert_id(at, expert) for at, layer in enumerate(model.layers) for expert in range(layer.experts)}
@@ -239,114 +226,72 @@ def _check_operators(path: str, model: ProfiledModel) -> None:
         raise DamagedError(path, "model.operators: an operator is listed twice")
 
 
-def _decode_life(path: str, where: str, raw: Any) -> Life:
-    found = _Fields(path, where, raw, tuple(_LIFE))
-    life = Life(**{name: found.take(name, check) for name, check in _LIFE.items()})
-    if life.pp * life.dp * life.ep != life.ranks:
-        raise DamagedError(path, f"{where}: pp * dp * ep is {life.pp * life.dp * life.ep}, but ranks is {life.ranks}")
-    if (life.first_step is None) != (life.last_step is None) or (life.first_step or 0) > (life.last_step or 0):
-        raise DamagedError(path, f"{where}: first_step is {life.first_step}, but last_step is {life.last_step}")
-    return life
+# --- what a profile must look like ---
 
+_amount = number()
+_above_zero = number(above=True)
+_portion = number(most=1, wanted="a number from 0 to 1")
+_from_one = whole(1)
 
-class _Fields:
-    """One JSON object of a profile. names: what it must have, and nothing besides."""
-
-    def __init__(self, path: str, where: str, raw: Any, names: tuple[str, ...]) -> None:
-        self._path, self._where, self._raw = path, where, raw
-        if not isinstance(raw, dict):
-            raise DamagedError(path, f"{where} is {raw!r}, not an object")
-        for word, odd in (("missing", set(names) - raw.keys()), ("not known", raw.keys() - set(names))):
-            if odd:
-                raise DamagedError(path, f"field {self._name(min(odd))} is {word}")
-
-    def _name(self, name: str) -> str:
-        return f"{self._where}.{name}" if self._where else name
-
-    def take(self, name: str, check: Callable[[Any], str]) -> Any:
-        """The field, unless ``check`` says what it must be."""
-        value = self._raw[name]
-        wanted = check(value)
-        if wanted:
-            raise DamagedError(self._path, f"field {self._name(name)} is {value!r}, but must be {wanted}")
-        return value
-
-    def rows(self, name: str) -> list[Any]:
-        found: list[Any] = self.take(name, lambda value: "" if isinstance(value, list) else "a list")
-        return found
-
-
-def _text(value: Any) -> str:
-    return "" if isinstance(value, str) else "text"
-
-
-def _operator(value: Any) -> str:
-    return "" if isinstance(value, str) and _OPERATOR.fullmatch(value) else "the id of an operator"
-
-
-def _flag(value: Any) -> str:
-    return "" if isinstance(value, bool) else "true or false"
-
-
-def _object(value: Any) -> str:
-    return "" if isinstance(value, dict) else "an object"
-
-
-def _from_zero(value: Any) -> str:
-    return "" if _is_whole(value) and value >= 0 else "a whole number of at least 0"
-
-
-def _from_one(value: Any) -> str:
-    return "" if _is_whole(value) and value >= 1 else "a whole number of at least 1"
-
-
-def _amount(value: Any) -> str:
-    return "" if _is_number(value) and value >= 0 else "a finite number of at least 0"
-
-
-def _above_zero(value: Any) -> str:
-    return "" if _is_number(value) and value > 0 else "a finite number above 0"
-
-
-def _portion(value: Any) -> str:
-    return "" if _is_number(value) and 0 <= value <= 1 else "a number from 0 to 1"
-
-
-def _maybe(check: Callable[[Any], str]) -> Callable[[Any], str]:
-    def checked(value: Any) -> str:
-        wanted = "" if value is None else check(value)
-        return f"{wanted}, or null" if wanted else ""
-
-    return checked
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _HUGE  # NaN is not
-
-
-_LIFE: Mapping[str, Callable[[Any], str]] = {
-    "run_id": _text,
-    "policy": _object,
-    "finished": _flag,
+_LIFE: Mapping[str, Check] = {
+    "run_id": text,
+    "policy": mapping(anything),
+    "finished": flag,
     **dict.fromkeys(("ranks", "ranks_per_node", "pp", "dp", "ep"), _from_one),
     **dict.fromkeys(
         ("generation", "host_memory_bytes", "begun", "committed", "failed", "skipped", "snapshot_bytes", "assignments"),
-        _from_zero,
+        whole(),
     ),
-    "clean_steps": _from_zero,
+    "clean_steps": whole(),
     **dict.fromkeys(("started_unix_secs", "opened_unix_secs", "last_unix_secs", "stall_secs", "waited_secs"), _amount),
     **dict.fromkeys(("agree_secs", "clean_secs"), _amount),
-    **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "last_step_unix_secs"), _maybe(_amount)),
+    **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "last_step_unix_secs"), maybe(_amount)),
     **dict.fromkeys(
-        ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), _maybe(_amount)
+        ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), maybe(_amount)
     ),
-    **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), _maybe(_above_zero)),
-    **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec"), _maybe(_above_zero)),
-    **dict.fromkeys(("restored_step", "first_step", "last_step"), _maybe(_from_zero)),
-    "skewness": _maybe(_portion),
+    **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), maybe(_above_zero)),
+    **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec"), maybe(_above_zero)),
+    **dict.fromkeys(("restored_step", "first_step", "last_step"), maybe(whole())),
+    "skewness": maybe(_portion),
 }
-"""Field of ``Life`` -> what says what it must be, "" if it is that."""
+
+
+def _life_contradicts_itself(life: Mapping[str, Any]) -> str:
+    ranks = life["pp"] * life["dp"] * life["ep"]
+    if ranks != life["ranks"]:
+        return f": pp * dp * ep is {ranks}, but ranks is {life['ranks']}"
+    first, last = life["first_step"], life["last_step"]
+    if (first is None) != (last is None) or (first or 0) > (last or 0):
+        return f": first_step is {first}, but last_step is {last}"
+    return ""
+
+
+_PROFILE = record(
+    {
+        "kind": text,
+        "format_version": whole(),
+        "fingerprint": text,
+        "model": maybe(
+            record(
+                {
+                    "layers": listing(
+                        record({"name": text, "experts": _from_one, "top_k": maybe(_from_one)}, exact=True)
+                    ),
+                    "operators": listing(
+                        record(
+                            {
+                                "id": OPERATOR_ID,
+                                "count": _from_one,
+                                **dict.fromkeys(("elements", "full_bytes", "compute_bytes", "stage"), whole()),
+                            },
+                            exact=True,
+                        )
+                    ),
+                },
+                exact=True,
+            )
+        ),
+        "lives": listing(both(record(_LIFE, exact=True), _life_contradicts_itself)),
+    },
+    exact=True,
+)

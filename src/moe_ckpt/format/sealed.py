@@ -12,51 +12,92 @@ from typing import Any
 import xxhash
 
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.schema import MOST_DEPTH, too_deep
+
+Chunk = bytes | bytearray | memoryview
 
 _OPEN = b'{"xxh3_128": "'
 _MIDDLE = b'", "body": '
 _CLOSE = b"}\n"
 _DIGEST_LENGTH = 32
+_BODY_AT = len(_OPEN) + _DIGEST_LENGTH + len(_MIDDLE)
+FRAME_NBYTES = _BODY_AT + len(_CLOSE)
+"""Bytes of a sealed document beside its body."""
 MAX_SEALED_BYTES = 1 << 30
 """Refused above this size before parsing: the largest manifest known (61 x 256 experts) is about 2 MB."""
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """Bytes of the sealed document. Raises ``ValueError`` for NaN or infinity (encode those first)."""
+    """Bytes of the sealed document.
+
+    Raises:
+        ValueError: it holds NaN or infinity (encode those first), or is nested deeper than readers go.
+    """
+    if too_deep(body):
+        raise ValueError(f"a document is nested more than {MOST_DEPTH} times, which no reader opens")
     raw = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     return _OPEN + digest(raw).encode() + _MIDDLE + raw + _CLOSE
 
 
-def unseal(raw: bytes | bytearray | memoryview, path: str) -> dict[str, Any]:
+def unseal(raw: Chunk, path: str) -> dict[str, Any]:
     """The body of a sealed document. ``path`` is for messages only.
 
     Raises:
         DamagedError: the frame, the checksum or the JSON is not what was written.
     """
-    data = bytes(raw)
-    body_at = len(_OPEN) + _DIGEST_LENGTH + len(_MIDDLE)
-    if len(data) > MAX_SEALED_BYTES:
-        raise DamagedError(path, f"{len(data):,} bytes are more than a sealed file may have")
-    if len(data) < body_at + len(_CLOSE):
-        raise DamagedError(path, f"truncated: {len(data)} bytes")
-    written = data[len(_OPEN) : len(_OPEN) + _DIGEST_LENGTH]
-    body = data[body_at : -len(_CLOSE)]
-    frame_ok = (
-        data.startswith(_OPEN)
-        and data[body_at - len(_MIDDLE) : body_at] == _MIDDLE
-        and data.endswith(_CLOSE)
-    )
-    if not frame_ok or digest(body).encode() != written:
-        raise DamagedError(path, "checksum mismatch")
-    try:
-        parsed = json.loads(body)
-    except ValueError as error:
-        raise DamagedError(path, f"the body is no JSON ({error})") from error
+    with memoryview(raw) as data:
+        if len(data) > MAX_SEALED_BYTES:
+            raise DamagedError(path, f"{len(data):,} bytes are more than a sealed file may have")
+        if len(data) < FRAME_NBYTES:
+            raise DamagedError(path, f"truncated: {len(data)} bytes")
+        with data[_BODY_AT : -len(_CLOSE)] as body:
+            written = bytes(data[len(_OPEN) : len(_OPEN) + _DIGEST_LENGTH])
+            if not _is_framed(data) or digest(body).encode() != written:
+                raise DamagedError(path, "checksum mismatch")
+            parsed = parse_json(body, path, "the body")
     if not isinstance(parsed, dict):
         raise DamagedError(path, "the body is no JSON object")
     return parsed
 
 
-def digest(raw: bytes | bytearray | memoryview) -> str:
+def require_frame(head: Chunk, tail: Chunk, path: str) -> None:
+    """Raise ``DamagedError`` unless a file that begins and ends so can be a sealed document.
+
+    head, tail: its first and last ``FRAME_NBYTES``. Asked before the whole is read: a file that has grown (zeros after
+    what was written, for instance) then costs no memory.
+    """
+    if not _is_framed(memoryview(bytes(head) + bytes(tail))):
+        raise DamagedError(path, "checksum mismatch: it does not begin and end like a sealed file")
+
+
+def _is_framed(data: memoryview) -> bool:
+    middle = data[_BODY_AT - len(_MIDDLE) : _BODY_AT]
+    return data[: len(_OPEN)] == _OPEN and middle == _MIDDLE and data[-len(_CLOSE) :] == _CLOSE
+
+
+def parse_json(raw: Chunk, path: str, what: str = "it") -> Any:
+    """What a JSON text says, strictly: no NaN, no infinities, not nested deeper than ``MOST_DEPTH``.
+
+    what: the text's name in messages.
+
+    Raises:
+        DamagedError: anything else.
+    """
+    try:
+        parsed = json.loads(bytes(raw), parse_constant=_refuse)
+    except RecursionError:
+        raise DamagedError(path, f"{what} is no JSON of this format: it is nested too deep") from None
+    except (ValueError, OverflowError) as error:
+        raise DamagedError(path, f"{what} is no JSON ({error})") from error
+    if too_deep(parsed):
+        raise DamagedError(path, f"{what} is no JSON of this format: it is nested more than {MOST_DEPTH} times")
+    return parsed
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number: all must be finite")
+
+
+def digest(raw: Chunk) -> str:
     """XXH3-128 as 32 hex digits: detects damage, is no protection against forgery."""
     return xxhash.xxh3_128_hexdigest(raw)

@@ -8,6 +8,7 @@ that what the header says can be trusted.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from typing import Any
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.dtypes import itemsize
+from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
+from moe_ckpt.format.manifest import RANK
+from moe_ckpt.format.schema import listing, mapping, matching, one_of, record, require, row, shown, text, whole
+from moe_ckpt.format.sealed import parse_json
 
 METADATA_KEY = "moe_ckpt"
 REPLAY = "replay/"
@@ -135,24 +139,30 @@ def decode_header(raw: bytes | bytearray | memoryview, path: str) -> ShardHeader
         or a foreign file, not damage; it is refused all the same.)
     """
     data = bytes(raw)
-    try:
-        length = int.from_bytes(data[:8], "little")
-        if length != len(data) - 8 or length > MAX_HEADER_BYTES:
-            raise ValueError(f"header length {length:,} does not fit")
-        table = json.loads(data[8:])
-        meta = json.loads(table.pop("__metadata__")[METADATA_KEY])
-        slices = tuple(_decode_slice(name, table[name], fields) for name, fields in meta["slices"].items())
-        if len(slices) != len(table):
-            raise ValueError("slices without metadata")
-        return ShardHeader(meta["run_id"], meta["step"], meta["generation"], meta["rank"], slices)
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise DamagedError(path, f"not a shard header of this format ({error})") from error
+    length = int.from_bytes(data[:8], "little")
+    if length != len(data) - 8 or length > MAX_HEADER_BYTES:
+        raise DamagedError(path, f"{_NOT_OURS}header length {length:,} does not fit")
+    table = parse_json(data[8:], path, f"{_NOT_OURS}it")
+    require(_TABLE, table, path, _NOT_OURS)
+    meta = parse_json(table.pop("__metadata__")[METADATA_KEY].encode(), path, f"{_NOT_OURS}its metadata")
+    require(_META, meta, path, f"{_NOT_OURS}{METADATA_KEY}: ")
+    require(mapping(_TENSOR), table, path, _NOT_OURS)
+    if meta["slices"].keys() != table.keys():
+        raise DamagedError(path, f"{_NOT_OURS}its tensors are not those that its metadata describes")
+    slices = tuple(_decode_slice(name, table[name], fields) for name, fields in meta["slices"].items())
+    for entry in slices:
+        fault = _contradiction(entry)
+        if fault:
+            raise DamagedError(path, f"{_NOT_OURS}slice {shown(entry.name)} {fault}")
+    if tuple(meta["slices"]) != tuple(entry.name for entry in slices):
+        raise DamagedError(path, f"{_NOT_OURS}a slice contradicts its name")
+    return ShardHeader(meta["run_id"], meta["step"], meta["generation"], meta["rank"], slices)
 
 
 def _decode_slice(name: str, tensor: dict[str, Any], fields: list[Any]) -> SliceEntry:
     key, operator, offsets, global_shape, checksum, *device = fields
     begin, end = tensor["data_offsets"]
-    entry = SliceEntry(
+    return SliceEntry(
         key=key,
         operator=operator,
         dtype=tensor["dtype"],
@@ -164,6 +174,48 @@ def _decode_slice(name: str, tensor: dict[str, Any], fields: list[Any]) -> Slice
         checksum=checksum,
         on_param_device=not device,
     )
-    if entry.name != name or end - begin != entry.nbytes or begin < 0:
-        raise ValueError(f"slice {name} contradicts itself")
-    return entry
+
+
+# --- what a header must look like ---
+
+_NOT_OURS = "not a shard header of this format: "
+_KEY = re.compile(r"(replay/)?(model/.+|optim/\d{1,4}/.+/[^/]+)|side/\d{1,9}/.*", re.ASCII | re.DOTALL)
+_DIMS = listing(whole(), most=32)
+_SLICE = row(
+    {
+        "key": matching(_KEY, "the key of a tensor"),
+        "operator": text,
+        "offsets": _DIMS,
+        "global_shape": _DIMS,
+        "checksum": text,
+    },
+    optional={"device": one_of("cpu")},
+)
+_META = record(
+    {
+        "format_version": one_of(FORMAT_VERSION),
+        "run_id": text,
+        "step": whole(),
+        "generation": whole(),
+        "rank": RANK,
+        "slices": mapping(_SLICE),
+    }
+)
+_TENSOR = record(
+    {"dtype": one_of(*TORCH_DTYPES), "shape": _DIMS, "data_offsets": row({"begin": whole(), "end": whole()})}
+)
+_TABLE = record({"__metadata__": record({METADATA_KEY: text})})
+
+
+def _contradiction(entry: SliceEntry) -> str:
+    """What is wrong between a slice's fields, each of which is right by itself."""
+    if not len(entry.offsets) == len(entry.shape) == len(entry.global_shape):
+        return "has offsets and shapes of different dimensions"
+    if any(at + n > whole for at, n, whole in zip(entry.offsets, entry.shape, entry.global_shape, strict=True)):
+        return f"goes beyond its tensor of shape {list(entry.global_shape)}"
+    if entry.end - entry.begin != entry.nbytes:
+        return f"has {entry.end - entry.begin:,} bytes, but {list(entry.shape)} of {entry.dtype} are {entry.nbytes:,}"
+    side = entry.key.startswith("side/")
+    if side if entry.operator else not side:
+        return f"has the operator {entry.operator!r}"
+    return ""

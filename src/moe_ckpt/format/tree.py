@@ -16,8 +16,19 @@ import numpy as np
 import torch
 
 from moe_ckpt.errors import UnencodableStateError
+from moe_ckpt.format.schema import MOST_DEPTH, shown, too_deep
 
 _TAG = "$"
+_MOST_DEPTH = MOST_DEPTH - 2
+"""A state file's own levels count as well."""
+_ARRAYS = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64"),
+    )
+}
+_FLOATS = ("nan", "inf", "-inf")
 
 
 def encode_tree(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -29,11 +40,23 @@ def encode_tree(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tenso
         UnencodableStateError: names the path and the type of the first value that cannot be held.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(tree, prefix, tensors), tensors
+    try:
+        encoded = _encode(tree, prefix, tensors)
+        if too_deep(encoded, _MOST_DEPTH):
+            raise RecursionError
+    except RecursionError:
+        kind = f"structure of more than {_MOST_DEPTH} lists and dicts within one another"
+        raise UnencodableStateError(prefix or "/", kind) from None
+    return encoded, tensors
 
 
 def decode_tree(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Inverse of ``encode_tree``; ``tensor`` gives the tensor that was stored under a name."""
+    """Inverse of ``encode_tree``; ``tensor`` gives the tensor that was stored under a name.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is no tree that ``encode_tree`` made. Nothing else, whatever it is, provided
+            that it came through ``format.sealed``.
+    """
     if isinstance(value, list):
         return [decode_tree(item, tensor) for item in value]
     if isinstance(value, dict):
@@ -105,17 +128,33 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
 
 def _decode_tagged(tag: str, value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if tag == "tensor":
-        return tensor(value)
+        return tensor(_typed(value, str))
     if tag == "array":
-        name, dtype = value
-        return tensor(name).numpy().view(np.dtype(dtype))
+        name, dtype = _typed(value, list)
+        return _as_array(tensor(_typed(name, str)), _typed(dtype, str))
     if tag == "float":
+        if value not in _FLOATS:
+            raise ValueError(f"{value!r} is none of {', '.join(_FLOATS)}")
         return float(value)
     if tag == "bytes":
-        return base64.b64decode(value)
+        return base64.b64decode(_typed(value, str), validate=True)
     if tag in ("tuple", "set"):
-        items = [decode_tree(item, tensor) for item in value]
+        items = [decode_tree(item, tensor) for item in _typed(value, list)]
         return tuple(items) if tag == "tuple" else set(items)
     if tag == "dict":
-        return {decode_tree(key, tensor): decode_tree(item, tensor) for key, item in value}
-    raise ValueError(f"unknown tag {tag!r} in stored state")
+        return {decode_tree(key, tensor): decode_tree(item, tensor) for key, item in _typed(value, list)}
+    raise ValueError(f"unknown tag {shown(tag)} in stored state")
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{shown(value)} is no {kind.__name__}")
+    return value
+
+
+def _as_array(tensor: torch.Tensor, name: str) -> np.ndarray:
+    """The numpy array that was stored as ``tensor``. Unsigned integers lie there as signed ones of the same width."""
+    found, dtype = tensor.numpy(), _ARRAYS.get(name)
+    if dtype is None or dtype.itemsize != found.dtype.itemsize:
+        raise TypeError(f"a tensor of {tensor.dtype} is no numpy array of {shown(name)}")
+    return found.view(dtype)

@@ -82,7 +82,10 @@ class MoEStorageReader(StorageReader):
     path: directory or URL; may be given as ``checkpoint_id`` of ``dcp.load`` instead.
     model, optimizer: the keys under which the loaded state dict has them, see ``entries``.
 
-    Errors are this package's; DCP wraps them in its ``CheckpointException`` when ranks work together.
+    The checkpoint is opened, and proven to be whole, when the path is given: DCP would replace an error that comes
+    later, in ``read_metadata``, by one of its own. Errors are this package's; DCP wraps those of ``read_data`` in its
+    ``CheckpointException``.
+
     Blocks are copied as soon as they are verified, so after an error the loaded state is undefined.
     """
 
@@ -92,6 +95,8 @@ class MoEStorageReader(StorageReader):
         self._path = path
         self._names = (model, optimizer)
         self._forget()
+        if path is not None:
+            self._open()
 
     def _forget(self) -> None:
         self._checkpoint: WholeCheckpoint | None = None
@@ -102,6 +107,8 @@ class MoEStorageReader(StorageReader):
         if checkpoint_id is not None:
             self._path = checkpoint_id
         self._forget()
+        if self._path is not None:
+            self._open()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.core.quantities import parse_bytes
-from moe_ckpt.errors import ConfigError, StoreUnwritableError
+from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.interop.safetensors_export import MAX_FILE_BYTES, write_safetensors
@@ -106,6 +106,7 @@ def _nbytes(checkpoint: WholeCheckpoint, key: str) -> int:
 
 
 def _write_dcp(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -139,7 +140,11 @@ def _write_dcp(checkpoint: WholeCheckpoint, target: Path, progress: Progress) ->
             return values
 
     writer = FileSystemWriter(target, thread_count=1, sync_files=True)
-    save(tree, storage_writer=writer, planner=OneByOne(), no_dist=True)
+    try:
+        save(tree, storage_writer=writer, planner=OneByOne(), no_dist=True)
+    except CheckpointException as error:  # torch puts its own around what went wrong
+        causes = [cause for cause, _ in error.failures.values()]
+        raise next((cause for cause in causes if isinstance(cause, (MoECheckpointError, OSError))), error) from None
 
 
 def _plant(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:

@@ -50,7 +50,7 @@ def module_checkpoint(reader: StoreReader, manifest: Manifest) -> dict[str, Any]
 
 def _whole(reader: StoreReader, manifest: Manifest, rank: int) -> WholeCheckpoint:
     checkpoint = whole(reader, manifest, rank)
-    if not isinstance(checkpoint.state.get("checkpoint"), dict):
+    if checkpoint.state.get("framework") != "lightning":
         raise NoCheckpointError(
             f"checkpoint {manifest.directory} was written under {checkpoint.state.get('framework')!r}, not under "
             "Lightning: it has no loops to go on with. Export it to safetensors or dcp instead."

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.recovery.index import split_key
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import require_dense
@@ -77,6 +78,9 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
             parameters[parts.fqn] = key
             continue
         while parts.optimizer >= len(keys):  # Megatron's groups are not told by parameter
+            if state.get("framework") == "lightning":
+                path = state_path(manifest.directory, rank)
+                raise DamagedError(path, f"lacks optimizer {parts.optimizer}, whose {key} there is", step=manifest.step)
             keys.append({})
             optimizers.append({})
         keys[parts.optimizer].setdefault(parts.fqn, {})[parts.state] = key

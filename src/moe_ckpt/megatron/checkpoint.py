@@ -26,7 +26,7 @@ from moe_ckpt.megatron.inventory import require_experts, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Loop, StepWatch
 from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.progress import Progress
-from moe_ckpt.megatron.resuming import Replaying, load, require_same_layout
+from moe_ckpt.megatron.resuming import Replaying, load, require_megatron, require_same_layout
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.side import (
     Stateful,
@@ -131,7 +131,7 @@ class MegatronCheckpoint:
         self._comm = comm
         groups = data_parallel_groups()
         try:
-            self._storage = open_storage(options.dirpath, options.on_phase)
+            self._storage = open_storage(options.dirpath, options.on_phase, access=options.access)
             self._session = CheckpointSession(
                 storage=self._storage,
                 policy=options.policy,
@@ -140,7 +140,7 @@ class MegatronCheckpoint:
                 comm=comm,
                 settings=replace(options, pinned=torch.cuda.is_available(), local_ranks=local_ranks(comm)),
                 placement=world.placement(groups.dense, experts_apart=not self._state.shards),
-                lock=StoreLock(self._storage, job_name()),
+                lock=StoreLock(self._storage, job_name(), access=options.access),
                 on_phase=options.on_phase,
             )
             self._session.open()
@@ -209,7 +209,10 @@ class MegatronCheckpoint:
         self._loop.resume()
         restored = None
         if self.options.resume != "never":
-            restored = resume_newest(self._storage, self._comm, self._state, self._session.host_tier, self._admits)
+            tier = self._session.host_tier
+            restored = resume_newest(
+                self._storage, self._comm, self._state, tier, self._admits, **self.options.reading
+            )
         progress = self._begin(otherwise) if restored is None else self._go_on(restored)
         self._loop.stand_at(progress)
         self._first = FirstForward(self._chunks, self.begin_training)
@@ -225,11 +228,14 @@ class MegatronCheckpoint:
         return progress
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
-        require_same_layout(plain.get("layout", {}), self._layout, manifest)
+        self._session.books.check(manifest)
+        require_megatron(plain, manifest)
+        if manifest.window:
+            require_same_layout(plain["layout"], self._layout, manifest)
 
     def _go_on(self, restored: Restored) -> Progress:
         plain = restored.plain
-        load(self._storage, restored.manifest, plain, self._state, self._stateful)
+        load(self._storage, restored, self._state, self._stateful)
         progress = Progress(
             int(plain["iteration"]), int(plain["consumed_samples"]), restored=True, counters=plain.get("counters", {})
         )

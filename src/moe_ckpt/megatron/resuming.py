@@ -11,8 +11,10 @@ from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.side import Stateful, restore_stateful
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.recovery.divergence import Repeated, require_repeated, same_plain
+from moe_ckpt.recovery.handing_back import handing_back
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.resume import Restored
 from moe_ckpt.storage.base import Storage
 
 _REPEATED: tuple[Repeated, ...] = (
@@ -24,30 +26,33 @@ _REPEATED: tuple[Repeated, ...] = (
 )
 
 
+def require_megatron(plain: Mapping[str, Any], manifest: Manifest) -> None:
+    """Raise ``ConfigError`` for the state of another trainer, before anything of it is loaded."""
+    if plain.get("framework") != "megatron":
+        raise ConfigError(
+            f"checkpoint {manifest.directory} was written by {plain.get('framework')!r}, not by Megatron: its "
+            "optimizer and schedules cannot go on here"
+        )
+
+
 def load(
-    storage: Storage,
-    manifest: Manifest,
-    plain: Mapping[str, Any],
-    state: MegatronTrainingState,
-    stateful: Mapping[str, Stateful],
+    storage: Storage, restored: Restored, state: MegatronTrainingState, stateful: Mapping[str, Stateful]
 ) -> None:
     """Everything but tensors and random numbers, into live objects.
 
     Where this rank now holds other layers, their buffers are in the state files of other ranks.
 
     Raises:
-        ConfigError: the checkpoint is not Megatron's, or of a run with other stateful objects or buffers.
+        ConfigError: the checkpoint is of a run with other stateful objects or buffers.
+        StateRefusedError: an object does not take the state that is stored of it.
     """
-    if plain.get("framework") != "megatron":
-        raise ConfigError(
-            f"checkpoint {manifest.directory} was written by {plain.get('framework')!r}, not by Megatron: its "
-            "optimizer and schedules cannot go on here"
-        )
+    plain, manifest = restored.plain, restored.manifest
     found = plain["plain"]
     if not state.buffers <= found["buffers"].keys():
         found = found | {"buffers": all_buffers(StoreReader(storage), manifest, state.buffers)}
-    restore_stateful(stateful, plain["stateful"])
-    state.load_plain(found)
+    restore_stateful(stateful, plain["stateful"], restored.path)
+    with handing_back("the model and its optimizer", restored.path):
+        state.load_plain(found)
 
 
 def require_same_layout(there: Mapping[str, int], here: Mapping[str, int], manifest: Manifest) -> None:

@@ -10,6 +10,7 @@ import torch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
+from moe_ckpt.recovery.handing_back import handing_back
 
 
 class Stateful(Protocol):
@@ -69,12 +70,18 @@ def capture_stateful(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     return {name: dict(each.state_dict()) for name, each in stateful.items()}
 
 
-def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` naming what only the run or only the checkpoint has; nothing was changed then."""
+def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any], path: str) -> None:
+    """path: of the state file, for messages.
+
+    Raises:
+        ConfigError: names what only the run or only the checkpoint has; nothing was changed then.
+        StateRefusedError: names the object that does not take what is stored of it.
+    """
     if stateful.keys() != stored.keys():
         raise ConfigError(
             f"the checkpoint holds the state of {sorted(stored)}, this run gives {sorted(stateful)} (scheduler and "
             "stateful= of megatron.attach); give the same ones"
         )
     for name, each in stateful.items():
-        each.load_state_dict(stored[name])
+        with handing_back(f"{name} ({type(each).__name__})", path):
+            each.load_state_dict(stored[name])

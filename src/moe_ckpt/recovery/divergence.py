@@ -22,7 +22,11 @@ def require_repeated(
         ReplayDivergedError: names the first of ``parts`` that differs.
     """
     for name, part in parts:
-        if not same_plain(part(recorded), part(captured)):
+        try:
+            before = part(recorded)
+        except (LookupError, TypeError) as error:
+            raise ReplayDivergedError(step, f"{name} was not recorded ({type(error).__name__}: {error})") from error
+        if not same_plain(before, part(captured)):
             raise ReplayDivergedError(step, f"{name} differs from what was recorded")
 
 

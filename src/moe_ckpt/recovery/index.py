@@ -185,6 +185,12 @@ def prove(manifest: Manifest, index: TensorIndex) -> None:
 
 def _prove_replay(where: str, step: int, index: TensorIndex) -> None:
     """Prove that the weights of all that is anchored later than ``step`` are there as of ``step``."""
+    for key, group in index.replay.get(step, {}).items():
+        if key not in index.tensors:
+            raise group[0].damaged("is of a tensor that the checkpoint does not have")
+        if group[0].entry.global_shape != index.meta(key).global_shape:
+            shapes = [list(group[0].entry.global_shape), list(index.meta(key).global_shape)]
+            raise group[0].damaged(f"is of a tensor of shape {shapes[0]}, but the checkpoint's is of {shapes[1]}")
     weights = {key: group for key, group in index.tensors.items() if key.startswith("model/")}
     later = {key: [s.entry.box for s in group if s.file.step > step] for key, group in weights.items()}
     found = ((key, s.entry.box) for key, group in index.replay.get(step, {}).items() for s in group if key in weights)
@@ -194,7 +200,7 @@ def _prove_replay(where: str, step: int, index: TensorIndex) -> None:
 def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:
     present = {stored.entry.operator for group in index.tensors.values() for stored in group}
     for op, record in manifest.operators.items():
-        if op not in present and record.files:
+        if op not in present:
             paths = ", ".join(manifest.files[i].path for i in record.files)
             yield f"{op} should be in {paths}, but is not"
     for number, layer in enumerate(manifest.model.layers):
@@ -202,8 +208,6 @@ def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:
             op = expert_id(number, expert)
             if op not in manifest.operators:
                 yield f"{op} of layer {layer.name} is not listed"
-            elif not manifest.operators[op].files:
-                yield f"{op} of layer {layer.name} is in no file"
 
 
 def _orphans(index: TensorIndex) -> Iterator[str]:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.errors import CoverageError, DamagedError, ForeignStoreError, FormatVersionError, NoCheckpointError
+from moe_ckpt.engine.documents import read_header, read_manifest, read_sealed
+from moe_ckpt.errors import CoverageError, DamagedError, ForeignStoreError, NoCheckpointError
+from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import (
@@ -27,16 +29,17 @@ from moe_ckpt.format.manifest import (
     StateRecord,
     check_version,
     parse_step_dir,
-    shard_path,
     state_path,
 )
-from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, unseal
-from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
+from moe_ckpt.format.schema import require, shown
+from moe_ckpt.format.sealed import digest, unseal
+from moe_ckpt.format.shard import ShardHeader
 from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.recovery import index as indexing
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex
-from moe_ckpt.recovery.slices import find_damage, read_slices, reported
+from moe_ckpt.recovery.slices import BadSlice, find_damage, read_slices, reported
 from moe_ckpt.storage import Storage, open_storage
+from moe_ckpt.storage.patience import PATIENCE_SECS, PatientStorage
 from moe_ckpt.storage.steps import each_step
 
 STORE_KIND = "moe_ckpt.store"
@@ -51,14 +54,15 @@ OnDamage = Callable[[str, Exception], None]
 class StoreReader:
     """Reads one store. Not for use by two threads at once; keeps what it has checked.
 
-    Methods raise ``DamagedError`` when bytes are missing or are not those that were written, and let
-    the storage's own ``OSError`` through when storage fails.
+    Methods raise ``DamagedError`` when bytes are missing or are not those that were written. When storage fails, it is
+    asked again for up to ``patience_secs`` in all; then they raise ``StoreUnreadableError``, or at once
+    ``StoreForbiddenError``.
 
     identity_damage: what is wrong with ``store.json``, once ``identity`` had to do without it.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, patience_secs: float = PATIENCE_SECS) -> None:
+        self.storage: Storage = PatientStorage(storage, patience_secs)
         self.identity_damage: DamagedError | None = None
         self._identity: Identity | None = None
         self._manifests: dict[str, Manifest] = {}
@@ -84,10 +88,12 @@ class StoreReader:
         return self._identity
 
     def _stored_identity(self) -> Identity:
-        raw = self._sealed_bytes(STORE_NAME)
+        with reported(STORE_NAME):
+            raw = read_sealed(self.storage, STORE_NAME)
         kind = unseal(raw, STORE_NAME).get("kind")
         if kind != STORE_KIND:
-            raise ForeignStoreError(f"{self.storage.root}/{STORE_NAME} is of a {kind!r}, not of a store of moe_ckpt")
+            where = f"{self.storage.root}/{STORE_NAME}"
+            raise ForeignStoreError(f"{where} is of a {shown(kind)}, not of a store of moe_ckpt")
         return Identity.decode(raw, STORE_NAME)
 
     def _inferred_identity(self, damage: DamagedError) -> Identity:
@@ -112,7 +118,8 @@ class StoreReader:
 
     def directories(self) -> list[str]:
         """Committed step directories, newest first by (generation, step)."""
-        committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
+        with reported(self.storage.root):
+            committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
         return [name for name in reversed(committed) if committed[name]]
 
     def manifest(self, directory: str) -> Manifest:
@@ -135,28 +142,9 @@ class StoreReader:
         return self._manifests[directory]
 
     def _decode_manifest(self, directory: str) -> Manifest:
-        path = f"{directory}/{MANIFEST_NAME}"
         place = parse_step_dir(directory)
-        step = place[0] if place else None
-        try:
-            manifest = Manifest.decode(self._sealed_bytes(path, step), path)
-            consistent = (manifest.step, manifest.generation) == place
-        except DamagedError as error:
-            raise DamagedError(path, error.reason, step=step) from error
-        except FormatVersionError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(path, f"not a manifest of this format ({error!r})", step=step) from error
-        if not consistent:
-            raise DamagedError(path, f"is the manifest of {manifest.directory}, in the wrong place", step=step)
-        return manifest
-
-    def _sealed_bytes(self, path: str, step: int | None = None, rank: int | None = None) -> bytes | bytearray:
-        with reported(path, step, rank):
-            nbytes = self.storage.size(path)
-            if nbytes > MAX_SEALED_BYTES:
-                raise DamagedError(path, f"{nbytes:,} bytes are more than a sealed file may have", step=step, rank=rank)
-            return self.storage.read(path)
+        with reported(f"{directory}/{MANIFEST_NAME}", place[0] if place else None):
+            return read_manifest(self.storage, directory)
 
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
         """Path -> checked header, of every shard that the manifest names."""
@@ -174,25 +162,8 @@ class StoreReader:
 
     def header(self, record: FileRecord) -> ShardHeader:
         """One shard's header, after its size and checksum were compared with the manifest's."""
-        where = {"step": record.step, "rank": record.rank}
-        with reported(record.path, **where):
-            nbytes = self.storage.size(record.path)
-            if nbytes != record.nbytes:
-                raise DamagedError(record.path, f"has {nbytes:,} bytes, the manifest says {record.nbytes:,}", **where)
-            if not 8 <= record.header_nbytes <= min(nbytes, MAX_HEADER_BYTES + 8):
-                raise DamagedError(record.path, f"cannot have a header of {record.header_nbytes:,} bytes", **where)
-            raw = self.storage.read(record.path, 0, record.header_nbytes)
-        if digest(raw) != record.header_digest:
-            raise DamagedError(record.path, "checksum mismatch in the header (damaged, or another's file)", **where)
-        header = decode_header(raw, record.path)
-        place = parse_step_dir(record.path.partition("/")[0])
-        found = (header.step, header.generation)
-        if place != found or header.step != record.step or header.rank != record.rank:
-            raise DamagedError(record.path, f"is the shard of step {header.step}, rank {header.rank}", **where)
-        expected = {shard_path(record.path.partition("/")[0], header.rank, kind) for kind in ("expert", "non_expert")}
-        if record.path not in expected or record.header_nbytes + header.data_nbytes != nbytes:
-            raise DamagedError(record.path, "its header describes another file", **where)
-        return header
+        with reported(record.path, record.step, record.rank):
+            return read_header(self.storage, record)
 
     def index(self, manifest: Manifest) -> TensorIndex:
         """Which slices make up this checkpoint. Kept for the manifest asked for last."""
@@ -240,28 +211,27 @@ class StoreReader:
         tensors = {stored.entry.key: values.clone() for stored, values in self.read_many(side.values())}
         try:
             state = decode_tree(body["state"], lambda name: tensors[prefix + name])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             reason = f"its content cannot be decoded ({error!r})"
             raise DamagedError(record.path, reason, step=manifest.step, rank=rank) from error
-        if not isinstance(state, dict):
-            raise DamagedError(record.path, "is no state of a rank", step=manifest.step, rank=rank)
-        return state
+        require(state_contents, state, record.path, "its content is none of a rank: ", step=manifest.step, rank=rank)
+        return dict(state)
 
     def _state_body(self, manifest: Manifest, record: StateRecord) -> dict[str, Any]:
         where = {"step": manifest.step, "rank": record.rank}
         if record.path != state_path(manifest.directory, record.rank):
             raise DamagedError(record.path, f"is not where {manifest.directory} keeps the state", **where)
         with reported(record.path, **where):
-            nbytes = self.storage.size(record.path)
-            if nbytes != record.nbytes or nbytes > MAX_SEALED_BYTES:
-                raise DamagedError(record.path, f"has {nbytes:,} bytes, the manifest says {record.nbytes:,}", **where)
-            raw = self.storage.read(record.path)
-        if digest(raw) != record.digest:
-            raise DamagedError(record.path, "checksum mismatch (damaged, or another rank's file)", **where)
-        body = unseal(raw, record.path)
-        check_version(body, record.path, STATE_KIND)
-        facts = tuple(body.get(name) for name in ("run_id", "step", "generation", "rank"))
-        if facts != (manifest.run_id, manifest.step, manifest.generation, record.rank) or "state" not in body:
+            raw = read_sealed(self.storage, record.path)
+            if len(raw) != record.nbytes:
+                raise DamagedError(record.path, f"has {len(raw):,} bytes, the manifest says {record.nbytes:,}")
+            if digest(raw) != record.digest:
+                raise DamagedError(record.path, "checksum mismatch (damaged, or another rank's file)")
+            body = unseal(raw, record.path)
+            check_version(body, record.path, STATE_KIND)
+            require(STATE_FILE, body, record.path, "no state file of this format: ")
+        facts = tuple(body[name] for name in ("run_id", "step", "generation", "rank"))
+        if facts != (manifest.run_id, manifest.step, manifest.generation, record.rank):
             raise DamagedError(record.path, f"is the state of (run, step, generation, rank) {facts}", **where)
         return body
 
@@ -293,7 +263,7 @@ def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = 
                 raise error
 
 
-def _first_damage(storage: Storage, slices: list[StoredSlice]) -> DamagedError | None:
+def _first_damage(storage: Storage, slices: list[StoredSlice]) -> BadSlice | None:
     return next((error for _, error in find_damage(storage, slices) if error is not None), None)
 
 

@@ -24,7 +24,7 @@ from moe_ckpt.errors import (
     ReplayDivergedError,
     SparseWindowError,
 )
-from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.ports import TensorMeta, TrainingState
 from moe_ckpt.recovery.index import TensorIndex, split_key
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
@@ -92,8 +92,8 @@ def newest_dense(reader: StoreReader) -> tuple[Manifest, tuple[str, ...]]:
 
 
 Admits = Callable[[Manifest, Mapping[str, Any]], None]
-"""(the sparse window, this rank's plain state at its first step): raises ``ConfigError`` if this run cannot compute its
-steps again. Called before anything is written."""
+"""(the checkpoint, this rank's plain state; of a sparse window, that of its first step): raises ``ConfigError`` if this
+run cannot go on from it, or ``DamagedError`` if the state is none. Called on every rank before anything is written."""
 
 
 def begin_replay(
@@ -188,6 +188,11 @@ class Replay:
     def upcoming(self) -> Mapping[str, Any]:
         """This rank's plain state as it was at the step that is computed next: what was recorded of it."""
         return self.reader.state(self.manifest.slots[self.loaded], self.rank)
+
+    @property
+    def upcoming_path(self) -> str:
+        """The file of ``upcoming``, for messages."""
+        return state_path(self.manifest.slots[self.loaded].directory, self.rank)
 
     def frozen_parameters(self) -> frozenset[str]:
         """Names of the parameters of which no row is anchored yet."""

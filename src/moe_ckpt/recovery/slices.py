@@ -7,17 +7,17 @@ that object stores see few large requests.
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Iterable, Iterator
 
 import torch
 import xxhash
 
-from moe_ckpt.errors import DamagedError
+from moe_ckpt.errors import DamagedError, StoreError, StoreForbiddenError, StoreUnreadableError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.storage.base import Storage
 
+BadSlice = DamagedError | StoreUnreadableError
 RUN_NBYTES = 64 << 20
 """Neighbours are joined up to this size; it bounds the memory that a read needs beside the largest slice."""
 
@@ -42,15 +42,17 @@ def read_slices(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tup
             yield stored, _as_tensor(stored, raw, begin)
 
 
-def find_damage(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, DamagedError | None]]:
+def find_damage(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
     """Check every slice, going on after a bad one, in bounded memory; values are not kept.
 
-    Yields each slice with its error, or None for a good one.
+    Yields each slice with its error, or None for a good one. Raises ``StoreForbiddenError``.
     """
     for stored in sorted(set(wanted), key=_place):
         try:
             _check(storage, stored)
-        except DamagedError as error:
+        except StoreForbiddenError:
+            raise
+        except (DamagedError, StoreUnreadableError) as error:
             yield stored, error
         else:
             yield stored, None
@@ -81,10 +83,15 @@ def _read(storage: Storage, stored: StoredSlice, offset: int, nbytes: int) -> by
 
 @contextlib.contextmanager
 def reported(path: str, step: int | None = None, rank: int | None = None) -> Iterator[None]:
-    """Turn a missing or unreadable file into ``DamagedError``; other storage failures pass.
+    """Turn what storage raises into what a reader is told: ``path``, its step and rank, and what it means.
 
     A refused permission or a dead network is no damage: falling back to an older checkpoint because of
     it would throw work away.
+
+    Raises:
+        DamagedError: the file is missing, or is not what was written.
+        StoreForbiddenError: this user may not read it.
+        StoreUnreadableError: the storage does not give it.
     """
     try:
         yield
@@ -94,10 +101,16 @@ def reported(path: str, step: int | None = None, rank: int | None = None) -> Ite
         if error.step is not None or step is None:
             raise
         raise DamagedError(error.path, error.reason, step=step, rank=rank) from error
+    except StoreError:
+        raise
+    except PermissionError as error:
+        raise StoreForbiddenError(path, _cause(error), step=step, rank=rank) from error
     except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        raise DamagedError(path, f"cannot be read ({error.strerror})", step=step, rank=rank) from error
+        raise StoreUnreadableError(path, _cause(error), step=step, rank=rank) from error
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
 
 
 def _place(stored: StoredSlice) -> tuple[str, int, int]:

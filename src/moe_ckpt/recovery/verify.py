@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from moe_ckpt.errors import CoverageError, DamagedError
+from moe_ckpt.errors import CoverageError, DamagedError, StoreForbiddenError, StoreUnreadableError
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, FileRecord, Manifest
 from moe_ckpt.format.shard import ShardHeader
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex, build_index, prove
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slices import find_damage
+from moe_ckpt.recovery.slices import BadSlice, find_damage
 from moe_ckpt.storage.base import Storage
 
 _READERS = 4
@@ -46,7 +46,7 @@ class _Findings:
     users: dict[StoredSlice, list[str]] = field(default_factory=dict)
     errors: dict[tuple[str, str, int | None, int | None], list[str]] = field(default_factory=dict)
 
-    def add(self, error: DamagedError, directories: Iterable[str]) -> None:
+    def add(self, error: BadSlice, directories: Iterable[str]) -> None:
         affects = self.errors.setdefault((error.path, error.reason, error.step, error.rank), [])
         affects.extend(directory for directory in directories if directory not in affects)
 
@@ -60,6 +60,7 @@ def verify_store(
 
     Raises:
         ForeignStoreError, FormatVersionError: this is no store that this package reads.
+        StoreForbiddenError: this user may not read a file.
         OSError: storage failed, so that nothing can be said.
     """
     reader = StoreReader(storage)
@@ -72,7 +73,7 @@ def verify_store(
             _check_step(reader, directory, found)
     for directory in set(directories or ()) - set(reader.directories()):
         found.add(DamagedError(f"{directory}/{MANIFEST_NAME}", "is missing"), [directory])
-    _check_slices(storage, found, progress or _quiet)
+    _check_slices(reader.storage, found, progress or _quiet)
     damages = (Damage(*key, tuple(sorted(affects))) for key, affects in found.errors.items())
     return sorted(damages, key=lambda damage: (damage.path != STORE_NAME, damage.path, damage.reason))
 
@@ -85,7 +86,9 @@ def _check_step(reader: StoreReader, directory: str, found: _Findings) -> None:
     """Manifest, headers, coverage and states of one step."""
     try:
         manifest = reader.manifest(directory)
-    except DamagedError as error:
+    except StoreForbiddenError:
+        raise
+    except (DamagedError, StoreUnreadableError) as error:
         found.add(error, [directory])
         return
     index = _index(reader, manifest, found)
@@ -104,6 +107,8 @@ def _check_step(reader: StoreReader, directory: str, found: _Findings) -> None:
                 raise CoverageError(directory, (said,))
     except CoverageError as error:
         found.add(DamagedError(f"{directory}/{MANIFEST_NAME}", str(error), step=manifest.step), [directory])
+    except DamagedError as error:
+        found.add(error, [directory])
 
 
 def _check_states(reader: StoreReader, slot: Manifest, directory: str, found: _Findings) -> None:
@@ -113,7 +118,9 @@ def _check_states(reader: StoreReader, slot: Manifest, directory: str, found: _F
     for record in slot.states:
         try:
             reader.state(slot, record.rank)
-        except DamagedError as error:
+        except StoreForbiddenError:
+            raise
+        except (DamagedError, StoreUnreadableError) as error:
             if error.path == record.path:  # damage in its side tensors is found with the other slices
                 found.add(error, [directory])
 
@@ -125,7 +132,9 @@ def _index(reader: StoreReader, manifest: Manifest, found: _Findings) -> TensorI
         try:
             if record not in found.headers:
                 found.headers[record] = reader.header(record)
-        except DamagedError as error:
+        except StoreForbiddenError:
+            raise
+        except (DamagedError, StoreUnreadableError) as error:
             found.add(error, [manifest.directory])
             whole = False
     try:
@@ -142,7 +151,7 @@ def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> Non
     lock = threading.Lock()
     done = 0
 
-    def check(group: list[StoredSlice]) -> list[tuple[StoredSlice, DamagedError]]:
+    def check(group: list[StoredSlice]) -> list[tuple[StoredSlice, BadSlice]]:
         nonlocal done
         bad = []
         for stored, error in find_damage(storage, group):
@@ -159,7 +168,7 @@ def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> Non
 
 
 def _flat(
-    results: Iterable[list[tuple[StoredSlice, DamagedError]]],
-) -> Iterator[tuple[StoredSlice, DamagedError]]:
+    results: Iterable[list[tuple[StoredSlice, BadSlice]]],
+) -> Iterator[tuple[StoredSlice, BadSlice]]:
     for result in results:
         yield from result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +14,22 @@ from moe_ckpt.storage.remote import RemoteStorage
 
 __all__ = ["Chunk", "LocalStorage", "RemoteStorage", "Storage", "StoreLock", "open_storage"]
 
+log = logging.getLogger("moe_ckpt")
+
 _LOCAL_PROTOCOLS = ("file", "local")
 
 
 def open_storage(
-    path_or_url: str | os.PathLike[str], on_phase: Callable[[str], None] | None = None, **storage_options: Any
+    path_or_url: str | os.PathLike[str],
+    on_phase: Callable[[str], None] | None = None,
+    *,
+    access: str = "private",
+    **storage_options: Any,
 ) -> LocalStorage | RemoteStorage:
     """The storage for a directory, a ``file://`` URL, or any other URL that fsspec knows. Touches nothing yet.
 
-    on_phase, storage_options: see ``LocalStorage`` and ``RemoteStorage``.
+    on_phase, access, storage_options: see ``LocalStorage`` and ``RemoteStorage``. ``access`` has no effect behind a
+    URL, where who may read is the bucket's business; that is said as a warning.
 
     Raises:
         ConfigError: the URL's protocol is unknown.
@@ -30,7 +38,9 @@ def open_storage(
     text = os.fspath(path_or_url)
     protocol, separator, rest = text.partition("://")
     if not separator:
-        return LocalStorage(text, on_phase)
+        return LocalStorage(text, on_phase, access=access)
     if protocol in _LOCAL_PROTOCOLS:
-        return LocalStorage(rest, on_phase)
+        return LocalStorage(rest, on_phase, access=access)
+    if access != "private":
+        log.warning("access=%r has no effect on %s: who may read there is for the storage's own settings", access, text)
     return RemoteStorage(text, on_phase, **storage_options)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -22,8 +23,11 @@ from collections.abc import Callable, Iterable
 
 from moe_ckpt.errors import DamagedError, StoreUnwritableError
 from moe_ckpt.format.manifest import MANIFEST_NAME
+from moe_ckpt.storage.access import ACCESS, PRIVATE, Access
 from moe_ckpt.storage.base import Chunk
 from moe_ckpt.storage.paths import split_path
+
+log = logging.getLogger("moe_ckpt")
 
 _PIECE_NBYTES = 8 << 20
 """Bytes per write call: an interrupt or a full disk is noticed within milliseconds, at no cost in speed."""
@@ -35,14 +39,23 @@ _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 class LocalStorage:
     """Implements ``storage.base.Storage`` below one directory.
 
-    Files are created with mode 0600 and directories with 0700 (less the umask): weights are private data.
+    access: a name in ``storage.access.ACCESS``. "private": files are created with mode 0600 and directories with 0700
+        (less the umask), for weights are private data. "group": with 0640 and 0750, whatever the umask. "umask": as the
+        umask says.
 
     on_phase: called with "manifest" before a commit record is written, and with "write", "fsync" (of the
     file, then of its directory), "rename" and "gc" (each deletion) just before the respective action.
     Tests kill the process there.
     """
 
-    def __init__(self, root: str | os.PathLike[str], on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        on_phase: Callable[[str], None] | None = None,
+        *,
+        access: str = "private",
+    ) -> None:
+        self._access = ACCESS[access]
         self.root = os.path.realpath(os.path.expanduser(root))
         self._on_phase: Callable[[str], None] = on_phase or _no_phase
         self._durable: str | None = None
@@ -60,7 +73,7 @@ class LocalStorage:
         try:
             self._make_directory(self.root)
             try:
-                _write_new(temporary, [b"moe_ckpt"], _no_phase)
+                _write_new(temporary, [b"moe_ckpt"], _no_phase, self._access)
             finally:
                 _unlink(temporary)
         except OSError as error:
@@ -68,6 +81,12 @@ class LocalStorage:
                 f"the store's directory {self.root} cannot be written: {error.strerror or error}. "
                 "Choose another dirpath, or make room or give this user the right to write there."
             ) from error
+        if self._access.exact and not stat.S_IMODE(os.stat(self.root).st_mode) & stat.S_IRGRP:
+            log.warning(
+                "access='group', but the directory %s was there before and is closed to its group: chmod -R g+rX opens "
+                "it, with what is in it",
+                self.root,
+            )
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> int:
         """See ``Storage.write``. A directory made for the file stays after an error: other ranks may use it."""
@@ -80,7 +99,7 @@ class LocalStorage:
             raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", target)
         temporary = os.path.join(directory, _temporary_name(name))
         try:
-            nbytes = _write_new(temporary, chunks, self._on_phase)
+            nbytes = _write_new(temporary, chunks, self._on_phase, self._access)
             self._on_phase("rename")
             _publish(temporary, target)
         finally:
@@ -176,7 +195,7 @@ class LocalStorage:
         An existing directory may have been made by another rank or by a dead writer that never synced it,
         so its name is synced too, once per directory in a row.
         """
-        created = _make_directories(directory)
+        created = make_directories(directory, self._access)
         if directory == self._durable and not created:
             return
         names = set(created)
@@ -198,10 +217,10 @@ def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
         OSError: the old file is untouched.
     """
     directory, name = os.path.split(os.path.realpath(path))
-    _make_directories(directory)
+    make_directories(directory)
     temporary = os.path.join(directory, _temporary_name(name))
     try:
-        _write_new(temporary, [data], _no_phase)
+        _write_new(temporary, [data], _no_phase, PRIVATE)
         os.replace(temporary, os.path.join(directory, name))
     finally:
         _unlink(temporary)
@@ -220,8 +239,8 @@ def remove_temporaries_of(path: str | os.PathLike[str]) -> None:
             os.unlink(os.path.join(directory, found))
 
 
-def _make_directories(directory: str) -> list[str]:
-    """``os.makedirs`` that gives every level mode 0700 and tells which it made, top first.
+def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
+    """``os.makedirs`` that gives every level it makes the mode of ``access``, and tells which it made, top first.
 
     Raises:
         FileNotFoundError: a level cannot be made although its parent exists (below /proc, for instance).
@@ -230,7 +249,7 @@ def _make_directories(directory: str) -> list[str]:
     missing = [directory]
     while missing:
         try:
-            os.mkdir(missing[-1], 0o700)
+            access.make_directory(missing[-1])
             created.append(missing.pop())
         except FileExistsError:
             if not os.path.isdir(missing[-1]):
@@ -244,10 +263,10 @@ def _make_directories(directory: str) -> list[str]:
     return created
 
 
-def _write_new(path: str, chunks: Iterable[Chunk], on_phase: Callable[[str], None]) -> int:
+def _write_new(path: str, chunks: Iterable[Chunk], on_phase: Callable[[str], None], access: Access) -> int:
     """Create the file, write the chunks, sync and close it; returns its size in bytes. The caller cleans up."""
     on_phase("write")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = access.create(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
     # Leaving the block closes the file, which is where network filesystems report late write errors.
     with os.fdopen(descriptor, "wb", buffering=0):
         nbytes = sum(_write_all(descriptor, chunk) for chunk in chunks)

@@ -25,7 +25,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
+from moe_ckpt.storage.access import ACCESS
 from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.local import make_directories
 
 LOCK_NAME = ".lock"
 _LEASE = re.compile(r"lock_(\d{8,})\.json")
@@ -45,12 +47,20 @@ class StoreLock:
 
     owner: what names this run to others, and over restarts (a job id): a lease left by a killed process
         of the same owner is taken over at once.
+    access: of the lock's file, see ``LocalStorage``.
     ttl_secs: a lease not renewed for so long is considered dead. Call ``refresh`` several times as often.
     """
 
     def __init__(
-        self, storage: Storage, owner: str, *, ttl_secs: float = 600.0, clock: Callable[[], float] = time.time
+        self,
+        storage: Storage,
+        owner: str,
+        *,
+        ttl_secs: float = 600.0,
+        clock: Callable[[], float] = time.time,
+        access: str = "private",
     ) -> None:
+        self._access = ACCESS[access]
         self.owner = owner
         self._root = storage.root
         self._lease = _Lease(storage, owner, ttl_secs, clock)
@@ -150,9 +160,9 @@ class StoreLock:
 
     def _lock_file(self) -> bool:
         """Lock ``<root>/.lock``; False where the file system has no locks."""
-        os.makedirs(self._root, mode=0o700, exist_ok=True)
+        make_directories(self._root, self._access)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(os.path.join(self._root, LOCK_NAME), flags, 0o600)
+        descriptor = self._access.create(os.path.join(self._root, LOCK_NAME), flags)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             try:

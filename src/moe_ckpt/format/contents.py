@@ -1,0 +1,156 @@
+"""What a rank's plain state must look like: a state file's fields, and the decoded tree that trainers get back.
+
+Checked when a state file is read, so that whoever hands it on (verification, exports, a resume before it touches the
+live state) meets the types that it relies on. What only a trainer, a callback or a user's own object understands is
+left to it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ckpt.format.manifest import MOST_RANKS, RANK
+from moe_ckpt.format.schema import (
+    Check,
+    anything,
+    both,
+    listing,
+    mapping,
+    maybe,
+    record,
+    text,
+    value,
+    whole,
+)
+
+_object = value(lambda found: isinstance(found, dict), "an object")
+
+STATE_FILE = record(
+    {
+        "run_id": text,
+        "step": whole(),
+        "generation": whole(),
+        "rank": RANK,
+        "world_size": whole(1, MOST_RANKS),
+        "state": _object,
+    }
+)
+"""The body of a state file, its state not yet decoded."""
+
+
+def _is_number(found: Any) -> bool:
+    return isinstance(found, (int, float)) and not isinstance(found, bool)
+
+
+_tensor = value(lambda found: isinstance(found, torch.Tensor), "a tensor")
+_integer = value(lambda found: type(found) is int and abs(found) < 1 << 63, "a whole number")
+_amount = value(lambda found: _is_number(found) or isinstance(found, torch.Tensor), "a number")
+_amounts = value(
+    lambda found: isinstance(found, (list, tuple)) and all(each is None or not _amount(each) for each in found),
+    "numbers",
+)
+_generator_state = value(
+    lambda found: isinstance(found, torch.Tensor) and found.dtype == torch.uint8 and found.dim() == 1,
+    "the state of a generator",
+)
+
+# --- random numbers ---
+
+
+def _accepted_by(load: Callable[[Any], Any]) -> Check:
+    """Whether a generator of its own, of the same kind, takes the state."""
+
+    def check(found: Any) -> str:
+        try:
+            load(found)
+        except Exception as error:  # whatever such a generator raises
+            return f" is no state of a generator ({type(error).__name__}: {error})"
+        return ""
+
+    return check
+
+
+def _numpy(found: Any) -> str:
+    if isinstance(found, dict) and found.get("bit_generator") not in (None, "MT19937"):
+        return ""  # numpy's global generator was replaced; only one of that kind can tell
+    return _accepted_by(lambda state: np.random.RandomState().set_state(state))(found)
+
+
+_RNG = record(
+    {
+        "python": _accepted_by(lambda state: random.Random().setstate(state)),
+        "numpy": _numpy,
+        "torch": both(_generator_state, _accepted_by(lambda state: torch.Generator().set_state(state))),
+    },
+    {"cuda": _generator_state, "tracker": mapping(_generator_state)},
+)
+
+# --- model and optimizers ---
+
+_HYPERPARAMETERS: dict[str, Check] = {
+    **dict.fromkeys(("lr", "initial_lr", "weight_decay", "momentum", "dampening"), maybe(_amount)),
+    "betas": maybe(_amounts),
+}
+_OPTIMIZER = record(
+    {"param_groups": listing(record({"params": listing(text)}, _HYPERPARAMETERS))},
+    {"scalars": mapping(record({}, {"step": _amount}))},
+)
+_PLAIN = record(
+    {"buffers": mapping(_tensor)},
+    {
+        "optimizers": listing(_OPTIMIZER),
+        "extra_state": mapping(anything),
+        "own_state": mapping(mapping(anything)),
+        "optimizer": record(
+            {
+                "step": maybe(whole()),
+                "groups": listing(record({}, _HYPERPARAMETERS)),
+                "scalers": listing(maybe(_object)),
+            }
+        ),
+    },
+)
+
+# --- trainers ---
+
+_CHECKPOINT = record(
+    {
+        "global_step": whole(),
+        "loops": record({"fit_loop": mapping(anything)}),
+        "lr_schedulers": listing(mapping(anything)),
+    },
+    {
+        "epoch": whole(),
+        "callbacks": mapping(anything),
+        "hyper_parameters": mapping(anything),
+        "datamodule_hyper_parameters": mapping(anything),
+        "moe_ckpt_data_position": listing(maybe(mapping(_integer))),
+    },
+)
+_LIGHTNING = record(
+    {"checkpoint": _CHECKPOINT, "plain": both(_PLAIN, record({"optimizers": anything})), "rng": _RNG},
+    {"replay": record({"norms": listing(anything)})},
+)
+_MEGATRON = record(
+    {
+        "iteration": whole(),
+        "consumed_samples": whole(),
+        "layout": mapping(whole()),
+        "stateful": mapping(mapping(anything, anything)),
+        "plain": both(_PLAIN, record({"optimizer": anything})),
+        "rng": both(_RNG, record({"tracker": anything})),
+    },
+    {"counters": mapping(anything)},
+)
+_ANY = record({}, {"framework": text})
+_FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}
+
+
+def state_contents(found: Any) -> str:
+    """A ``Check`` of a decoded state: by the trainer that wrote it, where that is one of ours."""
+    return _ANY(found) or _FRAMEWORKS.get(found.get("framework"), anything)(found)

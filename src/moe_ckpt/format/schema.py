@@ -1,0 +1,243 @@
+"""What a document must look like, said as data: checks of single values, put together to those of whole documents.
+
+A ``Check`` says what is wrong with a value: "" for nothing, or where and what, such as ``.files[3].rank is -1, but must
+be a whole number of at least 0``. It never raises, whatever it is given. Every document of a store, and a run's
+profile, is checked this way before anything else reads it (``require``).
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moe_ckpt.errors import DamagedError
+
+Check = Callable[[Any], str]
+
+MOST_WHOLE = 2**63 - 1
+"""What an int64 holds; token counts, steps and sizes meet numpy and the process group as such."""
+MOST_DEPTH = 128
+"""Lists and objects within one another. Ten are usual; readers, copies and trainers walk through them recursively."""
+_HUGE = 1e300
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 60
+
+
+def require(check: Check, value: Any, path: str, what: str = "", **where: int | None) -> None:
+    """Raise ``DamagedError`` naming the field, unless ``check`` finds nothing wrong.
+
+    path: of the file. what: said before the fault. where: ``step`` and ``rank`` of the file, as far as they are known.
+    """
+    fault = check(value)
+    if fault:
+        place = f"field {fault.removeprefix('.')}" if fault.startswith((".", "[")) else f"the document{fault}"
+        raise DamagedError(path, f"{what}{place}", **where)
+
+
+def shown(value: Any) -> str:
+    """``repr`` of at most a line, whatever the value is."""
+    try:
+        return _shown.repr(value)
+    except Exception:  # somebody's __repr__
+        return f"a {type(value).__name__}"
+
+
+# --- single values ---
+
+
+def value(test: Callable[[Any], bool], wanted: str) -> Check:
+    """A check by ``test``. wanted: what the value must be, in words."""
+
+    def check(found: Any) -> str:
+        return "" if test(found) else f" is {shown(found)}, but must be {wanted}"
+
+    return check
+
+
+def anything(found: Any) -> str:
+    return ""
+
+
+def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
+    """An integer, which true and false are not."""
+    bound = f" and at most {most:,}" if most < MOST_WHOLE else ""
+    wanted = f"a whole number of at least {least}{bound}"
+    return value(lambda found: type(found) is int and least <= found <= most, wanted)
+
+
+def number(least: float = 0.0, *, above: bool = False, most: float = _HUGE, wanted: str = "") -> Check:
+    """A finite integer or float from ``least``, or ``above`` it, to ``most``."""
+
+    def test(found: Any) -> bool:
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            return False
+        return found <= most and (found > least if above else found >= least)  # NaN is neither
+
+    return value(test, wanted or f"a finite number {'above' if above else 'of at least'} {least:g}")
+
+
+def one_of(*choices: Any) -> Check:
+    known = " or ".join(map(repr, choices))
+    return value(lambda found: any(type(found) is type(each) and found == each for each in choices), known)
+
+
+def _is_text(found: Any) -> bool:
+    """Text that every file and terminal takes: JSON can spell halves of characters."""
+    if not isinstance(found, str):
+        return False
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+text = value(_is_text, "text")
+flag = value(lambda found: isinstance(found, bool), "true or false")
+whole_from_0 = whole()
+
+
+def matching(pattern: re.Pattern[str], wanted: str) -> Check:
+    """Text that ``pattern`` matches from beginning to end."""
+    return value(lambda found: _is_text(found) and pattern.fullmatch(found) is not None, wanted)
+
+
+# --- put together ---
+
+
+def maybe(check: Check) -> Check:
+    """Null, or what ``check`` wants."""
+
+    def checked(found: Any) -> str:
+        fault = "" if found is None else check(found)
+        return f"{fault}, or null" if fault else ""
+
+    return checked
+
+
+def listing(each: Check, *, least: int = 0, most: int | None = None) -> Check:
+    """A list of things of one kind."""
+
+    def check(found: Any) -> str:
+        if not isinstance(found, list):
+            return f" is {shown(found)}, but must be a list"
+        if len(found) < least or (most is not None and len(found) > most):
+            return f" has {len(found)} items, but must have at least {least}" + (f" and at most {most}" if most else "")
+        for at, item in enumerate(found):
+            fault = each(item)
+            if fault:
+                return f"[{at}]{fault}"
+        return ""
+
+    return check
+
+
+def row(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = None) -> Check:
+    """A list with one item for each of ``columns``, and for the first of ``optional``, in this order."""
+    checks = [*columns.items(), *(optional or {}).items()]
+    least, most = len(columns), len(checks)
+
+    def check(found: Any) -> str:
+        if not isinstance(found, list) or not least <= len(found) <= most:
+            return f" is {shown(found)}, but must be a list of {', '.join(name for name, _ in checks)}"
+        for (name, each), item in zip(checks, found, strict=False):
+            fault = each(item)
+            if fault:
+                return f".{name}{fault}"
+        return ""
+
+    return check
+
+
+def mapping(values: Check, keys: Check = text) -> Check:
+    """An object whose keys, and whose values, are of one kind."""
+
+    def check(found: Any) -> str:
+        if not isinstance(found, dict):
+            return f" is {shown(found)}, but must be an object"
+        for name, item in found.items():
+            fault = keys(name)
+            if fault:
+                return f" has a key that{fault}"
+            fault = values(item)
+            if fault:
+                return f"[{shown(name)}]{fault}"
+        return ""
+
+    return check
+
+
+def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, *, exact: bool = False) -> Check:
+    """An object with fields of its own each. exact: it has no others; else those are for newer readers, and ignored."""
+    rest = optional or {}
+
+    def check(found: Any) -> str:
+        if not isinstance(found, dict):
+            return f" is {shown(found)}, but must be an object"
+        missing = [name for name in required if name not in found]
+        if missing:
+            return f".{missing[0]} is missing"
+        if exact:
+            odd = [name for name in found if name not in required and name not in rest]
+            if odd:
+                return f".{odd[0]} is not known"
+        for fields in (required, rest):
+            for name, each in fields.items():
+                if name in found:
+                    fault = each(found[name])
+                    if fault:
+                        return f".{name}{fault}"
+        return ""
+
+    return check
+
+
+def both(first: Check, then: Check) -> Check:
+    """``then`` may rely on what ``first`` found right."""
+    return lambda found: first(found) or then(found)
+
+
+def _is_countable(found: Any) -> bool:
+    return type(found) is float or (type(found) is int and abs(found) <= MOST_WHOLE)
+
+
+def like(template: Any) -> Check:
+    """What a trainer's own state looks like now: numbers where it has numbers, objects where it has objects.
+
+    Only fields that both have are compared, so that versions of a trainer may differ in the others.
+    """
+    if isinstance(template, dict):
+        fields = {name: like(each) for name, each in template.items()}
+
+        def check(found: Any) -> str:
+            if not isinstance(found, dict):
+                return f" is {shown(found)}, but must be an object"
+            for name, each in fields.items():
+                fault = each(found[name]) if name in found else ""
+                if fault:
+                    return f"[{name!r}]{fault}"
+            return ""
+
+        return check
+    if type(template) in (int, float):
+        return value(_is_countable, "a number")
+    if isinstance(template, (list, tuple)):
+        return value(lambda found: isinstance(found, (list, tuple)), "a list")
+    return anything
+
+
+def too_deep(document: Any, most: int = MOST_DEPTH) -> bool:
+    """Whether lists and objects are within one another more than ``most`` times. Never recursive itself."""
+    level: list[Any] = [[document]]
+    for _ in range(most + 1):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if type(each) is dict else each)
+            if type(item) is dict or type(item) is list or type(item) is tuple
+        ]
+        if not level:
+            return False
+    return True

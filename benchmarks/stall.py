@@ -131,6 +131,7 @@ def _on(
             made = report.rows(found, durable)
             report.show(console, made, found, absent, f"checkpoints on {storage}")
             _close(field, found)
+            keep()  # one may have failed in closing
     return made, found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Sequence
@@ -53,9 +54,14 @@ def life(root: str, plan: Plan, number: int, until: int) -> dict[str, Any]:
     random.seed(number)
     np.random.seed(number)
     ckpt = attached(built, root, plan)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
     try:
-        return _train(ckpt, built, plan, number, until)
+        return _train(ckpt, built, plan, number, until) | {"said": said}
     finally:
+        logging.getLogger("moe_ckpt").removeHandler(handler)
         ckpt.close()
 
 

@@ -37,6 +37,9 @@ def test_lives_that_draw_between_resume_and_the_first_step(tmp_path: Path):
 
 def require_equal(plan: Plan, first: dict, second: dict, third: dict, unbroken: dict) -> None:
     assert second["progress"].restored
+    assert first["said"][0].startswith("training starts new: ")
+    for life in (second, third):
+        assert life["said"][0].startswith(f"resumed at iteration {life['progress'].iteration} from "), life["said"]
     assert third["progress"].iteration > second["progress"].iteration
     for life in (first, second, third):
         for what in ("losses", "drawn"):

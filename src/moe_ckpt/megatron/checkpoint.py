@@ -222,6 +222,10 @@ class MegatronCheckpoint:
         progress = Progress() if otherwise is None else otherwise()
         if self.options.weights_from is not None:
             begin_with_weights(self.options.weights_from, progress.iteration, self._state, self._comm)
+        elif otherwise is None and self.options.resume == "never":
+            self._say("training starts new, as resume='never' says; it is saved in %s", self.dirpath)
+        elif otherwise is None:
+            self._say("training starts new: %s holds no checkpoint yet", self.dirpath)
         if progress.restored:
             self._generators, self._generators_due = capture_generators(), True
         self._first_save_due = uses_windows(self.policy)

@@ -203,6 +203,14 @@ def test_what_is_wrong_is_named(change, message):
         decode_profile(json.dumps(body).encode(), "p")
 
 
+def test_a_profile_that_has_grown_is_not_read(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_bytes(encoded(PROFILE))
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DamagedError, match="at most"):
+        read_profile(path)
+
+
 @pytest.mark.parametrize("version", [2, 0, None, True, "1"])
 def test_another_version_is_told_apart(version):
     body = plain() | {"format_version": version, "a field of its own": 1}

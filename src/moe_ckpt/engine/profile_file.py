@@ -13,9 +13,17 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.engine.profile_facts import weighed
 from moe_ckpt.engine.shares import ComputeTypes
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format.profile import Life, Profile, decode_profile, encode_life, encode_model, encode_profile
+from moe_ckpt.format.profile import (
+    MAX_PROFILE_BYTES,
+    Life,
+    Profile,
+    decode_profile,
+    encode_life,
+    encode_model,
+    encode_profile,
+)
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.storage.local import remove_temporaries_of, replace_file
+from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
 
 log = logging.getLogger("moe_ckpt")
 
@@ -50,8 +58,7 @@ class ProfileWriter:
         """Go on with the file that is there, if it is one of this model."""
         remove_temporaries_of(self._path)
         try:
-            with open(self._path, "rb") as file:
-                found = decode_profile(file.read(), self._path)
+            found = decode_profile(read_whole(self._path, MAX_PROFILE_BYTES), self._path)
         except FileNotFoundError:
             return
         except (DamagedError, FormatVersionError) as error:

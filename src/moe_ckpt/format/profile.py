@@ -32,6 +32,8 @@ from moe_ckpt.format.sealed import parse_json
 
 PROFILE_VERSION = 1
 PROFILE_KIND = "moe_ckpt.profile"
+MAX_PROFILE_BYTES = 1 << 28
+"""Of a file that is read at all; a thousand lives of a large model take a few MB."""
 
 
 @dataclass(frozen=True)

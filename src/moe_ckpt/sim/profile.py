@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.profile import Life, OperatorRow, Profile, ProfiledModel, decode_profile
+from moe_ckpt.format.profile import MAX_PROFILE_BYTES, Life, OperatorRow, Profile, ProfiledModel, decode_profile
 from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
 from moe_ckpt.sim.failures import Failures
 from moe_ckpt.sim.load import ExpertLoad
@@ -25,6 +25,7 @@ from moe_ckpt.sim.model import Precision, SimModel
 from moe_ckpt.sim.scenario import Scenario
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.training import Batch, Iteration
+from moe_ckpt.storage.local import read_whole
 
 _T = TypeVar("_T")
 _KINDS = {kind.value: kind for kind in OperatorKind}
@@ -44,8 +45,7 @@ def read_profile(path: str | os.PathLike[str]) -> RunProfile:
     """
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
-            raw = file.read()
+        raw = read_whole(name, MAX_PROFILE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"the profile {name} cannot be read: {error.strerror or error}. A run writes one that is given "

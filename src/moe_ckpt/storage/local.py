@@ -227,6 +227,20 @@ def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
     _sync_directory(directory)
 
 
+def read_whole(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """The content of a file outside of any store, if it is no larger than such a file may be.
+
+    Raises:
+        DamagedError: it is larger.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > most_bytes:
+            raise DamagedError(os.fspath(path), f"has {nbytes:,} bytes, and such a file at most {most_bytes:,}")
+        return file.read(most_bytes)
+
+
 def remove_temporaries_of(path: str | os.PathLike[str]) -> None:
     """Remove what a process that died in ``replace_file(path)`` left behind. Nobody may be writing it.
 

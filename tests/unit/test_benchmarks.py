@@ -92,7 +92,7 @@ def test_a_contestant_that_cannot_write_is_named_and_the_others_go_on(tmp_path, 
     assert stall.main([*options, "--only", "at once", "later", "writes nothing", "no checkpoint"]) == 1
     fits = [[sample["contestant"] for sample in content["samples"]] for content in kept]
     assert fits[-1] == ["later", "no checkpoint", "no checkpoint"]  # the second round begins with another one
-    assert [len(each) for each in fits] == [0, 1, 1, 2, 3, 3]  # written after each turn
+    assert [len(each) for each in fits] == [0, 1, 1, 2, 3, 3, 3]  # written after each turn, and at the end
     failed = kept[-1]["failed"]
     assert list(failed) == ["at once", "writes nothing", "later"]
     assert failed["at once"] == "CheckpointException: OSError: [Errno 28] No space left on device"

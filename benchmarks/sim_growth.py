@@ -24,8 +24,8 @@ if __package__ in (None, ""):
 from rich.console import Console
 from rich.table import Table
 
-POLICIES = ("gemini_daly", "moc", "moevement")
-LARGE = ("checkfreq", "gemini_daly", "gemini_young", "moc", "moetion", "moevement", "gemini")
+POLICIES = ("gemini_daly", "moc_peers", "moevement_peers")
+LARGE = ("checkfreq", "gemini_daly", "gemini_young", "moc_peers", "moetion_peers", "moevement_peers", "gemini")
 """Of the figure of 16 384 GPUs; the last tries 32 intervals on the same failures, each a simulation."""
 
 RESULTS = Path(__file__).parent / "results"

@@ -42,7 +42,7 @@ _EXAMPLE = "example: python benchmarks/sim_papers.py --only windows figure13"
 
 def calibrated(tick: Tick) -> dict[str, Any]:
     known, rows = constants(), constants().listed()
-    cluster = scenario("setup=moevement_deepseek", "policy=moevement").layout.cluster
+    cluster = scenario("setup=moevement_deepseek", "policy=moevement_peers").layout.cluster
     nominal = cluster.gpus * cluster.pcie_bytes_per_sec
     tick("calibration")
     shown = table("", ["what", "value", "unit", "from"], ["", "", "", ""], rows)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.sim_papers_data import TABLE_3, Tick, run, scenario
 from benchmarks.sim_papers_render import bars, part, table
 
-STEPS = ("moevement_sparse", "moevement_freeze", "moevement_reorder", "moevement")
+STEPS = ("moevement_peers_sparse", "moevement_peers_freeze", "moevement_peers_reorder", "moevement_peers")
 FIGURE_13 = {"moevement_llava": 0.57, "moevement_gpt": 0.43, "moevement_qwen": 0.37, "moevement_deepseek": 0.49}
 """Sparse windows alone, at 10 minutes."""
 FIGURE_13_ALL, FIGURE_13_REORDER = (

@@ -283,9 +283,14 @@ def restart() -> str:
     return f"cluster.restart_secs={constants().restart_secs}"
 
 
+def policy_of(system: str) -> str:
+    """The config of a paper's system, all of which keep checkpoints in the memory of peers but CheckFreq."""
+    return {"MoC": "moc_peers", "MoEvement": "moevement_peers"}.get(system, system.lower())
+
+
 def run(setup: str, system: str, *more: str) -> Outcome:
     """One system at the calibrated bandwidth, MoC with the calibrated budget."""
-    chosen = [f"setup={setup}", f"policy={system.lower()}", rates(setup, constants().a100_rate), restart(), *more]
+    chosen = [f"setup={setup}", f"policy={policy_of(system)}", rates(setup, constants().a100_rate), restart(), *more]
     if system == "MoC":
         chosen.append(f"policy.policy.plt_budget={constants().moc_budget}")
     return simulate(scenario(*chosen))

@@ -15,6 +15,7 @@ from benchmarks.sim_papers_data import (
     constants,
     copy_secs_of,
     counted,
+    policy_of,
     rates,
     recovery_per_failure,
     restart,
@@ -68,7 +69,7 @@ def simulated(model: Model, system: int, mtbf: str) -> Outcome:
         stall = iteration.open_secs + model.overhead[0] * model.interval
         chosen = ["policy=dense", f"policy.policy.every_n_steps={model.interval}", copy_secs_of(model.setup, stall)]
     else:
-        chosen = [f"policy={SYSTEMS[system].lower()}", rates(model.setup, known.a100_rate)]
+        chosen = [f"policy={policy_of(SYSTEMS[system])}", rates(model.setup, known.a100_rate)]
         if system == 2:
             chosen.append(f"policy.policy.plt_budget={known.moc_budget}")
     return simulate(scenario(*common, *chosen))
@@ -90,8 +91,8 @@ def overheads(tick: Tick) -> dict[str, Any]:
         common = [f"setup={model.setup}", "failures=none", "load=even", "duration_secs=20000"]
         common.append(rates(model.setup, constants().a100_rate))
         check = simulate(scenario(*common, "policy=checkfreq"))
-        moc = simulate(scenario(*common, "policy=moc", "policy.policy.plt_budget=null"))
-        ours = simulate(scenario(*common, "policy=moevement"))
+        moc = simulate(scenario(*common, "policy=moc_peers", "policy.policy.plt_budget=null"))
+        ours = simulate(scenario(*common, "policy=moevement_peers"))
         pairs = ((model.interval, check.interval), (model.overhead[2], moc.mean_stall_secs))
         row: list[Any] = [model.name]
         for paper, found in (*pairs, (model.overhead[3], ours.mean_stall_secs)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.sim_papers_data import Tick, constants, restart, scenario
+from benchmarks.sim_papers_data import Tick, constants, policy_of, restart, scenario
 from benchmarks.sim_papers_render import lines, part, table
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
@@ -20,7 +20,7 @@ def simulated(size: str, system: str, mtbf_secs: int, per_gpu: float) -> Outcome
     return simulate(
         scenario(
             f"setup=moevement_{size}",
-            f"policy={system.lower()}",
+            f"policy={policy_of(system)}",
             f"failures.mtbf_secs={mtbf_secs}",
             f"cluster.pcie_bytes_per_sec={per_gpu!r}",
             restart(),

@@ -29,7 +29,7 @@ def library_window(setup: str, gigabytes_per_sec: float) -> int:
     found = simulate(
         scenario(
             f"setup={setup}",
-            "policy=moevement",
+            "policy=moevement_peers",
             "failures=none",
             "load=even",
             "duration_secs=300",
@@ -79,7 +79,7 @@ def windows(tick: Tick) -> dict[str, Any]:
         rate_range(s, w)
         for s, w in (("moevement_llava", 3), ("moevement_fp8_fp16_fp32", 4), ("moevement_fp8_fp32_fp32", 6))
     )
-    found = scenario("setup=moevement_llava", "policy=moevement")
+    found = scenario("setup=moevement_llava", "policy=moevement_peers")
     dense = Costs(found.layout, found.precision, found.iteration, found.system).dense
     uneven = dense.rank * found.layout.parallel.ranks / dense.total
     notes = [

@@ -133,8 +133,9 @@ CONFIG_GROUPS = {
         "pp6_ep8_dp2 pp8_ep1_dp8 pp8_ep4_dp2 pp8_ep8_dp2 single"
     ),
     "simulate/policy": (
-        "checkfreq dense dense_sync gemini gemini_daly gemini_young moc moc_fixed moc_load_aware moc_storage "
-        "moetion moevement moevement_freeze moevement_reorder moevement_sparse moevement_storage"
+        "checkfreq dense dense_sync gemini gemini_daly gemini_young moc moc_peers moc_peers_fixed "
+        "moc_peers_load_aware moetion moetion_peers moevement moevement_peers moevement_peers_freeze "
+        "moevement_peers_reorder moevement_peers_sparse"
     ),
     "simulate/precision": (
         "fp16_fp16_fp16 fp16_fp32 fp32 fp8_fp16_fp32 fp8_fp16_fp8fp16 fp8_fp32_fp32 fp8_fp8_fp8fp16 zero1_10"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("hydra")
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.sweeps import combinations, composed
+from moe_ckpt.cli.overrides import CHANGED, RENAMED, renamed
+from moe_ckpt.cli.plan import simulated_systems
+from moe_ckpt.cli.scenarios import scenario_of
+from moe_ckpt.cli.sweeps import choices, combinations, composed
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.sim.planner import trainer_systems
 
 
 def error_of(capsys, *argv):
@@ -147,3 +153,62 @@ def test_what_ones_own_class_takes_can_be_added(mine, capsys):
 def test_an_unknown_place_is_refused_before_composing():
     with pytest.raises(ConfigError, match="nothing reads 'racks'"):
         combinations(["+racks=many"])
+
+
+# --- names that policies had ---
+
+
+@pytest.mark.parametrize(
+    ("given", "now", "said"),
+    [
+        ("policy=moc_storage", "policy=moc", "policy=moc_storage is called moc now"),
+        (
+            "policy=moevement_sparse,dense",
+            "policy=moevement_peers_sparse,dense",
+            "is called moevement_peers_sparse now",
+        ),
+        ("policy=moc", "policy=moc", "policy=moc is on storage, as in a Trainer; .* it is policy=moc_peers"),
+        ("policy=choice(moetion,dense)", "policy=choice(moetion,dense)", "policy=moetion is on storage"),
+        ("policy=moc_peers,moevement_peers,gemini", "policy=moc_peers,moevement_peers,gemini", None),
+        ("policy.policy.order=moc_storage", "policy.policy.order=moc_storage", None),
+        ("setup=moevement_qwen", "setup=moevement_qwen", None),
+    ],
+)
+def test_names_that_policies_had_are_known_and_said(given, now, said):
+    found, notes = renamed(given)
+    assert found == now
+    assert (said is None) == (not notes)
+    assert said is None or re.search(said, notes[0])
+
+
+def test_every_name_that_has_changed_is_a_policy_now():
+    there = choices()["policy"]
+    assert set(RENAMED.values()) <= set(there)
+    assert not set(RENAMED) & set(there)
+    assert all({name, f"{name}_peers"} <= set(there) for name in CHANGED)
+
+
+def test_one_name_is_one_thing_in_the_simulator_and_the_planner():
+    """A name without an ending is the Trainer's policy: with its own defaults, on storage."""
+    [asked] = combinations(["setup=moevement_deepseek"])
+    scenario = scenario_of(composed(asked))
+    planned = {one.name: one for one in (*trainer_systems(scenario), *simulated_systems(scenario))}
+    for name in ("checkfreq", "moetion", "moevement", "gemini", "moetion_peers", "moevement_peers"):
+        [asked] = combinations(["setup=moevement_deepseek", f"policy={name}"])
+        system = scenario_of(composed(asked)).system
+        mine = planned[name]
+        assert (system.durable, system.rollback, type(system.policy)) == (
+            mine.durable,
+            mine.rollback,
+            type(mine.policy),
+        )
+
+
+def test_a_name_that_has_changed_is_said_on_stderr_only(capsys):
+    argv = ["simulate", "setup=tiny", "policy=moc_storage", "duration_secs=600"]
+    assert main(argv) in (0, 1)
+    told, err = capsys.readouterr()
+    assert "moe-ckpt simulate: policy=moc_storage is called moc now\n" in err
+    assert main([*argv, "-q"]) in (0, 1)
+    assert "is called" not in capsys.readouterr().err
+    assert told.startswith("moc, ")

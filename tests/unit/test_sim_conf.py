@@ -44,7 +44,7 @@ def test_the_groups_are_those_of_the_primary_config(composed):
 def test_what_runs_without_a_word(composed):
     scenario = scenario_of(composed())
     assert scenario.layout.model.name == "deepseek_moe"
-    assert scenario.system.name == "moevement"
+    assert scenario.system.name == "moevement_peers"
     assert (scenario.duration_secs, scenario.seed, scenario.tokens_per_step) == (43200, 0, 512 * 2048)
 
 
@@ -247,10 +247,10 @@ def test_clusters_of_the_papers(composed, name, gpus, per_node, nic_gbps, host_g
 @pytest.mark.parametrize(
     ("name", "freeze", "order", "rollback"),
     [
-        ("moevement_sparse", False, "round_robin", "global"),
-        ("moevement_freeze", True, "round_robin", "global"),
-        ("moevement_reorder", True, "hard_count", "global"),
-        ("moevement", True, "hard_count", "localized"),
+        ("moevement_peers_sparse", False, "round_robin", "global"),
+        ("moevement_peers_freeze", True, "round_robin", "global"),
+        ("moevement_peers_reorder", True, "hard_count", "global"),
+        ("moevement_peers", True, "hard_count", "localized"),
     ],
 )
 def test_the_ablation_adds_one_technique_at_a_time(composed, name, freeze, order, rollback):
@@ -259,7 +259,13 @@ def test_the_ablation_adds_one_technique_at_a_time(composed, name, freeze, order
     assert (system.name, system.durable, system.replicas) == (name, "peers", 2)
 
 
-@pytest.mark.parametrize(("name", "here"), [("moevement_storage", True), ("checkfreq", True), ("gemini", False)])
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        *((name, True) for name in ("moevement", "moc", "moetion", "dense", "checkfreq")),
+        *((name, False) for name in ("gemini", "moc_peers", "moetion_peers", "moevement_peers")),
+    ],
+)
 def test_what_a_trainer_can_run_today(composed, name, here):
     assert instantiate(composed(f"policy={name}").policy).in_trainer == here
 

@@ -12,7 +12,7 @@ pytest.importorskip("lightning")
 
 from benchmarks import sim_growth
 
-EVEN = ("load=even", "policy=moevement")
+EVEN = ("load=even", "policy=moevement_peers")
 """Without changes of the load, which a run takes time for, too."""
 
 

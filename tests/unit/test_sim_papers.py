@@ -125,7 +125,7 @@ def test_a_bar_of_figure_11():
 
 def test_a_bar_of_figure_13():
     name = data.TABLE_3[0].name
-    assert ablation.ablation("moevement_llava", "moevement")[0] == pytest.approx(kept("figure13", 0, name)[5])
+    assert ablation.ablation("moevement_llava", "moevement_peers")[0] == pytest.approx(kept("figure13", 0, name)[5])
 
 
 def test_a_point_of_figure_16():

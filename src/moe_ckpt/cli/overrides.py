@@ -8,6 +8,7 @@ Needs Hydra.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -101,6 +102,35 @@ def nearest_key(overrides: Sequence[str], tree: Tree) -> str:
                 return f"{key}: no such setting; did you mean {' or '.join(f'{one}={value}' for one in meant)}?"
             break
     return ""
+
+
+RENAMED = {
+    "moc_storage": "moc",
+    "moc_fixed": "moc_peers_fixed",
+    "moc_load_aware": "moc_peers_load_aware",
+    "moevement_storage": "moevement",
+    **{f"moevement_{part}": f"moevement_peers_{part}" for part in ("sparse", "freeze", "reorder")},
+}
+"""Policies of ``simulate`` by the names that they had."""
+CHANGED = ("moc", "moetion", "moevement")
+"""Names that meant checkpoints in the memory of peers, and mean what a Trainer does by now."""
+
+
+def renamed(text: str) -> tuple[str, list[str]]:
+    """An override with the names that policies have now, and what to say of it."""
+    key, equals, value = text.partition("=")
+    if key.lstrip("+") != "policy":
+        return text, []
+    notes = []
+    for name in dict.fromkeys(re.findall(r"\w+", value)):
+        if name in RENAMED:
+            notes.append(f"policy={name} is called {RENAMED[name]} now")
+        elif name in CHANGED:
+            notes.append(
+                f"policy={name} is on storage, as in a Trainer; in the memory of peers, as in the papers and as this "
+                f"name meant before, it is policy={name}_peers"
+            )
+    return key + equals + re.sub(r"\w+", lambda name: RENAMED.get(name[0], name[0]), value), notes
 
 
 def there_are(groups: Mapping[str, object]) -> str:

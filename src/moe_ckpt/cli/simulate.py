@@ -23,9 +23,9 @@ EPILOG = """\
 examples:
   moe-ckpt simulate                                                one run: where its time went
   moe-ckpt simulate setup=moevement_qwen policy=gemini failures.mtbf_secs=1800 --seeds 3
-  moe-ckpt simulate setup=moevement_deepseek policy=gemini,moc,moevement failures.mtbf_secs=600
-  moe-ckpt simulate 'failures.mtbf_secs=600,1800,3600' policy=checkfreq,moevement --plot out --json=out.json
-  moe-ckpt simulate failures=gcp_like_6h duration_secs=21600 policy=moc,moevement --plot out
+  moe-ckpt simulate setup=moevement_deepseek policy=gemini,moc_peers,moevement_peers failures.mtbf_secs=600
+  moe-ckpt simulate 'failures.mtbf_secs=600,1800,3600' policy=checkfreq,moevement_peers --plot out --json=out.json
+  moe-ckpt simulate failures=gcp_like_6h duration_secs=21600 policy=moc_peers,moevement_peers --plot out
   moe-ckpt simulate --list                                         what can be chosen
   moe-ckpt simulate --list model                                   of one group, with what each is
 
@@ -80,7 +80,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.cli.sweeps import config_directory
 
     require_filled(args, "json", "plot", "config-dir")
-    overrides = settings(args, rest)
+    from moe_ckpt.cli.overrides import renamed
+
+    now = [renamed(text) for text in settings(args, rest)]
+    overrides = [text for text, _ in now]
     directory = config_directory(args.config_dir)
     if args.list is not None:
         _list(args.list, directory)
@@ -102,6 +105,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         print(_json(results), end="")
     elif not args.quiet:
         _show(results)
+    if not args.quiet:
+        for note in dict.fromkeys(note for _, notes in now for note in notes):
+            print(f"moe-ckpt simulate: {note}", file=sys.stderr)
     _warn(results)
     alone = len(results) == 1 and not results[0].combination.varied
     return 1 if alone and not results[0].advances else 0

@@ -67,7 +67,7 @@ SLOW = {
         steps=10,
     ),
     "pp2-ep2-first-window": Case(
-        Setup(**PIPELINE_EXPERTS, mla=True, recompute=True), moevement(3), ((2, 1, "write"), (1, 2, "copy"))
+        Setup(**PIPELINE_EXPERTS, mla=True, recompute=True), moevement(3), ((2, 2, "write"), (1, 2, "copy"))
     ),
     "ep2-dp4-bias": Case(
         Setup(**EXPERTS_DATA, **GROUPED, **OVERLAPPED, expert_bias=True),

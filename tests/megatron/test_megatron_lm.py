@@ -6,6 +6,7 @@ Equal means: every loss and gradient norm of every life, and every parameter, ma
 from __future__ import annotations
 
 import functools
+import json
 import signal
 import tempfile
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tests.megatron import megatron_lm_refusals
 from tests.megatron.test_bad_input import assert_refused
 from tests.support.megatron_lm import MODEL, PIPELINE_EXPERTS, WARM, Journal, Life, live, require_megatron_lm
 from tests.support.processes import run_ranks, start_ranks
+from tests.support.torchrun import torchrun
 
 RANKS = 4
 LIFE_SECS = 240.0
@@ -87,7 +89,7 @@ def run(directory: Path, script: str, install: str, kill: Kill | None = None) ->
     life = Life(script, str(directory / "journal"), install, kill)
     outcomes = start_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
     told = [(outcome.exitcode, (outcome.error or "")[-3000:]) for outcome in outcomes]
-    if kill is None:
+    if kill is None or kill[2] == "term":
         assert all(outcome.ok for outcome in outcomes), told
     else:
         assert outcomes[kill[0]].exitcode == -signal.SIGKILL, told
@@ -159,12 +161,33 @@ def test_killed_and_started_again(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SLOW)
 def test_killed_and_started_again_in_other_setups(name: str, tmp_path: Path):
     check(SLOW[name], tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_torchrun_starts_all_ranks_again(tmp_path: Path):
+    case = Case(WINDOWS, ((1, 8, "update"),), "--dataloader-type cyclic --iterations-to-skip 4")
+    job = {
+        "arguments": arguments(case),
+        "line": line(case.policy, tmp_path),
+        "journal": str(tmp_path / "journal"),
+        "kills": case.kills,
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    said = torchrun(
+        "tests.megatron.megatron_lm_rank", str(tmp_path / "job.json"), ranks=RANKS, restarts=1, timeout_secs=600
+    )
+    require_exact(tmp_path, unbroken(arguments(case)))
+    resumed = [text for text in said.splitlines() if "resumed at iteration 4" in text]
+    assert len(resumed) == 1, "rank 0 says once what the run goes on from"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["MoC(k=1, every_n_steps=2)", WINDOWS])
 def test_exit_intervals(policy: str, tmp_path: Path):
     """Each life ends by ``sys.exit`` with a complete checkpoint, so nothing is computed twice or lost."""
@@ -180,6 +203,20 @@ def test_exit_intervals(policy: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_exit_signal_to_one_rank(tmp_path: Path):
+    """All end in good order with a complete checkpoint, though the policy was not due and there is no --save."""
+    script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 6"
+    policy = "MoC(k=1, every_n_steps=100)"
+    run(tmp_path, f"{script} --exit-signal-handler", line(policy, tmp_path), (2, 4, "term"))
+    assert newest_step(tmp_path / "store") == 4
+    run(tmp_path, script, line(policy, tmp_path))
+    require_exact(tmp_path, unbroken(script))
+    assert [life[0]["begin"] for life in lives(tmp_path, 1)] == [0, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_load_beside_an_empty_store_and_save_beside_windows(tmp_path: Path):
     """Megatron's own checkpoint is gone on from where the store is empty; the store is, where it is not."""
     script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 8 --ckpt-format torch --no-save-rng"
@@ -197,6 +234,7 @@ def test_load_beside_an_empty_store_and_save_beside_windows(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_complete_checkpoints_at_save_interval(tmp_path: Path):
     """--save-interval without --save: complete ones of ours between MoC's partial ones, though MoC is never due."""
     script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 6"
@@ -208,6 +246,7 @@ def test_complete_checkpoints_at_save_interval(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_is_installed_changes_no_number(tmp_path: Path):
     script = f"{MODEL} {PIPELINE_EXPERTS} --train-iters 4 --dataloader-type cyclic --attention-dropout 0"
     script += " --hidden-dropout 0 --eval-interval 2"

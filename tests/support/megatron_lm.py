@@ -28,7 +28,7 @@ WARM = "tests.support.megatron_lm_warm"
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 16 "
-    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 5e-3 --lr-warmup-iters 2 --mock-data "
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 5e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 4 --num-workers 0 --split 90,5,5 "
     "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --disable-bias-linear "
@@ -56,7 +56,8 @@ class Life:
 
     arguments: of pretrain_gpt.py. line: what stands between the parentheses of ``megatron.install(...)``; None to leave
     the script as it is. journal: file that each rank writes to, with its number behind it. kill: (rank, iteration,
-    where) of a SIGKILL between backward pass and update ("update"), or right after the update ("end").
+    where) of a SIGKILL between backward pass and update ("update") or right after the update ("end"), or of a SIGTERM
+    right after the update ("term").
     """
 
     arguments: str
@@ -114,7 +115,7 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
 
     def die(iteration: int, where: str) -> None:
         if kill is not None and kill[1:] == (iteration, where):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM if where == "term" else signal.SIGKILL)
 
     @functools.wraps(step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
@@ -135,6 +136,7 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
             skipped=int(skipped),
         )
         die(iteration, "end")
+        die(iteration, "term")
         return result
 
     @functools.wraps(train)
@@ -160,8 +162,10 @@ def _digests(chunks: Any, optimizer: Any) -> Iterator[tuple[str, str]]:
         for name, parameter in chunk.named_parameters():
             yield f"{number}/{name}", _digest(parameter)
     for number, leaf in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        for at, state in enumerate(leaf.optimizer.state.values()):
-            for name, value in state.items():
+        parameters = [parameter for group in leaf.optimizer.param_groups for parameter in group["params"]]
+        for at, parameter in enumerate(parameters):
+            yield f"optimizer {number}/{at}/updated", _digest(parameter)
+            for name, value in leaf.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer {number}/{at}/{name}", _digest(torch.as_tensor(value))
 
 

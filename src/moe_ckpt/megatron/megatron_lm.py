@@ -158,7 +158,7 @@ class MegatronLM:
         self.options = options
         self._training = training
         self._attach = attach_to
-        self._updated = True
+        self._updated, self._leaving = True, False  # the newest update was made; all ranks are about to end
         self._floating_point_operations: Any = 0
         self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in REPLACED}
         for name, function in {
@@ -294,15 +294,19 @@ class MegatronLM:
         return built
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
+        ckpt, self._leaving = self._running, False
         try:
             result = self._original["train"](*args, **kwargs)
-        except SystemExit:  # how an exit signal, --exit-interval and --exit-duration-in-mins end
-            self._running.finish()
+        except SystemExit:
+            if not self._leaving:  # one rank by itself: the others would be waited for in vain
+                ckpt.close(10.0)
+                raise
+            ckpt.finish()
             raise
         except BaseException:
-            self._running.close(10.0)
+            ckpt.close(10.0)
             raise
-        self._running.finish()
+        ckpt.finish()
         return result
 
     # --- every iteration ---
@@ -322,9 +326,9 @@ class MegatronLM:
         else:
             args = tuple(forward_backward if each is inner else each for each in args)
         result = self._original["train_step"](*args, **kwargs)
-        if not isinstance(result, tuple) or len(result) < 2:
-            raise _moved(f"{TRAINING}.train_step returning (losses, skipped, ...)")
-        self._updated = not result[1]
+        if not isinstance(result, tuple) or len(result) < 4:
+            raise _moved(f"{TRAINING}.train_step returning (losses, skipped, should checkpoint, should exit, ...)")
+        self._updated, self._leaving = not result[1], bool(result[3])
         return result
 
     def _skip(self, *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +365,8 @@ class MegatronLM:
             leave = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
         if record.halt is not None and is_rank_zero():
             announce("training ends at iteration %d, because the policy asks for it: %s", iteration, record.halt)
-        return leave or record.halt is not None
+        self._leaving = leave or record.halt is not None
+        return self._leaving
 
     def _save(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's own checkpoint, or ours where it has no directory to save to."""

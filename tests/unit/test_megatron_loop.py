@@ -1,0 +1,95 @@
+"""What hangs on an optimizer and a model while a loop runs, and is gone afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from moe_ckpt.errors import ConfigError, UnencodableStateError
+from moe_ckpt.megatron.loop import FirstForward, Loop, StepWatch
+from moe_ckpt.megatron.progress import Progress
+
+
+class Optimizer:
+    def __init__(self, *results: Any) -> None:
+        self.calls: list[Any] = []
+        self._results = iter(results)
+
+    def step(self, scale: float = 1.0) -> Any:
+        self.calls.append(scale)
+        return next(self._results)
+
+
+def test_a_step_is_watched_until_the_watch_is_closed():
+    optimizer, told = Optimizer((True, 1.0, None), (False, None, None), None, None), []
+    watch = StepWatch(optimizer, lambda: told.append("before"), lambda: told.append(len(optimizer.calls)))
+    assert watch.updated is None
+    assert optimizer.step(scale=2.0) == (True, 1.0, None)
+    assert (told, optimizer.calls, watch.updated) == (["before", 1], [2.0], True)
+    optimizer.step()
+    assert watch.updated is False, "fp16 skipped it"
+    optimizer.step()
+    assert watch.updated is True, "an optimizer that returns nothing has made the update"
+    watch.close()
+    watch.close()
+    assert "step" not in vars(optimizer)
+    optimizer.step()
+    assert len(told) == 6
+
+
+def test_a_watch_under_another_wrapper_only_passes_on():
+    optimizer, told = Optimizer(1, 2), []
+    own = optimizer.step = optimizer.step
+    watch = StepWatch(optimizer, lambda: told.append("before"), lambda: None)
+    inner = optimizer.step
+    optimizer.step = outer = lambda: inner() * 10
+    assert optimizer.step() == 10
+    watch.close()
+    assert optimizer.step is outer
+    assert optimizer.step() == 20
+    assert told == ["before"]
+    alone = StepWatch(SimpleNamespace(step=own), lambda: None, lambda: None)
+    alone.close()
+    assert alone._optimizer.step is own, "what stood there comes back"
+
+
+def test_the_first_training_forward_pass_of_the_model():
+    model, other, told = nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.Linear(1, 1), []
+    first = FirstForward([model], lambda: told.append(model.training))
+    other(torch.ones(1, 1))
+    model.eval()(torch.ones(1, 1))
+    assert told == []
+    model.train()
+    model[1](torch.ones(1, 1))  # some schedules call layers one by one
+    model(torch.ones(1, 1))
+    assert told == [True]
+    first.close()
+    FirstForward([model], lambda: None).close()
+    assert not nn_module._global_forward_pre_hooks
+
+
+def test_iterations_in_another_order():
+    loop = Loop()
+    with pytest.raises(ConfigError, match=r"resume\(\) was not called"):
+        loop.skip(1, 0, None)
+    loop.resume()
+    with pytest.raises(ConfigError, match="called twice"):
+        loop.resume()
+    loop.stand_at(Progress(4, 8, restored=True, counters={"a": 1}))
+    assert not loop.moved
+    loop.step(5, 10, None)
+    assert (loop.counters, loop.moved) == ({"a": 1}, True)
+    with pytest.raises(ConfigError, match=r"after_step\(6\): neither optimizer.step\(\).*since iteration 5"):
+        loop.step(6, 12, None)
+    loop.skip(6, 12, {"a": [2]})
+    with pytest.raises(ConfigError, match=r"skip\(6\) follows iteration 6"):
+        loop.skip(6, 12, None)
+    loop.join()
+    with pytest.raises(UnencodableStateError, match="counters/a"):
+        loop.step(7, 14, {"a": object()})
+    assert (loop.iteration, loop.consumed_samples, loop.counters) == (6, 12, {"a": [2]})

@@ -1,6 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py with one line in it, killed and started again: equal to a run that nobody killed.
 
-Equal means: every loss and gradient norm of every life, and every parameter, master weight and moment at the end.
+Equal means: every loss, validation loss and gradient norm of every life, and every parameter, master weight and moment
+at the end.
 """
 
 from __future__ import annotations
@@ -103,13 +104,21 @@ def steps_of(life: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {each["step"]: each for each in life if "step" in each}
 
 
+def validations_of(life: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Those within training; after it the test set is evaluated at the same iteration."""
+    ended = next((at for at, each in enumerate(life) if "end" in each), len(life))
+    return {each["validated"]: each for each in life[:ended] if "validated" in each}
+
+
 def require_exact(directory: Path, expected: tuple[list[dict[str, Any]], ...]) -> None:
     for rank, one in enumerate(expected):
         found = lives(directory, rank)
         for number, life in enumerate(found):
             for step, each in steps_of(life).items():
                 assert each == steps_of(one)[step], f"rank {rank}, life {number}, iteration {step}"
-        ended, unbroken = found[-1][-2], one[-2]
+            for step, each in validations_of(life).items():
+                assert each == validations_of(one)[step], f"rank {rank}, life {number}, validation at {step}"
+        ended, unbroken = (next(each for each in life if "end" in each) for life in (found[-1], one))
         assert ended["end"] == unbroken["end"], f"rank {rank}"
         assert ended["counted"] == unbroken["counted"], f"rank {rank}: samples consumed, validated, skipped"
         assert max(max(steps_of(life), default=0) for life in found) == max(steps_of(one))

@@ -111,7 +111,7 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
     """Put the journal into Megatron's functions, before anything else is put around them."""
     from megatron.training import get_args, training
 
-    train, step = training.train, training.train_step
+    train, step, evaluate = training.train, training.train_step, training.evaluate
 
     def die(iteration: int, where: str) -> None:
         if kill is not None and kill[1:] == (iteration, where):
@@ -139,6 +139,13 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
         die(iteration, "term")
         return result
 
+    @functools.wraps(evaluate)
+    def watched_evaluation(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        losses = {name: float(value).hex() for name, value in (result[0] or {}).items()}
+        journal.note(validated=getattr(get_args(), "curr_iteration", -1) + 1, losses=losses)
+        return result
+
     @functools.wraps(train)
     def watched_train(*args: Any, **kwargs: Any) -> Any:
         settings = get_args()
@@ -149,7 +156,7 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
             chunks, optimizer = args[1], args[2]
             journal.note(end=dict(_digests(chunks, optimizer)), counted=_counted(settings))
 
-    training.train, training.train_step = watched_train, watched_step
+    training.train, training.train_step, training.evaluate = watched_train, watched_step, watched_evaluation
 
 
 def _counted(settings: Any) -> list[int]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -234,7 +235,7 @@ class MegatronLM:
         """Where a run stands that has no checkpoint here: at what ``--load`` loaded, or at nothing."""
         if is_rank_zero() and settings.iteration:
             announce(
-                "%s holds no checkpoint: training goes on at iteration %d of --load %s",
+                "no checkpoint is taken from %s: training goes on at iteration %d of --load %s",
                 self.options.dirpath,
                 settings.iteration,
                 settings.load,
@@ -283,6 +284,7 @@ class MegatronLM:
                 there,
                 self.options.dirpath,
                 iteration,
+                level=logging.WARNING,
             )
 
     def _build_loaders(self, *args: Any, **kwargs: Any) -> Any:

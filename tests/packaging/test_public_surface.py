@@ -66,7 +66,8 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
-    "faults lost_tokens routed_tokens window next_slot sizes inseparable activity snapshot_bytes"
+    "faults lost_tokens routed_tokens window next_slot sizes inseparable activity snapshot_bytes "
+    "nothing_safe"
 )
 """What a policy of one's own decides from."""
 

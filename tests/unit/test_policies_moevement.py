@@ -30,7 +30,7 @@ def at(rate, iteration=1.0):
     return Measured(recent_iteration_secs=iteration, copy_bytes_per_sec=rate, persist_bytes_per_sec=rate)
 
 
-def facts(step=5, last_step=4, measured=None, model=MODEL, sizes=SIZES, **more):
+def facts(step=25, last_step=24, measured=None, model=MODEL, sizes=SIZES, **more):
     measured = at(1000.0) if measured is None else measured
     return context(model, step=step, last_step=last_step, measured=measured, sizes=sizes, **more)
 
@@ -71,19 +71,53 @@ def is_dense(plan, operators=ALL):
     return plan.window.size == 1 and sorted(plan.operators()) == sorted(operators) and not plan.compute_only
 
 
-def test_step_0_is_dense_and_then_nothing_is_saved_until_there_are_measurements():
+def test_step_0_is_dense_then_comes_one_window_of_first_measurements_and_others_when_there_are_more():
     run = Run(MoEvement(), measured=Measured())
-    plans = run.go(4)
+    plans = run.go(2)
     assert is_dense(plans[0])
     assert plans[0].window == Window(0, (plans[0].window.order,), None)
-    assert not any(plans[1:])
+    assert not plans[1]
     assert is_dense(MoEvement().plan(facts(0, 0, Measured())))
+    plans = run.go(3, measured=at(62.0))
+    assert [(plan.window.start, plan.slot) for plan in plans] == [(2, 0), (2, 1), (2, 2)]
     # Iterations that are slow to start are not all that iteration time is measured by.
-    assert not any(run.go(PROFILE_STEPS - 4, measured=at(62.0)))
+    assert not any(run.go(PROFILE_STEPS - 5))
     plans = run.go(3)
     assert [plan.slot for plan in plans] == [0, 1, 2]
     assert all(plan.window == plans[0].window for plan in plans)
     assert plans[0].window.start == PROFILE_STEPS
+
+
+@pytest.mark.parametrize(("rate", "first", "later"), [(1000.0, 1, 1), (62.0, 3, 3), (45.0, 4, 5), (1.0, 4, 8)])
+def test_the_first_window_has_few_slots_so_that_it_is_there_soon(rate, first, later):
+    """Whatever it costs in stalls, once: step 0 was waited for as a whole."""
+    run = Run(MoEvement(max_window=8), measured=at(rate))
+    plans = run.go(PROFILE_STEPS + 1)
+    assert sizes_of(plans)[1 : 1 + first] == [first] * first
+    assert not any(plans[1 + first : -1])
+    assert sizes_of(plans)[-1] == later
+
+
+def test_a_first_window_that_does_not_fit_in_host_memory_is_longer():
+    assert MoEvement(max_window=8).plan(facts(1, 0, at(45.0), snapshot_bytes=46)).window.size == 5
+    assert MoEvement(max_window=8).plan(facts(1, 0, at(45.0), snapshot_bytes=1000)).window.size == 4
+
+
+def test_who_steps_ahead_learns_when_the_next_window_may_begin():
+    policy = MoEvement()
+    assert policy.next_due(facts(3, 2)) == PROFILE_STEPS
+    assert policy.next_due(facts(1, 0)) == 1
+    assert policy.next_due(facts(PROFILE_STEPS, 4)) == PROFILE_STEPS
+    assert policy.next_due(facts(300, 299)) == 300
+    assert MoEvement(window=2).next_due(facts(3, 2)) == 3
+    window = policy.plan(facts(1, 0, at(62.0))).window
+    assert policy.next_due(facts(2, 1, window=window, next_slot=1)) == 2
+
+
+@pytest.mark.parametrize("policy", [MoEvement(), MoEvement(window=3)])
+@pytest.mark.parametrize("last_step", [0, 3, 400])
+def test_where_no_checkpoint_came_of_those_that_were_begun_the_next_is_dense_and_at_once(policy, last_step):
+    assert is_dense(policy.plan(facts(last_step + 1, last_step, Measured(), nothing_safe=True)))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +131,9 @@ def test_step_0_is_dense_and_then_nothing_is_saved_until_there_are_measurements(
     ],
 )
 def test_a_window_is_not_sized_by_half_of_what_it_takes(measured):
-    assert not MoEvement().plan(facts(5, 4, measured))
-    assert MoEvement().plan(facts(5, 4, at(60.0)))
-    assert MoEvement(window=2).plan(facts(5, 4, measured))
+    assert not MoEvement().plan(facts(25, 24, measured))
+    assert MoEvement().plan(facts(25, 24, at(60.0)))
+    assert MoEvement(window=2).plan(facts(25, 24, measured))
 
 
 def test_a_run_that_never_learns_its_rates_measures_them_by_a_dense_checkpoint():
@@ -174,7 +208,7 @@ def test_what_fits_is_rate_times_time_times_ranks_by_the_slower_rate():
 
 def test_the_size_changes_at_window_starts_only():
     run = Run(MoEvement(), measured=at(56.0))
-    assert sizes_of(run.go(PROFILE_STEPS + 2)) == [1, *[0] * (PROFILE_STEPS - 1), 3, 3]
+    assert sizes_of(run.go(PROFILE_STEPS + 2)) == [1, *[3] * 3, *[0] * (PROFILE_STEPS - 4), 3, 3]
     assert sizes_of(run.go(3, measured=at(1000.0))) == [3, 1, 1]
     assert sizes_of(run.go(3, measured=at(72.0))) == [2, 2, 2]
     assert sizes_of(run.go(3, measured=at(32.0))) == [2, 8, 8]
@@ -241,14 +275,14 @@ def test_host_memory_makes_windows_longer():
     ("policy", "step", "room", "said"),
     [
         (MoEvement(window=2), 5, 71, "window=2.*W = 2 has 72 bytes on each of 1 ranks.*room for 71.*set window=3,"),
-        (MoEvement(max_window=3), 5, 40, "max_window=3.*W = 3 has 56 bytes.*room for 40.*set max_window=6,"),
+        (MoEvement(max_window=3), 25, 40, "max_window=3.*W = 3 has 56 bytes.*room for 40.*set max_window=6,"),
         (MoEvement(window=11), 5, 31, "W = 8 has 32 bytes.*no window does: give at least 32 bytes per rank"),
         (MoEvement(), 0, 131, "at step 0.*has 132 bytes.*before training everything is saved at once"),
     ],
 )
 def test_what_does_not_fit_in_host_memory_is_refused_with_numbers(policy, step, room, said):
     with pytest.raises(ConfigError, match=said):
-        policy.plan(facts(step, None if step == 0 else 4, snapshot_bytes=room))
+        policy.plan(facts(step, None if step == 0 else step - 1, snapshot_bytes=room))
 
 
 def test_the_window_that_a_refusal_names_does_fit():
@@ -279,8 +313,8 @@ def drawn_facts(draw):
         sizes=sizes,
         ranks=draw(st.integers(1, 4)),
         activity=Activity(tokens.reshape(shape).astype(np.int64)),
-        step=draw(st.sampled_from([0, 5, 20])),
-        last_step=draw(st.sampled_from([None, 4])),
+        step=draw(st.sampled_from([0, 25, 40])),
+        last_step=draw(st.sampled_from([None, 24])),
     )
 
 
@@ -367,7 +401,7 @@ def test_a_report_without_measurements_has_no_times():
 
 def test_the_window_under_way_is_what_is_explained():
     window = Window(4, (ALL[:1], ALL[1:]))
-    assert MoEvement(window=5).explain(facts(5, 4, window=window, next_slot=1)).window is window
+    assert MoEvement(window=5).explain(facts(25, 24, window=window, next_slot=1)).window is window
 
 
 @pytest.mark.parametrize(

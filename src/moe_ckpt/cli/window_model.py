@@ -33,7 +33,7 @@ def context_of(reader: StoreReader, manifest: Manifest, args: argparse.Namespace
     return PolicyContext(
         step=manifest.step + 1,
         catalog=catalog,
-        last_step=manifest.step,
+        last_step=max(1, manifest.step),  # after 0 comes a run's first window, which is not like those that follow
         ranks=args.ranks or manifest.world_size,
         measured=Measured(
             recent_iteration_secs=args.iteration_secs,

@@ -225,6 +225,9 @@ class Books:
             window=self.window,
             next_slot=self.next_slot,
             activity=Activity(self._hard, self._soft, self._decayed),
+            nothing_safe=self.last_step is not None
+            and self.committed_step is None
+            and not any(pending.is_checkpoint for pending in under_way),
         )
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:

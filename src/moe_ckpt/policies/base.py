@@ -75,6 +75,7 @@ class PolicyContext:
 
     step: optimizer steps done (the state to be saved is the one after this step).
     last_step: step of the newest checkpoint that was begun, or None.
+    nothing_safe: checkpoints were begun, but none is committed or under way: they failed, or are in another store.
     index: checkpoints begun so far in this run, across restarts.
     chosen_at: ``[L, E]`` step of the newest checkpoint, committed or under way, that holds the expert; -1 if none.
     ranks: of the run.
@@ -114,6 +115,7 @@ class PolicyContext:
     inseparable: tuple[frozenset[str], ...] = ()
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
+    nothing_safe: bool = False
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:

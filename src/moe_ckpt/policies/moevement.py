@@ -31,8 +31,10 @@ from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
 from moe_ckpt.policies.window_report import WindowReport, time_limit_bytes
 
 PROFILE_STEPS = 10
-"""Steps without a checkpoint, to learn the iteration time: after step 0, and where rates are not known before a dense
-checkpoint is taken to measure them."""
+"""A run measures for so many steps, with one window only beside them; and where rates are not known it waits for so
+many before a dense checkpoint is taken to measure them."""
+FIRST_SLOTS = 4
+"""Most slots of the window beside which a run measures: a failure in its first steps must find it complete."""
 
 Slots = tuple[tuple[str, ...], ...]
 
@@ -44,8 +46,9 @@ class MoEvement:
     W is the smallest number of slots with which every slot fits in an iteration: its bytes, an even share per rank, at
     the slower of the measured rates of copying and of committing. Each pipeline stage is cut into slots by itself,
     since its ranks can save nothing of the others'. It is decided anew at each window's start. Before training (step 0)
-    everything is saved, since the first window has no older state to fall back on; then nothing for ``PROFILE_STEPS``
-    steps and until iteration time and rates are measured, unless ``window`` is given.
+    everything is saved, since the first window has no older state to fall back on. Unless ``window`` is given, a first
+    one of at most ``FIRST_SLOTS`` slots begins as soon as iteration time and rates were measured once, which is after
+    the second step; the next one begins after ``PROFILE_STEPS`` steps, when there are enough measurements.
 
     window: W, or None to size it as above. Of the windows with at most W slots, one whose heaviest slot is lightest.
     max_window: no window is longer. If even that does not fit in an iteration, training stalls: ``explain`` says by
@@ -131,17 +134,27 @@ class MoEvement:
             context.placement,
         )
 
+    def next_due(self, context: PolicyContext) -> int:
+        """The first step that is not between the first window and the others. See ``policies.base.next_due``.
+
+        Once windows follow one another there is a snapshot beside every iteration, so iterations that are slow to
+        start, or that ran beside one, must not be all that was measured.
+        """
+        last = context.last_step
+        if self.window is not None or _under_way(context) is not None or not last or context.nothing_safe:
+            return context.step
+        return max(context.step, PROFILE_STEPS)
+
     def _waits(self, context: PolicyContext) -> bool:
         """True while a window cannot be sized yet and there is a checkpoint to fall back on.
 
-        Once windows have begun there is a snapshot beside every iteration, so iterations that are slow to start must
-        not be all that was measured. Not for ever: rates are measured on checkpoints, and a run that was restarted may
-        have made none yet.
+        Not for ever: rates are measured on checkpoints, and a run that was restarted may have made none yet.
         """
-        if self.window is not None or context.step == 0 or context.last_step is None:
+        if self.window is not None or context.step == 0 or _has_none(context):
             return False
-        unknown = self._limit_bytes(context) is None
-        return (unknown or context.last_step == 0) and context.step - context.last_step < PROFILE_STEPS
+        if context.step < self.next_due(context):
+            return True
+        return self._limit_bytes(context) is None and context.step - (context.last_step or 0) < PROFILE_STEPS
 
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
@@ -166,13 +179,16 @@ class MoEvement:
         lanes = lanes_of(order, context.ranks, context.placement)
         if context.step == 0:
             slots: Slots = (tuple(order),)
-        elif self.window is not None and context.last_step is not None:
+        elif self.window is not None and not _has_none(context):
             slots = _balanced(lanes, context.sizes, self.window)
-        elif limit is None or context.last_step is None:
+        elif limit is None or _has_none(context):
             # A dense checkpoint, to fall back on or to measure; where host memory is short, as few slots as it allows.
             slots = self._fewest(lanes, context.sizes, room)
         else:
             slots = self._fewest(lanes, context.sizes, limit if room is None else min(limit, room))
+            if context.last_step == 0 and len(slots) > FIRST_SLOTS:
+                few = _balanced(lanes, context.sizes, FIRST_SLOTS)
+                slots = few if room is None or max(share_bytes(few, context.sizes, lanes)) <= room else slots
         if room is not None and (heaviest := max(share_bytes(slots, context.sizes, lanes))) > room:
             raise ConfigError(self._too_large(lanes, context, len(slots), heaviest))
         return slots
@@ -223,6 +239,11 @@ class MoEvement:
 
     def describe(self) -> dict[str, Any]:
         return {"name": "moevement", **asdict(self)}
+
+
+def _has_none(context: PolicyContext) -> bool:
+    """True if there is no checkpoint to fall back on, so that the next one must be whole."""
+    return context.last_step is None or context.nothing_safe
 
 
 def _under_way(context: PolicyContext) -> Window | None:

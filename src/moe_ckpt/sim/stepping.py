@@ -173,6 +173,8 @@ class Stepper:
         due = next_due(self._policy, context)
         if due > state.step:
             self._iterate(due - state.step, until)
+            if uses_windows(self._policy):  # the gap behind a run's first window is the only one
+                self._rounds.clear()
             return
         if uses_windows(self._policy):
             self._sparse_round(context, until)
@@ -283,7 +285,8 @@ class Stepper:
         hard = context.activity.hard // max(1, int(np.gcd.reduce(context.activity.hard, axis=None)))
         decayed = context.activity.decayed.tobytes() if self._decays else b""
         before = None if context.window is None else state.track.order_of(context.window)
-        key = _digest(hard.tobytes(), decayed, before, context.step == 0, context.last_step is None)
+        first = context.last_step == 0  # which is made of first measurements, for a trainer has no others
+        key = _digest(hard.tobytes(), decayed, before, context.step == 0, context.last_step is None, first)
         window = self._windows.get(key)
         if window is None:
             window = self._policy.plan(context).window
@@ -291,8 +294,8 @@ class Stepper:
             if window is None:  # it waits for measurements that a trainer would not have yet
                 return None
             # Asked again about the very load that it was made for, a policy stays with its window.
-            again = _digest(hard.tobytes(), decayed, state.track.order_of(window), False, False)
-            for known in (key,) if context.last_step is None else (key, again):
+            again = _digest(hard.tobytes(), decayed, state.track.order_of(window), False, False, False)
+            for known in (key,) if not context.last_step else (key, again):
                 if len(self._windows) >= _WINDOWS_KEPT:
                     self._windows.pop(next(iter(self._windows)))
                 self._windows[known] = window

@@ -280,6 +280,18 @@ class SparseWindowError(UnsupportedError):
         self.last = last
 
 
+class OtherLayoutError(ConfigError):
+    """A sparse window was computed by another number of ranks, or with other parallel degrees, than this run has."""
+
+    def __init__(self, directory: str, reason: str, advice: str) -> None:
+        super().__init__(
+            f"checkpoint {directory} is a sparse window {reason}: the steps in it can only be computed again as they "
+            f"were, and no dense checkpoint is there to take instead. {advice}"
+        )
+        self.directory = directory
+        self.reason = reason
+
+
 class ReplayDivergedError(UserError, RuntimeError):
     """Steps that were computed again are not those that a sparse window holds."""
 

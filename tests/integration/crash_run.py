@@ -37,6 +37,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt.callbacks import MoECheckpoint, moe_checkpoint
+from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.policies import Dense, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
@@ -46,7 +47,11 @@ from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
 POLICIES = {"dense": Dense, "moc": MoC, "moetion": MoEtion, "moevement": MoEvement}
-SAMPLERS = {"stateful": StatefulDistributedSampler, "plain": DistributedSampler}
+SAMPLERS = {
+    "stateful": StatefulDistributedSampler,
+    "plain": DistributedSampler,
+    "recoverable": RecoverableDistributedSampler,  # for lives of other numbers of ranks
+}
 
 
 @dataclass(frozen=True)
@@ -330,10 +335,10 @@ def _beside(name: str, run: Run) -> pl.Callback:
 def loaders(run: Run) -> tuple[Any, Any]:
     if issubclass(KINDS[run.kind], FamilyMoE):
         train = text_loader(run.samples)
-    elif run.ranks > 1:
+    elif run.ranks > 1 or run.sampler == "recoverable":
         # Lightning's own sampler for several ranks would hide the order of a shuffling loader from its state.
         dataset = Tokens(run.samples)
-        sampler = SAMPLERS[run.sampler](dataset, run.ranks, int(os.environ["RANK"]), seed=3)
+        sampler = SAMPLERS[run.sampler](dataset, run.ranks, int(os.environ.get("RANK", "0")), seed=3)
         train = StatefulDataLoader(dataset, batch_size=4, sampler=sampler, num_workers=run.workers)
     else:
         train = loader(run.samples, num_workers=run.workers)

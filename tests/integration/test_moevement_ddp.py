@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
 
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.storage import open_storage
 from moe_ckpt.testing import Kill, KillSchedule
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
@@ -60,15 +64,35 @@ def test_one_rank_dies_and_then_the_other_one_during_the_replay(place):  # noqa:
     assert not any(line["event"] == "batch" and line["step"] >= lives[1][0]["step"] for line in lives[1])
 
 
-def test_another_number_of_ranks_is_refused(place):  # noqa: F811
+def test_another_number_of_ranks_takes_the_newest_dense_checkpoint(place):  # noqa: F811
+    run = placed(replace(TWO, policy=("moevement", 2), options={"dense_overhead": 0.25}, sampler="recoverable"), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 10)))
+    reader = StoreReader(open_storage(run.store))
+    manifests = [reader.manifest(directory) for directory in reader.directories()]
+    dense = [manifest for manifest in manifests if not manifest.window]
+    assert manifests[0].window
+    assert len(dense) == 1
+    assert 4 <= dense[0].step < manifests[0].step, "dense checkpoints are made between windows, and the newest is kept"
+    live(replace(run, ranks=1))
+    said = output(run)
+    assert f"{manifests[0].directory} is a sparse window that 2 ranks computed, and this run has 1" in said
+    assert f"dense checkpoint {dense[0].directory} is taken instead: {manifests[0].step - dense[0].step} steps" in said
+
+
+def test_another_number_of_ranks_is_refused_without_a_dense_checkpoint(place):  # noqa: F811
     run = placed(TWO, place)
     assert KILLED in live_ranks(replace(run, crash=("compute", 12)))
+    reader = StoreReader(open_storage(run.store))
+    for directory in reader.directories():  # as releases before did, which kept none
+        if not reader.manifest(directory).window:
+            shutil.rmtree(os.path.join(run.store, directory))
     before = committed(run.store)
     with pytest.raises(AssertionError, match="exit code 1"):
         live(replace(run, ranks=1))
     said = output(run)
-    assert "ConfigError" in said
+    assert "OtherLayoutError" in said
     assert "is a sparse window that 2 ranks computed, and this run has 1" in said
+    assert "Start 2 ranks" in said
     assert committed(run.store) == before
 
 

@@ -126,14 +126,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
         "precision": replace(start, precision="fp32"),
         "layers": replace(start, layers=2),
     }
-    window = ("MoEvement", {"window": 3})
     stops = [Stop(other, resumes=False) for other in others.values()]
-    sparse = [
-        Stop(start, steps=4, policy=window, store="sparse"),
-        Stop(replace(start, ep=1), resumes=False, policy=window, store="sparse"),
-    ]
-    views = travel(tmp_path, 2, sparse[0], Stop(start, steps=1), *stops, sparse[1])
-    refused = dict(zip([*others, "window"], views[0][2:], strict=True))
+    views = travel(tmp_path, 2, Stop(start, steps=1), *stops)
+    refused = dict(zip(others, views[0][1:], strict=True))
     for name, view in refused.items():
         assert view["untouched"], name
     for name, difference in {
@@ -144,10 +139,16 @@ def test_what_does_not_fit_is_refused(tmp_path):
     }.items():
         assert refused[name]["error"] == "ForeignStoreError"
         assert difference in refused[name]["said"]
-    assert refused["precision"]["error"] == refused["window"]["error"] == "ConfigError"
+    assert refused["precision"]["error"] == "ConfigError"
     assert "is torch.float32 in the model, but BF16 in checkpoint step_00000001" in refused["precision"]["said"]
-    assert "checkpoint step_00000003 is a sparse window" in refused["window"]["said"]
-    assert "expert 2 (now 1)" in refused["window"]["said"]
+
+
+def test_a_window_of_another_layout_gives_way_to_the_newest_dense_checkpoint(tmp_path):
+    start, window = replace(BASE, ep=2, precision="bf16"), ("MoEvement", {"window": 2, "dense_overhead": 0.25})
+    [first, second], _ = travel(tmp_path, 2, Stop(start, steps=7, policy=window), Stop(replace(start, ep=1), steps=1))
+    dense = second["progress"].iteration
+    assert 4 <= dense < 7, "a dense checkpoint between windows"
+    assert second["came"]["tensors"] == first["history"][dense]
 
 
 @pytest.mark.slow

@@ -51,9 +51,9 @@ SURFACE = {
 ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
     "HostMemoryError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
-    "OptimizerChangedError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError StateRefusedError "
-    "StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError TornSnapshotError "
-    "UnencodableStateError UnsupportedError UserError"
+    "OptimizerChangedError OtherLayoutError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError "
+    "StateRefusedError StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError "
+    "TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (
@@ -67,7 +67,7 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
     "faults lost_tokens routed_tokens window next_slot sizes inseparable activity snapshot_bytes "
-    "nothing_safe"
+    "nothing_safe dense_step"
 )
 """What a policy of one's own decides from."""
 
@@ -76,7 +76,7 @@ POLICY_OPTIONS = {
     "CheckFreq": "max_overhead profile_steps max_interval",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
     "MoEtion": "every_n_steps experts selection budget_fraction",
-    "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts",
+    "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
 }
 
 RECORDS = {

@@ -26,6 +26,7 @@ EXAMPLES = [
     errors.ConfigError("k"),
     errors.OptimizerChangedError("optimizer 0", "torch.optim.AdamW", "torch.optim.SGD"),
     errors.SparseWindowError("step_00000009", 7, 9),
+    errors.OtherLayoutError("step_00000009", "that 4 ranks computed, and this run has 2", "Start 4 ranks."),
     errors.ReplayDivergedError(8, "the next optimizer step was step 9"),
 ]
 

@@ -443,6 +443,7 @@ def test_it_is_a_policy_that_says_what_it_is():
         "max_window": 32,
         "order": "soft_count",
         "budget_fraction": 1.0,
+        "dense_overhead": 0.01,
         "non_experts": "last",
         "reorder_change": 0.10,
         "reorder_experts": 0.25,
@@ -535,3 +536,24 @@ def test_among_equals_the_owners_take_turns():
     window = MoEvement(window=4).plan(facts(ranks=2, placement=owners)).window
     experts = [op for op in window.order if op.startswith("expert/0/")]
     assert experts == ["expert/0/0", "expert/0/2", "expert/0/1", "expert/0/3"]
+
+
+def test_a_dense_checkpoint_takes_a_windows_place_now_and_then():
+    """One per (W - 1) / dense_overhead steps; a window that is under way ends first, and host memory must have room."""
+    policy = MoEvement(window=3, dense_overhead=0.25)
+    for step, due in ((7, False), (8, True), (9, True)):
+        plan = policy.plan(facts(step, step - 1, dense_step=0))
+        assert is_dense(plan) == due
+        assert plan.window.size == (1 if due else 3)
+    begun = policy.plan(facts(7, 6, dense_step=0)).window
+    assert policy.plan(facts(8, 7, dense_step=0, window=begun, next_slot=1)).slot == 1
+    assert policy.plan(facts(12, 11, dense_step=8)).window.size == 3
+    assert policy.plan(facts(12, 11, dense_step=0, snapshot_bytes=DENSE - 1)).window.size == 3
+    assert is_dense(policy.plan(facts(12, 11, dense_step=0, snapshot_bytes=DENSE)))
+    for never in (MoEvement(window=3, dense_overhead=0.0), MoEvement(window=3)):
+        assert never.plan(facts(199, 198, dense_step=0)).window.size == 3
+    assert policy.plan(facts(999, 998)).window.size == 3, "where nobody keeps track, none is due"
+    assert MoEvement(window=3).plan(facts(200, 199, dense_step=0)).window.size == 1
+    for value in (-0.1, 1.5, "1%", True):
+        with pytest.raises(ConfigError, match="dense_overhead"):
+            MoEvement(dense_overhead=value)

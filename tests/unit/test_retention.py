@@ -1,6 +1,6 @@
 """Which checkpoints stay: literals for the rules, simulated MoC runs for the spare."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -287,3 +287,12 @@ def test_the_rules_hold_for_any_history(ages, keep_last, every, max_age, spare):
     wanted = {r.directory for r in records[-keep_last:] + [r for r in records if every and r.step % every == 0]}
     assert wanted & young <= kept
     assert len(kept - (wanted & young) - {records[-1].directory}) <= 2 * spare
+
+
+def test_the_newest_dense_checkpoint_stays_beside_windows():
+    """Only it can go on on another layout. On the run's line too: what a run passed over does not count for it."""
+    of_steps = [replace(record(step, age_secs=9.0), dense=step in (2, 5)) for step in range(1, 9)]
+    assert kept_of(of_steps, keep_last=1, max_age_secs=1.0) == {"g0s5", "g0s8"}
+    back = [replace(record(step, generation=1, parent=(0, 2)), dense=False) for step in (3, 4)]
+    assert kept_of([*of_steps, *back], keep_last=1) == {"g0s2", "g0s5", "g1s4"}
+    assert kept_of([record(step) for step in (1, 2)], keep_last=1) == {"g0s2"}

@@ -57,6 +57,7 @@ class MoEvementConfig:
     non_experts: str = "last"
     reorder_change: float = 0.10
     reorder_experts: float = 0.25
+    dense_overhead: float = 0.01
 
 
 @dataclass

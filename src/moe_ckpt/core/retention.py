@@ -29,6 +29,7 @@ class CheckpointRecord:
     parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None if
         that is not known, or if there was none.
     passed_over: directories that the run could not read when it came back to an older checkpoint. They may be good.
+    dense: one state of the run, which any layout opens; False for a sparse window.
     """
 
     directory: str
@@ -38,6 +39,7 @@ class CheckpointRecord:
     paths: frozenset[str]
     parent: tuple[int, int] | None = None
     passed_over: tuple[str, ...] = ()
+    dense: bool = True
 
     @property
     def order(self) -> tuple[int, int]:
@@ -47,14 +49,15 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How many checkpoints to keep. The newest is always kept.
+    """How many checkpoints to keep. The newest is always kept, and where that is a sparse window (MoEvement), the
+    newest dense one too, for a run that comes back on another layout.
 
     keep_last: the newest so many of the run's line stay, and of all. The two differ only after a run came back past
         damaged checkpoints, until it has made as many new ones.
     keep_every_n_steps: steps divisible by it stay too (of one step one generation: the newest on the line, or else
         the newest).
-    max_age_secs: seconds, or text such as "7d". Older ones go, whatever the two rules above say; not the newest and not
-        the spares.
+    max_age_secs: seconds, or text such as "7d". Older ones go, whatever the two rules above say; not the newest, the
+        newest dense one and the spares.
     keep_spare: also keep a fallback without any file of the newest, and the candidate to follow it: at
         most two more checkpoints, and two more while the line is not all. Costs nothing where every
         checkpoint is whole and keep_last >= 2.
@@ -85,7 +88,8 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now
     spares = [*_spares(ordered), *_spares(line)] if policy.keep_spare else []
     unread = {directory for record in ordered for directory in record.passed_over}
     found = [record for record in ordered if record.directory in unread]
-    return frozenset(record.directory for record in (ordered[-1], *kept, *spares, *found))
+    dense = [those[-1] for each in (ordered, line) if (those := [record for record in each if record.dense])]
+    return frozenset(record.directory for record in (ordered[-1], *kept, *spares, *found, *dense))
 
 
 def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:

@@ -147,6 +147,7 @@ def _record(manifest: Manifest) -> CheckpointRecord:
         paths=manifest.paths | {f"{manifest.directory}/{MANIFEST_NAME}"},
         parent=_parent(manifest),
         passed_over=manifest.passed_over,
+        dense=not manifest.window,
     )
 
 

@@ -53,6 +53,12 @@ class StoreKeeper:
         except (OSError, MoECheckpointError) as error:
             log.warning("what dead writers left in %s could not be removed: %s", self._storage.root, error)
 
+    def dense_step(self, manifest: Manifest) -> int:
+        """Returns the step of the newest dense checkpoint up to ``manifest``; 0 if none is known."""
+        bound = manifest.generation, manifest.step
+        known = {**self._manifests, manifest.directory: manifest}.values()
+        return max((m.step for m in known if not m.window and (m.generation, m.step) <= bound), default=0)
+
     def require_whole(self, manifest: Manifest) -> None:
         """Prove, just before ``manifest`` is written, that every file it names is there, and that the store is ours.
 

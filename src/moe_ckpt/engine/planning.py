@@ -10,6 +10,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import OperatorBytes
+from moe_ckpt.engine.books import Pending
 from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.shares import ComputeTypes, inseparable, operator_bytes
 from moe_ckpt.policies.base import Policy, PolicyContext, SparsePolicy, uses_sizes, uses_windows
@@ -25,6 +26,7 @@ class Planner:
         layout: Which tensors exist for each parameter.
         compute_types: What kernels read of the parameters; see ``set_compute_types``.
         sizes: Bytes of every operator, for policies that go by them.
+        dense_step: Step of the newest dense checkpoint, committed or under way; 0 if that is not known.
         room: Most bytes of one rank's snapshot that host memory leaves room for, the minimum over ranks; None if
             nobody goes by it.
     """
@@ -33,6 +35,7 @@ class Planner:
         self.layout = Layout(catalog)
         self.compute_types: ComputeTypes = {}
         self.sizes: Mapping[str, OperatorBytes] = {}
+        self.dense_step = 0
         self.room: int | None = None
         self._policy = policy
         self._catalog = catalog
@@ -52,7 +55,9 @@ class Planner:
             return policy.plan(context)
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
-        context = replace(context, inseparable=self._inseparable, snapshot_bytes=self.room)
+        context = replace(
+            context, inseparable=self._inseparable, snapshot_bytes=self.room, dense_step=self.dense_step
+        )
         plan = policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
@@ -61,12 +66,24 @@ class Planner:
 
     def _say_window(self, policy: SparsePolicy, size: int, context: PolicyContext) -> None:
         """Tell, on one rank, that windows have another length from now on, and whether training will stall for it."""
+        if size == 1 and self._window_size > 1:  # a dense checkpoint between two windows
+            return
         if size != self._window_size and self._rank == 0 and context.step:
             warning = policy.explain(context).warning
             log.info("step %d: a sparse window of %d steps begins", context.step, size)
             if warning is not None:
                 log.warning("%s", warning)
         self._window_size = size
+
+    def begun(self, pending: Pending) -> None:
+        """A snapshot began."""
+        if pending.window is None and len(pending.operators) == len(self._catalog.everything):
+            self.dense_step = pending.step
+
+    def failed(self, pending: Pending) -> None:
+        """It was not committed."""
+        if pending.step == self.dense_step:
+            self.dense_step = 0
 
     def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
         """Returns this rank's tensors and those of all; listed once per step, though a window asks twice."""

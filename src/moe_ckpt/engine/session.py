@@ -28,6 +28,7 @@ from moe_ckpt.engine.backlog import Backlog
 from moe_ckpt.engine.books import Books, Pending, places
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.host_tier import HostTier
+from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.opening import open_store
 from moe_ckpt.engine.outcomes import FailureCount
@@ -97,6 +98,7 @@ class CheckpointSession:
         self._plt_budget: float | None = None
         self._planner = Planner(policy, catalog, state, self._placement, comm.rank)
         self._committer: Committer | None = None
+        self._keeper: StoreKeeper | None = None
         self._pipeline: Pipeline | None = None
         self._left_to_writer = False
         self._profile = NoRecorder()
@@ -120,7 +122,7 @@ class CheckpointSession:
     def _open(self) -> None:
         limits = self._settings.retention, self._settings.read_patience_secs
         opened = open_store(self._storage, self.catalog, self._comm, self._lock, *limits)
-        self.generation = opened.generation
+        self.generation, self._keeper = opened.generation, opened.keeper
         if opened.keeper is not None:
             self._committer = Committer(
                 self._storage,
@@ -168,6 +170,9 @@ class CheckpointSession:
         if same_store:
             self._planner.layout.update(self._state.specs())
             self.committed_directory = manifest.directory
+            if uses_windows(self._policy):
+                known = 0 if self._keeper is None else self._keeper.dense_step(manifest)
+                [self._planner.dense_step] = self.largest([known])
             if self._committer is not None:
                 self._committer.adopt(manifest)
         self._profile.adopted(manifest.step)
@@ -312,6 +317,8 @@ class CheckpointSession:
         if committed and pending.is_checkpoint:
             self._planner.layout.settle(pending.relaid)
             self.committed_directory = step_dir(pending.step, pending.generation)
+        if not committed:
+            self._planner.failed(pending)
         return pending
 
     def _carry_out(self, plan: SnapshotPlan, capture: Capture, facts: Facts) -> StepRecord:
@@ -375,6 +382,7 @@ class CheckpointSession:
         if snapshot.refused and not last and self._settings.when_busy == "wait":
             raise self._not_in_time(plan.step, patience_secs)
         self.books.begun(snapshot.sequence, pending)
+        self._planner.begun(pending)
         self._profile.begun(snapshot.nbytes, self._planner.layout.changes, specs, self._planner.compute_types)
         return snapshot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ckpt.errors import ConfigError, ReplayDivergedError
+from moe_ckpt.errors import ConfigError, OtherLayoutError, ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.side import Stateful, restore_stateful
@@ -56,13 +56,13 @@ def load(
 
 
 def require_same_layout(there: Mapping[str, int], here: Mapping[str, int], manifest: Manifest) -> None:
-    """Raise ``ConfigError`` unless steps can be computed again as they were."""
+    """Raise ``OtherLayoutError`` unless steps can be computed again as they were."""
     differing = [f"{name} {there.get(name)} (now {here[name]})" for name in here if there.get(name) != here[name]]
     if differing:
-        raise ConfigError(
-            f"checkpoint {manifest.directory} is a sparse window, whose steps can only be computed again with the "
-            f"parallel degrees of the run: {', '.join(differing)}. Start with those; once the window is dense again, "
-            "the next dense checkpoint can go on with others."
+        raise OtherLayoutError(
+            manifest.directory,
+            f"of a run with other parallel degrees: {', '.join(differing)}",
+            "Start with those of that run; a dense checkpoint, such as its last one, can go on with others.",
         )
 
 

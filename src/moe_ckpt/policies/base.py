@@ -91,6 +91,7 @@ class PolicyContext:
     inseparable: groups of operators that must be anchored in the same slot of a window, because the optimizer lets rows
         of a parameter that they share act on one another.
     activity: what popularity orders go by.
+    dense_step: step of the newest dense checkpoint, begun or committed; None where nobody keeps track of it.
     snapshot_bytes: most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
     """
 
@@ -116,6 +117,7 @@ class PolicyContext:
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
     nothing_safe: bool = False
+    dense_step: int | None = None
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:

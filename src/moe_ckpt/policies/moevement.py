@@ -55,6 +55,10 @@ class MoEvement:
         how much. Not for a ``window`` that is given.
     order, non_experts, reorder_change, reorder_experts: see ``popularity.Ordering``.
     budget_fraction: portion of an iteration that a snapshot may take.
+    dense_overhead: portion of training time that dense checkpoints between windows may cost; 0 for none. A window can
+        only be opened by as many ranks with the same parallel degrees, a dense checkpoint by any. It weighs about as
+        much as the W slots of a window, so that training may wait for W - 1 iterations: one is due every
+        ``(W - 1) / dense_overhead`` steps. None is made where host memory has no room for it.
     """
 
     window: int | None = None
@@ -64,6 +68,7 @@ class MoEvement:
     non_experts: str = "last"
     reorder_change: float = 0.10
     reorder_experts: float = 0.25
+    dense_overhead: float = 0.01
 
     sparse: ClassVar[bool] = True  # see ``policies.base.uses_windows``
 
@@ -76,6 +81,7 @@ class MoEvement:
             if not isinstance(value, str) or value not in choices:
                 raise ConfigError(f"MoEvement({name}={value!r}): no such {name}; choose from {list(choices)}")
         self._require_number("budget_fraction", 1.0, "the portion of an iteration that a snapshot may take", above=True)
+        self._require_number("dense_overhead", 1.0, "the portion of training time that dense checkpoints may cost")
         self._require_number("reorder_change", None, "the relative change of an expert's activation frequency")
         self._require_number("reorder_experts", 1.0, "the portion of experts that must have changed")
 
@@ -189,9 +195,19 @@ class MoEvement:
             if context.last_step == 0 and len(slots) > FIRST_SLOTS:
                 few = _balanced(lanes, context.sizes, FIRST_SLOTS)
                 slots = few if room is None or max(share_bytes(few, context.sizes, lanes)) <= room else slots
+        whole = (tuple(op for lane in lanes for op in lane.order),)
+        fits = room is None or max(share_bytes(whole, context.sizes, lanes)) <= room
+        if fits and self._dense_due(context, len(slots)):
+            return whole
         if room is not None and (heaviest := max(share_bytes(slots, context.sizes, lanes))) > room:
             raise ConfigError(self._too_large(lanes, context, len(slots), heaviest))
         return slots
+
+    def _dense_due(self, context: PolicyContext, size: int) -> bool:
+        """Whether a dense checkpoint is to be made in place of a window of ``size`` slots."""
+        if size == 1 or context.dense_step is None:
+            return False
+        return (context.step - context.dense_step) * self.dense_overhead >= size - 1
 
     def _fewest(self, lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], limit: int | None) -> Slots:
         """The fewest slots that keep within ``limit``, evened out; the best of ``max_window`` slots if none do."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ckpt.errors import (
-    ConfigError,
     CoverageError,
     DamagedError,
     NoCheckpointError,
+    OtherLayoutError,
     ReplayDivergedError,
     SparseWindowError,
 )
@@ -93,7 +93,8 @@ def newest_dense(reader: StoreReader) -> tuple[Manifest, tuple[str, ...]]:
 
 Admits = Callable[[Manifest, Mapping[str, Any]], None]
 """(the checkpoint, this rank's plain state; of a sparse window, that of its first step): raises ``ConfigError`` if this
-run cannot go on from it, or ``DamagedError`` if the state is none. Called on every rank before anything is written."""
+run cannot go on from it (``OtherLayoutError``: but from an older dense one), or ``DamagedError`` if the state is none.
+Called on every rank before anything is written."""
 
 
 def begin_replay(
@@ -110,15 +111,16 @@ def begin_replay(
     before anything is written.
 
     Raises:
-        ConfigError: another number of ranks than the window's: they would compute other steps; or as ``admits`` or
-            ``state.require_loadable`` says.
+        OtherLayoutError: another number of ranks than the window's: they would compute other steps; or as ``admits``
+            says. ConfigError: as ``state.require_loadable`` says.
         DamagedError, CoverageError: as ``restore``.
     """
     if world_size != manifest.world_size:
-        raise ConfigError(
-            f"checkpoint {manifest.directory} is a sparse window that {manifest.world_size} ranks computed, and this "
-            f"run has {world_size}: the steps in it can only be computed again by as many. Start {manifest.world_size} "
-            "ranks; once the window is dense again (or at the run's end) a dense checkpoint can go on with any number."
+        raise OtherLayoutError(
+            manifest.directory,
+            f"that {manifest.world_size} ranks computed, and this run has {world_size}",
+            f"Start {manifest.world_size} ranks; a dense checkpoint, such as the last of a run that ended well, can go "
+            "on with any number.",
         )
     reader.prove(manifest)
     index = reader.index(manifest)

@@ -25,6 +25,7 @@ from moe_ckpt.errors import (
     DamagedError,
     MoECheckpointError,
     NoCheckpointError,
+    OtherLayoutError,
     StoreError,
     StoreForbiddenError,
 )
@@ -82,6 +83,7 @@ def resume_newest(
     read_patience_secs: for how long, in all, reads that fail are tried again before.
 
     Raises:
+        OtherLayoutError: there are sparse windows of another layout, and no dense checkpoint to take instead.
         NoCheckpointError: there are checkpoints, but none that every rank can load. Training must not
             start then: the state in memory may be half of one.
         StoreUnreadableError, StoreForbiddenError: storage does not give what this rank needs.
@@ -92,12 +94,16 @@ def resume_newest(
     directories = _listed(reader, comm)
     problems: list[str] = []
     unread: list[str] = []
+    windows: list[OtherLayoutError] = []
     for directory in directories:
         restored, problem = _try(reader, directory, comm, state, admits)
         trouble = _worst(comm, _trouble(problem))
         if trouble is not None:
             if trouble.kind == _STOPS or (trouble.kind == _UNREAD and on_read_error == "stop"):
                 _leave_together(comm, trouble, problem, directory)
+            if isinstance(problem, OtherLayoutError):
+                windows.append(problem)
+                continue
             if problem is not None:
                 log.warning("rank %d cannot use checkpoint %s: %s", comm.rank, directory, problem)
                 problems.append(f"{directory}: {problem}")
@@ -108,9 +114,13 @@ def resume_newest(
             continue
         if restored is None:
             return None
+        if windows and comm.rank == 0:
+            _say_passed_over(reader.manifest(windows[0].directory), windows[0].reason, restored.manifest)
         return _completed(restored, reader, comm, state, tier, tuple(unread))
     if not directories:
         return None
+    if windows:
+        raise windows[0]
     raise NoCheckpointError(
         f"no checkpoint in {storage.root} can be used: {'; '.join(problems[:4]) or 'see the other ranks'}. "
         "To start over, move the directory away or choose another dirpath."
@@ -143,6 +153,22 @@ def _completed(
     if restored.replay is not None:
         restored.replay.manifest = manifest
     return replace(restored, manifest=manifest)
+
+
+def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
+    """What falling back from a window of another layout costs."""
+    routed = [int(np.asarray(each.tokens["applied"], dtype=np.int64).sum()) for each in (window, taken)]
+    announce(
+        "checkpoint %s is a sparse window %s. The dense checkpoint %s is taken instead: %d steps, in which %d tokens "
+        "were routed, are computed again. The window stays until newer checkpoints replace it; to go on from it, stop "
+        "now and start as that run was started",
+        window.directory,
+        reason,
+        taken.directory,
+        window.step - taken.step,
+        routed[0] - routed[1],
+        level=logging.WARNING,
+    )
 
 
 def _listed(reader: StoreReader, comm: Communicator) -> list[str]:
@@ -181,7 +207,7 @@ def _trouble(problem: Exception | None) -> int:
         return _STOPS  # an older checkpoint would only hide a mistake in the set-up
     if isinstance(problem, OSError):
         return _UNREAD
-    return _DAMAGED if isinstance(problem, (DamagedError, CoverageError)) else _STOPS
+    return _DAMAGED if isinstance(problem, (DamagedError, CoverageError, OtherLayoutError)) else _STOPS
 
 
 def _worst(comm: Communicator, kind: int) -> _Trouble | None:

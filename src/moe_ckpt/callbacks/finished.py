@@ -102,6 +102,8 @@ def _something_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:
         return False
     if finished.reason != "EarlyStopping":
         return True
+    if not any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks):
+        return True  # the user took away what ended the run
     now = _limits(trainer)
     raised = any(old > _UNLIMITED and (new == _UNLIMITED or new > old) for new, old in _pairs(now, finished.limits))
     return extend or raised or not may_stop(trainer)

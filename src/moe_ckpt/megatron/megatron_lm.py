@@ -208,7 +208,7 @@ class MegatronLM:
         with changed(settings, **({} if found is None else {"load": None, "pretrained_checkpoint": None})):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
         self.checkpoint = self._attach(*built[:3])
-        progress = self.checkpoint.resume(lambda: self._begun(settings))
+        progress = self.checkpoint.resume(functools.partial(self._loaded, settings) if settings.iteration else None)
         self._tell(settings, progress)
         if found is not None:
             self._say_what_was_left(settings, progress.iteration)
@@ -231,9 +231,9 @@ class MegatronLM:
             raise StoreError(f"rank 0 could not read the store {self.options.dirpath}; see its message")
         return None if answer < 0 else answer
 
-    def _begun(self, settings: Any) -> Progress:
-        """Where a run stands that has no checkpoint here: at what ``--load`` loaded, or at nothing."""
-        if is_rank_zero() and settings.iteration:
+    def _loaded(self, settings: Any) -> Progress:
+        """Where a run stands that has no checkpoint here, but has what ``--load`` loaded."""
+        if is_rank_zero():
             announce(
                 "no checkpoint is taken from %s: training goes on at iteration %d of --load %s",
                 self.options.dirpath,
@@ -243,7 +243,7 @@ class MegatronLM:
         return Progress(
             settings.iteration,
             settings.consumed_train_samples,
-            restored=settings.iteration > 0,
+            restored=True,
             counters=self._counters(settings, getattr(settings, "num_floating_point_operations_so_far", 0)),
         )
 

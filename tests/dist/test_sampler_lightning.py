@@ -27,7 +27,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.callbacks.data_position import dealer_of
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Dense
+from moe_ckpt.policies import Dense, MoEvement
 from tests.support import run_ranks, start_ranks
 from tests.support.tiny_moe import TinyMoE, Tokens, state_of
 
@@ -437,3 +437,40 @@ def _tensor_parallel(rank: int, world_size: int, root: str) -> str:
 def test_ranks_that_share_a_replica_must_be_told_apart(tmp_path):
     for message in run_ranks(_tensor_parallel, 2, str(tmp_path)):
         assert re.search("deals to 2 ranks.* trains 1 replicas.* num_replicas= and rank=", message)
+
+
+def _hidden_wrapper(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
+    """A shuffling StatefulDataLoader on several ranks: Lightning's sampler for them is inside its batch sampler."""
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), NODE_RANK="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
+    told: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
+    logging.getLogger("moe_ckpt").addHandler(Keep())
+    refused = ""
+    for policy in (Dense(), MoEvement(window=2)):
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            max_steps=2,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[MoECheckpoint(policy, f"{root}/{type(policy).__name__}")],
+        )
+        try:
+            trainer.fit(TinyMoE(layers=1), StatefulDataLoader(Tokens(32), batch_size=4, shuffle=True))
+        except ConfigError as error:
+            refused = str(error)
+    return refused, told
+
+
+def test_the_sampler_that_lightning_hides_in_a_batch_sampler_is_seen(tmp_path):
+    ranks = run_ranks(_hidden_wrapper, 2, str(tmp_path))
+    assert any("draws a new order after a resume" in line for line in ranks[0][1])
+    for refused, _ in ranks:
+        assert "MoEvement computes steps again" in refused
+        assert "the sampler that Lightning put into StatefulDataLoader draws a new order after a resume" in refused

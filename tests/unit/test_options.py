@@ -127,6 +127,8 @@ def test_paths():
         ({"timeout_sec": 3}, r"MoECheckpoint\(timeout_sec=...\): no such option; did you mean timeout_secs\?"),
         ({"pinned": True}, r"MoECheckpoint\(pinned=...\): no such option"),
         ({"zzz": 1}, "no such option; there are: .*when_busy"),
+        ({"every_n_steps": 5}, r"it is one of the policy: policy=Dense\(every_n_steps=...\)"),
+        ({"plt_budgets": 5}, r"did you mean plt_budget\?"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(values, says):

@@ -119,7 +119,7 @@ class MoECheckpoint(Checkpoint):
         **options: Unpack[OptionValues],
     ) -> None:
         super().__init__()
-        self.options = make_options("MoECheckpoint", policy, dirpath, options)
+        self.options = make_options("MoECheckpoint", policy, dirpath, options, ("isolate_validation",))
         if not isinstance(isolate_validation, bool):
             raise ConfigError(f"MoECheckpoint(isolate_validation={isolate_validation!r}): choose True or False")
         self.isolate_validation = isolate_validation
@@ -255,7 +255,9 @@ class MoECheckpoint(Checkpoint):
         adopt_restored(trainer, session, comm, self.options, restored, found)
 
     def _take_rng(self, rng: Mapping[str, Any]) -> None:
+        """Put the generators back now, too: where nothing is left to train, ``on_train_start`` does not come."""
         self._rng = self._rng_to_restore = rng
+        restore_rng(rng)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is None:  # fast_dev_run

@@ -97,7 +97,7 @@ def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
                 f"{name} keeps no position (give it sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), or "
                 "use torchdata's StatefulDataLoader)"
             )
-        elif isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
+        elif any(isinstance(sampler, DistributedSamplerWrapper) for sampler in _samplers(loader)):
             found.append(
                 f"the sampler that Lightning put into {name} draws a new order after a resume (give the loader "
                 "sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), which Lightning leaves alone)"
@@ -107,6 +107,18 @@ def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append("Lightning does not bring back the metrics that ReduceLROnPlateau looks at")
     return found
+
+
+def _samplers(loader: object) -> Iterator[object]:
+    """Every sampler that decides about the loader's order: torchdata's loader hides Lightning's in a batch sampler."""
+    found = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    seen: set[int] = set()
+    while found:
+        sampler = found.pop()
+        if sampler is not None and id(sampler) not in seen:
+            seen.add(id(sampler))
+            yield sampler
+            found.append(getattr(sampler, "sampler", None))
 
 
 def _shifted_by_validation(trainer: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -12,8 +12,12 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.settings import Settings, require_choice, require_path
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.checkfreq import CheckFreq
+from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.guard import guarded
 from moe_ckpt.policies.moc import MoC
+from moe_ckpt.policies.moetion import MoEtion
+from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage.access import ACCESS
 
 RESUME = ("auto", "extend", "never")
@@ -126,7 +130,11 @@ class Options(Settings):
 
 
 def make_options(
-    where: str, policy: Policy | None, dirpath: str | os.PathLike[str], values: OptionValues
+    where: str,
+    policy: Policy | None,
+    dirpath: str | os.PathLike[str],
+    values: OptionValues,
+    own: Sequence[str] = (),
 ) -> Options:
     """Returns the checked options of an adapter that was called with ``values``.
 
@@ -135,6 +143,7 @@ def make_options(
         policy: None for the default, ``MoC(k=1)``.
         dirpath: See ``Options``.
         values: The other keyword arguments, as given. None stands for the default of ``retention``.
+        own: Names of the adapter's own arguments, which are not in ``values``; for messages.
 
     Raises:
         ConfigError: An unknown option, or a value that cannot be.
@@ -143,10 +152,20 @@ def make_options(
     known = [f.name for f in fields(Options) if f.name not in _FOR_ADAPTERS]
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
-            raise ConfigError(f"{where}({name}=...): no such option; {hint}")
+            raise ConfigError(f"{where}({name}=...): no such option; {_hint(name, [*known, *own])}")
     try:
         return Options(policy=MoC() if policy is None else policy, dirpath=dirpath, **given)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    owners = [kind.__name__ for kind in (Dense, MoC, MoEvement, MoEtion, CheckFreq) if name in _names(kind)]
+    if owners:
+        return f"it is one of the policy: policy={owners[0]}({name}=...)"
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
+
+
+def _names(kind: type[Any]) -> list[str]:
+    return [f.name for f in fields(kind)]

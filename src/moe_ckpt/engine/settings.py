@@ -94,5 +94,5 @@ def require_path(name: str, value: object) -> str:
     """
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ConfigError(f"{name}={value!r}: must be the path of a file or directory, as text or pathlib.Path")
+        raise ConfigError(f"{name}={value!r}: must be a path, as text or pathlib.Path")
     return text

@@ -85,7 +85,7 @@ def attach(
         StoreError: the directory cannot be used.
     """
     require_groups()
-    chosen = make_options("megatron.attach", policy, dirpath, options)
+    chosen = make_options("megatron.attach", policy, dirpath, options, ("stateful",))
     beside = all_stateful(scheduler, stateful or {})
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     if uses_windows(chosen.policy):

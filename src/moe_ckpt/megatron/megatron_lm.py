@@ -99,7 +99,7 @@ def install(
         UnsupportedError: A version of Megatron-LM in which a name that this builds on has moved.
     """
     global _installed
-    chosen = make_options("megatron.install", policy, dirpath, options)
+    chosen = make_options("megatron.install", policy, dirpath, options, ("stateful",))
     if _installed is not None:
         raise ConfigError(
             f"megatron.install() was called twice in this process, for {_installed.options.dirpath} and for "

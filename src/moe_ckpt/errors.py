@@ -163,11 +163,14 @@ class StoreForbiddenError(StoreUnreadableError, PermissionError):
 class StateRefusedError(StoreError, ValueError):
     """What a checkpoint holds of an object's state is not what that object takes."""
 
-    def __init__(self, path: str, what: str, cause: str) -> None:
+    def __init__(self, path: str, what: str, cause: str, advice: str = "") -> None:
         super().__init__(
-            f"{path} holds state of {what} that could not be given back ({cause}). Either the file is not what the run "
-            f"wrote, or {what} is not what it was: restore the code and configuration of the run, or move the step "
-            "directory away to go on from the checkpoint before it."
+            f"{path} holds state of {what} that could not be given back ({cause}). "
+            + (
+                advice
+                or f"Either the file is not what the run wrote, or {what} is not what it was: restore the code and "
+                "configuration of the run, or move the step directory away to go on from the checkpoint before it."
+            )
         )
         self.path = path
         self.what = what

@@ -26,7 +26,7 @@ from moe_ckpt.megatron.inventory import require_experts, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Loop, StepWatch
 from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.progress import Progress
-from moe_ckpt.megatron.resuming import Replaying, load, require_megatron, require_same_layout
+from moe_ckpt.megatron.resuming import Replaying, load, require_megatron, require_same_layout, say_other_layout
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.side import (
     Stateful,
@@ -257,7 +257,7 @@ class MegatronCheckpoint:
         if plain["layout"] == self._layout:
             self._generators, self._generators_due = plain["rng"], True
         else:  # no rank is the one whose numbers these are
-            self._say("the checkpoint is of the layout %s: random numbers go on as seeded now", plain["layout"])
+            say_other_layout(plain["layout"], self._layout, self._comm.rank)
         return progress
 
     def _adopt(self, restored: Restored) -> None:

@@ -16,6 +16,7 @@ another by name, so a few of those names are given other functions, which do the
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
@@ -108,7 +109,19 @@ def install(
     training = find_training()
     attach_to = functools.partial(attach, policy=policy, dirpath=dirpath, stateful=stateful, **options)
     _installed = MegatronLM(training, chosen, attach_to)
+    atexit.register(_say_unused, _installed)
     return _installed
+
+
+def _say_unused(installed: MegatronLM) -> None:
+    """At the end of the process: say that nothing was checkpointed because no model was built after ``install``."""
+    if installed.checkpoint is None and installed is _installed and os.environ.get("RANK", "0") == "0":
+        announce(
+            "megatron.install(dirpath=%r) was called, but no model was set up after it, so nothing was checkpointed: "
+            "call it before pretrain()",
+            installed.options.dirpath,
+            level=logging.WARNING,
+        )
 
 
 def find_training() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.resume import Restored
 from moe_ckpt.storage.base import Storage
+
+log = logging.getLogger("moe_ckpt")
 
 _REPEATED: tuple[Repeated, ...] = (
     ("the state of the random number generators", lambda state: state["rng"]),
@@ -128,3 +131,14 @@ def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> froz
 
 def _without(state: Mapping[str, Any], generators: frozenset[str]) -> dict[str, Any]:
     return {**state, "rng": {name: each for name, each in state["rng"].items() if name not in generators}}
+
+
+def say_other_layout(saved: Mapping[str, Any], now: Mapping[str, Any], rank: int) -> None:
+    """Warn, once per job, that the run goes on with other degrees of parallelism, and what is not exact then."""
+    differing = [f"{name} {saved.get(name)}, now {degree}" for name, degree in now.items() if saved.get(name) != degree]
+    if rank == 0:
+        log.warning(
+            "the checkpoint is of another layout (%s): weights and optimizer state are exact, but random numbers go on "
+            "as seeded now, so that what follows is not what the run would have computed",
+            "; ".join(differing),
+        )

@@ -70,6 +70,14 @@ def capture_stateful(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     return {name: dict(each.state_dict()) for name, each in stateful.items()}
 
 
+_OTHER_SCHEDULE = (
+    "The schedule of this run is not the checkpoint's, as when it is to train longer: give "
+    "--override-opt_param-scheduler to go on with this run's schedule, --use-checkpoint-opt_param-scheduler to go on "
+    "with the checkpoint's (arguments of Megatron-LM, and of OptimizerParamScheduler with underscores), or the "
+    "--train-iters and --lr-decay-iters of the run."
+)
+
+
 def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any], path: str) -> None:
     """path: of the state file, for messages.
 
@@ -83,5 +91,6 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
             "stateful= of megatron.attach); give the same ones"
         )
     for name, each in stateful.items():
-        with handing_back(f"{name} ({type(each).__name__})", path):
+        advice = _OTHER_SCHEDULE if type(each).__name__ == "OptimizerParamScheduler" else ""
+        with handing_back(f"{name} ({type(each).__name__})", path, advice):
             each.load_state_dict(stored[name])

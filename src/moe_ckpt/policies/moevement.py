@@ -160,7 +160,9 @@ class MoEvement:
             return False
         if context.step < self.next_due(context):
             return True
-        return self._limit_bytes(context) is None and context.step - (context.last_step or 0) < PROFILE_STEPS
+        # A life that went on from step 0 knows no rates yet: nothing but that step stands behind it.
+        patience = PROFILE_STEPS if context.last_step else FIRST_SLOTS
+        return self._limit_bytes(context) is None and context.step - (context.last_step or 0) < patience
 
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""

@@ -11,8 +11,9 @@ _REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError
 
 
 @contextmanager
-def handing_back(what: str, path: str) -> Iterator[None]:
+def handing_back(what: str, path: str, advice: str = "") -> Iterator[None]:
     """Around ``load_state_dict`` and the like. what: whose state it is. path: of the state file.
+    advice: what to do, where that is not to restore the configuration of the run.
 
     Raises:
         StateRefusedError: instead of what such an object raises for state that it cannot take. This package's own
@@ -23,4 +24,4 @@ def handing_back(what: str, path: str) -> Iterator[None]:
     except _REFUSALS as error:
         if isinstance(error, MoECheckpointError):
             raise
-        raise StateRefusedError(path, what, f"{type(error).__name__}: {error}") from error
+        raise StateRefusedError(path, what, f"{type(error).__name__}: {error}", advice) from error

@@ -134,19 +134,25 @@ def find_training() -> Any:
             "tree, not in the package megatron-core. Put that tree on PYTHONPATH, or, in a training loop of your own, "
             "use megatron.attach"
         ) from error
-    for name, (caller, parameters) in REPLACED.items():
-        for each in (name, caller):
-            if not callable(getattr(training, each, None)):
-                raise _moved(f"{TRAINING}.{each}")
-        if name not in inspect.unwrap(getattr(training, caller)).__code__.co_names:
-            raise _moved(f"{TRAINING}.{caller} calling {name}")
-        known = inspect.signature(getattr(training, name)).parameters
-        for parameter in parameters:
-            if parameter not in known:
-                raise _moved(f"{TRAINING}.{name}({parameter})")
+    moved = list(_moved_names(training))
+    if moved:
+        raise _moved(", no ".join(moved))
     for module, name in USED:
         look_up(module, name, megatron_core().version)
     return training
+
+
+def _moved_names(training: Any) -> Iterator[str]:
+    """What of ``REPLACED`` this version does not have."""
+    for name, (caller, parameters) in REPLACED.items():
+        absent = [each for each in (name, caller) if not callable(getattr(training, each, None))]
+        if absent:
+            yield from (f"{TRAINING}.{each}" for each in absent)
+            continue
+        if name not in inspect.unwrap(getattr(training, caller)).__code__.co_names:
+            yield f"{TRAINING}.{caller} calling {name}"
+        known = inspect.signature(getattr(training, name)).parameters
+        yield from (f"{TRAINING}.{name}({each})" for each in parameters if each not in known)
 
 
 def _moved(what: str) -> UnsupportedError:

@@ -116,13 +116,15 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
         for root, how in (("broken", "auto"), ("again", "ckpt_path"))
     ]
     for rank in range(2):
-        for run in after:
+        for run, how in zip(after, ("auto", "ckpt_path"), strict=True):
             assert run[rank]["restored"] == 6
             assert run[rank]["state"] == whole[rank]["state"]
             assert {**before[rank]["losses"], **run[rank]["losses"]} == whole[rank]["losses"]
             assert run[rank]["routed"] == whole[rank]["routed"] == 14 * 4 * 2 * 2 * 2  # steps, batch, k, layers, ranks
             assert run[rank]["warned"] == []
-            assert len(run[rank]["resumed"]) == (rank == 0)
+            # ModelParallelStrategy tells callbacks of ckpt_path after on_fit_start, so the newest step is loaded before.
+            twice = strategy == "fsdp2" and how == "ckpt_path"
+            assert len(run[rank]["resumed"]) == ((1 + twice) if rank == 0 else 0)
 
     # One process takes over from two: whole tensors from shards, equal to what the two ranks held at step 6.
     (alone,) = run_ranks(_fit, 1, str(tmp_path / "alone"), "single", None, "auto", 6)

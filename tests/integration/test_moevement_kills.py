@@ -121,6 +121,13 @@ def test_killed_between_two_windows(moment, place):  # noqa: F811
     _end(run)
 
 
+def test_a_finished_run_started_again_ends_as_it_ended(place):  # noqa: F811
+    """Random numbers too, though no step is trained that would put them back."""
+    run = placed(WINDOWS, place)
+    assert live(run) == 0, output(run)
+    _end(run)
+
+
 def _killed_at_random(run: Run, seed: int, kills: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)

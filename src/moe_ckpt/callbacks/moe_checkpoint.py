@@ -255,9 +255,7 @@ class MoECheckpoint(Checkpoint):
         adopt_restored(trainer, session, comm, self.options, restored, found)
 
     def _take_rng(self, rng: Mapping[str, Any]) -> None:
-        """Put the generators back now, too: where nothing is left to train, ``on_train_start`` does not come."""
         self._rng = self._rng_to_restore = rng
-        restore_rng(rng)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is None:  # fast_dev_run
@@ -423,6 +421,11 @@ class MoECheckpoint(Checkpoint):
         if trainer.is_global_zero and not unfinished:
             storage = open_storage(self.dirpath, access=self.options.access)
             note_end(trainer, storage, self._session.committed_directory, self.state_key)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._rng_to_restore is not None:  # nothing was left to train, so on_train_start did not come
+            restore_rng(self._rng_to_restore)
+            self._rng_to_restore = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close(grace_secs=min(10.0, self.options.timeout_secs))

@@ -55,7 +55,7 @@ def _position_not_loaded() -> None:
 
 def _change_what_lightning_gets(change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
     restore = moe_checkpoint.restore_checkpoint
-    moe_checkpoint.restore_checkpoint = lambda trainer, stored: restore(trainer, change(stored))
+    moe_checkpoint.restore_checkpoint = lambda trainer, stored, path: restore(trainer, change(stored), path)
 
 
 def _rng_not_restored() -> None:

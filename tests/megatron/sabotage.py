@@ -115,7 +115,8 @@ def buffers_not_loaded() -> None:
 
 
 def scheduler_not_loaded() -> None:
-    resuming.restore_stateful = lambda stateful, stored: side.restore_stateful(
+    resuming.restore_stateful = lambda stateful, stored, path: side.restore_stateful(
         {name: each for name, each in stateful.items() if name != "scheduler"},
         {name: each for name, each in stored.items() if name != "scheduler"},
+        path,
     )

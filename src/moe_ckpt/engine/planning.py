@@ -77,7 +77,7 @@ class Planner:
 
     def begun(self, pending: Pending) -> None:
         """A snapshot began."""
-        if pending.window is None and len(pending.operators) == len(self._catalog.everything):
+        if pending.is_complete:
             self.dense_step = pending.step
 
     def failed(self, pending: Pending) -> None:

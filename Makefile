@@ -6,10 +6,12 @@
 #
 # PYTHON=python3.12  another interpreter      VENV=/some/dir  another place for the environment
 # PYTEST="-k moc"    more pytest arguments    DEMO=, BENCH=   arguments of the demo and the benchmark
+# WORKERS=4          processes that `make test` runs tests in, file by file; a test may start up to 8 more
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST ?=
+WORKERS ?= 2
 DEMO ?=
 BENCH ?=
 
@@ -17,7 +19,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ckpt_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-megatron test test-slow lint types bench bench-papers bench-reality setup clean
+.PHONY: help demo demo-megatron test test-slow lint types docs bench bench-papers bench-reality setup clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -29,7 +31,7 @@ demo-megatron: $(STAMP) ## The real Megatron-Core on 4 CPU processes (PP2 x EP2)
 	@$(PY) recipes/gpt_moe_megatron/demo.py $(DEMO)
 
 test: $(STAMP) ## Run the tests
-	@$(PY) -m pytest -q $(PYTEST)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	@$(PY) -m pytest -q -m slow $(PYTEST)
@@ -40,13 +42,17 @@ lint: $(STAMP) ## Check style
 types: $(STAMP) ## Check types, strictly
 	@$(PY) -m mypy
 
+docs: $(STAMP) ## Build the documentation as a site, without network; warnings are errors
+	@$(PY) -m sphinx -q -E -W --keep-going -b html -d build/doctrees -c docs . build/site
+	@echo "build/site/index.html"
+
 bench: $(STAMP) ## Measure stall and bytes beside other checkpointers
 	@$(PY) benchmarks/stall.py $(BENCH)
 
 bench-papers: $(STAMP) ## The simulator against the papers' tables and figures (docs/simulator_papers.md)
 	@$(PY) benchmarks/sim_papers.py $(BENCH)
 
-bench-reality: $(STAMP) ## Kill real runs at drawn moments, and simulate the same from their profiles (12 minutes)
+bench-reality: $(STAMP) ## Kill real runs at drawn moments, and simulate the same from their profiles (15 minutes)
 	@$(PY) benchmarks/sim_reality.py $(BENCH)
 
 setup: $(STAMP) ## Only make the environment

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
 import subprocess
@@ -19,10 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.engine.agreement import agree
+from moe_ckpt.engine.agreement import Standing, StepAgreement, StepTokens
 from moe_ckpt.engine.comm import GlooCommunicator
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.policies.base import Measured
 
+_EXAMPLE = "example: python benchmarks/agreement.py --repeats 3"
 _GRIDS = ((0, 0), (6, 8), (48, 128))
 """The first without any counts: what the others take longer is the price of knowing them."""
 _CALLS = 50
@@ -31,8 +35,9 @@ _CALLS = 50
 def agreement_secs(repeats: int = 9, timeout_secs: float = 120.0) -> dict[str, float]:
     """Median seconds of one agreement on rank 0, per ``layers x experts``; the median of all calls."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, str(Path(__file__).resolve()), scratch, str(max(1, repeats) * _CALLS)]
-        ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
+        case = json.dumps([scratch, max(1, repeats) * _CALLS])
+        command = [sys.executable, str(Path(__file__).resolve()), "--case", case]
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in (0, 1)]
         try:
             codes = [process.wait(timeout_secs) for process in ranks]
         finally:
@@ -44,18 +49,20 @@ def agreement_secs(repeats: int = 9, timeout_secs: float = 120.0) -> dict[str, f
         return found
 
 
-def _rank(scratch: str, calls: int, rank: int) -> None:
+def _rank(rank: int, scratch: str, calls: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/store", 2), rank=rank, world_size=2)
-    comm = GlooCommunicator(60.0)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=2)
+    agreement = StepAgreement(GlooCommunicator(60.0))
     found = {}
     for layers, experts in _GRIDS:
         counts = np.ones((layers, experts), dtype=np.int64)
         times = []
+        tokens = Deferred(functools.partial(StepTokens, counts))
         for _ in range(calls):
             began = time.perf_counter()
-            agree(comm, counts, False, [], Measured(0.1, 0.1, 0.1))
+            agreement.send(0, tokens, Standing(False), Measured(0.1, 0.1, 0.1))
+            agreement.receive()
             times.append(time.perf_counter() - began)
         found[f"{layers} x {experts}"] = median(times[5:])
     if rank == 0:
@@ -64,9 +71,18 @@ def _rank(scratch: str, calls: int, rank: int) -> None:
     dist.destroy_process_group()
 
 
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--repeats", type=int, default=9, help=f"times {_CALLS} agreements (default: %(default)s)")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.rank is not None:
+        _rank(given.rank, *json.loads(given.case))
+        return
+    for grid, secs in agreement_secs(given.repeats).items():
+        print(f"{grid}: {secs * 1e3:.3f} ms")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        _rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    else:
-        for grid, secs in agreement_secs().items():
-            print(f"{grid}: {secs * 1e3:.3f} ms")
+    main()

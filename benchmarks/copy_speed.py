@@ -12,10 +12,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "benchmarks"
 
+import numpy as np
 import torch
 import xxhash
 from rich.console import Console
@@ -33,12 +34,15 @@ from benchmarks import report
 from benchmarks.agreement import agreement_secs
 from benchmarks.failing import Failures
 from benchmarks.synthetic import LiveState, synthetic
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine.arranging import Arranger
-from moe_ckpt.engine.copying import Placed, copy_on_cpu
-from moe_ckpt.engine.pieces import LocalState, cut, wanted_boxes
-from moe_ckpt.engine.shares import Sharder
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.compiling import CompiledPlan, PlanCompiler
+from moe_ckpt.engine.copying import Move, carry_out
+from moe_ckpt.engine.request import SnapshotRequest
+from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.modeling.training_state import specs_of
+from moe_ckpt.ports import StateTensor
 from moe_ckpt.storage.local import LocalStorage
 
 _GRIDS = ((6, 8), (12, 16), (24, 64), (48, 128))
@@ -50,21 +54,33 @@ class Prepared:
     """A snapshot of ``state``, ready to copy: layout, sources, and a warm buffer."""
 
     state: LiveState
-    placed: list[Placed]
+    moves: list[Move]
     buffer: torch.Tensor
     nbytes: int
 
 
 def prepare(state: LiveState) -> Prepared:
     catalog = state.catalog
-    operators = frozenset(op.id for op in catalog.operators)
     tensors = state.tensors()
-    dealt = Sharder(catalog, everywhere(catalog.layers, 1), "adaptive").deal(operators, tensors)
-    pieces = cut(LocalState(catalog, tensors), operators, dealt, 0)
-    arranger = Arranger(catalog)
-    arranged = arranger.arrange(pieces)
-    buffer = torch.zeros(arranged.nbytes, dtype=torch.uint8)
-    return Prepared(state, arranged.placed, buffer, sum(part.nbytes for part in arranged.parts))
+    plan, buffer = compiled(catalog, tensors)
+    return Prepared(state, moves_of(plan, buffer), buffer, sum(part.nbytes for _, part in plan.parts))
+
+
+def compiled(catalog: Catalog, tensors: Sequence[StateTensor]) -> tuple[CompiledPlan, torch.Tensor]:
+    """The plan of a dense checkpoint on one rank, and a warm buffer for it."""
+    compiler = PlanCompiler(catalog, everywhere(catalog.layers, 1), "adaptive", 0, 1)
+    plan = compiler.compile(dense(catalog), tensors, specs_of(tensors), ())
+    return plan, torch.zeros(plan.nbytes, dtype=torch.uint8)
+
+
+def dense(catalog: Catalog) -> SnapshotRequest:
+    applied: Future[Counts] = Future()
+    applied.set_result(np.zeros((len(catalog.layers), catalog.layers[0].experts), dtype=np.int64))
+    return SnapshotRequest(1, 0, 0, catalog.everything, (), (), {}, None, 0, applied, (), {}, {})
+
+
+def moves_of(plan: CompiledPlan, buffer: torch.Tensor) -> list[Move]:
+    return [(step, buffer[at : at + part.nbytes]) for at, part in plan.parts for step in part.copies.steps]
 
 
 def timed(
@@ -107,7 +123,7 @@ def copies(mib: int, repeats: int, directory: Path, failed: Failures) -> dict[st
     found = timed(
         {
             "memcpy, warm": lambda: _memmove(sources, targets),
-            "moe_ckpt copy_on_cpu": lambda: copy_on_cpu(ready.placed, ready.buffer),
+            "moe_ckpt copy program": lambda: carry_out(ready.moves),
             "torch clone": lambda: [source.clone() for source in sources],
             "torch copy_ (all threads)": lambda: [t.copy_(s) for t, s in zip(targets, sources, strict=True)],
             "dcp staging, as async_save does": lambda: _stager().stage(state_dict),
@@ -137,23 +153,26 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
     """The steps of ``Pipeline.begin`` on the training thread, tiny tensors, everything saved."""
     state = synthetic(layers, experts, expert_elements=16, listed=listed)
     catalog = state.catalog
-    sharder = Sharder(catalog, everywhere(catalog.layers, 1), "adaptive")
-    operators = frozenset(op.id for op in catalog.operators)
     tensors = state.tensors()
-    dealt = sharder.deal(operators, tensors)
-    local, specs = LocalState(catalog, tensors), specs_of(tensors)
-    pieces = cut(local, operators, dealt, 0)
-    arranger = Arranger(catalog)
-    arranged = arranger.arrange(pieces)
-    buffer = torch.zeros(arranged.nbytes, dtype=torch.uint8)
+    specs = specs_of(tensors)
+    compiler = PlanCompiler(catalog, everywhere(catalog.layers, 1), "adaptive", 0, 1)
+    plan, buffer = compiled(catalog, tensors)
+    moves = moves_of(plan, buffer)
+    numbers = [checksums_of(part, buffer[at : at + part.nbytes]) for at, part in plan.parts]
+
+    def headers() -> None:
+        for (_, part), checksums in zip(plan.parts, numbers, strict=True):
+            part.header("run", 0, 1).render(1, 0, checksums)
+
     return timed(
         {
-            "deal": lambda: sharder.deal(operators, tensors),
-            "cut": lambda: cut(local.of(tensors), operators, dealt, 0),
-            "layout, new": lambda: Arranger(catalog).arrange(pieces),
-            "layout, as last time": lambda: arranger.arrange(pieces),
-            "(persist thread) wanted_boxes": lambda: wanted_boxes(catalog, operators, specs),
-            "(copy thread) copy_on_cpu": lambda: copy_on_cpu(arranged.placed, buffer),
+            "plan, new": lambda: compiled(catalog, tensors),
+            "plan, as last time": lambda: compiler.compile(dense(catalog), tensors, specs, ()),
+            "(copy thread) copy program": lambda: carry_out(moves),
+            "(persist thread) checksums": lambda: [
+                checksums_of(part, buffer[at : at + part.nbytes]) for at, part in plan.parts
+            ],
+            "(persist thread) headers": headers,
         },
         repeats,
     )
@@ -212,8 +231,12 @@ def main(argv: list[str] | None = None) -> int:
         "copies_ms": {name: [round(t * 1e3, 2) for t in times] for name, times in found.items()},
         "failed": failed.reasons,
     }
-    keep = partial(report.write_json, options.out / "copy_speed.json") if options.write else lambda _: None
-    keep(content)
+
+    def keep() -> None:
+        if options.write:
+            report.write_json(options.out / "copy_speed.json", content)
+
+    keep()
     grids: dict[str, dict[str, list[float]]] = {}
     for layers, experts in _GRIDS[: options.largest]:
         for listed in (False, True):
@@ -222,14 +245,14 @@ def main(argv: list[str] | None = None) -> int:
                 grids[name] = preparing(layers, experts, listed, options.repeats)
     _show_preparing(console, grids)
     content["begin_ms"] = {g: {n: round(median(t) * 1e3, 3) for n, t in times.items()} for g, times in grids.items()}
-    keep(content)
+    keep()
     if not options.alone:
         with console.status("agreement of 2 ranks"):
             agreed = agreement_secs(options.repeats)
         for name, secs in agreed.items():
             console.print(f"agreement of 2 gloo ranks, {name}: {secs * 1e3:.2f} ms per step")
         content["agreement_ms"] = {name: round(secs * 1e3, 3) for name, secs in agreed.items()}
-        keep(content)
+        keep()
     return 1 if failed.reasons else 0
 
 

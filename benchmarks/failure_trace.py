@@ -1,7 +1,5 @@
 """Makes the synthetic failure trace that comes with the package: six hours in which 24 times a node is lost.
 
-    python -m benchmarks.failure_trace    # writes src/moe_ckpt/conf/simulate/failures/gcp_like_6h.csv
-
 Shaped like the trace of MoEvement's figure 10a, which is not published as data: 24 failures in 6 hours on 12 nodes.
 Their times are drawn evenly over the six hours, which is what a Poisson process does once their number is known.
 Nothing in it was recorded anywhere.
@@ -9,6 +7,7 @@ Nothing in it was recorded anywhere.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ HOURS, REMOVALS, NODES, SEED = 6, 24, 12, 20
 AWAY_SECS = (180, 900)
 """Until a node is back, drawn evenly."""
 
+_EXAMPLE = "example: python benchmarks/failure_trace.py --out gcp_like_6h.csv"
 PATH = Path(__file__).parents[1] / "src/moe_ckpt/conf/simulate/failures/gcp_like_6h.csv"
 HEAD = f"""\
 # Synthetic, by benchmarks/failure_trace.py (seed {SEED}): {REMOVALS} removals in {HOURS} hours on {NODES} nodes.
@@ -45,5 +45,11 @@ def text() -> str:
     return HEAD + "".join(f"{at},{event},{node}\n" for at, event, node in rows())
 
 
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], epilog=_EXAMPLE)
+    parser.add_argument("--out", type=Path, default=PATH, help="file to write (default: the one in the package)")
+    parser.parse_args(argv).out.write_text(text())
+
+
 if __name__ == "__main__":
-    PATH.write_text(text())
+    main()

@@ -1,6 +1,6 @@
 """Tokens lost by partial checkpoints: load-aware selection beside taking turns, and Dynamic-K at work.
 
-No model is trained: the library's policies and books are driven by drawn routing counts and failures (moc_sim.py).
+No model is trained: the library's policies and ledgers are driven by drawn routing counts and failures (moc_sim.py).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def simulate(policy: Policy, work: Workload, seed: int) -> Outcome:
         saved += sum(op.startswith("expert/") for op in plan.operators())
         if rng.random() < 1 / work.mtbf_steps:
             run.fail()
-        history.append((step, run.books.tokens.plt, plan.k or 0))
-    tokens = run.books.tokens
+        history.append((step, run.run_ledger.tokens.plt, plan.k or 0))
+    tokens = run.run_ledger.tokens
     return Outcome(
         found, tokens.lost_tokens, tokens.plt, len(tokens.faults), tuple(history), saved / work.steps / work.layers
     )
@@ -146,7 +146,7 @@ def planning_ms(repeats: int = 30) -> dict[str, dict[str, float]]:
             for _ in range(repeats):
                 counts: Counts = rng.multinomial(4096, shares)
                 run.step(counts)
-                context = run.books.context(run.now + 1, ranks, counts, Measured())
+                context = run.run_ledger.context(run.now + 1, ranks, counts, Measured())
                 began = time.thread_time()
                 policy.plan(context)
                 times.append((time.thread_time() - began) * 1e3)

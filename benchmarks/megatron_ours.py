@@ -10,13 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.megatron_world import ActedCommunicator, Case, Rank, medians, route
+from benchmarks.acting import wait_until_written
+from benchmarks.megatron_world import ActedCommunicator, Case, Rank, acted_peers, medians, route
 from benchmarks.stopwatch import Stopwatch, Watched
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.engine import arranging, copying, pipeline, session, shares
-from moe_ckpt.engine.books import Books
-from moe_ckpt.engine.persisting import Persister
-from moe_ckpt.megatron import checkpoint
+from moe_ckpt.engine import compiling, copying, pipeline, session
+from moe_ckpt.engine.bookkeeping import Bookkeeper
+from moe_ckpt.engine.live import LiveState
+from moe_ckpt.engine.room import Room
+from moe_ckpt.engine.run_ledger import RunLedger
+from moe_ckpt.engine.stages import Stages
+from moe_ckpt.megatron import checkpoint, topology
+from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.megatron.world import World
@@ -36,38 +41,35 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def _watched(policy: Policy) -> list[Watched]:
+def watched(policy: Policy) -> list[Watched]:
     """What ``after_step`` does, in the order of the table."""
     running = session.CheckpointSession
     return [
         ("count tokens", RouterCounter, "take"),
-        ("agree (acted)", session, "agree"),
-        ("books", Books, "routed"),
-        ("books", running, "_settle"),
-        ("books", Books, "context"),
-        ("books", Books, "begun"),
-        ("books", running, "_completed"),
-        ("operators' bytes", running, "_weigh"),
+        ("agree (acted)", Bookkeeper, "send"),
+        ("books", RunLedger, "routed"),
+        ("books", Bookkeeper, "_resolve"),
+        ("books", RunLedger, "context"),
+        ("books", RunLedger, "begun"),
+        ("books", running, "completed"),
+        ("operators' bytes", LiveState, "weigh"),
         ("policy", type(policy), "plan"),
-        ("plain state", checkpoint.MegatronCheckpoint, "_capture"),
-        ("plain state", pipeline, "side_pieces"),
+        ("plain state", MegatronHost, "capture"),
+        ("plain state", pipeline, "side_tensors"),
         ("tensors, specs", MegatronTrainingState, "tensors"),
         ("tensors, specs", MegatronTrainingState, "specs"),
-        ("deal out", shares.Sharder, "deal"),
-        ("slices", pipeline.LocalState, "of"),
-        ("slices", pipeline, "cut"),
-        ("slices", pipeline, "cut_replay"),
-        ("layout", arranging.Arranger, "arrange"),
-        ("buffer", pipeline.Pipeline, "_buffer"),
+        ("compiled plan", compiling.PlanCompiler, "compile"),
+        ("copy at once", pipeline, "copy_at_once"),
+        ("buffer", Room, "find"),
         ("start copy", copying.Copier, "start"),
-        ("hand on", Persister, "submit"),
+        ("hand on", Stages, "submit"),
     ]
 
 
-_ATTACH: list[Watched] = [
+ATTACH: list[Watched] = [
     ("inventory", checkpoint, "take_inventory"),
     ("holding", MegatronTrainingState, "holding"),
-    ("exchange, merge", checkpoint, "exchange"),
+    ("exchange, merge", topology, "exchange"),
     ("catalog", Catalog, "__post_init__"),
     ("placement", World, "placement"),
     ("session", session.CheckpointSession, "open"),
@@ -81,7 +83,7 @@ def measure(case: Case, rank: Rank, steps: int, home: Path, tell: Callable[[str]
         tell(name)
         with _attached(case, rank, policy, home / "ours", found["attach"]) as ours:
             found["policies"][name] = _steps(rank, ours, steps)
-            found["local_operators"] = len(ours.session._running._local.held)
+            found["local_operators"] = len(ours.session._resources.pipeline._compiler._local.held)
             found["operators"] = len(ours.session.catalog.operators)
     return found
 
@@ -91,11 +93,9 @@ def _attached(
     case: Case, rank: Rank, policy: Policy, directory: Path, told: dict[str, Any]
 ) -> Iterator[checkpoint.MegatronCheckpoint]:
     """Attached, with times and bytes of the quickest ``attach`` so far in ``told``."""
-    comm, watch = ActedCommunicator(case.rank, case.ep), Stopwatch()
-    real = checkpoint.make_communicator
-    checkpoint.make_communicator = lambda timeout_secs: comm  # type: ignore[assignment,return-value]
+    watch = Stopwatch()
     try:
-        with watch.watching(_ATTACH):
+        with acted_peers(case) as comm, watch.watching(ATTACH):
             began = time.perf_counter()
             ours = checkpoint.attach(rank.chunk, rank.optimizer, policy=policy, dirpath=directory, resume="never")
             took = time.perf_counter() - began - comm.secs
@@ -107,7 +107,6 @@ def _attached(
         finally:
             ours.close(60.0)
     finally:
-        checkpoint.make_communicator = real
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -141,12 +140,12 @@ def _steps(rank: Rank, ours: checkpoint.MegatronCheckpoint, steps: int) -> dict[
                 cpu.append(took[1])
                 pieces.append(_slices(ours))
         else:
-            with watch.watching(_watched(ours.policy)):
+            with watch.watching(watched(ours.policy)):
                 total, _ = _step(ours, iteration)
             parts = watch.take()
             parts.pop("agree (acted)")
             apart.append(parts | {"rest": total - sum(parts.values())})
-        _finish_writing(ours, iteration)
+        wait_until_written(ours.session)
     labels = list(dict.fromkeys(label for parts in apart for label in parts))
     return {
         "wall_ms": medians(wall),
@@ -170,10 +169,5 @@ def _step(ours: checkpoint.MegatronCheckpoint, iteration: int) -> tuple[float, f
 
 def _slices(ours: checkpoint.MegatronCheckpoint) -> int:
     """Of the snapshot that was begun just now, small plain state included."""
-    copy = ours.session._running._copy
-    return 0 if copy is None else len(copy._watch._placed)
-
-
-def _finish_writing(ours: checkpoint.MegatronCheckpoint, step: int) -> None:
-    ours.session._running.join()
-    ours.session._running.wait(step)
+    copy = ours.session._resources.pipeline._copy
+    return 0 if copy is None else sum(len(program.blocks) for program in copy._watch._programs)

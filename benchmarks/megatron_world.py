@@ -10,21 +10,22 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.acting import ActedRank
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import agree
-from moe_ckpt.engine.persisting import Resolution
+from moe_ckpt.format.identity import Identity
+from moe_ckpt.megatron import checkpoint
 from moe_ckpt.megatron.world import HeldTensor, Holding
-from moe_ckpt.policies.base import Measured
+from moe_ckpt.ports import Communicator
 from recipes.gpt_moe_megatron.config import ModelConfig, ParallelConfig, TrainerConfig
 from recipes.gpt_moe_megatron.model import DTYPES, join_groups, model_chunk, prepare_cpu, transformer_config
 
@@ -123,7 +124,7 @@ def route(rank: Rank) -> None:
                 module(torch.randn(16, 1, WIDTH, dtype=module.weight.dtype))
 
 
-class ActedCommunicator:
+class ActedCommunicator(ActedRank):
     """``ports.Communicator`` of one rank that answers for all others: they hold other experts and do the same.
 
     Every snapshot is committed as soon as this rank has written its share. secs: time spent on acting, which a real
@@ -131,26 +132,22 @@ class ActedCommunicator:
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        super().__init__(rank, world_size)
         self.secs = 0.0
         self.sent = self.received = 0
-        self._ended: deque[Resolution] = deque()
-        self._sequence = 0
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
         with self._acting():
-            if summed.size:
-                return summed * self.world_size, np.maximum(largest, self._first_rank_tells())
-            if largest.size == 2 * self.world_size:  # everybody's digest of what it holds
+            if not summed.size and largest.size == 2 * self.world_size:  # everybody's digest of what it holds
                 others = np.repeat(np.arange(self.world_size), 2)
                 return summed, np.where(others == self.rank, largest, others)
-            return summed, largest
+            return super().agree(summed, largest)
 
-    def _first_rank_tells(self) -> Counts:
-        told = _Told()
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        agree(told, np.zeros(1, dtype=np.int64), False, ended, Measured())
-        return told.numbers
+    def everyone(self, payload: bytes) -> list[bytes]:
+        return [payload] * self.world_size
+
+    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        raise NotImplementedError("nothing is recovered here")
 
     def share(self, payload: bytes, source: int) -> bytes:
         if source == self.rank:
@@ -163,18 +160,14 @@ class ActedCommunicator:
 
     def broadcast(self, payload: bytes) -> bytes:
         """Of the store that rank 0 has opened."""
-        return json.dumps({"run_id": "0" * 32, "generation": 0}).encode()
+        identity = Identity("0" * 32, "", 0.0)
+        return json.dumps({"identity": asdict(identity), "generation": 0}).encode()
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
+    def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
         return None
 
     def announce(self, payload: bytes) -> bytes:
-        self._ended.append(Resolution(self._sequence, 0, "", True, None, 0.0))
-        self._sequence += 1
-        return b"null"
-
-    def close(self) -> None:
-        pass
+        return self._first_rank_commits()
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
@@ -185,17 +178,16 @@ class ActedCommunicator:
             self.secs += time.perf_counter() - began
 
 
-class _Told(ActedCommunicator):
-    """Takes down what rank 0 would tell the others."""
+@contextmanager
+def acted_peers(case: Case) -> Iterator[ActedCommunicator]:
+    """Whoever attaches meanwhile has its peers acted by the communicator that this gives."""
+    acted = ActedCommunicator(case.rank, case.ep)
 
-    numbers: Counts
+    def make(timeout_secs: float, *, late: bool = False) -> Communicator:
+        return acted
 
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
-        self.numbers = largest
-        return summed, largest
+    with patch.object(checkpoint, "make_communicator", make):
+        yield acted
 
 
 def _held_by(own: Holding, ranks_on: int) -> Holding:

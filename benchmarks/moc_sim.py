@@ -1,7 +1,7 @@
-"""A run, its checkpoints and its failures, without tensors: the library's own policies and books, driven by counts.
+"""A run, its checkpoints and its failures, without tensors: the library's own policies and ledgers, driven by counts.
 
 What a real run does around them is repeated here: a checkpoint begun at one step is committed some steps later and
-known to the books later still, it can fail or be skipped, and a failure returns to a committed one.
+known to the ledger later still, it can fail or be skipped, and a failure returns to a committed one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
-from moe_ckpt.engine.books import Books, Pending
+from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies.base import Measured, Policy
 
@@ -45,7 +45,7 @@ def catalog(layers: int, experts: int) -> Catalog:
 
 @dataclass
 class _Writing:
-    """A checkpoint under way. written, told: steps at whose start it is on storage, and the books know."""
+    """A checkpoint under way. written, told: steps at whose start it is on storage, and the ledger knows."""
 
     sequence: int
     pending: Pending
@@ -71,11 +71,11 @@ class SimulatedRun:
         self._restart()
 
     def _restart(self) -> None:
-        self.books = Books(self.model)
+        self.run_ledger = RunLedger(self.model)
         self.now = 0
         self.generation += 1
         self._writing: list[_Writing] = []
-        self._saved: Counts = self.books.tokens.saved[Tier.STORAGE].copy()
+        self._saved: Counts = self.run_ledger.tokens.saved[Tier.STORAGE].copy()
         self._holdings: Mapping[str, OperatorRecord] = {}
 
     def step(
@@ -83,34 +83,34 @@ class SimulatedRun:
     ) -> SnapshotPlan:
         """One optimizer step that routed ``counts`` [L, E], then the policy's turn.
 
-        delay: steps until what is begun now is on storage. tell: further steps until the books know. fails: it is not
+        delay: steps until what is begun now is on storage. tell: further steps until the ledger knows. fails: it is not
         committed. busy: what is planned is skipped.
         """
         self.now += 1
         self._settle()
-        self.books.routed(counts)
-        plan = self.policy.plan(self.books.context(self.now, self.ranks, counts, Measured()))
+        self.run_ledger.routed(counts)
+        plan = self.policy.plan(self.run_ledger.context(self.now, self.ranks, counts, Measured()))
         if plan and not busy:
             self._begin(plan, delay, tell, fails)
         return plan
 
     def _begin(self, plan: SnapshotPlan, delay: int, tell: int, fails: bool) -> None:
-        tokens = self.books.tokens
+        tokens = self.run_ledger.tokens
         stored, held = plan.operators(), plan.operators(Tier.HOST)
         pending = Pending(self.model, plan.step, self.generation, stored, held, tokens.applied.copy(), {})
         before = self._writing[-1] if self._writing else None
         written = max(self.now + delay, before.written if before else 0)
         told = max(written + tell, before.told if before else 0)
-        index, self.sequence = self.books.index, self.sequence + 1
+        index, self.sequence = self.run_ledger.index, self.sequence + 1
         self._writing.append(_Writing(self.sequence, pending, tuple(tokens.faults), index, written, told, fails))
-        self.books.begun(self.sequence, pending)
+        self.run_ledger.begun(self.sequence, pending)
         self._commit(self.now)
 
     def _settle(self) -> None:
         self._commit(self.now)
         while self._writing and self._writing[0].told <= self.now:
             done = self._writing.pop(0)
-            self.books.resolved(done.sequence, committed=not done.fails)
+            self.run_ledger.resolved(done.sequence, committed=not done.fails)
 
     def _commit(self, now: int) -> None:
         """As ``engine.commit.Committer`` does it, in the order of the checkpoints."""
@@ -153,7 +153,7 @@ class SimulatedRun:
         None is returned where nothing was committed and the run begins anew.
         """
         self._commit(self.now)
-        newest = self.books.newest
+        newest = self.run_ledger.newest
         self.store = self.store[: len(self.store) - back] if back < len(self.store) else self.store[:1]
         self._restart()
         if not self.store:
@@ -162,10 +162,10 @@ class SimulatedRun:
         held = None
         if survives is not None and newest is not None and newest.step == manifest.step:
             held = np.zeros_like(newest.applied)
-            for pair in [(self.model.by_id[op].layer, self.model.by_id[op].expert) for op in newest.held]:
+            for pair in [(self.model.by_id[op].layer, self.model.by_id[op].expert) for op in newest.host_only]:
                 held[pair] = newest.applied[pair] * survives[pair]
-        fault = self.books.adopt(manifest, same_store=True, held=held)
+        fault = self.run_ledger.resume_from(manifest, same_store=True, tokens_from_host=held)
         self.now = manifest.step
-        self._saved = self.books.tokens.saved[Tier.STORAGE].copy()
+        self._saved = self.run_ledger.tokens.saved[Tier.STORAGE].copy()
         self._holdings = manifest.operators
         return fault

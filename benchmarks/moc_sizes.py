@@ -95,7 +95,7 @@ def subject(variant: str = "tied") -> Subject:
             for block in model.blocks:
                 # A parameter without optimizer state weighs what a buffer does.
                 mask = nn.Parameter(torch.empty(config.context, config.context), requires_grad=False)
-                block.attention.mask = mask
+                block.get_submodule("attention").register_parameter("mask", mask)
     catalog = build_catalog(model, find_moe_layers(model))
     weights = weigh(catalog, _state(model))
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

@@ -15,10 +15,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from benchmarks.contestants import Contestant, Gate, LightningAsync, LightningSync, Saving
 from benchmarks.failing import Failures
@@ -55,7 +54,7 @@ class DCP(Contestant):
         model, optimizer = get_state_dict(trainer.lightning_module, trainer.optimizers)
         self.drain()
         kind = AsyncCheckpointerType.PROCESS if self._kind == "process" else AsyncCheckpointerType.THREAD
-        answer = dcp.async_save(
+        answer = async_save(
             {"model": model, "optimizer": optimizer, "step": step},
             checkpoint_id=self._directory / f"step_{step}",
             async_checkpointer_type=kind,
@@ -192,7 +191,7 @@ def available(home: Path, wanted: Callable[[str], bool]) -> tuple[list[Contestan
     """(the wanted peers that work here, name -> why others do not)."""
     peers: list[Contestant] = [LightningSync(), LightningAsync()]
     absent = Failures()
-    makers = {
+    makers: dict[str, Callable[[], Contestant]] = {
         "dcp.async_save, thread": lambda: DCP("thread"),
         "dcp.async_save, async staging": lambda: DCP("staged"),
         "dcp.async_save, process": lambda: DCP("process"),

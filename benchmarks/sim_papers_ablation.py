@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.sim_papers_data import TABLE_3, Tick, run, scenario
+from benchmarks.sim_papers_data import TABLE_3, Model, Tick, run, scenario
 from benchmarks.sim_papers_render import bars, part, table
 
 STEPS = ("moevement_peers_sparse", "moevement_peers_freeze", "moevement_peers_reorder", "moevement_peers")
@@ -29,7 +29,8 @@ def ablation(setup: str, system: str) -> tuple[float, float]:
 
 
 def figure13(tick: Tick) -> dict[str, Any]:
-    rows, reorder = [], []
+    rows: list[list[Any]] = []
+    reorder: list[list[Any]] = []
     for model in TABLE_3:
         found = [ablation(model.setup, step) for step in STEPS]
         first = FIGURE_13[model.setup]
@@ -119,7 +120,7 @@ def figure13(tick: Tick) -> dict[str, Any]:
     )
 
 
-def _model(name: str) -> Any:
+def _model(name: str) -> Model:
     return next(model for model in TABLE_3 if model.name == name)
 
 

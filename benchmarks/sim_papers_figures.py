@@ -78,7 +78,8 @@ FIGURE_16 = {"CheckFreq": {0.0: 0.67, 0.99: 0.67}, "Gemini": {0.0: 0.72, 0.99: 0
 
 
 def figure16(tick: Tick) -> dict[str, Any]:
-    rows, series = [], {}
+    rows: list[list[Any]] = []
+    series: dict[str, list[tuple[float, float]]] = {}
     for system in SYSTEMS:
         known: Outcome | None = None
         for skewness, load in LOADS.items():

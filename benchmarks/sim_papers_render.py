@@ -106,13 +106,13 @@ def draw(found: Mapping[str, Any], folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.5, 4.2))
     if wanted["kind"] == "bars":
         _bars(axes, wanted)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
     else:
         _lines(axes, wanted)
+        axes.legend(fontsize=8)
     axes.set_ylabel(wanted["y"])
     axes.set_title(found["title"])
     axes.grid(alpha=0.3)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08), "ncols": 3} if wanted["kind"] == "bars" else {}
-    axes.legend(fontsize=8, **below)
     figure.tight_layout()
     figure.savefig(folder / f"{wanted['name']}.png", dpi=110, metadata={"Software": None})
     plt.close(figure)

@@ -45,7 +45,8 @@ def cell(size: str, reading: str, mtbf_secs: int) -> list[Any]:
 
 
 def figure11(tick: Tick) -> dict[str, Any]:
-    rows, series = [], {}
+    rows: list[list[Any]] = []
+    series: dict[str, list[tuple[float, float]]] = {}
     for size in SIZES:
         for reading in ("per GPU", "one pipeline", "whole cluster"):
             for mtbf_secs in (600, 1800, 3600) if reading == "one pipeline" else (600,):

@@ -132,7 +132,7 @@ def _stall(setup: str, rate: float) -> float:
 
 def inside(tick: Tick) -> dict[str, Any]:
     """What table 3's columns imply of each other."""
-    rows = []
+    rows: list[list[Any]] = []
     for model in TABLE_3:
         secs = counted(model.setup).iteration_secs
         for system, name in ((0, "CheckFreq"), (3, "MoEvement")):

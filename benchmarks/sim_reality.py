@@ -4,9 +4,6 @@ One process trains the tiny GPT-MoE on the CPU and is killed with SIGKILL at mom
 it is started again at once. Each run writes its own profile. From that profile, and from the library's own policy, the
 simulator says what should have come of the run: with the very same failures, and with others of the same mean.
 
-    python benchmarks/sim_reality.py                       three policies, under 12 minutes
-    python benchmarks/sim_reality.py --minutes 8 --policies dense
-
 ETTR is, on both sides, iterations that are part of the state at the end, times the median length of one without
 checkpoints and failures (of a run of its own, or a failing one's clean iterations, whichever was less disturbed), over
 the time on the clock.
@@ -37,6 +34,7 @@ from moe_ckpt.sim.profile import read_profile
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sim_reality.json"
 LIMIT = 0.03
+_EXAMPLE = "example: python benchmarks/sim_reality.py --minutes 1 --policies dense --results /tmp/dense.json"
 
 
 class Watch:
@@ -97,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(line, markup=False, soft_wrap=True)
     if not found:
         return 1
-    for line in table(found, clean_secs):
-        console.print(line)
+    for told in table(found, clean_secs):
+        console.print(told)
     if args.results is not None:
         write(args.results, found, clean_secs, vars(args))
         console.print(f"Written: {args.results.name}, {args.results.with_suffix('.md').name}")
@@ -124,7 +122,7 @@ def _directory(kept: Path | None) -> Iterator[Path]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [one.name for one in CONTESTANTS]
-    parser = argparse.ArgumentParser(prog="sim_reality", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="sim_reality", description=(__doc__ or "").split("\n\n")[0], epilog=_EXAMPLE)
     parser.add_argument("--minutes", type=float, default=3.5, help="of each run (default %(default)s)")
     parser.add_argument("--mtbf", type=float, default=18.0, help="seconds between kills, mean (default %(default)s)")
     parser.add_argument("--policies", nargs="+", choices=names, default=names, help="default: all")

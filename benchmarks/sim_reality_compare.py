@@ -9,7 +9,7 @@ from statistics import mean
 
 import numpy as np
 
-from benchmarks.sim_reality_runs import Contestant, RealRun
+from benchmarks.sim_reality_runs import NODE_EVERY, Contestant, RealRun
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.sim.failures import Event, Failures, Poisson
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
@@ -83,7 +83,9 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
     same = simulated(contestant, profile, real, _trace(real))
     moved = [simulated(contestant, profile, real, _trace(real, seed)) for seed in range(1, SEEDS + 1)]
     seeds = range(1, SEEDS + 1) if mtbf_secs > (profile.set_up_secs or 0.0) + _handover_secs(real) else ()
-    others = [simulated(contestant, profile, real, Poisson(mtbf_secs), seed) for seed in seeds]
+    share = 1 - 1 / NODE_EVERY if contestant.memory else 0.0
+    drawn = Poisson(mtbf_secs, process_share=share)
+    others = [simulated(contestant, profile, real, drawn, seed) for seed in seeds]
     return Comparison(
         name=contestant.name,
         title=contestant.title,
@@ -106,7 +108,7 @@ def simulated(contestant: Contestant, profile: RunProfile, real: RealRun, failur
     is measured here.
     """
     cluster = profile.cluster(detect_secs=_handover_secs(real))
-    system = System(contestant.title, contestant.policy, when_busy="skip")
+    system = System(contestant.title, contestant.policy, when_busy="skip", **contestant.memory)
     return simulate(scenario_from(profile, failures, system, real.secs, seed, cluster=cluster))
 
 
@@ -115,12 +117,15 @@ def _ettrs(outcomes: Iterable[Outcome], secs: float, clean_secs: float) -> tuple
 
 
 def _trace(real: RealRun, seed: int | None = None) -> Trace:
-    """The only node dies, and is there again. seed: moves each kill by up to ``NEARBY_SECS``."""
+    """The only node dies, and is there again, or only its process does. seed: moves each kill by ``NEARBY_SECS``."""
     kills = real.kills
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64(seed))
         kills = tuple(sorted(max(0.0, at + NEARBY_SECS * (2 * rng.random() - 1)) for at in kills))
-    return Trace(given=tuple(Event(at, 0, joins) for at in kills for joins in (False, True)))
+    found: list[Event] = []
+    for at, node in zip(kills, real.took_node, strict=True):
+        found += [Event(at, 0), Event(at, 0, joins=True)] if node else [Event(at, 0, process=True)]
+    return Trace(given=tuple(found))
 
 
 def _handover_secs(real: RealRun) -> float:

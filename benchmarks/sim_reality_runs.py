@@ -4,16 +4,20 @@ The job's clock begins when the first life has done its first iteration, which d
 the first time is no part of a simulation. It ends ``secs`` later with a last kill, which is no failure. Whatever is
 killed is started again at once; what a life was doing when it was killed is read from the diary that the recipe writes
 (``recipes.gpt_moe_lightning.runlog``), and from the store.
+
+Where checkpoints lie in memory, every ``NODE_EVERY``-th kill takes the node: its memory directory is deleted, too.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +30,37 @@ from recipes.gpt_moe_lightning.runlog import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 START_LIMIT_SECS = 120.0
+NODE_EVERY = 3
+_TMPFS = Path("/dev/shm")
 _POLL_SECS = 0.02
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy, as Hydra overrides for the real run and as the object that the simulator asks."""
+    """A policy, as Hydra overrides for the real run and as the object that the simulator asks.
+
+    memory: what the simulator is told of checkpoints in memory, as in ``System``; empty where they are on storage.
+    """
 
     name: str
     title: str
     policy: Policy
     overrides: tuple[str, ...]
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
 
 CONTESTANTS = (
     Contestant("dense", "Dense every 10", Dense(10), ("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=10")),
+    Contestant(
+        "memory",
+        "Dense every 10 in memory",
+        Dense(10),
+        (
+            *("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=10"),
+            *("moe_ckpt/memory=local", "moe_ckpt.memory.storage_every_n_steps=50"),
+        ),
+        {"durable": "node", "storage_every_n_steps": 50},
+    ),
     Contestant(
         "moc",
         "MoC K=1 every 10",
@@ -84,7 +104,8 @@ class Life:
 class RealRun:
     """What was seen of one run. kills: moments at which the signal was really sent. began_unix_secs: clock's zero.
 
-    stall_secs, snapshot_bytes, begun: sums over all lives. plt: of the state at the end.
+    stall_secs, snapshot_bytes, begun: sums over all lives. plt: of the state at the end. took_node: of each kill,
+        whether the node's memory went with the process; all of them where that holds nothing.
     """
 
     directory: Path
@@ -96,6 +117,7 @@ class RealRun:
     snapshot_bytes: float
     begun: int
     plt: float
+    took_node: tuple[bool, ...] = ()
 
     @property
     def profile_path(self) -> Path:
@@ -121,6 +143,10 @@ class Job:
     def __init__(self, contestant: Contestant, directory: Path, seed: int) -> None:
         directory = directory.resolve()
         self._command = command(contestant, directory, seed)
+        self._memory: Path | None = None
+        if contestant.memory:
+            self._memory = Path(tempfile.mkdtemp(prefix="sim_reality_", dir=_TMPFS if _TMPFS.is_dir() else None))
+            self._command.append(f"moe_ckpt.memory.directory={self._memory}")
         self.diary = directory / "metrics.rank0.jsonl"
         self._output = directory / "output.log"
         directory.mkdir(parents=True)
@@ -137,6 +163,8 @@ class Job:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        if self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)
 
     def start(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -146,12 +174,16 @@ class Job:
                 self._command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
 
-    def kill(self) -> None:
+    def kill(self, *, node: bool = False) -> None:
+        """End it. node: with what the node's memory holds."""
         self.check()
         assert self._process is not None
         self.killed.append(time.time())
         self._process.kill()
         self._process.wait()
+        if node and self._memory is not None:
+            for one in self._memory.iterdir():
+                shutil.rmtree(one)
 
     def check(self) -> None:
         """Raises ``RuntimeError`` with the end of its output if the process ended by itself."""
@@ -191,16 +223,17 @@ def run(
     with Job(contestant, directory, seed) as job:
         zero = job.wait_for_first_step()
         say = tell or (lambda at, count: None)
-        for at in kills:
+        took_node = [not contestant.memory or number % NODE_EVERY == 0 for number in range(1, len(kills) + 1)]
+        for at, node in zip(kills, took_node, strict=True):
             job.sleep_until(zero + at, lambda now: say(now - zero, len(job.killed)))
-            job.kill()
+            job.kill(node=node)
             job.start()
         job.sleep_until(zero + secs, lambda now: say(now - zero, len(job.killed)))
         job.kill()
-    return _seen(job, directory, zero, secs)
+    return _seen(job, directory, zero, secs, tuple(took_node))
 
 
-def _seen(job: Job, directory: Path, zero: float, secs: float) -> RealRun:
+def _seen(job: Job, directory: Path, zero: float, secs: float, took_node: tuple[bool, ...]) -> RealRun:
     lines = read_lines(job.diary)
     metrics = [line for line in lines if "moe_ckpt/stall_ms" in line]
     saved = [line for line in metrics if line["moe_ckpt/begun"]]
@@ -214,6 +247,7 @@ def _seen(job: Job, directory: Path, zero: float, secs: float) -> RealRun:
         snapshot_bytes=sum(line["moe_ckpt/bytes"] for line in saved),
         begun=len(saved),
         plt=_plt(metrics, job.spawned[-1]),
+        took_node=took_node,
     )
 
 

@@ -1,6 +1,6 @@
 """Tokens at risk under MoEtion: popular experts first beside taking turns, with equally many saved.
 
-The paper's figure 11 (arXiv 2412.15411 v1) without training: the library's policy and books are driven by
+The paper's figure 11 (arXiv 2412.15411 v1) without training: the library's policy and ledger are driven by
 drawn routing counts (moc_sim.py). Tokens at risk are what a recovery from the newest checkpoint would lose, as a
 portion of the tokens routed so far, mean over layers (``core.tokens.tokens_at_risk``).
 """
@@ -50,7 +50,7 @@ def risks(policy: Policy, work: Workload, seed: int) -> tuple[np.ndarray, float]
         run.step(rng.multinomial(work.tokens, shares))
         if run.store:
             newest = TokenBook.from_dict(run.store[-1].tokens, work.layers, work.experts)
-            series.append(tokens_at_risk(newest.unsaved(Tier.STORAGE), run.books.tokens.applied))
+            series.append(tokens_at_risk(newest.unsaved(Tier.STORAGE), run.run_ledger.tokens.applied))
     return np.array(series), found
 
 

@@ -167,7 +167,8 @@ def run(launch: Launch, ranks: int, kills: int, seed: int, limit_secs: float) ->
         with _agents(launch, ranks, kills, seed, Path(scratch)) as agents:
             deadline = time.monotonic() + limit_secs
             codes = [_wait(agent, deadline) for agent in agents]
-        return {"code": None if None in codes else max(map(abs, codes)), "events": _events(Path(scratch))}
+        ended = [abs(code) for code in codes if code is not None]
+        return {"code": max(ended) if len(ended) == len(codes) else None, "events": _events(Path(scratch))}
 
 
 @contextmanager

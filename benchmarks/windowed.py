@@ -16,7 +16,7 @@ from benchmarks.workload import Workload
 from recipes.gpt_moe_lightning.model import GPTMoEConfig, MoELayer
 
 
-class _Tokens(Dataset):
+class _Tokens(Dataset[Tensor]):
     """Random token ids ``[S + 1]``, the same ones for the same index."""
 
     def __init__(self, config: GPTMoEConfig, samples: int = 1_000_000) -> None:
@@ -41,7 +41,8 @@ class _Expert(nn.Module):
         self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
 
 
 class ListedExperts(nn.ModuleList):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 
+from benchmarks.acting import wait_until_written
 from benchmarks.contestants import Gate
 from benchmarks.failing import Failures
 from benchmarks.windowed import batches, trainer
@@ -28,16 +29,16 @@ from moe_ckpt.policies.base import Policy, PolicyContext
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moevement import MoEvement
+from moe_ckpt.policies.wrapper import Wrapper
 
 
 @dataclass(frozen=True)
-class Gated:
+class Gated(Wrapper):
     """Any policy, silent while the gate is closed. Notes what the formula says that a slot should weigh.
 
     expected: step -> bytes, for the steps of sparse windows.
     """
 
-    policy: Policy
     gate: Gate
     expected: dict[int, int] = field(default_factory=dict)
 
@@ -48,20 +49,6 @@ class Gated:
         if plan.window is not None:
             self.expected[context.step] = slot_bytes(plan.window.slots, context.sizes)[plan.slot]
         return plan
-
-    def check(self, catalog: Any) -> None:
-        self.policy.check(catalog)
-
-    def describe(self) -> dict[str, Any]:
-        return self.policy.describe()
-
-
-@dataclass(frozen=True)
-class GatedWindows(Gated):
-    sparse: ClassVar[bool] = True
-
-    def explain(self, context: PolicyContext) -> Any:
-        return self.policy.explain(context)  # type: ignore[attr-defined]
 
 
 def contestants(window: int) -> dict[str, Policy | None]:
@@ -170,17 +157,15 @@ class _Watcher(pl.Callback):
 
 def drain(ours: MoECheckpoint | None) -> None:
     """Return when everything begun is written."""
-    if ours is not None and ours._session is not None:
-        pipeline = ours._session._running
-        pipeline.join()
-        pipeline.wait(0)
+    if ours is not None and ours._fit is not None:
+        wait_until_written(ours._fit.session)
 
 
 def run_once(name: str, policy: Policy | None, module: Workload, batch: int, shape: Shape, directory: Path) -> Fit:
     """One fit in a fresh directory, which is removed afterwards."""
     fit, gate, ours, expected = Fit(name), Gate(), None, {}
     if policy is not None:
-        gated = (GatedWindows if getattr(policy, "sparse", False) else Gated)(policy, gate)
+        gated = Gated(policy, gate)
         expected = gated.expected
         ours = MoECheckpoint(gated, directory, save_last=False, when_busy="wait")
     watcher = _Watcher(fit, shape, gate, ours, expected)

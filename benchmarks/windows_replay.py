@@ -46,7 +46,7 @@ class _Clock(pl.Callback):
             self._computed = time.perf_counter() - began
             return result
 
-        loop.run = timed  # type: ignore[method-assign]
+        loop.run = timed  # type: ignore[method-assign]  # to time it
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self._ended()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,7 +24,7 @@ class Workload(GPTMoELightning):
         super().__init__(config)
         self._kept: torch.optim.Optimizer | None = None
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         if self._kept is None:
             self._kept = torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
         return self._kept
@@ -44,7 +43,7 @@ class Workload(GPTMoELightning):
         return tensors
 
 
-class _RandomTokens(IterableDataset):
+class _RandomTokens(IterableDataset[torch.Tensor]):
     def __init__(self, config: GPTMoEConfig, batch: int) -> None:
         self._config, self._batch = config, batch
 
@@ -55,6 +54,6 @@ class _RandomTokens(IterableDataset):
             yield torch.randint(self._config.vocab_size, shape, generator=generator)
 
 
-def endless_batches(config: GPTMoEConfig, batch: int) -> DataLoader:
+def endless_batches(config: GPTMoEConfig, batch: int) -> DataLoader[torch.Tensor]:
     """``[B, S + 1]`` token ids."""
     return DataLoader(_RandomTokens(config, batch), batch_size=None)

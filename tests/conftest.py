@@ -20,8 +20,10 @@ settings.register_profile(
 )
 settings.load_profile("moe_ckpt")
 
+os.environ.pop("COLUMNS", None)  # of the terminal that the tests are started from: they say themselves how wide one is
+
 THREAD_PREFIXES = ("moe_ckpt", "moe-ckpt")
-SETTLE_SECS = 2.0
+SETTLE_SECS = 10.0
 """A thread or file that is just ending gets this long."""
 
 FOREIGN_ENVIRONMENT = frozenset(
@@ -42,6 +44,17 @@ FOREIGN_ENVIRONMENT = frozenset(
     }
 )
 _TEMPORARY_ROOTS = tuple({str(Path(tempfile.gettempdir()).resolve()), "/tmp", "/dev/shm"})
+
+
+def pytest_collectstart() -> None:
+    """Test modules are imported now: see ``tests.support.imports``."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported lives as long as the process; the collector need not look at it again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -267,13 +267,20 @@ class TextData(LightningDataModule):
     def __init__(self, config: DataConfig, context: int, seed: int = 0) -> None:
         super().__init__()
         self.config, self.context, self.seed = config, context, seed
-        self.corpus: Corpus | None = None
+        self._corpus: Corpus | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        if self.corpus is None:
-            self.corpus = self.config.corpus()
+        if self._corpus is None:
+            self._corpus = self.config.corpus()
             self.train_windows = Windows(tokenize(self.corpus.train, self.config.tokenizer), self.context)
             self.validation_windows = Windows(tokenize(self.corpus.validation, self.config.tokenizer), self.context)
+
+    @property
+    def corpus(self) -> Corpus:
+        """What was read. Raises ``RuntimeError`` before ``setup``."""
+        if self._corpus is None:
+            raise RuntimeError("setup() has not been called yet")
+        return self._corpus
 
     def _loader(self, windows: Windows, *, train: bool) -> StatefulDataLoader[Tensor]:
         sampler = ShardedShuffle(

@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         console.print(Text(str(error), style="red"))
         return 1
-    checks = verdicts(*runs, settings.kills)
+    checks = verdicts(*runs, kills=settings.kills)
     print_table(console, runs)
     for check in checks:
         console.print(Text(("yes  " if check.passed else "NO   ") + check.sentence, "green" if check.passed else "red"))
@@ -239,7 +239,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> Settings:
-    parser = argparse.ArgumentParser(prog="demo", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="demo",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog="example: python recipes/gpt_moe_lightning/demo.py --steps 60 --kills 2 -- model.experts=4",
+    )
     parser.add_argument("--steps", type=int, default=Settings.steps, help="iterations per run (default %(default)s)")
     parser.add_argument("--kills", type=int, default=Settings.kills, help="kills per failing run (default %(default)s)")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of the kills (default %(default)s)")

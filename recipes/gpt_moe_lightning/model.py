@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 
@@ -112,7 +113,7 @@ class MoELayer(nn.Module):
     def __init__(self, config: GPTMoEConfig) -> None:
         super().__init__()
         self.gate = Gate(config)
-        self.experts = Experts(config)
+        self.experts: nn.Module = Experts(config)
         self.capacity_factor = config.capacity_factor
         self.aux_loss: Tensor | None = None
 
@@ -123,7 +124,8 @@ class MoELayer(nn.Module):
         self.aux_loss = load_balancing_loss(probabilities, chosen)
         if self.capacity_factor is not None:
             chosen = drop_over_capacity(chosen, self.gate.num_experts, self.capacity_factor)
-        return self.experts(tokens, chosen, weights).reshape(x.shape)
+        mixed: Tensor = self.experts(tokens, chosen, weights)
+        return mixed.reshape(x.shape)
 
 
 def load_balancing_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
@@ -165,7 +167,8 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return projected
 
 
 class MLP(nn.Sequential):
@@ -187,7 +190,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm_1(x)))
-        return x + self.dropout(self.mlp(self.norm_2(x)))
+        out: Tensor = x + self.dropout(self.mlp(self.norm_2(x)))
+        return out
 
 
 class GPTMoE(nn.Module):
@@ -222,8 +226,8 @@ class GPTMoE(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.token_embedding.weight)
-        losses = [block.mlp.aux_loss for block in self.blocks if isinstance(block.mlp, MoELayer)]
-        return logits, torch.stack(losses).mean()
+        layers = [block.mlp for block in self.blocks if isinstance(block.mlp, MoELayer)]
+        return logits, torch.stack([layer.aux_loss for layer in layers if layer.aux_loss is not None]).mean()
 
 
 @dataclass(frozen=True)
@@ -265,14 +269,15 @@ class GPTMoELightning(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.losses(batch)[0], sync_dist=True)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         decayed = [p for n, p in self.named_parameters() if p.ndim >= 2 and not n.endswith("_bias")]
         plain = [p for n, p in self.named_parameters() if p.ndim < 2 or n.endswith("_bias")]
         groups = [
             {"params": decayed, "weight_decay": self.optimizer_config.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.optimizer_config.lr, betas=tuple(self.optimizer_config.betas))
+        beta_1, beta_2 = self.optimizer_config.betas  # a list where it comes from YAML
+        optimizer = torch.optim.AdamW(groups, lr=self.optimizer_config.lr, betas=(beta_1, beta_2))
         warmup = max(1, self.optimizer_config.warmup_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))

@@ -120,7 +120,7 @@ class ExpertDiary(Callback):
         record = self.checkpoint.last
         if record is None or record.step == self._written or record.step % self.every_n_steps:
             return
-        if record.replayed:  # the books are still those of a run that has not begun
+        if record.replayed:  # the ledger is still that of a run that has not begun
             return
         self._written = record.step
         if trainer.is_global_zero:

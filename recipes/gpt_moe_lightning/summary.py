@@ -41,16 +41,18 @@ class RunSummary:
 
     @property
     def val_loss(self) -> float | None:
-        return self._finished("val_loss")
+        loss: float | None = self._finished("val_loss")
+        return loss
 
     @property
     def parameters(self) -> str | None:
         """Hash of the final parameters, None while the run has not finished."""
-        return self._finished("parameters")
+        digest: str | None = self._finished("parameters")
+        return digest
 
     @property
     def restarts(self) -> int:
-        return max(0, sum(r.get("event") == "process_start" for r in self.records) - 1)
+        return max(0, sum(1 for r in self.records if r.get("event") == "process_start") - 1)
 
     @property
     def recomputed(self) -> int:
@@ -246,6 +248,7 @@ def verdicts(
     sequential: RunSummary,
     load_aware: RunSummary,
     windows: RunSummary,
+    *,
     kills: int,
 ) -> tuple[Verdict, ...]:
     """What the demo promises, checked on what was measured. windows: the run under MoEvement."""

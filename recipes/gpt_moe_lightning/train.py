@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from torch import Tensor
 
+Precision = Literal["32-true", "64-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true"]
 DIARY_TABLES = 200
 """About as many tables of all experts are written in a run: what a picture can show."""
 
@@ -37,7 +38,7 @@ class TrainerConfig:
 
     accelerator: str = "cpu"
     devices: int = 1
-    precision: str = "32-true"
+    precision: Precision = "32-true"
     max_steps: int = 100
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = 1.0

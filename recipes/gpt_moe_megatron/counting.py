@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, S
 from moe_ckpt.core.window import OperatorBytes
 from recipes.gpt_moe_megatron.config import ModelConfig, ParallelConfig, TrainerConfig
 from recipes.gpt_moe_megatron.model import join_groups, model_chunk, prepare_cpu, transformer_config
+
+if TYPE_CHECKING:
+    from moe_ckpt.megatron.world import Owner
 
 GRADIENT_BYTES = 4
 ADAM_BYTES = 8
@@ -120,19 +124,22 @@ def whole_model(model: ModelConfig) -> WholeModel:
         found: dict[str, Operator] = {}
         for live in inventory.parameters:
             for part, owner in zip(live.parts, live.owners, strict=True):
-                operator = _operator(numbers.get(owner.moe or ""), owner.expert, owner.group)
+                operator = _operator(owner, numbers)
                 found.setdefault(operator.id, operator)
                 elements[operator.id] = elements.get(operator.id, 0) + part.stop - part.start
     # Policies ask for ids, kinds and layers only: one made-up parameter stands for each operator.
     return WholeModel(Catalog(tuple(found.values()), layers, dict.fromkeys(found, (1,))), elements)
 
 
-def _operator(layer: int | None, expert: int | None, group: str | None) -> Operator:
-    if layer is None:
-        name = non_expert_id(str(group))
+def _operator(owner: Owner, numbers: Mapping[str, int]) -> Operator:
+    moe, inner = owner
+    if moe is None:
+        name = non_expert_id(str(inner))
         return Operator(name, OperatorKind.NON_EXPERT, (Span(name),))
-    if expert is None:
+    layer = numbers[moe]
+    if inner is None:
         return Operator(gate_id(layer), OperatorKind.GATE, (Span(gate_id(layer)),), layer)
+    expert = int(inner)
     name = expert_id(layer, expert)
     return Operator(name, OperatorKind.EXPERT, (Span(name),), layer, expert)
 
@@ -177,7 +184,7 @@ def acted_world(parallel: ParallelConfig, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=parallel.ranks, store=FakeStore())
     device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: "meta"  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: "meta"  # type: ignore[assignment,return-value]  # Megatron takes any device
     try:
         join_groups(parallel, gloo=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)

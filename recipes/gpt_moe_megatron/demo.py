@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(Text(str(error), style="red"))
         return 1
     console.print(table(runs))
-    checks = verdicts(*runs, settings.kills)
+    checks = verdicts(*runs, kills=settings.kills)
     for check in checks:
         console.print(Text(("yes  " if check.passed else "NO   ") + check.sentence, "green" if check.passed else "red"))
     return 0 if all(check.passed for check in checks) else 1

@@ -134,7 +134,7 @@ def table_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
     )
 
 
-def verdicts(baseline: RunSummary, failing: RunSummary, kills: int) -> tuple[Verdict, ...]:
+def verdicts(baseline: RunSummary, failing: RunSummary, *, kills: int) -> tuple[Verdict, ...]:
     """What the demo promises, checked on what was measured."""
     survived = failing.kills == kills and None not in failing.parameters and failing.steps == baseline.steps
     return (

@@ -91,7 +91,8 @@ class Training:
         loss = torch.stack([each["loss"] for each in losses]).mean()
         group = groups.get_data_parallel_group()
         dist.all_reduce(loss, group=group)
-        return loss.item() / group.size()
+        mean: float = loss.item() / group.size()
+        return mean
 
     def update(self) -> Outcome:
         """Optimizer step, and the scheduler's if it was made: fp16 leaves one out when gradients overflow."""
@@ -227,7 +228,11 @@ def report(
 
 
 def checkpoint_settings(cfg: DictConfig) -> dict[str, Any] | None:
-    """The node ``moe_ckpt`` as arguments of ``attach``; None where it was left out (``~moe_ckpt``)."""
+    """The node ``moe_ckpt`` as arguments of ``attach``; None where it was left out (``~moe_ckpt``).
+
+    As for ``moe_ckpt.conf.build_callback``, ``moe_ckpt.dirpath`` goes before ``moe_ckpt.store.dirpath``, and the group
+    ``memory: off`` is empty.
+    """
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
@@ -237,7 +242,9 @@ def checkpoint_settings(cfg: DictConfig) -> dict[str, Any] | None:
     settings = {str(key): value for key, value in cfg.moe_ckpt.items() if key not in others}
     found = {key: instantiate(value) if OmegaConf.is_config(value) else value for key, value in settings.items()}
     store: Any = OmegaConf.to_container(cfg.moe_ckpt.store, resolve=True)
-    return {**found, **store}
+    above = {key: found.pop(key, None) for key in ("dirpath", "timeout_secs")}
+    where = {**store, **{key: value for key, value in above.items() if value is not None}}
+    return {**found, **where, "memory": found.get("memory") or None}
 
 
 @hydra.main(version_base="1.3", config_path=str(HERE / "conf"), config_name="train")

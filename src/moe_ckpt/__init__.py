@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from moe_ckpt.callbacks.module_loading import load_from_checkpoint
     from moe_ckpt.core.retention import RetentionPolicy
     from moe_ckpt.engine.host_tier import release_host_memory
+    from moe_ckpt.memory.options import Memory
     from moe_ckpt.modeling.registry import register_moe
     from moe_ckpt.recovery.newest import newest_step
 
 __version__ = "0.1.0"
 __all__ = [
+    "Memory",
     "RetentionPolicy",
     "__version__",
     "load_from_checkpoint",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Memory": "moe_ckpt.memory.options",
     "RetentionPolicy": "moe_ckpt.core.retention",
     "load_from_checkpoint": "moe_ckpt.callbacks",
     "newest_step": "moe_ckpt.recovery.newest",

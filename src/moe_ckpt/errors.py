@@ -61,12 +61,16 @@ class OptimizerChangedError(ConfigError):
 class FinishedRunError(ConfigError):
     """A finished run was started again with other hyperparameters."""
 
-    def __init__(self, dirpath: str, step: int, reason: str, changes: tuple[str, ...]) -> None:
+    def __init__(
+        self, dirpath: str, step: int, reason: str, changes: tuple[str, ...], kept: tuple[str, ...] = ()
+    ) -> None:
+        """kept: of ``changes``, those of which the checkpoint's value stays in force if the run is extended."""
+        keeps = f", with the old values of: {'; '.join(kept)}" if kept else ""
         super().__init__(
             f"{dirpath} holds a run that is finished ({reason}, at step {step}), and this script differs from it: "
-            f"{'; '.join(changes)}. Going on would train with the old values or not at all. For another experiment "
-            "choose another dirpath (with weights_from= it begins with these weights). To train on from the finished "
-            "run with its optimizer state, give MoECheckpoint(resume='extend') and a greater max_steps or max_epochs."
+            f"{'; '.join(changes)}. To use the new values, begin a new run with the finished one's weights: another "
+            f"dirpath, and weights_from={dirpath!r}. To train the finished run on, give MoECheckpoint(resume='extend') "
+            f"and a greater max_steps or max_epochs: it goes on with its optimizer and schedulers as they were{keeps}."
         )
         self.dirpath = dirpath
         self.step = step
@@ -255,6 +259,20 @@ class PeerLostError(StoreError, RuntimeError):
         self.cause = cause
 
 
+class StaleGenerationError(StoreError, RuntimeError):
+    """Processes of different lives of the run take part in one job."""
+
+    def __init__(self, rank: int, generation: int, found: tuple[int, int]) -> None:
+        others = f"generation {found[0]}" if found[0] == found[1] else f"generations {found[0]} to {found[1]}"
+        super().__init__(
+            f"rank {rank} is of generation {generation} of the run, and was sent a message of {others}: a process that "
+            "was paused, or that a restart left behind, still takes part. End all processes of the job, and start again"
+        )
+        self.rank = rank
+        self.generation = generation
+        self.found = found
+
+
 class TornSnapshotError(StoreError, RuntimeError):
     """Something changed the state while it was being copied, so the snapshot is of no single step."""
 
@@ -309,12 +327,26 @@ class ReplayDivergedError(UserError, RuntimeError):
 
 
 class HostMemoryError(UserError, MemoryError):
-    """A snapshot does not fit into the declared host-memory budget."""
+    """A snapshot does not fit into the budget of host memory."""
 
-    def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
+    def __init__(self, needed_bytes: int, budget_bytes: int, what: str = "one snapshot", advice: str = "") -> None:
         super().__init__(
-            f"one snapshot of this rank needs {needed_bytes:,} bytes of host memory, but the budget is "
-            f"{budget_bytes:,} bytes. Raise host_memory_bytes, or use a policy that saves fewer experts at once."
+            f"{what} needs {needed_bytes:,} bytes of host memory on this rank, and its budget is {budget_bytes:,} "
+            f"bytes. {advice or f'Set host_memory_bytes to {needed_bytes} or more.'}"
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+
+
+class MemoryFullError(StoreError, OSError):
+    """The file system that host memory lies on has no room for a slot."""
+
+    def __init__(self, directory: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{directory} has {free_bytes:,} bytes free, and a snapshot of this rank needs {needed_bytes:,} there. "
+            "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a "
+            "sizeLimit; SLURM: job_container/tmpfs), or give Memory(directory=...) another one"
+        )
+        self.directory = directory
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes

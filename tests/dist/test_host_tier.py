@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt import Memory
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import host_tier
@@ -25,6 +26,7 @@ from moe_ckpt.storage import LocalStorage
 from tests.dist.test_training_state_fsdp2 import Model, sharded
 from tests.support import processes
 from tests.support.processes import start_ranks
+from tests.unit.engine_parts import told
 
 LAYERS, EXPERTS, FATAL_STEP, MORE_STEPS = 2, 5, 8, 3
 TIMEOUT_SECS = 60.0
@@ -37,10 +39,19 @@ def join(root: str, name: str, rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/{name}", rank=rank, world_size=world_size)
 
 
-class Life:
-    """One life of a rank: model, optimizer and session, all new."""
+def node_memory(root: str) -> Path:
+    directory = Path(root, f"node_{dist.get_rank()}")
+    directory.mkdir(exist_ok=True)
+    return directory
 
-    def __init__(self, root: str, fsdp: bool, seed: int) -> None:
+
+class Life:
+    """One life of a rank: model, optimizer and session, all new.
+
+    memory: arguments of ``Memory``, where snapshots lie in slots, of a node for each rank.
+    """
+
+    def __init__(self, root: str, fsdp: bool, seed: int, memory: dict | None = None) -> None:
         self.fsdp = fsdp
         self.model = sharded(seed) if fsdp else Model(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -53,7 +64,12 @@ class Life:
             catalog=build_catalog(self.model),
             state=self.state,
             comm=self.comm,
-            settings=Settings(retention=RetentionPolicy(keep_last=100), when_busy="wait", timeout_secs=TIMEOUT_SECS),
+            settings=Settings(
+                retention=RetentionPolicy(keep_last=100),
+                when_busy="wait",
+                timeout_secs=TIMEOUT_SECS,
+                memory=None if memory is None else Memory(directory=node_memory(root), **memory),
+            ),
         )
         self.session.open()
         self.step = 0
@@ -72,20 +88,20 @@ class Life:
         self.session.before_update()
         self.optimizer.step()
         self.step += 1
-        self.session.after_update(self.step, counts_of(dist.get_rank()), lambda: {"plain": self.state.plain()})
+        self.session.after_update(self.step, told(counts_of(dist.get_rank())), lambda: {"plain": self.state.plain()})
 
     def resume(self):
         """(Restored, FaultRecord)"""
-        restored = resume_newest(self.storage, self.comm, self.state, self.session.host_tier)
+        restored = resume_newest(self.storage, self.comm, self.state, self.session.tier)
         assert restored is not None
         self.state.load_plain(restored.plain["plain"])
         self.step = restored.manifest.step
-        return restored, self.session.adopt(restored.manifest, held=restored.held)
+        return restored, self.session.resume_from(restored.manifest, **restored.going_on)
 
     def whole(self) -> dict[str, torch.Tensor]:
         """All tensors, put together and copied. A collective where they are sharded."""
         found = {}
-        for name, parameter in self.state._parameters.items():
+        for name, parameter in self.model.named_parameters():
             found[f"model/{name}"] = _whole(parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 found[f"optim/0/{name}/{key}"] = _whole(value)
@@ -127,18 +143,19 @@ def live_until_the_peer_dies(root: str, rank: int, fsdp: bool) -> dict[int, dict
     return history
 
 
-def come_back(root: str, fsdp: bool) -> tuple[Life, dict]:
+def come_back(root: str, fsdp: bool, memory: dict | None = None) -> tuple[Life, dict]:
     """The second life up to its first step, and what is to be told of it."""
-    life = Life(root, fsdp, seed=1 + dist.get_rank())
+    life = Life(root, fsdp, 1 + dist.get_rank(), memory)
     restored, fault = life.resume()
-    stored = {op: record.step for op, record in restored.manifest.operators.items()}
-    newer = [] if restored.held is None else np.argwhere(restored.held).tolist()
+    on_storage = restored.beneath or restored.manifest
+    stored = {op: record.step for op, record in on_storage.operators.items()}
+    newer = [] if restored.tokens_from_host is None else np.argwhere(restored.tokens_from_host).tolist()
     told = {
         "step": restored.manifest.step,
         "stored": stored,
         "newer": {expert_id(*at) for at in newer},
         "fault": fault,
-        "books": life.session.books.tokens.to_dict(),
+        "books": life.session.run_ledger.tokens.to_dict(),
         "state": life.whole(),
         "applied": restored.manifest.tokens["applied"],
     }
@@ -180,7 +197,7 @@ def body_join(third: int, _: int, root: str):
         life.train()
     life.session.finish(life.step, lambda: {"plain": life.state.plain()}, save_last=True)
     assert host_tier.release_host_memory() == 0
-    return told, life.whole(), life.session.books.tokens.to_dict()
+    return told, life.whole(), life.session.run_ledger.tokens.to_dict()
 
 
 @pytest.fixture

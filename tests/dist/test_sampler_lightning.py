@@ -405,7 +405,7 @@ def test_real_ranks_train_on_each_sample_once(tmp_path, worlds):
         restored += {rank["restored"] for rank in ranks}
         assert [len(rank["warned"]) for rank in ranks] == [1] + [0] * (world - 1)
         assert f"written by {worlds[life - 1]} ranks, and {world} go on" in ranks[0]["warned"][0]
-    assert at < restored[0] <= at + 5
+    assert at <= restored[0] <= at + 5, "two may be under way when the ranks are killed"
     assert restored[1:] in ([], [at + 8])
     lives = [
         _trained(log, world, 1, step) for log, world, step in zip(logs, worlds, [*restored, math.inf], strict=True)

@@ -103,10 +103,19 @@ def body_fsdp(rank: int, world_size: int):
     with torch.no_grad():
         model(torch.randn(4, 8))
     saved, wanted, plain = describe(state), metas(state), state.plain()
-    whole = {f"model/{n}": p.full_tensor() for n, p in state._parameters.items()}
+    tensors, specs = state.tensors(), state.specs()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert state.tensors() is tensors, "the same after validation left whole tensors in their place"
+    assert state.specs() is specs
+    held = opt.state[model.scale]["exp_avg"]
+    held._local_tensor = held._local_tensor.clone()
+    assert [a.key for a, b in zip(tensors, state.tensors(), strict=True) if a is not b] == ["optim/0/scale/exp_avg"]
+    assert state.specs() is specs
+    whole = {f"model/{n}": p.full_tensor() for n, p in model.named_parameters()}
     whole |= {
         f"optim/0/{n}/{k}": v.full_tensor()
-        for n, p in state._parameters.items()
+        for n, p in model.named_parameters()
         for k, v in opt.state[p].items()
         if v.ndim
     }

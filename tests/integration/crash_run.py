@@ -36,14 +36,17 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from moe_ckpt.callbacks import MoECheckpoint, moe_checkpoint
+from moe_ckpt import Memory
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
+from moe_ckpt.driver import run as driver_run
 from moe_ckpt.policies import Dense, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.support.plain_store import read_body
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
 POLICIES = {"dense": Dense, "moc": MoC, "moetion": MoEtion, "moevement": MoEvement}
@@ -62,6 +65,9 @@ class Run:
     crash: (phase, n) kills this process the n-th time that the phase is reached; ("read", n) at the n-th
     read of the store. kills: a schedule of
     ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
+    memory: directory for slots, which survive the process; None: private memory.
+    to_storage: every so many steps a checkpoint goes on from there to storage.
+    replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     """
 
@@ -72,6 +78,9 @@ class Run:
     options: Mapping[str, Any] = field(default_factory=dict)
     crash: tuple[str, int] | None = None
     kills: str | None = None
+    memory: str | None = None
+    to_storage: int = 1
+    replicas: int = 0
     model: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "plain"
     samples: int = 40
@@ -141,8 +150,8 @@ class Recorder(pl.Callback):
         what: dict[str, Any] = {"event": "start", "step": step}
         if step is not None and self.run.store is not None and callback.last_model_path:  # no window under way
             directory = os.path.basename(callback.last_model_path)
-            manifest = json.loads((Path(self.run.store) / directory / "MANIFEST.json").read_text())
-            what |= {"directory": directory, "manifest": _body(manifest), **_books(callback)}
+            manifest = read_body(Path(self.run.store) / directory / "MANIFEST.json")
+            what |= {"directory": directory, "manifest": manifest, **_books(callback)}
             if self.run.hashes:
                 what["hashes"] = hashes(pl_module, trainer.optimizers[0])
         self.note(trainer, **what)
@@ -188,14 +197,9 @@ def _ours(trainer: pl.Trainer) -> MoECheckpoint | None:
     return next((c for c in trainer.callbacks if isinstance(c, MoECheckpoint)), None)
 
 
-def _body(sealed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a sealed file says, whether or not its content is wrapped."""
-    return sealed.get("body", sealed)
-
-
 def _books(callback: MoECheckpoint) -> dict[str, Any]:
     """The library's own claims, for a test to compare with its recount."""
-    book = callback._session.books.tokens
+    book = callback._fit.session.run_ledger.tokens
     return {
         "applied": book.applied.tolist(),
         "faults": [[f.restored_step, f.lost_tokens, f.stale_experts] for f in book.faults],
@@ -260,6 +264,12 @@ def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
     return state
 
 
+def _memory(run: Run, root: str, rank: int) -> Memory:
+    directory = Path(root, f"node_{rank}") if run.replicas else Path(root)
+    directory.mkdir(exist_ok=True)
+    return Memory(directory=directory, storage_every_n_steps=run.to_storage, replicas=run.replicas)
+
+
 def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Recorder]:
     """Trainer, module and recorder, as a fresh process makes them. ``more``: MoECheckpoint arguments."""
     on_phase, on_compute = _faults(run, rank)
@@ -268,6 +278,8 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
     if run.store is not None:
         name, number = run.policy
         policy = POLICIES[name](number, **run.options)
+        if run.memory is not None:
+            more["memory"] = _memory(run, run.memory, rank)
         callbacks.append(MoECheckpoint(policy, run.store, on_phase=on_phase, **{**run.callback, **more}))
     options: dict[str, Any] = dict(run.trainer)
     if run.kind == "overflowing":
@@ -321,7 +333,7 @@ def _kill_at_read(n: int) -> None:
                 kill_process()
             return super().read(*args)
 
-    moe_checkpoint.open_storage = Deadly
+    driver_run.open_storage = Deadly
 
 
 def _beside(name: str, run: Run) -> pl.Callback:

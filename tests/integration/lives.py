@@ -6,11 +6,14 @@ as any, but start in a tenth of a second instead of ten.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -30,10 +33,10 @@ from tests.integration import crash_run
 from tests.integration.crash_run import Run
 
 KILLED = -signal.SIGKILL
-LIFE_SECS = 60.0
+LIFE_SECS = 120.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.integration.crash_run", "moe_ckpt.engine.session"])
+_context.set_forkserver_preload(["tests.integration.lives_warm"])
 
 
 def start(run: Run, rank: int = 0, environment: Mapping[str, str] | None = None) -> Any:
@@ -114,11 +117,15 @@ def live_ranks(run: Run) -> list[int]:
 
 
 def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """None of those that the system deals out by itself: another process might have it before rank 0 does."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [*range(10_000, first), *range(last + 1, 1 << 16)]
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
 
 
 def output(run: Run) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.callbacks import moe_checkpoint, replaying
+from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.freezing import ClipNorms
+from moe_ckpt.driver import replaying
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.modeling import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
@@ -54,12 +55,12 @@ def _position_not_loaded() -> None:
 
 
 def _change_what_lightning_gets(change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-    restore = moe_checkpoint.restore_checkpoint
-    moe_checkpoint.restore_checkpoint = lambda trainer, stored, path: restore(trainer, change(stored), path)
+    restore = host.restore_checkpoint
+    host.restore_checkpoint = lambda trainer, stored, path: restore(trainer, change(stored), path)
 
 
 def _rng_not_restored() -> None:
-    moe_checkpoint.restore_rng = lambda state: None
+    host.restore_rng = lambda state: None
 
 
 def _router_state_not_loaded() -> None:
@@ -119,7 +120,7 @@ def _frozen_in_bf16() -> None:
 def _no_step_0() -> None:
     """Nothing is saved before training, and the first window is as sparse as any."""
     begin = MoEvement._begin
-    CheckpointSession.begin_run = lambda self, capture: None
+    CheckpointSession.begin_run = lambda self, capture, step, *, wait: None
     MoEvement._begin = lambda self, context: begin(self, replace(context, last_step=0))
 
 

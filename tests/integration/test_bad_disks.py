@@ -14,8 +14,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from moe_ckpt.callbacks import MoECheckpoint, moe_checkpoint
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine import host_tier
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion
@@ -66,7 +67,7 @@ class At(pl.Callback):
 
 def fit(monkeypatch, disk, policy, events=None, steps=STEPS, **settings):
     """(trainer, callback, what was seen) of one life."""
-    monkeypatch.setattr(moe_checkpoint, "open_storage", lambda path, on_phase=None, **options: disk)
+    monkeypatch.setattr(driver_run, "open_storage", lambda path, on_phase=None, **options: disk)
     pl.seed_everything(11, verbose=False)
     at = At(events or {})
     settings = {"retention": RetentionPolicy(keep_last=2), "timeout_secs": 60, **settings}

@@ -11,7 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
-from moe_ckpt.callbacks import moe_checkpoint
+from moe_ckpt.driver import run as driver_run
 from moe_ckpt.errors import DamagedError, MoECheckpointError, StateRefusedError
 from moe_ckpt.format.sealed import digest, seal, unseal
 from moe_ckpt.recovery.reader import StoreReader
@@ -43,7 +43,7 @@ class RunStore:
         (root / "finished.json").unlink(missing_ok=True)  # as if it had been killed right after its last checkpoint
         self.directory = StoreReader(LocalStorage(root)).directories()[0]
         self.state = f"{self.directory}/rank_00000_state.json"
-        self.manifest = f"{self.directory}/MANIFEST.json"
+        self.manifest, self.part = f"{self.directory}/MANIFEST.json", f"{self.directory}/PART.json"
         self.files = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
         self.body = unseal(self.files[self.state], self.state)
 
@@ -55,10 +55,13 @@ class RunStore:
 
     def edit(self, at: tuple, new: object) -> None:
         raw = seal(edited(self.body, at, new))
-        manifest = unseal(self.files[self.manifest], self.manifest)
-        [row] = manifest["states"]
-        row[1:3] = [len(raw), digest(raw)]
         (self.root / self.state).write_bytes(raw)
+        part, manifest = (unseal(self.files[name], name) for name in (self.part, self.manifest))
+        [row] = part["states"]
+        row[1:] = [len(raw), digest(raw)]
+        raw = seal(part)
+        (self.root / self.part).write_bytes(raw)
+        manifest["parts"][0][1:] = [len(raw), digest(raw)]
         (self.root / self.manifest).write_bytes(seal(manifest))
 
     def start(self) -> pl.Trainer:
@@ -111,6 +114,7 @@ def test_hundreds_of_edited_states_of_a_real_run_give_no_error_but_ours(store):
         (("plain", "optimizers", 0, "param_groups", 0, "lr"), "x", "lr is 'x', but must be a number"),
         (("rng", "torch"), {"$": "tensor", "v": "plain/no"}, "cannot be decoded"),
         (("plain", "buffers"), [], "field plain.buffers is"),
+        (("configured", "optimizers"), "x", "field configured.optimizers is 'x', but must be a list"),
     ],
 )
 def test_what_no_run_writes_is_passed_over_before_anything_is_loaded(store, at, new, says, caplog):
@@ -137,10 +141,10 @@ def test_one_failed_read_costs_no_step_and_no_start(store, monkeypatch, caplog):
 
     def opened(path, on_phase=None, **options):
         inner = LocalStorage(path, on_phase, **options)
-        made.append(FaultyStorage(inner, 5, TimeoutError(110, "timed out"), verbs=["read"]))
+        made.append(FaultyStorage(inner, 8, TimeoutError(110, "timed out"), verbs=["read"]))
         return made[-1]
 
-    monkeypatch.setattr(moe_checkpoint, "open_storage", opened)
+    monkeypatch.setattr(driver_run, "open_storage", opened)
     trainer = store.start()
     assert made[0].failures == 1
     assert trainer.global_step == int(store.directory.removeprefix("step_").partition("_g")[0])

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAv
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import FinishedRunError
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.storage import StoreLock
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +112,7 @@ def test_a_finished_run_trains_nothing_and_nobody_saves_once_more(tmp_path, capl
     assert [record.levelname for record in said] == ["WARNING"]
     step = first.trainer.global_step
     assert re.search(
-        rf"store is finished \(max_\w+=\d+, at step {step}, PLT 0.0000\): nothing is left", said[0].message
+        rf"store is finished \(max_\w+=\d+, at step {step}, PLT 0.00%\): nothing is left", said[0].message
     )
     assert "choose another dirpath" in said[0].message
 
@@ -140,7 +141,9 @@ def test_other_hyperparameters_are_refused_and_named(tmp_path):
         assert isinstance(refused.error, FinishedRunError)
         assert "optimizer lr 0.01 -> 0.1" in refused.error.changes
         assert ("module.lr 0.01 -> 0.1" in refused.error.changes) == ("lr" in options)
-        assert re.search(r"another dirpath.*weights_from=.*resume='extend'", str(refused.error))
+        kept = "the old values of: optimizer lr 0.01 -> 0.1"
+        assert re.search(r"another dirpath.*weights_from='.*store'.*resume='extend'", str(refused.error))
+        assert re.search(r"as they were, with " + re.escape(kept) + r"\.$", str(refused.error))
         assert refused.model.losses == {}
         assert contents(tmp_path) == before
 
@@ -175,6 +178,20 @@ def test_an_end_that_was_not_reached_is_made_up_for(tmp_path):
     life = Life(tmp_path)
     assert (life.model.losses, life.model.validated) == ({}, 1)
     assert life.saved == ["epoch=0-step=8.ckpt", "epoch=1-step=16.ckpt", "last.ckpt"]
+
+
+def test_the_end_is_noted_before_anybody_else_may_open_the_store(tmp_path, monkeypatch):
+    noted = []
+    release = StoreLock.release
+
+    def releasing(lock):
+        noted.append((tmp_path / "store" / "finished.json").exists())
+        release(lock)
+
+    monkeypatch.setattr(StoreLock, "release", releasing)
+    Life(tmp_path)
+    assert noted
+    assert all(noted)
 
 
 def test_early_stopping_ends_a_run_until_it_is_made_longer(tmp_path):
@@ -220,8 +237,8 @@ def test_without_logging_set_up_every_start_says_one_line(tmp_path):
     store = re.escape(str(tmp_path / "store"))
     expected = [
         [rf"moe_ckpt: training starts new: {store} holds no checkpoint yet"],
-        [rf"moe_ckpt: resumed at step 5 from {store}/step_00000005: every expert is of that step \(PLT 0\.0000\)"],
-        [rf"moe_ckpt: WARNING: the run in {store} is finished \(max_epochs=1, at step 8, PLT 0\.0000\): nothing is .*"],
+        [rf"moe_ckpt: resumed at step 5 from {store}/step_00000005: every expert is of that step \(PLT 0\.00%\)"],
+        [rf"moe_ckpt: WARNING: the run in {store} is finished \(max_epochs=1, at step 8, PLT 0\.00%\): nothing is .*"],
         [],  # an error
         [rf"moe_ckpt: training starts new, as resume='never' says, beside the checkpoints in {store}"],
     ]

@@ -34,14 +34,14 @@ class Stop(pl.Callback):
 @pytest.fixture
 def slow_copy(monkeypatch):
     """Every copy takes longer than a step, so that whatever does not wait for it tears it."""
-    quick = copying.copy_on_cpu
+    quick = copying.carry_out
 
-    def slow(placed, memory):
-        for one in placed:
-            time.sleep(0.0005)
-            quick([one], memory)
+    def slow(moves):
+        for move in moves:
+            time.sleep(0.03)
+            quick([move])
 
-    monkeypatch.setattr(copying, "copy_on_cpu", slow)
+    monkeypatch.setattr(copying, "carry_out", slow)
 
 
 def fit(dirpath, model, policy, *, stop=None, callbacks=(), trainer=None, val=None, **options):

@@ -162,7 +162,7 @@ def test_a_second_run_of_this_process_is_refused(place):  # noqa: F811
 
 def test_a_disk_that_hangs_keeps_no_exception_waiting(place, monkeypatch, caplog):  # noqa: F811
     """A user's exception waits for what is being written, but not for ever."""
-    from moe_ckpt.callbacks import moe_checkpoint
+    from moe_ckpt.driver import run as driver_run
     from moe_ckpt.storage import LocalStorage
 
     caplog.set_level(logging.WARNING, "moe_ckpt")
@@ -174,7 +174,7 @@ def test_a_disk_that_hangs_keeps_no_exception_waiting(place, monkeypatch, caplog
                 release.wait(60)
             return super().write(path, chunks)
 
-    monkeypatch.setattr(moe_checkpoint, "open_storage", Hanging)
+    monkeypatch.setattr(driver_run, "open_storage", Hanging)
     run = placed(replace(RUN, callback={"timeout_secs": 1.0}), place)
     began = time.monotonic()
     try:

@@ -223,10 +223,10 @@ def _ddp(rank: int, world_size: int, root: str) -> dict:
             checkpoint = trainer.callbacks[-1]
             if checkpoint.last is None:
                 return
-            books = checkpoint._session.books
+            run_ledger = checkpoint._fit.session.run_ledger
             self.records.append(checkpoint.last)
-            self.popularity.append(books.popularity.copy())
-            self.together.update(**facts(checkpoint.last, books))
+            self.popularity.append(run_ledger.popularity.copy())
+            self.together.update(**facts(checkpoint.last, run_ledger))
             if rank == 0:
                 self.computed.append(checkpoint.metrics.compute())
 
@@ -247,6 +247,7 @@ def _ddp(rank: int, world_size: int, root: str) -> dict:
         "bytes": [record.nbytes for record in notes.records],
         "stall_ms": [record.stall_secs * 1e3 for record in notes.records],
         "routed": notes.records[-1].routed_tokens,
+        "routed in all": checkpoint.last.routed_tokens,
         "skewness": float(normalized_hhi(sum(notes.popularity)).mean()),
     }
 
@@ -270,7 +271,9 @@ def test_over_two_ddp_ranks_the_metrics_reduce_rightly(tmp_path):
     same = ("plt", "at_risk", "k", "skewness", "oldest_expert_steps", "expert_ages", "unsaved_tokens")
     assert {name: own[name] for name in same} == {name: together[name] for name in same}
     assert own["bytes"] == pytest.approx(np.mean(ranks[0]["bytes"]))
-    assert ranks[0]["routed"] == steps * 4 * 2 * 2 * 2  # steps, batch, k, layers, ranks: each token once
+    each = 4 * 2 * 2 * 2  # batch, k, layers, ranks: each token once
+    assert ranks[0]["routed"] == (steps - 1) * each, "the ranks agree on a step while they compute the next"
+    assert ranks[0]["routed in all"] == (steps + 1) * each
 
 
 # --- the guard ---

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 import moe_ckpt
-from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
-from moe_ckpt.errors import NoCheckpointError, SparseWindowError
+from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO, named_steps
+from moe_ckpt.errors import ConfigError, NoCheckpointError, SparseWindowError, StoreError
+from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from tests.support.tiny_moe import TinyMoE, loader, state_of
+from tests.unit.engine_parts import ThreadRanks, run_threads
 
 
 class Predicting(TinyMoE):
@@ -80,6 +83,21 @@ def test_a_module_is_made_from_a_step_or_a_store(run, kind):
         moe_ckpt.load_from_checkpoint(Predicting, "no.ckpt")
 
 
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_an_export_given_for_a_step_is_named(run, tmp_path, to):
+    out = export(where(run, "step"), to, tmp_path / "out")
+    with pytest.raises(NoCheckpointError, match=r"out is .*(safetensors|torch\.distributed).*Predicting, \.\.\.\)"):
+        moe_ckpt.load_from_checkpoint(Predicting, out)
+    if to == "safetensors":
+        with pytest.raises(NoCheckpointError, match=r"model\.safetensors is an export.*weights_from="):
+            moe_ckpt.load_from_checkpoint(Predicting, str(out / "model.safetensors"))
+
+
+def test_swapped_arguments_are_named(run):
+    with pytest.raises(ConfigError, match=r"load_from_checkpoint\('.*', Predicting\): give the class first"):
+        moe_ckpt.load_from_checkpoint(str(run[0]), Predicting)
+
+
 def test_training_goes_on_from_the_newest_step_of_a_store(run, tmp_path, caplog):
     """Of its own store, without the warning about another step; and from another one, which stays as it was."""
     straight, made = fit(tmp_path / "straight", Dense(1), 9)
@@ -132,3 +150,22 @@ def test_a_newest_sparse_window_is_no_state_to_train_on_from(tmp_path, caplog):
         fit(root, MoEvement(3), 9, ckpt_path=root)
     fit(root, MoEvement(3), 9)  # leaves a dense one
     assert scores(trainer(plugins=[MoECheckpointIO()]), Predicting(), ckpt_path=root) > 0
+
+
+def test_what_rank_0_finds_in_a_store_all_ranks_hear(run, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    shutil.copy(run[0] / "store.json", tmp_path / "empty")
+    comms = {}
+    monkeypatch.setattr(named_steps, "make_communicator", lambda timeout_secs: comms[threading.get_ident()])
+
+    def one(comm):
+        comms[threading.get_ident()] = comm
+        newest = named_steps.load_named(run[0], lambda reader, manifest: manifest.step, fitting=True)
+        with pytest.raises(StoreError) as caught:
+            named_steps.load_named(tmp_path / "empty", lambda reader, manifest: None, fitting=True)
+        return newest, caught.value
+
+    (first, zero), (second, other) = run_threads(ThreadRanks(2), one)
+    assert first == second == 6
+    assert type(zero) is NoCheckpointError
+    assert f"rank 0 cannot choose a checkpoint of {tmp_path / 'empty'}: NoCheckpointError: {zero}" == str(other)

@@ -47,8 +47,8 @@ def store(request, tmp_path_factory):
         if request.param:
             plain = training_state.TorchTrainingState.plain
 
-            def without_class(self):
-                found = plain(self)
+            def without_class(self, **options):
+                found = plain(self, **options)
                 return found | {
                     "optimizers": [{k: v for k, v in e.items() if k != "class"} for e in found["optimizers"]]
                 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,9 +13,10 @@ import pytest
 
 from moe_ckpt import release_host_memory
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.policies import Policy, PolicyContext
+from moe_ckpt.policies import AnyOf, Dense, MoC, MoEvement, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.recovery.reader import open_step
 from tests.support.tiny_moe import TinyMoE, loader
+from tests.unit.engine_parts import MODEL
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_policy.md"
 
@@ -34,11 +35,16 @@ class FailAt(pl.Callback):
 
 
 def documented_policy():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    return documented().OneLayer
+
+
+def documented():
+    """The code of the page, all of it in one module."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S))
     module = ModuleType("own_policy")
     sys.modules[module.__name__] = module  # where dataclasses look up annotations
-    exec(compile(code, str(PAGE), "exec"), module.__dict__)
-    return module.OneLayer
+    exec(compile("from __future__ import annotations\n" + code, str(PAGE), "exec"), module.__dict__)
+    return module
 
 
 def fit(store, *callbacks):
@@ -73,7 +79,21 @@ def test_the_documented_policy_trains_fails_and_comes_back(tmp_path):
     assert checkpoint.last.lost_tokens == 2 * 4, "a batch of 4 with top-2, one layer, one step"
 
 
+def test_the_documented_needs_and_wrapper():
+    page = documented()
+    assert needs_of(page.OneLayer()) == Needs()
+    assert needs_of(page.OneLayerBySize(every_n_steps=4)) == Needs(sizes=True, partial=True, period_steps=4)
+    assert needs_of(page.OneLayerBySoftCounts()) == Needs(soft_counts=True, partial=True)
+    later = page.From(MoEvement(order="soft_count"), first_step=20)
+    assert needs_of(later) == replace(needs_of(later.policy), next_due=None)
+    facts = [PolicyContext(step, MODEL, last_step=step - 1) for step in (3, 19, 20)]
+    assert [bool(page.From(Dense(), first_step=20).plan(known)) for known in facts] == [False, False, True]
+    assert page.policy == AnyOf([MoC(k=1), Dense(every_n_steps=1000)])
+
+
 def test_the_page_names_what_there_is():
     text = PAGE.read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text.partition("| Need |")[2].partition("\n\n")[0], re.M)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {field.name for field in fields(Needs)}
     known = {field.name for field in fields(PolicyContext)}
     assert set(re.findall(r"context\.(\w+)", text)) <= known

@@ -11,7 +11,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Case:
 
     reseed: each life builds the model from another seed, so that nothing comes out right that was not loaded. Not where
         a life is killed before its first checkpoint: the next one must begin as it did.
+    memory: Snapshots lie in slots that survive their process, of two nodes with two ranks each.
+    copies: Other arguments of ``Memory``.
     """
 
     setup: Setup
@@ -42,6 +44,8 @@ class Case:
     ranks: int = 4
     steps: int = 8
     reseed: bool = True
+    memory: bool = False
+    copies: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,9 @@ def finish(case: Case, directory: Path, sabotage: Callable[[], None] | None = No
 
 def _life(case: Case, directory: Path) -> Life:
     policy = (case.policy[0], dict(case.policy[1]))
-    return Life(str(directory / "store"), case.steps, case.setup, policy, journal=str(directory / "journal"))
+    memory = str(directory / "memory") if case.memory else None
+    store, journal = str(directory / "store"), str(directory / "journal")
+    return Life(store, case.steps, case.setup, policy, journal=journal, memory=memory, copies=dict(case.copies))
 
 
 def require_exact(case: Case, directory: Path, ended: Ended) -> None:

@@ -73,7 +73,7 @@ def _train(ckpt: Any, built: Any, plan: Plan, number: int, until: int) -> dict[s
         np.random.rand()
     if plan.begin == "call":
         ckpt.begin_training()
-    consumed, losses, drawn = progress.consumed_samples, {}, {}
+    consumed, losses, drawn, new = progress.consumed_samples, {}, {}, 0
     for iteration in range(progress.iteration + 1, until + 1):
         if plan.begin == "call":
             drawn[iteration] = float(torch.rand(1))
@@ -84,9 +84,10 @@ def _train(ckpt: Any, built: Any, plan: Plan, number: int, until: int) -> dict[s
             continue
         losses[iteration] = megatron_gpt.forward_backward(built, iteration - 1)
         megatron_gpt.update(built)
-        ckpt.after_step(iteration, consumed_samples=consumed, counters=counters)
+        new += not ckpt.after_step(iteration, consumed_samples=consumed, counters=counters).replayed
     ckpt.session.drain(until)
-    return {"progress": progress, "losses": losses, "drawn": drawn, "consumed": consumed, "digests": digests(built)}
+    found = {"progress": progress, "losses": losses, "drawn": drawn, "consumed": consumed, "digests": digests(built)}
+    return found | {"new": new, "measured": ckpt.metrics["stall"].update_count}
 
 
 def lives(
@@ -133,7 +134,7 @@ def saving(rank: int, world_size: int, root: str) -> dict[str, Any]:
     again = megatron_gpt.build(SETUP, 2)
     ckpt = attached(again, root, plan)
     progress = ckpt.resume()
-    found["back"] = (progress, digests(again), ckpt.session.books.tokens.lost_tokens)
+    found["back"] = (progress, digests(again), ckpt.session.run_ledger.tokens.lost_tokens)
     ckpt.close()
     return found
 
@@ -185,3 +186,39 @@ def no_forward(rank: int, world_size: int, root: str) -> str:
     finally:
         ckpt.close()
     return ""
+
+
+def ending(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
+    """What lives of one run say: cut short, ended, started again, by a script with other settings, longer."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
+    found: dict[str, list[str]] = {}
+    changed = replace(SETUP, lr=2e-2)
+    for name, setup, until, ended in (
+        ("cut short", SETUP, 2, False),
+        ("ended", SETUP, 4, True),
+        ("started again", SETUP, 4, True),
+        ("other settings", changed, 5, False),
+        ("other settings still", changed, 5, False),
+        ("its own", SETUP, 5, False),
+    ):
+        said.clear()
+        built = megatron_gpt.build(setup, 1)
+        ckpt = attached(built, root, Plan())
+        for iteration in range(ckpt.resume().iteration + 1, until + 1):
+            train(ckpt, built, iteration)
+        locked: list[bool] = []
+        release = ckpt.session._run.lock.release
+
+        def releasing(release: Any = release, locked: list[bool] = locked) -> None:
+            locked.append(os.path.exists(os.path.join(root, "store", "finished.json")))
+            release()
+
+        ckpt.session._run.lock.release = releasing
+        ckpt.finish(ended=ended)
+        found[name] = [*said]
+        found[f"{name}, noted when the store was let go of"] = [str(each) for each in locked]
+        found[f"{name}, in force"] = [str(built.optimizer.param_groups[0]["max_lr"])]
+    return found

@@ -58,3 +58,17 @@ def without_megatron_lm(rank: int, world_size: int, root: str) -> dict[str, Any]
     from moe_ckpt import megatron
 
     return {"absent": said(lambda: megatron.install(dirpath=root))}
+
+
+def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
+    """``install`` after which no model is set up, and one that was taken away: what is said at the process's end."""
+    from moe_ckpt import megatron
+    from moe_ckpt.megatron import megatron_lm
+
+    told: list[str] = []
+    megatron_lm.announce = lambda message, *values, **_: told.append(message % values)
+    installed = megatron.install(dirpath=root)
+    megatron_lm._say_unused(installed)
+    installed.remove()
+    megatron_lm._say_unused(installed)
+    return {"told": (str(len(told)), told[0])}

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import PER_RANK, Case
+from tests.support.plain_store import operators_in, read_body
 from tests.support.processes import start_ranks
 
 Expert = tuple[int, int]
@@ -19,18 +20,23 @@ WARM = "tests.support.megatron_warm"
 
 @dataclass
 class Store:
-    """Committed checkpoints, by (generation, step), as plain JSON."""
+    """Committed checkpoints, by (generation, step), as plain JSON; and which ranks wrote what is new in each."""
 
     manifests: dict[tuple[int, int], dict[str, Any]]
+    written: dict[tuple[int, int], dict[str, set[int]]]
 
     @classmethod
     def read(cls, place: Path) -> Store:
-        found = {}
+        found, written = {}, {}
         for path in sorted(place.glob("store/step_*/MANIFEST.json")):
-            body = json.loads(path.read_text())
-            body = body.get("body", body)
-            found[body["generation"], body["step"]] = body
-        return cls(found)
+            body = read_body(path)
+            key = body["generation"], body["step"]
+            found[key], written[key] = body, {}
+            for shard in path.parent.glob("rank_*_expert.safetensors"):
+                if not shard.name.endswith("_non_expert.safetensors"):
+                    for operator in operators_in(shard):
+                        written[key].setdefault(operator, set()).add(int(shard.name.split("_")[1]))
+        return cls(found, written)
 
     def versions(self, key: tuple[int, int]) -> dict[Expert, int]:
         """The step at which each expert of a checkpoint was saved."""
@@ -42,15 +48,13 @@ class Store:
         return found
 
     def writers(self, key: tuple[int, int]) -> dict[Expert, set[int]]:
-        """The ranks that wrote each expert that is new in a checkpoint, by the names of the files."""
-        body = self.manifests[key]
+        """The ranks that wrote each expert that is new in a checkpoint, by what their shards hold."""
         found = {}
-        for operator, record in body["operators"].items():
+        for operator, record in self.manifests[key]["operators"].items():
             kind, *numbers = operator.split("/")
             if kind == "expert" and record[0] == key[1]:
-                paths = [body["files"][i][0] for i in record[1:]]
-                assert all(path.endswith("_expert.safetensors") for path in paths)
-                found[int(numbers[0]), int(numbers[1])] = {int(p.split("/rank_")[1].split("_")[0]) for p in paths}
+                found[int(numbers[0]), int(numbers[1])] = self.written[key][operator]
+        assert len(found) == len(self.written[key])
         return found
 
 
@@ -173,11 +177,13 @@ def check(case: Case, root: Path, world: int = 4, *, by_bytes: bool = False) -> 
             recount.assert_said(line["books"])
         for lines in steps:
             assert len({_alike(line) for line in lines}) == 1, "ranks told different things"
-            if lines[0]["event"] == "end":
-                continue
-            recount.step(lines)
             for line in lines:
-                _check_step(recount, store, generation, at, line)
+                if line["event"] == "end":
+                    recount.assert_said(line["books"])
+                else:  # the ranks agree on a step while they compute the next, and what is said is of the one before
+                    _check_step(recount, store, generation, at, line)
+            if lines[0]["event"] != "end":
+                recount.step(lines)
     return recount
 
 
@@ -185,7 +191,7 @@ def _check_step(recount: Recount, store: Store, generation: int, began_at: int, 
     books, record, step = line["books"], line["record"], line["step"]
     recount.assert_said(books)
     assert (record["lost_tokens"], record["routed_tokens"]) == (recount.lost, recount.routed)
-    assert record["plt"] == recount.lost / recount.routed
+    assert record["plt"] == (recount.lost / recount.routed if recount.routed else 0.0)
     committed = books["committed_step"]
     assert record["committed_step"] == committed
     if committed is None:

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.megatron import checkpoint, hyperparameters, resuming, side
+from moe_ckpt.megatron import checkpoint, host, hyperparameters, trainer_state
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
-from moe_ckpt.recovery import replay, restore
+from moe_ckpt.recovery import replay, restore, sources
 
 
 def tracker_not_restored() -> None:
     """Megatron's own generators go on from the seed."""
-    checkpoint.restore_generators = restore_rng
+    host.restore_generators = restore_rng
 
 
 def generators_not_restored() -> None:
     """torch's, numpy's and Python's generators go on from the seed."""
-    checkpoint.restore_generators = lambda stored: None
+    host.restore_generators = lambda stored: None
 
 
 def master_weights_not_loaded() -> None:
@@ -48,7 +48,7 @@ def _load_only(wanted: Callable[[str], bool]) -> None:
     def some(reader: Any, stored_of: Mapping[str, Any], tensors: Any) -> None:
         copy(reader, {key: stored for key, stored in stored_of.items() if wanted(key)}, tensors)
 
-    restore.copy_slices = replay.copy_slices = some
+    restore.copy_slices = replay.copy_slices = sources.copy_slices = some
 
 
 def experts_swapped() -> None:
@@ -57,7 +57,7 @@ def experts_swapped() -> None:
 
     def swapped(self: checkpoint.MegatronCheckpoint) -> checkpoint.Progress:
         progress = resume(self)
-        of = {(tensor.key, tuple(tensor.offsets)): tensor.local for tensor in self._state.tensors()}
+        of = {(tensor.key, tuple(tensor.offsets)): tensor.local for tensor in self._host.state.tensors()}
         for (key, offsets), local in of.items():
             other = of.get((key.replace(".experts.0.", ".experts.1."), offsets))
             if ".experts.0." in key and other is not None and other.shape == local.shape:
@@ -115,7 +115,7 @@ def buffers_not_loaded() -> None:
 
 
 def scheduler_not_loaded() -> None:
-    resuming.restore_stateful = lambda stateful, stored, path: side.restore_stateful(
+    host.restore_stateful = lambda stateful, stored, path: trainer_state.restore_stateful(
         {name: each for name, each in stateful.items() if name != "scheduler"},
         {name: each for name, each in stored.items() if name != "scheduler"},
         path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from moe_ckpt.megatron.compat import HOOK_POINTS
 from tests.megatron import bad_input, megatron_lm_refusals
 from tests.support import run_ranks
 from tests.support.megatron_gpt import Setup
+from tests.support.plain_store import read_body
 
 WARM = "tests.support.megatron_warm"
 
@@ -87,7 +87,7 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
 def test_settings_and_calls_that_contradict(tmp_path: Path):
     expected = {
         "k": ("ConfigError", "MoC(k=5)", "decoder.layers.0.mlp", "only 4 experts"),
-        "class": ("ConfigError", "give a policy such as MoC(k=1)"),
+        "class": ("ConfigError", "make one of it: policy=MoC()"),
         "resume": ("ConfigError", "resume='maybe'", "choose from 'auto', 'extend', 'never'"),
         "sharding": ("ConfigError", "sharding='fair'", "'adaptive'"),
         "guard": ("ConfigError", "pray", "escalate"),
@@ -128,7 +128,7 @@ def test_an_optimizer_that_never_stepped(tmp_path: Path, changes: dict):
     assert routed > 0
     assert told["begin 2"] == (14, at_end, scale)
     first = made.index(True) + 2
-    body = json.loads(next(tmp_path.glob(f"store/step_{first:08d}*/MANIFEST.json")).read_text())["body"]
+    body = read_body(next(tmp_path.glob(f"store/step_{first:08d}*/MANIFEST.json")))
     assert {record[0] for record in body["operators"].values()} == {first}, "moments came into being: all is saved anew"
 
 

@@ -169,14 +169,14 @@ def saving(rank: int, world_size: int, root: str, setup: Setup) -> list[dict[str
     ckpt = attached(built, case, f"{root}/store")
     ckpt.resume()
     found = []
-    for iteration, name in enumerate([None, *WRITTEN, None], start=1):
+    for iteration, name in enumerate([None, *WRITTEN, None, None], start=1):
         megatron_gpt.forward_backward(built, iteration - 1)
         ckpt.before_step()
         megatron_gpt.update(built)
         with _written(ckpt, name if rank == 1 else None):
             record = ckpt.after_step(iteration)
-            assert ckpt.session._running.wait(60.0)
-        [ended] = ckpt.session._running.resolutions(iteration - 2)
+            assert ckpt.session._resources.pipeline.wait(60.0)
+        [ended] = ckpt.session._resources.pipeline.resolutions(iteration - 2)
         found.append(
             {"committed": ended.committed, "cause": ended.cause, "failed": record.failed_checkpoints}
             | {"store": _hashes(Path(root)) if rank == 0 else None, "digests": digests(built)}
@@ -191,15 +191,15 @@ def saving(rank: int, world_size: int, root: str, setup: Setup) -> list[dict[str
 
 @contextmanager
 def _written(ckpt: Any, name: str | None) -> Iterator[None]:
-    original = ckpt._state.tensors
+    original = ckpt._host.state.tensors
     if name is not None:
         mutated = WRITTEN[name][0](list(original()))
-        ckpt._state.tensors = lambda: mutated
+        ckpt._host.state.tensors = lambda: mutated
     try:
         yield
     finally:
         if name is not None:
-            del ckpt._state.tensors
+            del ckpt._host.state.tensors
 
 
 def _hashes(root: Path) -> dict[str, str]:
@@ -212,7 +212,7 @@ def _hashes(root: Path) -> dict[str, str]:
 )
 def test_what_ranks_write_is_proved_before_it_is_committed(tmp_path: Path, setup: Setup):
     ranks = run_ranks(saving, 2, str(tmp_path), setup, preload=WARM)
-    first, *wrong, last, back = ranks[0]
+    first, *wrong, good, last, back = ranks[0]
     assert first["committed"]
     first_files = {name: digest for name, digest in first["store"].items() if "step_00000001" in name}
     assert any(name.endswith("MANIFEST.json") for name in first_files)
@@ -225,8 +225,9 @@ def test_what_ranks_write_is_proved_before_it_is_committed(tmp_path: Path, setup
         manifests = {path for path in mutated["store"] if path.endswith("MANIFEST.json")}
         assert manifests == {"store/step_00000001/MANIFEST.json"}, name
         assert first_files.items() <= mutated["store"].items(), "the earlier checkpoint is untouched"
+    assert good["committed"]
     assert last["committed"]
-    assert last["failed"] == len(WRITTEN)
-    assert back["back"] == 2 + len(WRITTEN)
+    assert last["failed"] == len(WRITTEN), "of a step's end the ranks hear at the next"
+    assert back["back"] == 3 + len(WRITTEN)
     for of_rank in ranks:
         assert of_rank[-1]["digests"] == of_rank[-2]["digests"], "what is committed after failures is whole"

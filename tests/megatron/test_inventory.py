@@ -34,18 +34,15 @@ def describe(built: Any) -> tuple[Any, Any, Any]:
     from moe_ckpt.engine.comm import make_communicator
     from moe_ckpt.megatron.inventory import take_inventory
     from moe_ckpt.megatron.state import MegatronTrainingState
-    from moe_ckpt.megatron.topology import data_parallel_groups, expert_rank, stage
-    from moe_ckpt.megatron.world import exchange
+    from moe_ckpt.megatron.topology import bind
 
     comm = make_communicator(60)
     inventory = take_inventory(built.chunks)
     parts = {part.name: (id(live.parameter), part) for live in inventory.parameters for part in live.parts}
     state = MegatronTrainingState(inventory, built.optimizer)
-    holding = state.holding(stage(), expert_rank())
-    world = exchange(holding, comm)
-    state.settle(world, comm.rank, data_parallel_groups())
+    world = bind(state, comm)
     tensors = {(t.key, t.offsets): (t.local.data_ptr(), t.local.stride(), t.duplicate) for t in state.tensors()}
-    tensors_of_rank = {tensor.name: tensor for tensor in holding.tensors}
+    tensors_of_rank = {tensor.name: tensor for tensor in state.holding(0, 0).tensors}
     return parts, (tensors_of_rank, world.catalog), tensors
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_ckpt.megatron import Progress
-from moe_ckpt.megatron.resuming import idle_generators
+from moe_ckpt.megatron.host import idle_generators
 from tests.megatron import loop_calls
 from tests.megatron.loop_calls import Plan
 from tests.support import run_ranks
@@ -39,11 +39,14 @@ def require_equal(plan: Plan, first: dict, second: dict, third: dict, unbroken: 
     assert second["progress"].restored
     assert first["said"][0].startswith("training starts new: ")
     for life in (second, third):
-        assert life["said"][0].startswith(f"resumed at iteration {life['progress'].iteration} from "), life["said"]
+        resumed, *_ = (said for said in life["said"] if not said.startswith("recovery plan"))
+        assert resumed.startswith(f"resumed at iteration {life['progress'].iteration} from "), life["said"]
+        assert [said for said in life["said"] if "resumed at" in said] == [resumed], "once, replay or not"
     assert third["progress"].iteration > second["progress"].iteration
     for life in (first, second, third):
         for what in ("losses", "drawn"):
             assert life[what] == {at: unbroken[what][at] for at in life[what]}, (plan, what)
+        assert 0 < life["new"] == life["measured"], "metrics leave out what is computed again"
     assert third["digests"] == unbroken["digests"], plan
     assert third["consumed"] == unbroken["consumed"]
     counters = third["progress"].counters
@@ -64,6 +67,29 @@ def test_complete_checkpoints_on_demand_and_an_end_said_twice(tmp_path: Path):
     assert progress == Progress(5, 10, restored=True, counters={"valid": 7})
     assert digests == found["partial"][2]
     assert lost == 0
+
+
+def test_the_end_of_a_run_and_other_settings_are_said(tmp_path: Path):
+    found = only(loop_calls.ending, tmp_path)
+    assert [each[:19] for each in found["cut short"]] == ["training starts new"]
+    assert found["cut short, noted when the store was let go of"] == ["False"]
+    assert found["ended, noted when the store was let go of"] == ["True"]
+    [resumed] = found["ended"]
+    assert "resumed at iteration 2 from " in resumed
+    assert "(PLT 0.00%)" in resumed
+    assert "is finished" not in resumed
+    [again] = found["started again"]
+    assert "resumed at iteration 4 from " in again
+    assert "The run is finished (finish() was called): a loop that ends at iteration 4 trains nothing" in again
+    end, changes = found["other settings"]
+    assert "is finished" in end
+    wanted = "optimizer max_lr 0.01 -> 0.02; optimizer min_lr 0.001 -> 0.002 (training goes on with the checkpoint's)"
+    assert changes == f"hyperparameters differ from the checkpoint's: {wanted}"
+    assert found["other settings, in force"] == ["0.01"]
+    end, still = found["other settings still"]
+    assert "is finished" not in end, "it went on since"
+    assert still == changes, "compared with what the run began with"
+    assert len(found["its own"]) == 1
 
 
 def test_a_run_that_begins_from_what_the_caller_loaded(tmp_path: Path):

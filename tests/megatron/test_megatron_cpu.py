@@ -25,6 +25,7 @@ from tests.support.megatron_gpt import Setup
 from tests.support.processes import run_ranks
 
 TESTS = Path(__file__).parents[1]
+WARM = "tests.support.megatron_warm"
 STEPS = 8
 
 
@@ -44,7 +45,7 @@ def twice(rank, world_size, setup):
 
 def check(setup, ranks):
     """Runs ``setup`` twice: same bits, every update made, and the last pipeline stage's loss falls."""
-    results = run_ranks(twice, ranks, setup, timeout=200)
+    results = run_ranks(twice, ranks, setup, timeout=200, preload=WARM)
     for losses, made, norms in results:
         assert all(made)
         assert all(0 < norm < 5 for norm in norms)
@@ -58,7 +59,7 @@ def twice_and_with_another_seed(rank, world_size, setup):
 
 
 def test_one_process():
-    (((losses, made, norms), other),) = run_ranks(twice_and_with_another_seed, 1, Setup())
+    (((losses, made, norms), other),) = run_ranks(twice_and_with_another_seed, 1, Setup(), preload=WARM)
     assert all(made)
     assert max(norms) < 5
     assert losses[-1] < losses[0] - 0.5
@@ -116,7 +117,7 @@ def start_of_experts(rank, world_size, setup):
 
 
 def test_ranks_that_share_experts_out_start_with_different_ones():
-    first, second = run_ranks(start_of_experts, 2, Setup(ep=2))
+    first, second = run_ranks(start_of_experts, 2, Setup(ep=2), preload=WARM)
     assert first[0].keys() == second[0].keys()
     assert all(not torch.equal(first[0][name], second[0][name]) for name in first[0])
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
@@ -130,7 +131,7 @@ def bias_after_training(rank, world_size, setup):
 
 @pytest.mark.slow
 def test_expert_bias_is_updated_and_alike_on_all_ranks():
-    first, second = run_ranks(bias_after_training, 2, Setup(ep=2, expert_bias=True))
+    first, second = run_ranks(bias_after_training, 2, Setup(ep=2, expert_bias=True), preload=WARM)
     assert len(first) == 4
     assert all(bias.abs().max() > 0 for bias in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -148,7 +149,7 @@ def overflow(rank, world_size, setup):
 
 @pytest.mark.slow
 def test_an_overflow_in_fp16_skips_the_update():
-    assert run_ranks(overflow, 1, Setup(precision="fp16", loss_scale=2.0**32)) == [(False, None)]
+    assert run_ranks(overflow, 1, Setup(precision="fp16", loss_scale=2.0**32), preload=WARM) == [(False, None)]
 
 
 def recomputed(rank, world_size, setup):
@@ -158,7 +159,7 @@ def recomputed(rank, world_size, setup):
 
 @pytest.mark.slow
 def test_recomputing_activations_draws_the_same_dropout():
-    ((plain, again),) = run_ranks(recomputed, 1, Setup(dropout=0.3))
+    ((plain, again),) = run_ranks(recomputed, 1, Setup(dropout=0.3), preload=WARM)
     assert again == pytest.approx(plain, rel=1e-5)
 
 
@@ -179,7 +180,7 @@ def grouped_like_sequential(rank, world_size):
 
 @pytest.mark.slow
 def test_grouped_mlp_computes_what_sequential_mlp_does():
-    ((sequential, grouped),) = run_ranks(grouped_like_sequential, 1)
+    ((sequential, grouped),) = run_ranks(grouped_like_sequential, 1, preload=WARM)
     assert grouped == pytest.approx(sequential, rel=1e-5)
 
 
@@ -309,7 +310,7 @@ def filled_run(rank, world_size, setup):
 
 
 def losses_and_norms(setup, ranks):
-    results = run_ranks(filled_run, ranks, dataclasses.replace(setup, dropout=0.0), timeout=200)
+    results = run_ranks(filled_run, ranks, dataclasses.replace(setup, dropout=0.0), timeout=200, preload=WARM)
     return [(loss, norm) for loss, _, norm in results[-1]]
 
 

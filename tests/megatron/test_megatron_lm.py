@@ -147,6 +147,12 @@ def test_other_versions_of_megatron_lm_are_refused_by_name(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_install_that_no_model_followed_is_said_at_the_end(tmp_path: Path):
+    [found] = run_ranks(megatron_lm_refusals.unused, 1, str(tmp_path), preload=WARM)
+    assert found["told"][0] == "1", "once, and not for one that was taken away"
+    assert "nothing was checkpointed: call it before pretrain()" in found["told"][1]
+
+
 def test_what_cannot_be_checkpointed_is_refused(tmp_path: Path):
     [found] = run_ranks(megatron_lm_refusals.calls, 1, str(tmp_path), preload=WARM)
     assert_refused(
@@ -204,6 +210,7 @@ def test_exit_intervals(policy: str, tmp_path: Path):
     for iteration in (3, 6, 8):
         run(tmp_path, f"{script} --exit-interval 3", line(policy, tmp_path))
         assert newest_step(tmp_path / "store") == iteration
+        assert (tmp_path / "store" / "finished.json").exists() == (iteration == 8), "an interval ends no run"
     require_exact(tmp_path, unbroken(script))
     assert [life[0]["begin"] for life in lives(tmp_path, 0)] == [0, 3, 6]
     assert [life[-1]["exit"] for life in lives(tmp_path, 0)] == [0, 0, 0]

@@ -159,7 +159,8 @@ def test_dynamic_k_keeps_its_budget(tmp_path: Path):
     records = [line["record"] for line in told if "record" in line]
     assert all(record["plt"] <= 0.2 and record["at_risk_plt"] <= 0.2 for record in records)
     assert all(abs(record["plt_budget_left"] - (0.2 - record["plt"])) < 1e-12 for record in records)
-    assert {record["k"] for record in records} == {1, 2}, "K doubles as failures use the budget up"
+    chosen = {record["k"] for record in records}  # the last doubling depends on which step was committed at the kill
+    assert {1, 2} <= chosen <= {1, 2, 4}, "K doubles as failures use the budget up"
 
 
 @pytest.mark.slow

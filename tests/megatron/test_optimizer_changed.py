@@ -18,6 +18,7 @@ from tests.support.processes import run_ranks
 ADAM = Setup(dropout=0.0, hidden=16, ffn=16, vocab=32, seq=8, layers=2, num_microbatches=2)
 SGD = replace(ADAM, optimizer="sgd")
 WINDOW = ("MoEvement", {"window": 2})
+WARM = "tests.support.megatron_warm"
 
 
 @pytest.mark.parametrize("policy", [("Dense", {"every_n_steps": 1}), WINDOW], ids=["dense", "window"])
@@ -30,7 +31,7 @@ def test_sgd_does_not_go_on_from_adam(tmp_path: Path, policy):
     ]
     if policy is WINDOW:  # another layout cannot open the window at all
         del stops[2]
-    for view in run_ranks(journey, 2, str(tmp_path), stops, timeout=240):
+    for view in run_ranks(journey, 2, str(tmp_path), stops, timeout=240, preload=WARM):
         for refused in view[1:-1]:
             assert refused["error"] == "OptimizerChangedError"
             assert refused["untouched"]

@@ -116,13 +116,23 @@ def test_settings_are_arguments_of_attach():
     from hydra import initialize_config_dir
 
     from moe_ckpt import megatron
-    from moe_ckpt.engine.options import OptionValues
+    from moe_ckpt.engine.options import OptionValues, make_options
     from recipes.gpt_moe_megatron.train import checkpoint_settings
 
+    def settings_of(*overrides):
+        return checkpoint_settings(composed("train", ["run_dir=here", *overrides]))
+
     with initialize_config_dir(str(RECIPE / "conf"), version_base="1.3"):
-        settings = checkpoint_settings(composed("train", ["run_dir=here"]))
+        settings = settings_of()
+        local = settings_of("moe_ckpt/memory=local", "moe_ckpt.memory.budget_bytes=1GB")
+        elsewhere = settings_of("moe_ckpt.dirpath=there", "moe_ckpt.timeout_secs=5")
     known = {*inspect.signature(megatron.attach).parameters, *OptionValues.__annotations__}
     assert set(settings) <= known
+    for each in (settings, local, elsewhere):
+        policy, dirpath = each.pop("policy"), each.pop("dirpath")
+        options = make_options("megatron.attach", policy, dirpath, each, ())
+        assert (options.memory is None) == (each is not local)
+    assert (dirpath, options.timeout_secs) == ("there", 5)
 
 
 @pytest.mark.parametrize(

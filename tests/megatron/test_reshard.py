@@ -21,11 +21,12 @@ MICRO_BATCHES = 4
 DENSE = ("Dense", {"every_n_steps": 1})
 MOC = ("MoC", {"k": 1})
 TIMEOUT = 420
+WARM = "tests.support.megatron_warm"
 
 
 def travel(place, ranks, *stops):
     """What each rank saw at each stop. Whole tensors are gathered, so that rank 0 tells those of all."""
-    return run_ranks(journey, ranks, str(place), list(stops), timeout=TIMEOUT)
+    return run_ranks(journey, ranks, str(place), list(stops), timeout=TIMEOUT, preload=WARM)
 
 
 def require_alike(found, expected, but=()):

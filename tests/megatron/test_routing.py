@@ -112,8 +112,8 @@ def trained(setup: Setup, steps: int = 2, bias: list[float] | None = None, **opt
         by_hand = ByHand(built) if counting else None
         losses = [megatron_gpt.train_step(built, i)[0] for i in range(steps)]
         runs.append((losses, megatron_gpt.fingerprint(built)))
-    counted, second = (counter.take() for counter in counters)
-    after = counters[0].take()
+    counted, second = (counter.take().result() for counter in counters)
+    after = counters[0].take().result()
     for counter in counters:
         counter.close()
     return {
@@ -145,12 +145,12 @@ def hooks_and_name() -> dict[str, Any]:
     first.close()
     seen["wrapped after the first close"] = module.apply_router_token_dropping is not original
     megatron_gpt.train_step(built, 1)
-    seen["first"], seen["second"] = first.take(), second.take()
+    seen["first"], seen["second"] = first.take().result(), second.take().result()
     second.close()
     seen["restored"] = module.apply_router_token_dropping is original
     seen["after"] = hooks()
     megatron_gpt.train_step(built, 2)
-    seen["closed"] = second.take()
+    seen["closed"] = second.take().result()
     built = built_with(ONE)
     third = counter_of(built)
     seen["untouched without a factor"] = module.apply_router_token_dropping is original
@@ -165,16 +165,16 @@ def modes() -> dict[str, Any]:
     for chunk in built.chunks:
         chunk.eval()
     megatron_gpt.forward_backward(built, 0)
-    seen: dict[str, Any] = {"eval": counter.take()}
+    seen: dict[str, Any] = {"eval": counter.take().result()}
     for chunk in built.chunks:
         chunk.train()
     megatron_gpt.train_step(built, 0)
     counter.discard()
-    seen["discarded"] = counter.take()
+    seen["discarded"] = counter.take().result()
     megatron_gpt.train_step(built, 1)
     built.config.moe_expert_capacity_factor = 0.5
     megatron_gpt.train_step(built, 2)
-    seen["half dropping"] = counter.take()
+    seen["half dropping"] = counter.take().result()
     counter.close()
     return seen
 
@@ -188,7 +188,7 @@ def padded(capacity_factor: float | None) -> dict[str, Any]:
     padding[0, -5:] = True
     padding[1, :3] = True
     layer(torch.randn(ONE.seq, 2, ONE.hidden), padding_mask=padding)
-    seen = {"counted": counter.take(), "chosen": by_hand.chosen}
+    seen = {"counted": counter.take().result(), "chosen": by_hand.chosen}
     by_hand.close()
     try:
         with torch.no_grad():  # else the auxiliary loss trips over it first
@@ -299,7 +299,7 @@ def test_counts_are_those_by_hand(seen, case):
     assert (counted.applied.sum(axis=1) == steps * TOKENS * ONE.top_k).all()
     assert len(np.unique(counted.applied)) > 2, "all experts alike would prove little"
     assert counted.assigned is None
-    assert counted.before_dropping is counted.applied
+    assert counted.popularity is counted.applied
 
 
 def test_bias_moves_the_counts(seen):
@@ -323,11 +323,11 @@ def test_training_is_the_same_with_a_counter(seen, case):
 def test_two_counters_agree_and_take_starts_again(seen, case):
     counted, second, after = seen[case]["counted"], seen[case]["second"], seen[case]["after"]
     assert equal(counted.applied, second.applied)
-    assert equal(counted.before_dropping, second.before_dropping)
+    assert equal(counted.popularity, second.popularity)
     assert second.soft is None
     assert counted.applied.any()
     assert not after.applied.any()
-    assert not after.before_dropping.any()
+    assert not after.popularity.any()
     assert not after.soft.any()
 
 
@@ -337,7 +337,7 @@ def test_recompute_does_not_count_twice(seen, granularity, dropping):
     expected = seen[dropping.rstrip(", ") or "plain"]["counted"]
     counted = seen[f"{dropping}{granularity} recompute"]["counted"]
     assert equal(counted.applied, expected.applied)
-    assert equal(counted.before_dropping, expected.before_dropping)
+    assert equal(counted.popularity, expected.popularity)
     assert equal(counted.soft, expected.soft)
 
 
@@ -378,7 +378,7 @@ def test_closing_leaves_nothing(seen):
     assert closing["untouched without a factor"]
     assert closing["first"].assigned.sum() == 2 * TOKENS * ONE.top_k
     assert closing["second"].assigned.sum() == 2 * 2 * TOKENS * ONE.top_k
-    assert not closing["closed"].before_dropping.any()
+    assert not closing["closed"].popularity.any()
 
 
 def test_evaluation_and_what_is_discarded_do_not_count(seen):
@@ -397,10 +397,10 @@ def test_a_capacity_factor_may_come_later(seen):
 @pytest.mark.parametrize("case", ["padding", "padding, capacity"])
 def test_padding_tokens_do_not_count(seen, case):
     counted = seen[case]["counted"]
-    assert equal(counted.before_dropping, seen[case]["chosen"])
-    assert counted.before_dropping[1].sum() == (2 * ONE.seq - 8) * ONE.top_k
-    assert not counted.before_dropping[0].any()
-    assert (counted.applied.sum() < counted.before_dropping.sum()) == (counted.assigned is not None)
+    assert equal(counted.popularity, seen[case]["chosen"])
+    assert counted.popularity[1].sum() == (2 * ONE.seq - 8) * ONE.top_k
+    assert not counted.popularity[0].any()
+    assert (counted.applied.sum() < counted.popularity.sum()) == (counted.assigned is not None)
     assert "padding_mask of (16, 4) reaches a router that routes 32 tokens" in seen[case]["refused"]
 
 
@@ -432,7 +432,7 @@ def spread(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
     mine = [at for at, _ in moe_layers(built)]
     for i in range(2):
         megatron_gpt.train_step(built, i)
-    seen = {"counted": counter.take(), "chosen": by_hand.chosen, "mine": mine}
+    seen = {"counted": counter.take().result(), "chosen": by_hand.chosen, "mine": mine}
     if setup.tp > 1:  # what makes the sum over ranks right is Megatron's own refusal
         built.config.sequence_parallel = False
         with pytest.raises(ValueError, match="without also enabling sequence parallelism"):
@@ -452,7 +452,7 @@ def spread(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
 )
 def test_the_sum_over_ranks_is_every_token_once(setup, ranks, data_ranks):
     results = run_ranks(spread, ranks, setup)
-    total = sum(result["counted"].before_dropping for result in results)
+    total = sum(result["counted"].popularity for result in results)
     tokens = 2 * setup.num_microbatches * data_ranks * setup.micro_batch * setup.seq
     assert total.shape == (setup.layers, setup.experts)
     assert (total.sum(axis=1) == tokens * setup.top_k).all()
@@ -460,7 +460,7 @@ def test_the_sum_over_ranks_is_every_token_once(setup, ranks, data_ranks):
         others = sorted(set(range(setup.layers)) - set(result["mine"]))
         assert not result["counted"].applied[others].any()
         assert (
-            result["counted"].before_dropping[result["mine"]].sum(axis=1) == tokens * setup.top_k * setup.pp // ranks
+            result["counted"].popularity[result["mine"]].sum(axis=1) == tokens * setup.top_k * setup.pp // ranks
         ).all()
         if not setup.recompute:
-            assert equal(result["counted"].before_dropping, result["chosen"])
+            assert equal(result["counted"].popularity, result["chosen"])

@@ -164,7 +164,7 @@ def attached(built, store):
 
 def wholes(built, store):
     with attached(built, store) as ckpt:
-        return whole_tensors(ckpt._state)
+        return whole_tensors(ckpt._host.state)
 
 
 def carrying(rank, world_size, place, setup, others, weights_only):

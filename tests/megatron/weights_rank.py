@@ -26,7 +26,7 @@ def train(rank: int, world_size: int, place: str, setup: Setup) -> dict[str, str
             ckpt.before_step()
             megatron_gpt.update(built)
             ckpt.after_step(iteration + 1)
-        return _weights(ckpt._state)
+        return _weights(ckpt._host.state)
 
 
 def begin(rank: int, world_size: int, place: str, setup: Setup, source: str, store: str) -> dict[str, Any]:
@@ -49,15 +49,15 @@ def begin(rank: int, world_size: int, place: str, setup: Setup, source: str, sto
             progress = ckpt.resume()
             found[f"life {life}"] = (progress.iteration, progress.restored)
             if life == 0:
-                found["weights"] = _weights(ckpt._state)
-                found["masters"] = _masters_agree(ckpt._state)
-                found["state"] = sum(len(slot.state) for slot in ckpt._state._slots.values())
+                found["weights"] = _weights(ckpt._host.state)
+                found["masters"] = _masters_agree(ckpt._host.state)
+                found["state"] = sum(len(slot.state) for slot in ckpt._host.state._slots.values())
             megatron_gpt.forward_backward(built, progress.iteration)
             ckpt.before_step()
             megatron_gpt.update(built)
             ckpt.after_step(progress.iteration + 1)
             if life == 0:
-                found["trained"] = _weights(ckpt._state)
+                found["trained"] = _weights(ckpt._host.state)
     return found
 
 
@@ -67,14 +67,13 @@ def load_alone(rank: int, world_size: int, place: str, setup: Setup, source: str
     from moe_ckpt.engine.comm import make_communicator
     from moe_ckpt.megatron.inventory import take_inventory
     from moe_ckpt.megatron.state import MegatronTrainingState
-    from moe_ckpt.megatron.topology import data_parallel_groups, expert_rank, stage
-    from moe_ckpt.megatron.world import exchange
+    from moe_ckpt.megatron.topology import bind
 
     chunks = megatron_gpt.build(setup, seed=21).chunks
     megatron.load_weights(chunks, f"{place}/{source}")
     state = MegatronTrainingState(take_inventory(chunks), None)
     comm = make_communicator(60.0)
-    state.settle(exchange(state.holding(stage(), expert_rank()), comm), comm.rank, data_parallel_groups())
+    bind(state, comm)
     comm.close()
     return _weights(state)
 

@@ -14,10 +14,14 @@ from pathlib import Path
 PACKAGE = "moe_ckpt"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
+MAX_METHODS = 20
+MAX_ATTRIBUTES = 15
+CAPPED = ("memory", "engine", "recovery", "profiling", "driver", "callbacks", "megatron")
+"""Whose classes keep the last two."""
 
 LAYERS = (
-    *("core", "policies", "format", "storage", "engine", "recovery"),
-    *("sim", "modeling", "data", "interop", "metrics", "callbacks", "megatron"),
+    *("core", "policies", "format", "storage", "memory", "engine", "recovery"),
+    *("profiling", "sim", "modeling", "data", "interop", "metrics", "driver", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
 ADAPTERS = ("callbacks", "megatron")
@@ -228,6 +232,43 @@ def sizes(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} {node.name} has {length} lines, more than {MAX_FUNCTION_LINES}"
 
 
+def class_sizes(module: Module) -> Iterator[str]:
+    """Classes of few parts: methods of the class body, and attributes that it annotates or that methods set on self.
+
+    Records, that is frozen dataclasses and TypedDicts, may have any number of fields: they hold data and do nothing.
+    """
+    for name, methods, attributes in oversized(module):
+        yield f"{name} has {methods} methods and {attributes} attributes: at most {MAX_METHODS}, {MAX_ATTRIBUTES}"
+
+
+def oversized(module: Module) -> Iterator[tuple[str, int, int]]:
+    """(name, methods, attributes) of classes over the caps."""
+    for node in ast.walk(module.tree) if module.part in CAPPED else ():
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = [each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        attributes = {_name(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+        attributes |= {
+            each.attr
+            for method in methods
+            for each in ast.walk(method)
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and _name(each.value) == "self"
+        }
+        most = len(attributes) if _is_record(node) else MAX_ATTRIBUTES
+        if len(methods) > MAX_METHODS or len(attributes) > most:
+            yield f"{module.name}.{node.name}", len(methods), len(attributes)
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    frozen = (
+        keyword.arg == "frozen" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call) and _name(decorator.func) == "dataclass"
+        for keyword in decorator.keywords
+    )
+    return any(frozen) or any(_name(base) == "TypedDict" for base in node.bases)
+
+
 def annotated(module: Module) -> Iterator[str]:
     """Every argument and every result has a type."""
     for node in _functions(module):
@@ -269,6 +310,7 @@ RULES: tuple[Rule, ...] = (
     no_pickle,
     no_assert,
     sizes,
+    class_sizes,
     annotated,
     broad_except,
 )

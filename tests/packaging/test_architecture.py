@@ -24,6 +24,11 @@ def test_source_keeps(rule):
     assert not problems, "\n".join(problems)
 
 
+METHODS = "".join(f"\n    def f{n}(self) -> None: ..." for n in range(21))
+FIELDS = "".join(f"\n    x{n}: int" for n in range(16))
+SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"self.x{n}, z = 0, 0" for n in range(15))
+
+
 @pytest.mark.parametrize(
     ("rule", "name", "source", "said"),
     [
@@ -31,6 +36,7 @@ def test_source_keeps(rule):
         (rules.direction, "core.plan", "from moe_ckpt import policies", "'core' may not import 'policies'"),
         (rules.direction, "core.plan", "import moe_ckpt.engine.worker", "'core' may not import 'engine'"),
         (rules.direction, "core.plan", "from ..engine import worker", "'core' may not import 'engine'"),
+        (rules.direction, "engine.session", "from moe_ckpt.profiling import x", "'engine' may not import 'profiling'"),
         (rules.direction, "format.tree", "from moe_ckpt.storage.local import x", "may not import 'storage'"),
         (rules.direction, "engine.worker", "def f():\n    from moe_ckpt.recovery import x", "engine.worker:2"),
         (rules.direction, "engine.worker", "if TYPE_CHECKING:\n    from moe_ckpt.callbacks import x", "'callbacks'"),
@@ -71,6 +77,11 @@ def test_source_keeps(rule):
         (rules.no_assert, "engine.x", "def f(x):\n    assert x", "has an assert"),
         (rules.sizes, "engine.x", "x = 1\n" * 501, "has 501 lines"),
         (rules.sizes, "engine.x", "def f() -> None:\n" + "    x = 1\n" * 70, "f has 71 lines"),
+        (rules.class_sizes, "engine.x", f"class A:{METHODS}", "engine.x.A has 21 methods and 0 attributes"),
+        (rules.class_sizes, "callbacks.x", f"class A:{SET_ON_SELF}", "A has 1 methods and 16 attributes"),
+        (rules.class_sizes, "megatron.x", f"@dataclass\nclass A:{FIELDS}", "A has 0 methods and 16 attributes"),
+        (rules.class_sizes, "recovery.x", f"@dataclass(frozen=False)\nclass A:{FIELDS}", "16 attributes"),
+        (rules.class_sizes, "engine.x", f"@dataclass(frozen=True)\nclass A:{METHODS}", "21 methods"),
         (rules.annotated, "engine.x", "def f(a, *b, c: int, **d) -> None: ...", "no type for a, b, d"),
         (rules.annotated, "engine.x", "class A:\n    def f(self): ...", "no result type"),
         (rules.broad_except, "engine.x", "try: ...\nexcept Exception: ...", "catches everything"),
@@ -97,6 +108,10 @@ def test_rule_can_fail(rule, name, source, said):
         (rules.ports_without_torch, "ports", "if TYPE_CHECKING:\n    import torch"),
         (rules.no_pickle, "interop.x", "torch.load(f, weights_only=True)"),
         (rules.sizes, "engine.x", "x = 1\n" * 500),
+        (rules.class_sizes, "engine.x", f"@dataclass(eq=False, frozen=True)\nclass A:{FIELDS}"),
+        (rules.class_sizes, "engine.x", f"class A(TypedDict, total=False):{FIELDS}"),
+        (rules.class_sizes, "cli.x", f"class A:{METHODS}"),
+        (rules.class_sizes, "engine.x", f"class A:{METHODS.partition('def f20')[0]}..."),
         (rules.broad_except, "engine.x", "try: ...\nexcept Exception:  # a thread's edge\n    ..."),
         (rules.broad_except, "engine.x", "try: ...\nexcept BaseException:\n    release()\n    raise"),
     ],

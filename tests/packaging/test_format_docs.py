@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ckpt.format import FORMAT_VERSION, SUPPORTED_VERSIONS
+from moe_ckpt.format import MANIFEST_VERSION, SUPPORTED_VERSIONS
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.identity import Identity
-from moe_ckpt.format.manifest import FileRecord, LayerRecord, Manifest, ModelRecord, StateRecord
+from moe_ckpt.format.manifest import FileRecord, LayerRecord, Manifest, ModelRecord, PartRecord, StateRecord
+from moe_ckpt.format.part import Part
 from moe_ckpt.format.sealed import unseal
 from tests.support.store_builder import TinyRun, example
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "format.md").read_text()
+
+
+OPTIONAL = {"window", "passed_over", "files", "operators"}
+"""Fields that not every manifest has."""
 
 
 def section(title):
@@ -67,6 +72,8 @@ def test_the_snippet_is_as_short_as_promised():
         ("MANIFEST.json", StateRecord),
         ("MANIFEST.json", ModelRecord),
         ("MANIFEST.json", LayerRecord),
+        ("MANIFEST.json", PartRecord),
+        ("PART.json", Part),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -78,10 +85,10 @@ def test_every_field_is_described(title, record):
 def test_fields_that_the_code_does_not_have_are_not_described(tmp_path):
     run = TinyRun(tmp_path)
     path = tmp_path / run.save(1) / "MANIFEST.json"
-    table = re.findall(r"^\| (`.*?) \|", section("MANIFEST.json"), re.M)
-    assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} - {"window", "passed_over"} == set(
-        unseal(path.read_bytes(), "m")
-    )
+    for name, optional in (("MANIFEST.json", OPTIONAL), ("PART.json", set())):
+        table = re.findall(r"^\| (`.*?) \|", section(name), re.M)
+        described = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
+        assert described - optional == set(unseal(path.with_name(name).read_bytes(), name))
 
 
 def test_state_file_fields_are_described(tmp_path):
@@ -92,13 +99,13 @@ def test_state_file_fields_are_described(tmp_path):
 
 
 def test_rows_are_listed_in_the_order_of_the_file():
-    for record in (FileRecord, StateRecord):
+    for record in (FileRecord, StateRecord):  # of versions 1 and 2
         assert ", ".join(f"`{field.name}`" for field in fields(record)) in section("MANIFEST.json")
 
 
 def test_versions_and_element_types():
-    assert TEXT.startswith(f"# On-disk format, version {FORMAT_VERSION}\n")
-    assert SUPPORTED_VERSIONS == (1, 2)
+    assert TEXT.startswith(f"# On-disk format, version {MANIFEST_VERSION}\n")
+    assert SUPPORTED_VERSIONS == (1, 2, 3)
     listed = re.search(r"Element types: `(.*?)`", TEXT)[1].split()
     assert listed == list(TORCH_DTYPES)
 

@@ -19,14 +19,14 @@ import pytest
 from moe_ckpt import RetentionPolicy, megatron
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.engine.options import OptionValues
-from moe_ckpt.policies import PolicyContext
+from moe_ckpt.policies import Needs, PolicyContext
 from tests.packaging import rules
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "moe_ckpt"
 
 SURFACE = {
-    "moe_ckpt": "RetentionPolicy __version__ load_from_checkpoint newest_step register_moe release_host_memory",
+    "moe_ckpt": "Memory RetentionPolicy __version__ load_from_checkpoint newest_step register_moe release_host_memory",
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO load_from_checkpoint",
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
@@ -38,9 +38,9 @@ SURFACE = {
         "PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"
     ),
     "moe_ckpt.policies": (
-        "Activity Catalog CheckFreq Dense FaultRecord Fidelity Guarded Measured MoC MoELayer MoEtion MoEvement "
-        "Operator OperatorKind PlanItem Policy PolicyContext SnapshotPlan Tier expert_id gate_id non_expert_id "
-        "save_full save_nothing"
+        "Activity AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini Guarded Measured MoC MoELayer MoEtion "
+        "MoEvement Needs Operator OperatorKind PlanItem Policy PolicyContext SnapshotPlan Tier Wrapper expert_id "
+        "gate_id needs_of non_expert_id save_full save_nothing"
     ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
@@ -50,14 +50,14 @@ SURFACE = {
 
 ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
-    "HostMemoryError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
+    "HostMemoryError MemoryFullError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
     "OptimizerChangedError OtherLayoutError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError "
-    "StateRefusedError StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError "
-    "TornSnapshotError UnencodableStateError UnsupportedError UserError"
+    "StaleGenerationError StateRefusedError StoreError StoreForbiddenError StoreInUseError StoreUnreadableError "
+    "StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (
-    "access dirpath guard host_memory_bytes max_failures on_phase on_read_error plt_budget policy profile "
+    "access dirpath guard host_memory_bytes max_failures memory on_phase on_read_error plt_budget policy profile "
     "read_patience_secs resume retention save_last sharding timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
@@ -66,14 +66,21 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
-    "faults lost_tokens routed_tokens window next_slot sizes inseparable activity snapshot_bytes "
+    "faults lost_tokens routed_tokens window next_slot sizes coupled_operators activity snapshot_bytes "
     "nothing_safe dense_step"
 )
 """What a policy of one's own decides from."""
 
+NEEDS = (
+    "sizes windows soft_counts decayed_counts lost_tokens gradients partial alone replicas period_steps next_due "
+    "explain"
+)
+"""What a policy of one's own may say that it needs."""
+
 POLICY_OPTIONS = {
     "Dense": "every_n_steps sync",
     "CheckFreq": "max_overhead profile_steps max_interval",
+    "Gemini": "every_n_steps mtbf_secs profile_steps max_interval",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
     "MoEtion": "every_n_steps experts selection budget_fraction",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
@@ -84,7 +91,7 @@ RECORDS = {
     "moe_ckpt.format.finished.Finished": "run_id step generation reason limits callbacks",
     "moe_ckpt.format.manifest.Manifest": (
         "run_id step generation world_size index created_unix_secs model files operators states parent policy measured "
-        "tokens window passed_over"
+        "tokens window passed_over parts"
     ),
     "moe_ckpt.format.manifest.SlotRecord": "step states",
     "moe_ckpt.format.manifest.FileRecord": "path nbytes header_nbytes header_digest step rank",
@@ -112,7 +119,8 @@ RECORDS = {
 CONFIG_GROUPS = {
     "callbacks": "moe_ckpt",
     "moe_ckpt": "default",
-    "moe_ckpt/policy": "checkfreq dense moc moc_dynamic moetion moevement",
+    "moe_ckpt/memory": "local off replicated",
+    "moe_ckpt/policy": "any_of checkfreq dense gemini moc moc_dynamic moetion moevement",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
     "simulate": "simulate",
@@ -125,6 +133,7 @@ CONFIG_GROUPS = {
         "moevement_llava moevement_qwen"
     ),
     "simulate/load": "even mild skewed_25 skewed_50 skewed_75 skewed_99",
+    "simulate/memory": "local of_policy off replicated",
     "simulate/model": (
         "deepseek_145b deepseek_32b deepseek_671b deepseek_671b_mtp deepseek_67b deepseek_moe gpt2_moe_small "
         "gpt_moe moe_gpt_1_6b_64e moe_gpt_2_9b_16e moe_gpt_3_8b_8e moe_llava qwen_moe swinv2_moe tiny"
@@ -149,7 +158,7 @@ CONFIG_GROUPS = {
     ),
 }
 
-EXTRAS = "lightning hydra cli plot remote megatron recipes dev"
+EXTRAS = "lightning hydra cli plot remote megatron recipes docs dev"
 
 
 def names(module):
@@ -199,6 +208,7 @@ def test_options():
 def test_records_that_users_make_and_read():
     assert [field.name for field in fields(RetentionPolicy)] == RETENTION.split()
     assert [field.name for field in fields(PolicyContext)] == POLICY_CONTEXT.split()
+    assert [field.name for field in fields(Needs)] == NEEDS.split()
 
 
 @pytest.mark.parametrize("record", RECORDS)

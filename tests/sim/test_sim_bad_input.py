@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.failing import FUTILE_FAILURES
 from moe_ckpt.sim.failures import Components, Event, Poisson, Weibull
@@ -127,8 +127,8 @@ def test_a_formula_needs_a_mean(rule):
         ({"when_busy": "fail"}, "when_busy"),
         ({"replicas": 0}, "replicas"),
         ({"max_in_flight": True}, "max_in_flight"),
-        ({"backup_every_secs": -1.0}, "backup_every_secs"),
-        ({"backup_every_secs": 0}, "backup_every_secs"),
+        ({"storage_every_secs": -1.0}, "storage_every_secs"),
+        ({"storage_every_secs": 0}, "storage_every_secs"),
         ({"max_overhead": 2.0}, "max_overhead"),
         ({"max_overhead": 0}, "max_overhead"),
         ({"freeze": "perhaps"}, "freeze='perhaps'.*true or false"),
@@ -137,6 +137,13 @@ def test_a_formula_needs_a_mean(rule):
 def test_systems(given_settings, name):
     with pytest.raises(ConfigError, match=name):
         System("tried", Dense(1), **given_settings)
+
+
+@pytest.mark.parametrize("policy", [Gemini(), AnyOf([Dense(9), Gemini(5)])])
+def test_a_policy_for_the_memory_of_peers_does_not_run_on_storage(policy):
+    with pytest.raises(ConfigError, match=r"durable='storage', replicas=0\): .* memory of at least 1 peers; use dur"):
+        System("tried", policy)
+    System("tried", policy, "peers", 1)
 
 
 @pytest.mark.parametrize(("nodes", "replicas", "said"), [(1, 1, "use more nodes"), (4, 4, "replicas of at most 3")])
@@ -269,9 +276,9 @@ def test_a_recovery_that_never_ends_is_given_up():
 
 def test_a_run_that_lost_much_at_once_is_not_given_up():
     """Back at the very beginning at 60 000 s, it needs more failures than that to be where it was, and gets on."""
-    events = [(60_000.0, 0, False), (60_000.0, 1, False)]
+    events = [(60_000.0, 0, False), (60_000.0, 2, False)]
     for at in range(150):
-        events += [(60_100.0 + 100 * at, 2, False), (60_150.0 + 100 * at, 2, True)]
+        events += [(60_100.0 + 100 * at, 1, False), (60_150.0 + 100 * at, 1, True)]
     tried = scenario(
         Dense(5), failures=trace(*events), system={"durable": "peers", "replicas": 1}, duration_secs=76_000.0
     )
@@ -308,13 +315,13 @@ def test_whatever_the_numbers_a_run_ends_and_sums_up(data):
         return data.draw(strategy)
 
     policy = draw(POLICIES)
-    durable = draw(st.sampled_from(["storage", "peers"]))
+    durable = draw(st.sampled_from(["storage", "node", "peers"]))
     local = durable == "peers" and isinstance(policy, MoEvement) and draw(st.booleans())
     restart = draw(st.sampled_from([0.0, 4.0, 500.0]))
     mtbf = draw(st.one_of(st.floats(restart + 1.5, restart + 50), st.floats(restart + 50, 1e6)))
     tried = scenario(
         policy,
-        failures=draw(st.sampled_from([Poisson(mtbf), Weibull(mtbf, 0.5)])),
+        failures=draw(st.sampled_from([Poisson(mtbf, process_share=0.5), Weibull(mtbf, 0.5, domain_share=0.2)])),
         seed=draw(st.integers(0, 5)),
         secs=draw(st.sampled_from([0.3, 1.0, 7.1, 4000.0])),
         update_secs=0.01,
@@ -325,7 +332,8 @@ def test_whatever_the_numbers_a_run_ends_and_sums_up(data):
             "when_busy": draw(st.sampled_from(["wait", "skip"])),
             "max_in_flight": draw(st.sampled_from([1, 2, 5])),
             "replicas": draw(st.sampled_from([1, 2, 3])),
-            "backup_every_secs": draw(st.sampled_from([None, 0.01, 100.0])),
+            "storage_every_secs": draw(st.sampled_from([None, 0.01, 100.0])),
+            "storage_every_n_steps": draw(st.sampled_from([None, 1, 30, "auto"])),
         },
         cluster={
             "pcie_bytes_per_sec": draw(ANY),

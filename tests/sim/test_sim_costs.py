@@ -7,7 +7,7 @@ from math import ceil, sqrt
 
 import pytest
 
-from moe_ckpt.core.plan import save_full
+from moe_ckpt.core.plan import Tier, save_full
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.sim.clock import MOST_SECS, on_clock
@@ -102,13 +102,15 @@ def test_a_wider_link_never_makes_anything_longer():
 
 
 def test_loading():
-    """From storage all state passes one link; from peers only a dead node's does, at their NICs' rate."""
+    """From storage all state passes one link; from peers only a dead node's does, at their NICs' rate; own memory is
+    there."""
     tried = sparse(4)
     costs = costs_of(tried)
     recoveries, counts = Recoveries(costs, 16), tokens_of(tried.load.draw(None, 4, 8), 800)
     copy = costs.dense.rank / 200e3
-    assert recoveries.whole(None, counts, from_storage=True).retrieve == pytest.approx(copy + costs.dense.total / 400e3)
-    assert recoveries.whole(None, counts, from_storage=False).retrieve == pytest.approx(copy + costs.dense.rank / 50e3)
+    assert recoveries.whole(None, counts, Tier.STORAGE).retrieve == pytest.approx(copy + costs.dense.total / 400e3)
+    assert recoveries.whole(None, counts, Tier.HOST).retrieve == pytest.approx(copy)
+    assert recoveries.whole(None, counts, Tier.PEER).retrieve == pytest.approx(copy + costs.dense.rank / 50e3)
 
 
 @pytest.mark.parametrize("size", [1, 4, 8])
@@ -119,9 +121,9 @@ def test_a_window_is_loaded_with_the_compute_weights_in_its_slots(size):
     window = Window(0, tuple(everything[at::size] for at in range(size)))
     later = sum(costs.sizes[op].compute * at for at in range(size) for op in window.slots[at])
     assert costs.held(window).total == costs.dense.total + later
-    found = Recoveries(costs, 16).whole(window, counts, from_storage=True).retrieve
+    found = Recoveries(costs, 16).whole(window, counts, Tier.STORAGE).retrieve
     assert found == pytest.approx(costs.held(window).rank / 200e3 + costs.held(window).total / 400e3)
-    assert (found > Recoveries(costs, 16).whole(None, counts, from_storage=True).retrieve) == (size > 1)
+    assert (found > Recoveries(costs, 16).whole(None, counts, Tier.STORAGE).retrieve) == (size > 1)
 
 
 def test_replayed_work_goes_by_parameters_and_tokens():
@@ -142,7 +144,7 @@ def test_replayed_work_goes_by_parameters_and_tokens():
     )
 
     def replay(window, counts):
-        return recoveries.whole(window, counts, from_storage=False).replay
+        return recoveries.whole(window, counts, Tier.PEER).replay
 
     assert replay(first_popular, even) == pytest.approx(replay(first_others, even))
     assert replay(first_others, uneven) == pytest.approx(1 - 1 / 3)  # all that works is frozen

@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import MoC
+from moe_ckpt.policies import MoC, Wrapper
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.budget import dynamic_k
 from moe_ckpt.sim.failures import Poisson
@@ -117,10 +117,9 @@ def test_bad_loads():
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded(Wrapper):
     """A policy, and what it was told and planned."""
 
-    policy: MoC
     told: list[PolicyContext] = field(default_factory=list, hash=False)
     plans: list[SnapshotPlan] = field(default_factory=list, hash=False)
 
@@ -130,15 +129,6 @@ class Recorded:
             self.told.append(context)
             self.plans.append(plan)
         return plan
-
-    def next_due(self, context):
-        return self.policy.next_due(context)
-
-    def check(self, catalog):
-        self.policy.check(catalog)
-
-    def describe(self):
-        return self.policy.describe()
 
 
 @pytest.mark.parametrize("every", [1, 10])

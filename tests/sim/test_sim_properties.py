@@ -103,7 +103,8 @@ WITH = {
             CheckFreq(),
         ]
     ),
-    "durable": st.sampled_from(["storage", "peers"]),
+    "durable": st.sampled_from(["storage", "node", "peers"]),
+    "stored": st.sampled_from([(None, 70.0), (1, None), (13, None), (40, 33.3), ("auto", None)]),
     "busy": st.sampled_from(["wait", "skip"]),
     "buffers": st.sampled_from([1, 2, 4]),
     "rates": st.tuples(*[st.integers(10_000, 1_000_000)] * 3),
@@ -114,13 +115,14 @@ WITH = {
 
 @FEW
 @given(**WITH)
-def test_rounds_moved_ahead_are_rounds_stepped_through(policy, durable, busy, buffers, rates, mtbf, secs):
+def test_rounds_moved_ahead_are_rounds_stepped_through(policy, durable, stored, busy, buffers, rates, mtbf, secs):
     """To the last bit, whatever the links, and where snapshots are out of step with iterations."""
     cluster = dict(zip(("pcie_bytes_per_sec", "nic_bytes_per_sec", "storage_bytes_per_sec"), rates, strict=True))
-    system = {"durable": durable, "when_busy": busy, "max_in_flight": buffers, "backup_every_secs": 70.0}
+    system = {"durable": durable, "when_busy": busy, "max_in_flight": buffers}
+    system |= dict(zip(("storage_every_n_steps", "storage_every_secs"), stored, strict=True))
     tried = scenario(
         policy,
-        failures=Poisson(mtbf),
+        failures=Poisson(mtbf, process_share=0.4, domain_share=0.2, domain_nodes=2),
         secs=secs,
         cluster=cluster,
         system=system,

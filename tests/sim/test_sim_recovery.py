@@ -8,9 +8,9 @@ from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failing import Spares
 from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.recovery import peers_lost
+from moe_ckpt.sim.recovery import Copies
 from moe_ckpt.sim.run import simulate
-from tests.sim.builders import scenario, sparse, trace
+from tests.sim.builders import layout, scenario, sparse, trace
 
 DOWN = 5.0
 """Detect and restart of the toy cluster."""
@@ -168,46 +168,46 @@ def test_spares_are_given_to_who_died_first():
 
 
 def test_who_holds_replicas():
-    assert not peers_lost({0, 2}, 4, 1)
-    assert peers_lost({0, 1}, 4, 1)
-    assert peers_lost({3, 0}, 4, 1)
-    assert not peers_lost({0, 1}, 4, 2)
-    assert peers_lost({0, 1, 2}, 4, 2)
-    assert peers_lost({0}, 1, 2)
-    assert not peers_lost((), 4, 1)
+    """Four nodes in pairs, 0 and 2, 1 and 3; with two copies each on the next two; with none only its own."""
+    one, two, none = (Copies(layout(), replicas) for replicas in (1, 2, 0))
+    assert [one.lost(nodes) for nodes in ({0, 2}, {1, 3}, {0, 1, 2})] == [True] * 3
+    assert [one.lost(nodes) for nodes in ({0, 1}, {3, 0}, {2}, ())] == [False] * 4
+    assert not any(two.lost({first, second}) for first in range(4) for second in range(4))
+    assert [two.lost(nodes) for nodes in ({0, 1, 2}, {3, 0, 1})] == [True, True]
+    assert [none.lost(nodes) for nodes in ({0}, ())] == [True, False]
 
 
-@pytest.mark.parametrize(("nodes", "fallbacks"), [((0, 2), 0), ((0, 1), 1), ((3, 0), 1)])
+@pytest.mark.parametrize(("nodes", "fallbacks"), [((0, 1), 0), ((0, 2), 1), ((3, 1), 1)])
 def test_a_node_and_its_peer_fall_back_to_the_backup(nodes, fallbacks):
     events = trace(*((150.0, node) for node in nodes))
-    tried = scenario(Dense(10), failures=events, system={**PEERS, "backup_every_secs": 60.0}, duration_secs=300.0)
+    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every_secs": 60.0}, duration_secs=300.0)
     told = simulate(tried)
     assert told.fallbacks == fallbacks
     assert told.history[0].useful_steps == (110 if fallbacks else 140)
 
 
 def test_without_a_backup_it_begins_anew():
-    told = simulate(scenario(Dense(10), failures=trace((150.0, 0), (150.0, 1)), system=PEERS, duration_secs=300.0))
+    told = simulate(scenario(Dense(10), failures=trace((150.0, 0), (150.0, 2)), system=PEERS, duration_secs=300.0))
     assert (told.fallbacks, told.history[0].useful_steps, told.spent.retrieve) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(("second", "fallbacks"), [(152.0, 1), (158.0, 1), (175.0, 0)])
 def test_a_replaced_node_holds_nothing_until_the_next_commit(second, fallbacks):
-    """At 158 s training is back, but nothing has been saved since: node 0's copy of node 3 is still gone."""
-    told = simulate(scenario(Dense(10), failures=trace((150.5, 3), (second, 0)), system=PEERS, duration_secs=300.0))
+    """At 158 s training is back, but nothing has been saved since: node 1's copy of node 3 is still gone."""
+    told = simulate(scenario(Dense(10), failures=trace((150.5, 3), (second, 1)), system=PEERS, duration_secs=300.0))
     assert told.fallbacks == fallbacks
     assert told.failures == 2
 
 
 def test_what_came_from_storage_is_not_on_peers_before_the_next_commit():
-    events = trace((150.5, 0), (150.5, 1), (158.5, 3))
-    tried = scenario(Dense(10), failures=events, system={**PEERS, "backup_every_secs": 60.0}, duration_secs=300.0)
+    events = trace((150.5, 0), (150.5, 2), (158.5, 3))
+    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every_secs": 60.0}, duration_secs=300.0)
     assert simulate(tried).spent.retrieve == pytest.approx(2 * load_secs(tried))
 
 
 def test_after_the_next_commit_peers_hold_all_again():
-    events = trace((150.5, 0), (150.5, 1), (190.5, 3))
-    tried = scenario(Dense(10), failures=events, system={**PEERS, "backup_every_secs": 60.0}, duration_secs=300.0)
+    events = trace((150.5, 0), (150.5, 2), (190.5, 3))
+    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every_secs": 60.0}, duration_secs=300.0)
     costs = costs_of(tried)
     from_peers = costs.dense.rank / 50e3 + costs.dense.rank / 200e3
     assert simulate(tried).spent.retrieve == pytest.approx(load_secs(tried) + from_peers)
@@ -215,9 +215,9 @@ def test_after_the_next_commit_peers_hold_all_again():
 
 def test_a_backup_counts_once_it_is_written():
     """Writing takes 28 s: at 66 s that of 60 s is not there, at 95 s it is."""
-    slow = {"cluster": {"storage_bytes_per_sec": 10e3}, "system": {**PEERS, "backup_every_secs": 60.0}}
+    slow = {"cluster": {"storage_bytes_per_sec": 10e3}, "system": {**PEERS, "storage_every_secs": 60.0}}
     steps = [
-        simulate(scenario(Dense(10), failures=trace((at, 0), (at, 1)), **slow, **SHORT)).history[0].useful_steps
+        simulate(scenario(Dense(10), failures=trace((at, 0), (at, 2)), **slow, **SHORT)).history[0].useful_steps
         for at in (66.0, 95.0)
     ]
     assert steps == [0, 50]
@@ -226,8 +226,8 @@ def test_a_backup_counts_once_it_is_written():
 @pytest.mark.parametrize(("storage", "steps"), [(10e3, 70), (1e9, 50)])
 def test_a_backup_that_a_failure_cuts_off_is_begun_again(storage, steps):
     """Writing takes 28 s: that of 60 s is cut off at 76.5 s, and the next one is not put off until 120 s."""
-    events = trace((76.5, 2), (115.0, 0), (115.0, 1))
-    system = {**PEERS, "backup_every_secs": 60.0}
+    events = trace((76.5, 3), (115.0, 0), (115.0, 2))
+    system = {**PEERS, "storage_every_secs": 60.0}
     tried = scenario(Dense(10), failures=events, cluster={"storage_bytes_per_sec": storage}, system=system, **SHORT)
     told = simulate(tried)
     assert told.fallbacks == 1

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion, MoEvement
+from moe_ckpt.policies import AnyOf, CheckFreq, Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.sim import formulas
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
@@ -31,7 +31,18 @@ REPEATING = {
     "dense out of phase": (Dense(3), {"cluster": SLOW, "system": ONE_BUFFER}),
     "dense out of phase, two under way": (Dense(3), {"cluster": SLOW, "system": {"when_busy": "skip"}}),
     "dense sync": (Dense(7, sync=True), {}),
-    "dense on peers": (Dense(3), {"system": {"durable": "peers", "backup_every_secs": 100.0}}),
+    "dense on peers": (Dense(3), {"system": {"durable": "peers", "storage_every_secs": 100.0}}),
+    "dense in memory": (Dense(3), {"system": {"durable": "node", "storage_every_n_steps": 50}}),
+    "dense in memory, each on to storage": (Dense(1), {"system": {"durable": "node", "storage_every_n_steps": 1}}),
+    "dense in memory, auto": (Dense(2), {"system": {"durable": "node", "storage_every_n_steps": "auto"}}),
+    "moc in memory": (
+        MoC(k=1, snapshot_k=3),
+        {"load": SKEWED, "system": {"durable": "peers", "storage_every_n_steps": 70, "storage_every_secs": 33.0}},
+    ),
+    "moevement in memory, slowly on to storage": (
+        MoEvement(window=4),
+        {"load": SKEWED, "cluster": SLOW, "system": {"durable": "peers", "storage_every_n_steps": 9}},
+    ),
     "checkfreq": (CheckFreq(), {}),
     "moc": (MoC(k=1), {"load": SKEWED}),
     "moc of four": (MoC(k=4, every_n_steps=3), {"load": SKEWED}),
@@ -44,6 +55,11 @@ REPEATING = {
     "moetion in turn": (
         MoEtion(selection="round_robin"),
         {"cluster": {"storage_bytes_per_sec": 50e3}, "parallel": Parallel(pp=1, ep=8)},
+    ),
+    "any of two": (AnyOf([MoC(k=1, every_n_steps=3), Dense(10)]), {"load": SKEWED}),
+    "any of two that skip": (
+        AnyOf([MoC(k=8, every_n_steps=2), Dense(7)]),
+        {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER},
     ),
     "moevement": (MoEvement(window=4), {"load": SKEWED, "system": {"durable": "peers"}}),
     "moevement localized": (MoEvement(), {"load": SKEWED, "system": LOCAL}),
@@ -173,7 +189,7 @@ def test_recovery_of_windows_takes_at_most_two_of_them(window):
     assert fmean(recoveries) == pytest.approx(1.5 * window - 1, abs=0.1 * window)
 
 
-@pytest.mark.parametrize("system", [{}, {"durable": "peers", "backup_every_secs": 200.0}, LOCAL])
+@pytest.mark.parametrize("system", [{}, {"durable": "peers", "storage_every_secs": 200.0}, LOCAL])
 def test_where_the_time_went_is_all_of_it(system):
     policy = MoEvement(window=3) if system is LOCAL else Dense(4)
     for seed in range(3):

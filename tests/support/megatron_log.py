@@ -1,4 +1,4 @@
-"""Lives of Megatron runs that log, without the library's books, what a recount needs; body of ``start_ranks``.
+"""Lives of Megatron runs that log, without the library's run_ledger, what a recount needs; body of ``start_ranks``.
 
 Per optimizer step and rank: the tokens that reached each local expert (counted at the experts' own input, not at the
 router), and a digest of every local expert and of everything else, found through Megatron's own attributes. Beside it
@@ -128,11 +128,11 @@ def _write(log: Any, **line: Any) -> None:
 
 def _books(ckpt: Any, step: int) -> dict[str, Any]:
     """What the library says of the experts."""
-    books = ckpt.session.books
-    tokens = books.tokens
+    run_ledger = ckpt.session.run_ledger
+    tokens = run_ledger.tokens
     return {
-        "ages": books.expert_ages(step).tolist(),
-        "committed_step": books.committed_step,
+        "ages": run_ledger.ledger.expert_ages(step).tolist(),
+        "committed_step": run_ledger.committed_step,
         "lost": tokens.lost_tokens,
         "routed": tokens.routed_tokens,
         "applied": tokens.applied.tolist(),

@@ -61,7 +61,7 @@ def _visit(store: str, stop: Stop, number: int) -> dict[str, Any]:
         if not idle:
             megatron_gpt.update(built)
         ckpt.after_step(iteration + 1, consumed_samples=built.consumed_samples, updated=not idle)
-        found["history"][iteration + 1] = whole_tensors(ckpt._state)
+        found["history"][iteration + 1] = whole_tensors(ckpt._host.state)
     ckpt.finish()
     found["left"] = describe(ckpt, built)
     found["operators"] = _operators(ckpt.session.catalog, found["left"]["tensors"])
@@ -110,11 +110,11 @@ def _memory(built: Built) -> Any:
 
 def describe(ckpt: Any, built: Built) -> dict[str, Any]:
     """What no layout changes."""
-    plain = ckpt._state.plain()
-    books = ckpt.session.books
-    told = books.tokens.to_dict()
+    plain = ckpt._host.state.plain()
+    run_ledger = ckpt.session.run_ledger
+    told = run_ledger.tokens.to_dict()
     return {
-        "tensors": whole_tensors(ckpt._state),
+        "tensors": whole_tensors(ckpt._host.state),
         "buffers": _united({name: digest(buffer) for name, buffer in plain["buffers"].items()}),
         "steps": plain["optimizer"]["step"],
         "groups": sorted(
@@ -123,8 +123,8 @@ def describe(ckpt: Any, built: Built) -> dict[str, Any]:
         "scheduler": built.scheduler.state_dict(),
         "consumed": built.consumed_samples,
         "tokens": {"applied": told["applied"], "stored": told["saved"]["storage"]},
-        "lost": books.tokens.lost_tokens,
-        "ages": books.expert_ages(books.last_step or 0).tolist(),
+        "lost": run_ledger.tokens.lost_tokens,
+        "ages": run_ledger.ledger.expert_ages(run_ledger.last_step or 0).tolist(),
     }
 
 

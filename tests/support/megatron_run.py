@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,13 @@ import torch
 
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
+
+_STORAGE_PHASES = ("write", "fsync", "rename", "manifest", "gc")
+
+
+def _newest_step(store: str) -> int:
+    """That anything was written of."""
+    return max((int(path.name[5:13]) for path in Path(store).glob("step_*")), default=0)
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,10 @@ class Life:
     seed: of the model's initial weights. Lives of one run get different ones: what is right must come from the store.
     kill: (rank, iteration, phase) of a SIGKILL: while training that iteration ("train"), while the n-th iteration is
         computed again to bring back a window ("replay"), in the middle of coming back ("resume"), or when the engine is
-        in that phase (see ``on_phase``) for the first time from that iteration on.
+        in that phase (see ``on_phase``) for the first time with a checkpoint of that iteration or a later one; training
+        may be ahead of it.
     journal: where every rank writes down, in ``<journal>.<rank>``, what it does; see ``Journal``. Kills cannot undo it.
+    memory: where the nodes' memory directories are; None: private memory. copies: other arguments of ``Memory``.
     sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
     """
 
@@ -39,6 +49,8 @@ class Life:
     kill: tuple[int, int, str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     journal: str | None = None
+    memory: str | None = None
+    copies: dict[str, int] = field(default_factory=dict)
     sabotage: Callable[[], None] | None = None
 
 
@@ -76,13 +88,20 @@ class _ComingBack:
         self._on_phase("resume")
 
 
+def node_memory(root: str, rank: int) -> Path:
+    """The memory directory of this rank's node, of which each has two ranks."""
+    directory = Path(root, f"node_{rank // 2}")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     """Train to ``life.steps``. What is returned tells everything that must be alike in two equal runs."""
     random.seed(life.seed)
     np.random.seed(life.seed)
     built = megatron_gpt.build(life.setup, life.seed)
     import moe_ckpt.policies
-    from moe_ckpt import megatron
+    from moe_ckpt import Memory, megatron
 
     if life.sabotage is not None:
         life.sabotage()
@@ -93,7 +112,10 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     def on_phase(phase: str) -> None:
         if life.kill is None or (rank, phase) != (life.kill[0], life.kill[2]):
             return
-        if at["replayed" if phase == "replay" else "iteration"] >= life.kill[1]:
+        reached = at["replayed" if phase == "replay" else "iteration"]
+        if phase in _STORAGE_PHASES:
+            reached = min(reached, _newest_step(life.store))
+        if reached >= life.kill[1]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ckpt = megatron.attach(
@@ -104,6 +126,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         dirpath=life.store,
         on_phase=on_phase,
         stateful={"coming back": _ComingBack(on_phase)},
+        memory=None if life.memory is None else Memory(directory=node_memory(life.memory, rank), **life.copies),
         **{"when_busy": "wait", "timeout_secs": 60.0, **life.options},
     )
     progress = ckpt.resume()
@@ -116,7 +139,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         loss = losses[iteration + 1] = megatron_gpt.forward_backward(built, iteration)
         journal.note(iteration=iteration + 1, loss=None if loss is None else loss.hex())
         on_phase("train")
-        if ckpt._replaying is not None:
+        if ckpt.replaying:
             at["replayed"] += 1
             on_phase("replay")
         made, _ = megatron_gpt.update(built)
@@ -138,8 +161,8 @@ def draw(times: int) -> None:
 
 def describe(ckpt: Any, built: megatron_gpt.Built) -> dict[str, Any]:
     """Digests of every tensor of this rank's state, and of random numbers and schedules."""
-    state = ckpt._state
-    books = ckpt.session.books
+    state = ckpt._host.state
+    run_ledger = ckpt.session.run_ledger
     tensors: dict[str, str] = {}
     for tensor in state.tensors():
         tensors[f"{tensor.key}@{list(tensor.offsets)}{list(tensor.local.shape)}"] = digest(tensor.local)
@@ -152,11 +175,11 @@ def describe(ckpt: Any, built: megatron_gpt.Built) -> dict[str, Any]:
         "rng": [digest(each) for each in generators] + [random.getrandbits(64), int(np.random.randint(1 << 60))],
         "scheduler": built.scheduler.state_dict(),
         "consumed": built.consumed_samples,
-        "saved": books.tokens.to_dict(),
-        "ages": books.expert_ages(ckpt.session.books.last_step or 0).tolist(),
-        "lost": books.tokens.lost_tokens,
-        "routed": books.tokens.routed_tokens,
-        "plt": books.tokens.plt,
+        "saved": run_ledger.tokens.to_dict(),
+        "ages": run_ledger.ledger.expert_ages(ckpt.session.run_ledger.last_step or 0).tolist(),
+        "lost": run_ledger.tokens.lost_tokens,
+        "routed": run_ledger.tokens.routed_tokens,
+        "plt": run_ledger.tokens.plt,
     }
 
 

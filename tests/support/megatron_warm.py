@@ -1,5 +1,6 @@
 """What every rank of a Megatron test imports, for ``run_ranks(..., preload=...)``: ranks then start in no time.
 
+Also what a rank would import only when it begins to train (two seconds in each): torch's compiler, torchmetrics.
 Imported in the process that ranks are forked from (``tests.support.warm``), never in pytest's own.
 """
 
@@ -13,14 +14,17 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: a process wi
 
 MODULES = (
     "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
     "megatron.core.transformer.dot_product_attention",
     "megatron.core.transformer.moe.moe_layer",
     "moe_ckpt.megatron",
+    "moe_ckpt.metrics.collection",
     "moe_ckpt.policies",
     "tests.support.megatron_run",
+    "torch._dynamo",
 )
 
 

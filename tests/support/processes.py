@@ -32,6 +32,8 @@ from typing import Any
 
 from tests.support import warm
 
+WARM = "tests.support.torch_warm"
+"""Imported once per process of pytest, for ranks that name nothing else."""
 GRACE_SECS = 15.0
 """How long the others may go on after the first rank has failed, before they are killed."""
 
@@ -61,7 +63,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = None
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = WARM
 ) -> list[Any]:
     """Results of ``fn(rank, world_size, *args)`` on every rank, in rank order.
 
@@ -69,7 +71,7 @@ def run_ranks(
     before and destroyed after; ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set.
 
     preload: a module to import once per run of pytest, in a server process of which each rank is then a fork: see
-        ``tests.support.warm``. Without, each rank is a fresh interpreter.
+        ``tests.support.warm``. None: each rank is a fresh interpreter.
 
     Raises:
         RanksFailed: with every failed rank's traceback, also when ``timeout`` seconds have passed.
@@ -81,7 +83,7 @@ def run_ranks(
 
 
 def start_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = None
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = WARM
 ) -> list[Outcome]:
     """Like ``run_ranks``, but returns how each rank ended instead of raising."""
     payload = pickle.dumps((fn, args))
@@ -161,6 +163,7 @@ def _rank_main(sender: Connection, payload: bytes, rank: int, world_size: int, s
     try:
         fn, args = pickle.loads(payload)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.barrier()  # a rank that is through at once must not end before the others have found it
         value = fn(rank, world_size, *args)
         message = pickle.dumps(("ok", value))
     except BaseException:  # a process boundary: the parent raises it

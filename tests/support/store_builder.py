@@ -19,8 +19,9 @@ import torch
 import xxhash
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format import FORMAT_VERSION, MANIFEST_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
@@ -30,16 +31,19 @@ from moe_ckpt.format.manifest import (
     Manifest,
     ModelRecord,
     OperatorRecord,
+    PartRecord,
     StateRecord,
     shard_path,
     state_path,
     step_dir,
 )
+from moe_ckpt.format.part import Part, composed, encode_part, file_row, state_row
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from tests.support.old_manifests import encode_old
 
 LAYER = LayerRecord("blocks.0.moe", 4, 2)
 
@@ -58,15 +62,21 @@ class Block:
 
 @dataclass
 class StoreBuilder:
-    """Writes checkpoints one after the other; a partial one takes the rest from those before it."""
+    """Writes checkpoints one after the other; a partial one takes the rest from those before it.
+
+    version: of the manifests. holdings: where each operator's newest version is; changing it changes what the next
+    manifest says, where that is of version 1. parts: of the newest checkpoint, newest first.
+    """
 
     root: Path
+    version: int = MANIFEST_VERSION
     run_id: str = "run-a"
     fingerprint: str = "f" * 32
     world_size: int = 2
     layers: tuple[LayerRecord, ...] = (LAYER,)
     aliases: Mapping[str, str] = field(default_factory=dict)
     holdings: dict[str, tuple[int, tuple[FileRecord, ...]]] = field(default_factory=dict)
+    parts: list[tuple[PartRecord, Part]] = field(default_factory=list)
     count: int = 0
 
     def __post_init__(self) -> None:
@@ -97,7 +107,7 @@ class StoreBuilder:
                 if chosen:
                     written.append(self._shard(directory, step, generation, rank, kind, chosen))
             records.append(self._state(directory, step, generation, rank, len(states), encoded))
-        self._hold(step, written)
+        fresh = self._hold(step, written)
         files: dict[FileRecord, int] = {}
         for record in [r for _, held in self.holdings.values() for r in held] + [r for r, _ in written]:
             files.setdefault(record, len(files))
@@ -117,20 +127,41 @@ class StoreBuilder:
             policy={"name": "moc", "k": 2},
             tokens=tokens or {},
         )
-        manifest = dataclasses.replace(manifest, **changes)
-        self.write_manifest(directory, manifest)
         self.count += 1
-        return manifest
+        if self.version == FORMAT_VERSION:
+            manifest = dataclasses.replace(manifest, **changes)
+            self.write_manifest(directory, manifest)
+            return manifest
+        self._write_part(manifest, [record for record, _ in written], fresh)
+        bare = dataclasses.replace(manifest, files=(), operators={}, states=(), parts=tuple(r for r, _ in self.parts))
+        bare = dataclasses.replace(bare, **changes)
+        (self.root / directory / MANIFEST_NAME).write_bytes(bare.encode())
+        return composed(bare, [part for _, part in self.parts])
 
     def write_manifest(self, directory: str, manifest: Manifest) -> None:
-        (self.root / directory / MANIFEST_NAME).write_bytes(manifest.encode())
+        """Of version 1, whatever there was."""
+        (self.root / directory / MANIFEST_NAME).write_bytes(encode_old(manifest))
 
-    def _hold(self, step: int, written: Sequence[tuple[FileRecord, ShardHeader]]) -> None:
+    def _write_part(self, manifest: Manifest, files: Sequence[FileRecord], operators: Collection[str]) -> None:
+        rows = b"".join(map(file_row, files)), b"".join(map(state_row, manifest.states))
+        facts = (manifest.run_id, manifest.step, manifest.generation, manifest.world_size)
+        record, raw = encode_part(*facts, *rows, Fragment(list(operators)))
+        (self.root / record.path).write_bytes(raw)
+        newer: set[str] = set()
+        kept = []
+        for each in [(record, Part.decode(raw, record.path)), *self.parts]:
+            if not newer.issuperset(each[1].operators):
+                kept.append(each)
+            newer.update(each[1].operators)
+        self.parts = kept
+
+    def _hold(self, step: int, written: Sequence[tuple[FileRecord, ShardHeader]]) -> Collection[str]:
         fresh: dict[str, list[FileRecord]] = {}
         for record, header in written:
             for op in {entry.operator for entry in header.slices if entry.operator}:
                 fresh.setdefault(op, []).append(record)
         self.holdings.update({op: (step, tuple(found)) for op, found in fresh.items()})
+        return fresh
 
     def _shard(
         self, directory: str, step: int, generation: int, rank: int, kind: str, blocks: Sequence[Block]

@@ -36,8 +36,9 @@ def _sleeps(rank, world_size):
     time.sleep(60)
 
 
-def test_results_come_back_in_rank_order():
-    results = run_ranks(_sum_of_ranks, 2, 10)
+@pytest.mark.parametrize("preload", [processes.WARM, None], ids=["forks", "fresh interpreters"])
+def test_results_come_back_in_rank_order(preload):
+    results = run_ranks(_sum_of_ranks, 2, 10, preload=preload)
     assert [rank for rank, _ in results] == [0, 1]
     assert all(torch.equal(value, torch.tensor([21])) for _, value in results)
 
@@ -48,7 +49,7 @@ def test_an_exception_is_reported_with_its_rank():
 
 
 def test_a_killed_rank_is_an_outcome():
-    first, second = start_ranks(_killed_on_one, 2)
+    first, second = start_ranks(_killed_on_one, 2, preload=None)
     assert first.ok
     assert first.value == 0
     assert (second.ok, second.exitcode) == (False, -signal.SIGKILL)

@@ -13,7 +13,7 @@ import pytest
 def torchrun(module: str, argument: str, *, ranks: int, restarts: int, timeout_secs: float) -> str:
     """Run ``python -m module argument`` on ``ranks`` ranks. It must end well; returns what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [f"--max-restarts={restarts}", "-m", module, argument]
+    command += [f"--max-restarts={restarts}", "-m", "tests.support.started", module, argument]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),

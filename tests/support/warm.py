@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
-import importlib
 import multiprocessing
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.support.imports import import_for_good
 
 MARGIN_SECS = 90.0
 """For importing, and for what ``processes.launch`` does after its own time is up."""
@@ -50,9 +50,7 @@ def _serve(preload: str) -> Connection:
 def _server_main(connection: Connection, preload: str) -> None:
     from tests.support import processes
 
-    importlib.import_module(preload)
-    gc.collect()
-    gc.freeze()
+    import_for_good(preload)
     with contextlib.suppress(EOFError, ConnectionError):  # pytest has ended, or has given up on us
         while True:
             payload, world_size, timeout = connection.recv()

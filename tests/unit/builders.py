@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from moe_ckpt.core.operators import (
@@ -14,6 +15,9 @@ from moe_ckpt.core.operators import (
     gate_id,
     non_expert_id,
 )
+from moe_ckpt.engine.cuts import SliceSource
+from moe_ckpt.engine.pieces import LocalState, cut
+from moe_ckpt.engine.shares import WriteAssignment
 from moe_ckpt.policies import PolicyContext
 
 
@@ -45,6 +49,12 @@ def mixed(*sizes: int) -> Catalog:
     operators = [parts[0].operators[0], *(op for part in parts for op in part.operators[1:])]
     parameters = {name: shape for part in parts for name, shape in part.parameters.items()}
     return Catalog(tuple(operators), tuple(part.layers[0] for part in parts), parameters)
+
+
+def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[SliceSource]:
+    """What ``rank`` writes of ``operators``, slice by slice."""
+    numbers = [(each, each.first + at) for each in cut(local, operators, dealt, rank) for at in range(each.count)]
+    return [SliceSource(each.shelf.entries[n], each.shelf.source(n), each.shelf.blocks[n]) for each, n in numbers]
 
 
 def context(model: Catalog, step: int = 1, **facts: Any) -> PolicyContext:

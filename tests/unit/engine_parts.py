@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import torch
 
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.events import Observer
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
@@ -103,6 +107,12 @@ def _optim(name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, tuple[int, 
     return ((f"optim/0/{name}/exp_avg", shape), (f"optim/0/{name}/step", ()))
 
 
+def told(counts: np.ndarray) -> Deferred[StepTokens]:
+    """Tokens of one step, as a counter on the CPU gives them."""
+    tokens = StepTokens(counts.copy())
+    return Deferred(lambda: tokens)
+
+
 class GatedStorage(LocalStorage):
     """Writes into step directories wait while the gate is closed: storage as slow as a test wants it."""
 
@@ -118,7 +128,7 @@ class GatedStorage(LocalStorage):
 
 
 def failing(root: Path, fail_at: int | None, persistent: bool = False) -> FaultyStorage:
-    """Fails the n-th write into a step directory (three files per checkpoint and the manifest)."""
+    """Fails the n-th write into a step directory (three files per checkpoint, its part and the manifest)."""
 
     class Failing(FaultyStorage):
         def write(self, path, chunks):
@@ -140,10 +150,12 @@ class Life:
         policy: Policy | None = None,
         comm: Communicator | None = None,
         on_phase: Callable[[str], None] | None = None,
+        observers: Sequence[Observer] = (),
         **settings: Any,
     ) -> None:
         self.model = model or catalog(2, 4)
         self.storage = storage
+        self.observers = observers
         self.state = TinyState(self.model)
         self.step = 0
         self.records: list[StepRecord] = []
@@ -157,6 +169,7 @@ class Life:
             comm=comm or SoloCommunicator(),
             settings=Settings(**{"retention": KEEP_ALL, "timeout_secs": PATIENCE_SECS, **settings}),
             on_phase=on_phase,
+            observers=observers,
         )
 
     def __enter__(self) -> Life:
@@ -172,14 +185,14 @@ class Life:
             self.session.before_update()
             self.step += 1
             self.state.advance(self.step)
-            self.records.append(self.session.after_update(self.step, self.counts.copy(), self.capture))
+            self.records.append(self.session.after_update(self.step, told(self.counts), self.capture))
             if settle:
                 self.settle()
         return self.records[-1]
 
     def settle(self) -> None:
         """Wait until nothing is on its way; the books learn of it at the next step."""
-        assert self.session._running.wait(PATIENCE_SECS)
+        assert self.session._resources.pipeline.wait(PATIENCE_SECS)
 
     def capture(self) -> dict[str, Any]:
         return {"step": self.step, "buffer": torch.full((3,), float(self.step)), "empty": torch.empty(0)}
@@ -222,6 +235,8 @@ class _Meeting:
 
 
 class ThreadCommunicator:
+    agrees_late = False
+
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self._ranks = ranks
         self.rank = rank
@@ -232,18 +247,34 @@ class ThreadCommunicator:
         found = self._ranks.training.exchange(self.rank, (summed.copy(), largest.copy()))
         return sum(s for s, _ in found), np.maximum.reduce([m for _, m in found])
 
+    def everyone(self, payload):
+        return self._ranks.training.exchange(self.rank, payload)
+
+    def swap(self, given, expected):
+        for rank, group in enumerate(self._ranks.training.exchange(self.rank, given)):
+            for into, tensor in zip(expected.get(rank, ()), group.get(self.rank, ()), strict=True):
+                into.copy_(tensor)
+
+    def start_agreement(self, summed, largest):
+        agreed = Future()
+        agreed.set_result(self.agree(summed(), largest))
+        return agreed
+
     def broadcast(self, payload: bytes) -> bytes:
         return self._ranks.training.exchange(self.rank, payload)[0]
 
     def share(self, payload: bytes, source: int) -> bytes:
         return self._ranks.training.exchange(self.rank, payload)[source]
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
-        found = self._ranks.persist.exchange(self.rank, payload)
-        return None if self.rank else found
+    def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
+        found = self._ranks.persist.exchange(self.rank, list(columns))
+        return None if self.rank else [b"".join(parts) for parts in zip(*found, strict=True)]
 
     def announce(self, payload: bytes) -> bytes:
         return self._ranks.persist.exchange(self.rank, payload)[0]
+
+    def enter(self, generation: int) -> None:
+        pass
 
     def close(self) -> None:
         pass

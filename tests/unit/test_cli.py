@@ -13,11 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from moe_ckpt.cli import output
+from moe_ckpt.cli import inspect, output
 from moe_ckpt.cli.main import COMMANDS, main
+from moe_ckpt.cli.report import describe
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.format.manifest import LayerRecord
-from tests.support.store_builder import STACK, TinyRun, example
+from tests.support.store_builder import STACK, Block, StoreBuilder, TinyRun, example
 
 STEP = "step_00000003"
 
@@ -51,6 +52,7 @@ def test_inspect_shows_steps_ages_and_tokens(run, capsys):
     code, out, _ = call(capsys, "inspect", run.root)
     assert code == 0
     assert "run run-a, model ffffffff" in out
+    assert "on-disk format 3" in " ".join(out.split())
     lines = out.splitlines()
     [row] = [line for line in lines if line.lstrip().startswith(STEP)]
     # step 3: routed 105 = 30 + 60 + 15, saved 30 + 60 + 3, lost 7 by the one fault
@@ -67,9 +69,11 @@ def test_inspect_shows_steps_ages_and_tokens(run, capsys):
 @pytest.mark.usefixtures("rich")
 def test_inspect_of_one_step_and_of_a_large_model(tmp_path, capsys):
     run = TinyRun(tmp_path)
+    run.builder.version = 1
     code, out, _ = call(capsys, "inspect", tmp_path / run.save(1))
     assert code == 0
     assert out.count("step_00000001") >= 2
+    assert "on-disk format 1" in " ".join(out.split())
     _, files = run.builder.holdings["expert/0/0"]
     run.builder.layers = tuple(LayerRecord(f"blocks.{n}.moe", 256, 8) for n in range(4))
     for layer in range(4):
@@ -147,7 +151,9 @@ def test_export_writes_and_refuses(run, tmp_path, capsys):
 
 def test_export_names_its_output_itself(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert call(capsys, "export", run.root, "--to", "lightning")[:2] == (0, f"{STEP}.ckpt\n")
+    code, out, err = call(capsys, "export", run.root, "--to", "lightning")
+    assert (code, out) == (0, f"{STEP}.ckpt\n")
+    assert f"step {int(STEP[5:])} ({STEP})" in err, "which of the store's was taken"
     assert torch.load(f"{STEP}.ckpt", weights_only=True)["global_step"] == 3
 
 
@@ -222,7 +228,7 @@ def test_what_is_too_wide_goes_on_below_with_the_first_column_again():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "moe-ckpt: say what to do: inspect, verify, window, export, train, simulate, plan; see moe-ckpt --help"),
+        ((), "say what to do: inspect, verify, window, export, memory, train, simulate, plan; see moe-ckpt --help"),
         (("inspct", "x"), "no such command: 'inspct'; did you mean inspect? there are inspect, verify"),
         (("inspect",), "moe-ckpt inspect: path must be given; see moe-ckpt inspect --help"),
         (("inspect", "a", "--jsn"), "moe-ckpt inspect: no option --jsn; did you mean --json? see moe-ckpt inspect"),
@@ -318,9 +324,54 @@ def test_what_goes_to_a_pipe_does_not_depend_on_the_terminal(run):
         environment = {**os.environ, "COLUMNS": columns, "FORCE_COLOR": ""}
         return subprocess.run(command, check=True, capture_output=True, env=environment).stdout
 
-    assert piped("40") == piped("200")
+    def widest(columns):  # but for the path, which stays whole
+        return max(len(line) for line in piped(columns).decode().splitlines() if not line.startswith("store "))
+
+    assert piped("") == piped("100")
+    assert widest("40") < widest("200")
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
-def test_human_bytes(nbytes, text):
-    assert output.human_bytes(nbytes) == text
+def in_80_columns(capsys, monkeypatch, *argv):
+    """The lines of what a command writes with COLUMNS=80, which all fit, but for a path that stays whole."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(capsys, *argv)
+    assert code == 0
+    lines = out.splitlines()
+    assert not [line for line in lines if len(line) > 80 and not line.startswith("store ")], out
+    return lines
+
+
+LONG = "decoder.block_sparse_moe"
+
+
+def long_names(root):
+    """A store whose ids and names are as long as those of real runs."""
+    builder = StoreBuilder(root, run_id="a" * 32, layers=(LayerRecord(f"model.layers.0.{LONG}", 64, 2),))
+    for step in (100, 1048575):
+        operators = [*(expert_id(0, expert) for expert in range(64)), "gate/0", f"non_expert/model.layers.10.{LONG}"]
+        blocks = [Block(0, op, f"model/{op}", torch.zeros(999), (0,), (999,)) for op in operators]
+        builder.commit(step, blocks, [{}, {}])
+    return root
+
+
+@pytest.mark.usefixtures("rich")
+def test_80_columns_are_enough_and_names_stay_whole(tmp_path, capsys, monkeypatch):
+    store = long_names(tmp_path / "store")
+    lines = in_80_columns(capsys, monkeypatch, "inspect", store)
+    assert f"store {store}" in lines
+    words = " ".join(lines).replace(",", " ").split()
+    assert {"a" * 32, "f" * 32, "step_01048575", "step_00000100"} <= {*words}
+    for options in (["--window", 3], ["--iteration-secs", "0.001", "--bandwidth", "90MB/s", "--ranks", 16]):
+        lines = in_80_columns(capsys, monkeypatch, "window", store, "--explain", *options)
+        assert any(line.startswith("slot 0 anchors ") for line in lines)
+
+
+def test_a_sparse_window_and_damage_are_said_in_80_columns(run, capsys, monkeypatch):
+    facts = describe(run.root)
+    facts["steps"][0]["window_steps"] = [118, 119, 120]
+    facts["steps"].append({"directory": STEP, "damage": "a file is not what the manifest says of it " * 4})
+    monkeypatch.setenv("COLUMNS", "80")
+    inspect._show(facts)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("store ")) <= 80
+    assert f"{STEP} is a sparse window: resuming computes steps 119 to 120" in " ".join(lines)

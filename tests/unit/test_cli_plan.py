@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.plan import COLUMNS, _scenario, simulated_systems
+from moe_ckpt.cli.plan import COLUMNS, _scenario, memory_systems
 from moe_ckpt.cli.scenarios import scenario_of
 from moe_ckpt.cli.sweeps import combinations, composed
 from tests.unit.test_profile import PROFILE, encoded
@@ -74,7 +74,7 @@ def test_the_table_marks_what_only_the_simulator_has(capsys):
 
 def test_what_is_simulated_is_said_while_it_is(capsys):
     longer = [word.replace("duration_secs=3600", "duration_secs=36000") for word in QUICK]
-    code, out, err = call(capsys, *longer, "--trainer-only")
+    code, out, err = call(capsys, *longer, "--storage-only")
     assert code == 0
     first, *closer = err.splitlines()
     assert first == "simulating 7 policies, 3 h 00 min of 10 h 00 min"
@@ -91,13 +91,24 @@ def test_trainer_only_leaves_it_out(capsys):
     assert "simulated only" not in out
 
 
+def test_what_is_recommended_in_memory_has_a_line_with_that_memory(capsys):
+    longer = [word.replace("duration_secs=3600", "duration_secs=18000") for word in QUICK]
+    code, out, _ = call(capsys, *longer, "cluster.storage_bytes_per_sec=1e9", "--trainer-only", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["recommended"] == "gemini"
+    assert "moe_ckpt/memory=replicated moe_ckpt.memory.replicas=" in facts["overrides"]
+    assert all(one["in_trainer"] for one in facts["candidates"])
+    assert "moevement_peers" not in out
+
+
 def test_one_node_has_no_peers():
     [tiny] = combinations(["setup=tiny"])
-    assert simulated_systems(scenario_of(composed(tiny))) == []
+    assert memory_systems(scenario_of(composed(tiny))) == []
 
 
 def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
-    from moe_ckpt.engine import rates
+    from moe_ckpt.profiling import rates
 
     measure = rates.measure
     small = {"copy_bytes": 1 << 20, "network_bytes": 1 << 20, "file_bytes": 1 << 20, "repeats": 1}
@@ -132,7 +143,8 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
         (("--profile", "p.json", "~cluster.nodes"), "~cluster.nodes: of a profiled cluster"),
         (("--profile", "p.json", "tokens_per_step=many"), "tokens_per_step=many: must be a whole number of at least 1"),
         (("tokens_per_step=9",), "with --profile; here set batch.sequences"),
-        (("policy=moc",), "policy=moc: plan tries all policies; moe-ckpt simulate runs the one"),
+        (("policy=moc",), "policy=moc: plan tries all policies, on storage and in memory; moe-ckpt simulate"),
+        (("memory=replicated",), "memory=replicated: plan tries all"),
         (("setup=tiny", "policy.policy.window=3"), "policy.policy.window=3: plan tries all"),
         (("policy=moc,dense",), "plan tries all"),
         (("-x",), "no option -x; see moe-ckpt plan --help"),
@@ -191,7 +203,7 @@ def test_tokens_that_a_profile_does_not_tell_can_be_said(capsys, tmp_path):
 
 
 def test_settings_are_read_before_anything_is_measured(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_ckpt.engine.rates.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("moe_ckpt.profiling.rates.measure", lambda *_, **__: pytest.fail("measured"))
     code, _, err = call(capsys, "setup=tiny", "cluster.nodes=0", "--measure", str(tmp_path))
     assert code == 2
     assert "nodes" in err

@@ -10,7 +10,7 @@ pytest.importorskip("hydra")
 
 from moe_ckpt.cli.main import main
 from moe_ckpt.cli.overrides import CHANGED, RENAMED, renamed
-from moe_ckpt.cli.plan import simulated_systems
+from moe_ckpt.cli.plan import memory_systems
 from moe_ckpt.cli.scenarios import scenario_of
 from moe_ckpt.cli.sweeps import choices, combinations, composed
 from moe_ckpt.errors import ConfigError
@@ -27,7 +27,9 @@ def error_of(capsys, *argv):
     return err.removeprefix("moe-ckpt simulate: ").strip()
 
 
-THERE_ARE = "there are the groups batch, cluster, failures, iteration, load, model, parallel, policy, precision, setup"
+THERE_ARE = (
+    "there are the groups batch, cluster, failures, iteration, load, memory, model, parallel, policy, precision, setup"
+)
 SAID = {
     "cluster=null": "cluster=null: no such choice; there are a100_64, a100_96",
     "failures=null,none": "failures=null: no such choice; there are components",
@@ -49,7 +51,14 @@ SAID = {
     "+cluster.foo=1": "cluster.foo: moe_ckpt.sim.cluster.Cluster has no such parameter; it has name, nodes",
     "+policy.policy.k=1": "policy.policy.k: moe_ckpt.policies.MoEvement has no such parameter; it has window",
     "cluster={a: 1}": "'cluster': Key 'a' is not in struct",
-    "hydra.foo=1": "Could not override 'hydra.foo'",
+    **{
+        f"{key}=1": f"{key}=1: nothing reads Hydra's own settings here"
+        for key in ("hydra.foo", "+hydra.foo", "++hydra.run.dir", "hydra.run.dir", "hydra.verbose", "hydra/launcher")
+    },
+    "hydra.run.dir=a,b": "hydra.run.dir=a,b: nothing reads Hydra's own settings here",
+    "hydra.searchpath=[file:///tmp]": "groups of your own are found with --config-dir",
+    "~hydra.run": "~hydra.run: nothing reads Hydra's own settings here",
+    "+load@hydra.run=even": "nothing reads Hydra's own settings here",
 }
 
 
@@ -170,6 +179,7 @@ def test_an_unknown_place_is_refused_before_composing():
         ("policy=moc", "policy=moc", "policy=moc is on storage, as in a Trainer; .* it is policy=moc_peers"),
         ("policy=choice(moetion,dense)", "policy=choice(moetion,dense)", "policy=moetion is on storage"),
         ("policy=moc_peers,moevement_peers,gemini", "policy=moc_peers,moevement_peers,gemini", None),
+        ("policy.backup_every_secs=60", "policy.storage_every_secs=60", "is called policy.storage_every_secs now"),
         ("policy.policy.order=moc_storage", "policy.policy.order=moc_storage", None),
         ("setup=moevement_qwen", "setup=moevement_qwen", None),
     ],
@@ -179,6 +189,11 @@ def test_names_that_policies_had_are_known_and_said(given, now, said):
     assert found == now
     assert (said is None) == (not notes)
     assert said is None or re.search(said, notes[0])
+
+
+def test_where_memory_is_said_a_name_needs_no_word():
+    assert renamed("policy=moevement", ["policy=moevement", "memory=replicated"])[1] == []
+    assert renamed("policy=moc_storage", ["memory=off"])[1] == ["policy=moc_storage is called moc now"]
 
 
 def test_every_name_that_has_changed_is_a_policy_now():
@@ -192,7 +207,7 @@ def test_one_name_is_one_thing_in_the_simulator_and_the_planner():
     """A name without an ending is the Trainer's policy: with its own defaults, on storage."""
     [asked] = combinations(["setup=moevement_deepseek"])
     scenario = scenario_of(composed(asked))
-    planned = {one.name: one for one in (*trainer_systems(scenario), *simulated_systems(scenario))}
+    planned = {one.name: one for one in (*trainer_systems(scenario), *memory_systems(scenario))}
     for name in ("checkfreq", "moetion", "moevement", "gemini", "moetion_peers", "moevement_peers"):
         [asked] = combinations(["setup=moevement_deepseek", f"policy={name}"])
         system = scenario_of(composed(asked)).system

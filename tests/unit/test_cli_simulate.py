@@ -48,6 +48,28 @@ def varied(*overrides):
     return [dict(one.varied) for one in combinations(overrides)]
 
 
+def test_what_memory_is_worth_on_the_papers_cluster():
+    """MoEvement on storage alone writes more than storage takes; in the memory of peers nearly no time is lost."""
+    given = ("setup=moevement_deepseek", "failures.mtbf_secs=1800", "policy=moevement")
+    off, local, replicated = (one.first for one in results(*given, "memory=off,local,replicated"))
+    assert off.ettr == pytest.approx(0.39, abs=0.005)
+    assert replicated.ettr == pytest.approx(0.99, abs=0.005)
+    assert off.ettr < local.ettr < replicated.ettr
+    assert (local.recovered["storage"], replicated.recovered["peer"]) == (22, 22)
+
+
+def test_where_a_run_came_back_from_is_said(capsys):
+    given = (*SMALL, "policy=dense", "memory=local", "failures.process_share=0.5")
+    (run,) = facts(capsys, *given)
+    found = run["outcomes"][0]["recovered"]
+    assert found["host"] > 0
+    assert found["storage"] > 0
+    _, out, _ = call(capsys, *given)
+    said = f"recovered from own memory {found['host']}, peers 0, storage {found['storage']};"
+    assert said in " ".join(out.split())
+    assert "recovered" not in call(capsys, *SMALL, "policy=dense")[1]
+
+
 def test_a_plain_line_is_one_combination():
     (alone,) = combinations(["policy=moc", "seed=3"])
     assert (alone.overrides, alone.varied, alone.name) == (("policy=moc", "seed=3"), (), "")
@@ -291,10 +313,10 @@ def test_bad_input_is_one_line(capsys, argument):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_only_the_simulation_finds_out_is_one_line_too(capsys, workers):
-    argv = [*SMALL[:-1], "failures=none", "policy=dense,gemini_young", "policy.durable=storage", "--workers", workers]
+    argv = [*SMALL[:-1], "failures=none", "policy=dense", "policy.interval=policy,young", "--workers", workers]
     code, _, err = call(capsys, *argv)
     assert code == 2
-    assert "with policy=gemini_young: System 'gemini_young'(interval='young') needs a mean time" in err
+    assert "with policy.interval=young: System 'dense'(interval='young') needs a mean time" in err
     assert len(err.splitlines()) == 1
 
 

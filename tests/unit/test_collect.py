@@ -6,26 +6,35 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import clean_start, collect
+from moe_ckpt.engine.collect import Known, clean_start, collect
+from moe_ckpt.engine.documents import read_manifest
+from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
+    PART_NAME,
     FileRecord,
     LayerRecord,
     Manifest,
     ModelRecord,
     OperatorRecord,
     StateRecord,
+    group_of,
+    group_path,
+    parse_step_dir,
     shard_path,
     state_path,
     step_dir,
 )
+from moe_ckpt.format.part import encode_part, file_row, state_row
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
+from tests.support.old_manifests import encode_old
 
 NOW = 1_000_000.0
 LAST = RetentionPolicy(keep_last=1, keep_spare=False)
@@ -34,11 +43,10 @@ LAST = RetentionPolicy(keep_last=1, keep_spare=False)
 def commit(storage, step, experts_from=(), generation=0, write_manifest=True, parent=None, passed_over=()):
     """A checkpoint of ``step`` whose view also needs the expert shards of the steps ``experts_from``."""
     directory = step_dir(step, generation)
-    own = [shard_path(directory, 0, "expert"), shard_path(directory, 0, "non_expert")]
+    own = shards_of(directory)
     for path in own:
         storage.write(path, [b"data"])
     storage.write(state_path(directory, 0), [b"state"])
-    paths = own + [shard_path(step_dir(s, 0), 0, "expert") for s in experts_from]
     manifest = Manifest(
         run_id="run",
         step=step,
@@ -46,25 +54,62 @@ def commit(storage, step, experts_from=(), generation=0, write_manifest=True, pa
         world_size=1,
         index=step,
         created_unix_secs=NOW + step,
-        model=ModelRecord("f", (LayerRecord("moe", 1),)),
-        files=tuple(FileRecord(path, 4, 2, "d", step, 0) for path in paths),
-        operators={"expert/0/0": OperatorRecord(step, (0,))},
-        states=(StateRecord(state_path(directory, 0), 5, "d", 0),),
+        model=ModelRecord("f", (LayerRecord("moe", 64),)),
+        files=(),
+        operators={},
+        states=(),
         parent=parent,
         passed_over=passed_over,
     )
+    if is_old(storage):
+        paths = own + [shard_path(step_dir(s, 0), 0, "expert") for s in experts_from]
+        manifest = replace(
+            manifest,
+            files=tuple(FileRecord(path, 4, 2, "d", step, 0) for path in paths),
+            operators={"expert/0/0": OperatorRecord(step, (0,))},
+            states=(StateRecord(state_path(directory, 0), 5, "d", 0),),
+        )
+        raw = encode_old(manifest)
+    else:
+        part, raw = part_of(step, generation)
+        storage.write(part.path, [raw])
+        older = (part_of(s, 0)[0] for s in sorted(experts_from, reverse=True))
+        raw = replace(manifest, parts=(part, *older)).encode()
     if write_manifest:
-        storage.write(f"{directory}/{MANIFEST_NAME}", [manifest.encode()])
+        storage.write(f"{directory}/{MANIFEST_NAME}", [raw])
     return manifest
 
 
-@pytest.fixture
-def storage(tmp_path):
-    return LocalStorage(tmp_path)
+def shards_of(directory):
+    return [shard_path(directory, 0, kind) for kind in ("expert", "non_expert")]
+
+
+def part_of(step, generation):
+    """Holds an expert of its own, which no later step saves again."""
+    directory = step_dir(step, generation)
+    files = b"".join(file_row(FileRecord(path, 4, 2, "d", step, 0)) for path in shards_of(directory))
+    state = state_row(StateRecord(state_path(directory, 0), 5, "d", 0))
+    return encode_part("run", step, generation, 1, files, state, Fragment([f"expert/0/{step}", "non_expert/rest"]))
+
+
+def is_old(storage):
+    """Whether checkpoints are written as versions 1 and 2 of the format did, without parts."""
+    return storage.root.endswith("old")
+
+
+@pytest.fixture(params=["old", "new"])
+def storage(tmp_path, request):
+    return LocalStorage(tmp_path / request.param)
 
 
 def tree(storage):
-    return {name: storage.list(name) for name in storage.list()}
+    """Names by directory, less the parts: they must be where there are other files of this format."""
+    found = {name: storage.list(name) for name in storage.list()}
+    for directory, names in found.items():
+        own = [name for name in names if group_of(name) and name != MANIFEST_NAME]
+        assert (PART_NAME in own) == (bool(own) and not is_old(storage) and parse_step_dir(directory) is not None)
+        found[directory] = [name for name in names if name != PART_NAME]
+    return found
 
 
 WHOLE = ["MANIFEST.json", "rank_00000_expert.safetensors", "rank_00000_non_expert.safetensors", "rank_00000_state.json"]
@@ -82,7 +127,7 @@ def test_what_nobody_names_goes_and_shared_files_stay(storage):
     assert report.retained == ("step_00000004",)
     assert report.dropped == ("step_00000001", "step_00000002", "step_00000003")
     assert report.damaged == ()
-    assert len(report.deleted) == 10
+    assert len(report.deleted) == (10 if is_old(storage) else 11), "three parts stay, and one goes"
     assert [path for path in report.deleted if path.endswith(MANIFEST_NAME)] == list(report.deleted[:3])
     commit(storage, 5, ())
     collect(storage, LAST, NOW)
@@ -93,7 +138,7 @@ def test_an_empty_or_uncommitted_store_is_left_alone(storage):
     assert collect(storage, LAST, NOW).deleted == ()
     commit(storage, 1, write_manifest=False)
     assert collect(storage, LAST, NOW).deleted == ()
-    assert storage.list("step_00000001") == WHOLE[1:]
+    assert tree(storage)["step_00000001"] == WHOLE[1:]
 
 
 def test_directories_being_written_are_left_alone(storage):
@@ -208,7 +253,7 @@ def test_a_checkpoint_that_could_not_be_read_stays_as_long_as_a_manifest_names_i
         commit(storage, step, generation=1, parent="step_00000002", **passed_over)
     report = collect(storage, LAST, NOW)
     assert report.retained == ("step_00000003", "step_00000006_g1")
-    assert storage.list("step_00000003") == WHOLE
+    assert tree(storage)["step_00000003"] == WHOLE
 
 
 def test_a_copied_directory_is_no_checkpoint_of_its_name(storage):
@@ -254,20 +299,32 @@ def test_clean_start_removes_what_dead_writers_left(storage):
         "step_00000003": WHOLE,
     }
     assert report.retained == ("step_00000002", "step_00000003")
-    assert len(report.deleted) == 5
+    assert len(report.deleted) == (5 if is_old(storage) else 6)
 
 
-def test_the_cache_spares_reading_and_is_kept_up_to_date(storage):
-    cache = {}
+def test_what_is_known_spares_reading_and_is_kept_up_to_date(storage):
+    known = Known()
     for step in (1, 2, 3):
         commit(storage, step)
-    collect(storage, RetentionPolicy(keep_last=2), NOW, cache=cache)
-    assert sorted(cache) == ["step_00000002", "step_00000003"]
-    cache["step_00000004"] = commit(storage, 4)
-    watched = FaultyStorage(storage, fail_at=None, verbs={"read"})
-    collect(watched, RetentionPolicy(keep_last=2), NOW, cache=cache)
-    assert watched.calls == []
-    assert sorted(cache) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
+    collect(storage, RetentionPolicy(keep_last=2), NOW, known=known)
+    assert sorted(known.records) == sorted(known.names) == ["step_00000002", "step_00000003"]
+    commit(storage, 4)
+    watched = FaultyStorage(storage, fail_at=None, verbs={"read", "list"})
+    collect(watched, RetentionPolicy(keep_last=2), NOW, known=known)
+    assert {path.partition("/")[0] for _, path in watched.calls} == {"", "step_00000004"}
+    assert sorted(known.records) == sorted(known.names) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
+
+
+def test_what_a_failed_collection_left_is_looked_at_again(storage):
+    """What is known may be wrong after an error: the directories that it was about are listed anew."""
+    for step in (1, 2, 3):
+        commit(storage, step)
+    known = Known()
+    collect(storage, RetentionPolicy(keep_last=5), NOW, known=known)
+    with pytest.raises(OSError, match="injected"):
+        collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, NOW, known=known)
+    collect(storage, LAST, NOW, known=known)
+    assert tree(storage) == {"step_00000003": WHOLE}
 
 
 def test_an_error_while_reading_deletes_nothing(storage):
@@ -283,11 +340,12 @@ def test_an_error_while_reading_deletes_nothing(storage):
                 assert tree(storage) == before
 
 
+@pytest.mark.parametrize("age", ["old", "new"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_the_nth_storage_call_fails_for_every_n(tmp_path, persistent):
+def test_the_nth_storage_call_fails_for_every_n(tmp_path, persistent, age):
     """After a failure anywhere, every remaining commit is whole, and the next collection finishes the work."""
     for n in range(1, 200):
-        storage = LocalStorage(tmp_path / str(n))
+        storage = LocalStorage(tmp_path / f"{n}{age}")
         for step, others in ((1, ()), (2, (1,)), (3, (2,)), (4, (3,))):
             commit(storage, step, others)
         faulty = FaultyStorage(storage, n, OSError(errno.EIO, "injected"), persistent)
@@ -307,8 +365,7 @@ def require_whole(storage):
     committed = [name for name in storage.list() if storage.exists(f"{name}/{MANIFEST_NAME}")]
     assert "step_00000004" in committed
     for name in committed:
-        path = f"{name}/{MANIFEST_NAME}"
-        for needed in Manifest.decode(storage.read(path), path).paths:
+        for needed in read_manifest(storage, name, {}).paths:
             assert storage.exists(needed), f"{name} misses {needed}"
 
 
@@ -337,7 +394,51 @@ def test_kill_minus_nine_during_collection(storage, n):
 
 def test_manifests_of_the_helper_are_real(storage):
     """Guards the tests above: what ``commit`` writes is a manifest to the decoder, not something damaged."""
-    manifest = commit(storage, 7, (1,))
+    commit(storage, 1)
+    commit(storage, 7, (1,))
     raw = storage.read(f"step_00000007/{MANIFEST_NAME}")
-    assert Manifest.decode(raw, "x") == manifest
+    found = read_manifest(storage, "step_00000007", {})
+    assert shard_path("step_00000001", 0, "expert") in found.paths
+    assert shard_path("step_00000001", 0, "non_expert") not in found.paths
+    assert Manifest.decode(raw, "x").directory == "step_00000007"
     assert json.loads(raw)["body"]["step"] == 7
+
+
+def test_other_ranks_delete_their_own_files(storage):
+    """Of a store that three ranks wrote, and two go on with: the third one's files are rank 0's."""
+    others = frozenset(name.replace("00000", "00001") for name in WHOLE[1:])
+    for step, experts_from in ((1, ()), (2, (1,)), (3, (1,))):
+        commit(storage, step, experts_from)
+        for name in WHOLE[1:]:
+            for rank in (1, 2):
+                storage.write(f"{step_dir(step, 0)}/{name.replace('00000', f'0000{rank}')}", [b"theirs"])
+    known = Known()
+    report = collect(storage, LAST, NOW, known=known, others=others)
+    assert report.left == {
+        "step_00000001": (False, ["non_expert", "state"]),
+        "step_00000002": (True, ["expert", "non_expert", "state"]),
+    }
+    left = storage.list("step_00000002")
+    assert left == sorted(others), "their files and nothing else"
+    for directory, (whole, groups) in report.left.items():
+        for group in groups:
+            storage.delete(group_path(directory, 1, group))
+        if whole:
+            storage.delete_dir(directory)
+    assert storage.list() == ["step_00000001", "step_00000003"]
+    assert [name for name in storage.list("step_00000001") if name != PART_NAME] == [
+        f"rank_0000{rank}_expert.safetensors" for rank in range(3)
+    ]
+    assert collect(storage, LAST, NOW, known=known, others=others).left == {}
+
+
+def test_what_other_ranks_did_not_delete_is_told_again(storage):
+    others = frozenset(name.replace("00000", "00001") for name in WHOLE[1:])
+    for step in (1, 2):
+        commit(storage, step)
+        storage.write(state_path(step_dir(step, 0), 1), [b"theirs"])
+    known = Known()
+    for _ in range(2):
+        assert collect(storage, LAST, NOW, known=known, others=others).left == {"step_00000001": (True, ["state"])}
+    assert collect(storage, LAST, NOW, known=known).deleted == (state_path("step_00000001", 1),)
+    assert storage.list() == ["step_00000002"]

@@ -22,9 +22,11 @@ from moe_ckpt.cli.report import describe
 from moe_ckpt.cli.train import config_directory, entry_point, moved_key
 from moe_ckpt.cli.train import main as train_main
 from moe_ckpt.conf.schema import SCHEMAS
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = Path(conf.__file__).parent
@@ -66,7 +68,8 @@ def test_groups_are_those_that_are_documented():
     groups = {p.parent.relative_to(SHIPPED).as_posix(): choices(p.parent) for p in SHIPPED.rglob("*.yaml")}
     assert {name: listed for name, listed in groups.items() if not name.startswith("simulate")} == {
         "moe_ckpt": ["default"],
-        "moe_ckpt/policy": ["checkfreq", "dense", "moc", "moc_dynamic", "moetion", "moevement"],
+        "moe_ckpt/policy": ["any_of", "checkfreq", "dense", "gemini", "moc", "moc_dynamic", "moetion", "moevement"],
+        "moe_ckpt/memory": ["local", "off", "replicated"],
         "moe_ckpt/store": ["local", "remote"],
         "moe_ckpt/retention": ["milestones", "recent"],
         "callbacks": ["moe_ckpt"],
@@ -79,6 +82,7 @@ def test_groups_are_those_that_are_documented():
         ("moc", MoC()),
         ("dense", Dense()),
         ("checkfreq", CheckFreq()),
+        ("gemini", Gemini()),
         ("moetion", MoEtion()),
         ("moevement", MoEvement()),
     ],
@@ -106,6 +110,21 @@ def test_two_levels_and_a_budget_reach_moc(user_app):
     assert dynamic == MoC(k=2, selector="least_loss", plt_budget="default")
 
 
+def test_several_policies_are_put_together_by_name(user_app):
+    def policy(*overrides):
+        return instantiate(user_app("moe_ckpt/policy=any_of", *overrides).moe_ckpt.policy)
+
+    assert policy() == AnyOf([MoC(), Dense(100)])
+    values = ("moe_ckpt.policy.policies.often.k=2", "moe_ckpt.policy.policies.rarely.every_n_steps=7")
+    assert policy(*values) == AnyOf([MoC(k=2), Dense(7)])
+    own = "+moe_ckpt.policy.policies.mine={_target_: moe_ckpt.policies.MoEtion, experts: 2}"
+    assert policy("moe_ckpt/policy@moe_ckpt.policy.policies.often=moetion", own) == AnyOf(
+        [MoEtion(), Dense(100), MoEtion(experts=2)]
+    )
+    with pytest.raises(InstantiationException, match=r"MoEvement cannot be one of several"):
+        policy("moe_ckpt/policy@moe_ckpt.policy.policies.often=moevement")
+
+
 def test_a_window_reaches_moevement(user_app):
     own = ("moe_ckpt.policy.window=3", "moe_ckpt.policy.order=round_robin", "moe_ckpt.policy.budget_fraction=1")
     policy = instantiate(user_app("moe_ckpt/policy=moevement", *own).moe_ckpt.policy)
@@ -131,10 +150,22 @@ def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app
 
 
 def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
-    targets = {"dense": Dense, "checkfreq": CheckFreq, "moc": MoC, "moetion": MoEtion, "moevement": MoEvement}
+    kinds = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement)
+    targets = {kind.__name__.lower(): kind for kind in kinds}
     for name, policy in targets.items():
         described = {f.name: f.default for f in fields(SCHEMAS[name]) if f.name != "_target_"}
         assert described == {f.name: f.default for f in fields(policy)}, name
+
+
+def test_memory_takes_what_its_class_takes(user_app, tmp_path):
+    described = {f.name: f.default for f in fields(SCHEMAS["memory"]) if f.name != "_target_"}
+    assert described == {f.name: f.default for f in fields(Memory)}
+    said = ("storage_every_n_steps=auto", "storage_every_secs=10min")
+    for group in ("local", "replicated"):
+        own = [f"moe_ckpt.memory.{one}" for one in said]
+        cfg = user_app(f"moe_ckpt/memory={group}", *own, f"moe_ckpt.dirpath={tmp_path}")
+        assert instantiate(cfg.moe_ckpt.memory).cadence == StorageCadence("auto", 600)
+    assert instantiate(user_app("moe_ckpt/memory=local").moe_ckpt.memory) == Memory()
 
 
 def test_the_guard_is_set_by_value(user_app, tmp_path):

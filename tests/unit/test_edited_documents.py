@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_ckpt.cli.main import main as moe_ckpt
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
-from moe_ckpt.engine.books import Books
 from moe_ckpt.engine.collect import clean_start
 from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import DamagedError, MoECheckpointError
 from moe_ckpt.format.sealed import digest, seal, unseal
 from moe_ckpt.interop.dcp import MoEStorageReader
@@ -42,6 +42,7 @@ STEP = "step_00000002"
 MANIFEST = f"{STEP}/MANIFEST.json"
 STATE = f"{STEP}/rank_00000_state.json"
 SHARD = f"{STEP}/rank_00000_non_expert.safetensors"
+PART = f"{STEP}/PART.json"
 
 Edit = tuple[str, tuple[Any, ...], Any]
 """(document, where in it, what is put there); ``DELETED`` removes it."""
@@ -120,7 +121,7 @@ class Store:
 
     def __post_init__(self) -> None:
         self.files = {str(p.relative_to(self.root)): p.read_bytes() for p in self.root.rglob("*") if p.is_file()}
-        self.documents = {name: unseal(self.files[name], name) for name in (MANIFEST, STATE, "store.json")}
+        self.documents = {name: unseal(self.files[name], name) for name in (MANIFEST, PART, STATE, "store.json")}
         raw = self.files[SHARD]
         self.header_nbytes = 8 + int.from_bytes(raw[:8], "little")
         self.documents[SHARD] = json.loads(raw[8 : self.header_nbytes])
@@ -134,13 +135,19 @@ class Store:
         raw = self._shard(document) if name == SHARD else sealed(document)
         (self.root / name).write_bytes(raw)
         if name in (STATE, SHARD):
-            manifest = copy.deepcopy(self.documents[MANIFEST])
-            for row in (*manifest["states"], *manifest["files"]):
-                if row[0] == STATE and name == STATE:
-                    row[1:3] = [len(raw), digest(raw)]
-                if row[0] == SHARD and name == SHARD:
+            part = copy.deepcopy(self.documents[PART])
+            for row in part["states"] if name == STATE else ():
+                if row[0] == 0:
+                    row[1:] = [len(raw), digest(raw)]
+            for row in part["files"] if name == SHARD else ():
+                if row[:2] == ["non_expert", 0]:
                     header_nbytes = 8 + int.from_bytes(raw[:8], "little")
-                    row[1:4] = [len(raw), header_nbytes, digest(raw[:header_nbytes])]
+                    row[2:] = [len(raw), header_nbytes, digest(raw[:header_nbytes])]
+            raw = seal(part)
+            (self.root / PART).write_bytes(raw)
+        if name in (STATE, SHARD, PART):
+            manifest = copy.deepcopy(self.documents[MANIFEST])
+            manifest["parts"][0][1:] = [len(raw), digest(raw)]
             (self.root / MANIFEST).write_bytes(seal(manifest))
 
     def _shard(self, table: Any) -> bytes:
@@ -153,7 +160,7 @@ class Store:
         return len(head).to_bytes(8, "little") + head + self.files[SHARD][self.header_nbytes :]
 
     def restore(self) -> None:
-        for name in (MANIFEST, STATE, SHARD, "store.json"):
+        for name in (MANIFEST, PART, STATE, SHARD, "store.json"):
             (self.root / name).write_bytes(self.files[name])
 
 
@@ -248,12 +255,12 @@ def read_window(root: Path) -> None:
 
 def read_resume(root: Path) -> None:
     """As the adapters do: state, generators and books."""
-    books = Books(CATALOG)
+    run_ledger = RunLedger(CATALOG)
     state = LiveState()
     told = []
 
     def admits(manifest: Any, plain: Any) -> None:
-        books.check(manifest)
+        run_ledger.check(manifest)
         told.append(state.untouched() or len(told))
 
     restored = resume_newest(LocalStorage(root), SoloCommunicator(), state, admits=admits)
@@ -262,7 +269,7 @@ def read_resume(root: Path) -> None:
     framework = restored.plain.get("framework")
     if framework in ("lightning", "megatron"):
         restore_rng(restored.plain["rng"])
-    books.adopt(restored.manifest, same_store=True, held=None)
+    run_ledger.resume_from(restored.manifest, same_store=True, tokens_from_host=None)
 
 
 def read_export(target: str) -> Any:
@@ -372,7 +379,8 @@ def test_thousands_of_edits_give_no_error_but_ours(store, part):
 
 @pytest.mark.parametrize("row", [[None], [], [2], [None, 0], [True, 0]])
 def test_an_operator_that_is_in_no_file_is_damage_to_everyone(store, row):
-    store.apply((MANIFEST, ("operators", "gate/0"), row))
+    """One of a step without a part, as manifests carry them along."""
+    store.apply((MANIFEST, ("operators",), {"gate/0": row}))
     try:
         [damage] = verify_store(LocalStorage(store.root))
         assert (damage.path, damage.affects) == (MANIFEST, (STEP,))

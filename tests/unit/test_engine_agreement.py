@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.engine import session as sessions
-from moe_ckpt.engine.agreement import Facts, agree
+from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus
 from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.persisting import Resolution
+from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies import CheckFreq, Measured
 from moe_ckpt.storage import LocalStorage
-from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads
+from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads, told
 
 
 def resolution(
@@ -27,8 +27,17 @@ def resolution(
     return Resolution(sequence, 10 * sequence, f"step_{sequence}", committed, cause, persist_secs, lost=lost)
 
 
-def told_of(resolutions: list[Resolution], **more: object) -> Facts:
-    return agree(SoloCommunicator(), np.zeros(0, dtype=np.int64), False, resolutions, Measured(**more))[1]
+def agreed(comm, counts, busy, resolutions, measured) -> tuple[np.ndarray, StepConsensus]:
+    agreement = StepAgreement(comm)
+    agreement.send(3, told(counts), Standing(busy, ended=resolutions), measured)
+    heard = agreement.receive()
+    assert heard.step == 3
+    assert agreement.receive() is None
+    return heard.tokens.applied, heard.consensus
+
+
+def told_of(resolutions: list[Resolution], **more: object) -> StepConsensus:
+    return agreed(SoloCommunicator(), np.zeros((0, 0), dtype=np.int64), False, resolutions, Measured(**more))[1]
 
 
 times = st.none() | st.floats(1e-6, 1e6)
@@ -49,7 +58,7 @@ def test_all_ranks_learn_the_same(facts, tokens):
         busy, measured, first, ended = facts[comm.rank]
         resolutions = [resolution(first + i, *how) for i, how in enumerate(ended)]
         counts = np.array([[tokens, comm.rank], [0, 1]], dtype=np.int64)
-        return agree(comm, counts, busy, resolutions, measured)
+        return agreed(comm, counts, busy, resolutions, measured)
 
     [(summed, first), *others] = run_threads(ranks, body)
     n = len(facts)
@@ -132,8 +141,8 @@ def test_recent_iterations_count_whatever_ran_beside_them_but_not_what_training_
 def test_rates_are_those_of_snapshots_that_were_committed():
     meter = Meter()
     ended = [Resolution(n, n, "d", n != 1, None, 9.0, 100 * n, 0.5, 2.0) for n in range(4)]
-    meter.moved(ended[:3])
-    meter.moved(ended)  # the last one is new
+    meter.record_transfers(ended[:3])
+    meter.record_transfers(ended)  # the last one is new
     measured = meter.measured()
     assert (measured.copy_bytes_per_sec, measured.persist_bytes_per_sec) == (500.0, 125.0)
 
@@ -174,7 +183,7 @@ ITERATION, WRITING_STEPS, PROFILE = 0.1, 3, 10
 def train(life: Life, storage: GatedStorage, clock: Clock, steps: int, slowdown: float) -> None:
     """Each checkpoint takes ``WRITING_STEPS`` steps to write, and slows each of them down by ``slowdown`` s."""
     for _ in range(steps):
-        in_flight = life.session._running.in_flight
+        in_flight = life.session._resources.pipeline.in_flight
         clock.now += ITERATION + (slowdown if in_flight else 0.0)
         if in_flight and life.step >= life.begun + WRITING_STEPS - 1:
             storage.gate.set()
@@ -213,7 +222,7 @@ def test_checkfreq_on_real_time_saves_and_commits_all(tmp_path):
     """No assertion on times: the first after the profile, then again, and every one is whole."""
     with Life(LocalStorage(tmp_path), policy=CheckFreq(0.5, profile_steps=5, max_interval=20)) as life:
         life.go(60, settle=True)
-        assert life.session._meter.measured().checkpoint_cost_secs is not None
+        assert life.session._booking.meter.measured().checkpoint_cost_secs is not None
     begun = [r.step for r in life.records if r.begun]
     assert begun[0] == 5
     assert len(begun) >= 3
@@ -226,7 +235,7 @@ def test_a_restarted_meter_knows_what_was_measured_before():
     before = Meter()
     now = laps(before, [(1.0, False)] * 10 + [(1.5, True), (1.0, False)])
     before.resolved(0.75)
-    before.moved([Resolution(0, 9, "s", True, None, 0.75, nbytes=600, copy_secs=0.5, write_secs=2.0)])
+    before.record_transfers([Resolution(0, 9, "s", True, None, 0.75, nbytes=600, copy_secs=0.5, write_secs=2.0)])
     meter = Meter()
     assert meter.known == {}
     meter.resume(before.known)

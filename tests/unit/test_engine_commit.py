@@ -6,8 +6,8 @@ from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import Life, failing, manifests
 
-WRITES = 4
-"""Writes of one checkpoint: two shards, the state, the manifest."""
+WRITES = 5
+"""Writes of one checkpoint: two shards, the state, the part, the manifest."""
 
 
 def parents(root):
@@ -27,7 +27,7 @@ def test_a_life_that_came_back_names_what_it_came_back_to_until_it_begins_anothe
         life.go(3, settle=True)
     chosen = manifests(tmp_path)[1]
     with Life(LocalStorage(tmp_path)) as second:
-        second.session.adopt(chosen)
+        second.session.resume_from(chosen)
         second.step = chosen.step
         second.go(2, settle=True)
         second.finish()
@@ -48,7 +48,7 @@ def test_a_generation_that_committed_nothing_is_passed_over(tmp_path):
     with Life(LocalStorage(tmp_path)) as life:
         life.go(2, settle=True)
     with Life(failing(tmp_path, 1)) as second:
-        second.session.adopt(manifests(tmp_path)[-1])
+        second.session.resume_from(manifests(tmp_path)[-1])
         second.step = 2
         second.go(1, settle=True)
         second.finish()

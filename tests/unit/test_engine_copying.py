@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.engine import copying
-from moe_ckpt.engine.copying import Copier, copy_on_cpu, place
-from moe_ckpt.engine.pieces import Piece
+from moe_ckpt.engine.copying import Copier, CopyProgram, carry_out
+from moe_ckpt.engine.cuts import Shelf, SliceSource
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import SliceEntry, lay_out
+from tests.support.acted_gpu import RUBBISH, ActedGPU
 
 MARK = 0xA5
 GUARD = 64
 
 
-def piece(key: str, source: torch.Tensor, row: int | None = None) -> Piece:
+def piece(key: str, source: torch.Tensor, row: int | None = None) -> SliceSource:
     """A whole tensor, or one row of it."""
     if row is not None:
         shape = tuple(source.shape)
         block = source.narrow(0, row, 1)
         offsets = (row, *[0] * (len(shape) - 1))
-        return Piece(SliceEntry(key, "op", dtype_name(source.dtype), offsets, tuple(block.shape), shape), block)
+        entry = SliceEntry(key, "op", dtype_name(source.dtype), offsets, tuple(block.shape), shape)
+        return SliceSource(entry, block, source)
     shape = tuple(source.shape)
-    return Piece(SliceEntry(key, "op", dtype_name(source.dtype), (0,) * len(shape), shape, shape), source)
+    return SliceSource(SliceEntry(key, "op", dtype_name(source.dtype), (0,) * len(shape), shape, shape), source, source)
 
 
 def bytes_of(source: torch.Tensor) -> bytes:
@@ -36,16 +40,27 @@ def bytes_of(source: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def copied(pieces: list[Piece], base: int = 0) -> tuple[dict[str, bytes], torch.Tensor]:
+def program_of(pieces: list[SliceSource], at_once: Collection[str] = ()) -> CopyProgram:
+    of_name = {p.entry.name: p for p in pieces}
+    laid = lay_out([p.entry for p in pieces])
+    shelf, numbers = Shelf(), np.arange(len(laid))
+    shelf.add("op", [of_name[entry.name] for entry in laid], {})
+    for number, entry in enumerate(laid):
+        assert bytes_of(shelf.source(number)) == bytes_of(of_name[entry.name].source)
+    return CopyProgram(shelf, numbers, shelf.table(numbers), np.array([entry.begin for entry in laid]), at_once)
+
+
+def copied(pieces: list[SliceSource], base: int = 0) -> tuple[dict[str, bytes], torch.Tensor]:
     """(name -> bytes copied for it, the whole buffer); ``base`` bytes before and 64 after are guarded."""
     laid = lay_out([p.entry for p in pieces])
     memory = torch.full((base + laid[-1].end + GUARD,), MARK, dtype=torch.uint8)
-    copy_on_cpu(place(pieces, laid, base), memory)
+    inside = memory[base : base + laid[-1].end]
+    carry_out([(step, inside) for step in program_of(pieces).steps])
     raw = memory.numpy().tobytes()
     return {e.name: raw[base + e.begin : base + e.end] for e in laid}, memory
 
 
-def check(pieces: list[Piece], base: int = 0) -> None:
+def check(pieces: list[SliceSource], base: int = 0) -> None:
     found, memory = copied(pieces, base)
     for p in pieces:
         assert found[p.entry.name] == bytes_of(p.source), p.entry.name
@@ -98,40 +113,152 @@ def test_each_dtype_contiguous_and_not(name):
     check([piece("a", source), piece("b", source.t()), piece("c", source[:, 1:3]), piece("d", source[2, 3])])
 
 
-def moves(monkeypatch, pieces: list[Piece]) -> list[int]:
-    """Sizes of the ``memmove`` calls that copy ``pieces``; the copy itself is checked, too."""
-    sizes = []
-
-    def memmove(target, source, nbytes):
-        sizes.append(nbytes)
-        return ctypes.memmove(target, source, nbytes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(copying, "ctypes", type("Counted", (), {"memmove": staticmethod(memmove)}))
-        check(pieces)
-    return sizes
+def moves(pieces: list[SliceSource]) -> list[tuple[int, int]]:
+    """(bytes, how many of them) of each call that copies ``pieces`` within host memory; the copy is checked, too."""
+    check(pieces)
+    return [(step.nbytes, len(step.begins)) for step in program_of(pieces).steps]
 
 
-def test_adjacent_rows_go_as_one(monkeypatch):
-    stack = torch.randn(8, 5, 4)
-    assert moves(monkeypatch, [piece("w", stack, row) for row in range(8)]) == [stack.nbytes]
-    assert moves(monkeypatch, [piece("w", stack, row) for row in (5, 3, 4)]) == [3 * 80]
-    assert moves(monkeypatch, [piece("w", stack, row) for row in (0, 1, 4, 6, 7)]) == [160, 80, 160]
+def runs(pieces: list[SliceSource]) -> list[list[int]]:
+    """Bytes of the sources of each call that copies ``pieces`` from a device; the copy itself is checked, too."""
+    with ActedGPU() as gpu:
+        for p in pieces:
+            gpu.take(p.block)
+        program = program_of(pieces)
+        laid = lay_out([p.entry for p in pieces])
+        memory = torch.empty(laid[-1].end, dtype=torch.uint8, pin_memory=True)
+        copier = Copier()
+        try:
+            copier.start([(program, memory)]).join()
+        finally:
+            copier.close()
+        torch.cuda.current_stream().synchronize()
+        steps = program.steps
+    raw, of_name = memory.numpy().tobytes(), {p.entry.name: p for p in pieces}
+    for entry in laid:
+        assert raw[entry.begin : entry.end] == bytes_of(of_name[entry.name].source), entry.name
+    return [[source.nbytes for source in step.sources] for step in steps]
 
 
-def test_tensors_of_one_allocation_go_as_one(monkeypatch):
+def test_adjacent_rows_go_as_one():
+    stack = torch.randn(32, 5, 4)
+    assert moves([piece("w", stack, row) for row in range(32)]) == [(stack.nbytes, 1)]
+    assert moves([piece("w", stack, row) for row in (15, 13, 14, 10, 12, 11, 17, 16)]) == [(8 * 80, 1)]
+    assert moves([piece("w", stack, row) for row in (*range(9), 10, *range(12, 20))]) == [(80, 1), (640, 1), (720, 1)]
+
+
+def test_adjacent_rows_on_a_device_go_as_one():
+    stack = torch.randn(32, 5, 4)
+    assert runs([piece("w", stack, row) for row in range(32)]) == [[stack.nbytes]]
+    assert runs([piece("w", stack, row) for row in (15, 13, 14, 10, 12, 11, 17, 16)]) == [[8 * 80]]
+    assert runs([piece("w", stack, row) for row in (*range(9), 10, *range(12, 20))]) == [[720, 80, 640]]
+
+
+def test_few_small_neighbours_on_a_device_are_gathered_one_by_one():
+    """To make a tensor of them would take longer. A few large ones are moved by one call."""
+    stack, large = torch.randn(32, 5, 4), torch.randn(4, 1 << 14)
+    assert runs([piece("w", stack, row) for row in (*range(7), *range(8, 16))]) == [[80] * 7 + [640]]
+    assert runs([piece("w", large, row) for row in range(3)]) == [[3 << 16]]
+
+
+def test_tensors_of_one_allocation_go_as_one():
     """As views into a flat buffer (DDP's, or a fused optimizer's) lie."""
-    flat = torch.randn(60)
-    assert moves(monkeypatch, [piece("a", flat[:20]), piece("b", flat[20:30]), piece("c", flat[30:])]) == [240]
+    parts = torch.randn(80).split(10)
+    assert moves([piece(name, part) for name, part in zip("abcdefgh", parts, strict=True)]) == [(320, 1)]
     # The file's order is not the memory's order here: nothing may be joined.
-    assert moves(monkeypatch, [piece("b", flat[:20]), piece("a", flat[20:30])]) == [40, 80]
+    assert moves([piece(name, part) for name, part in zip("hgfedcba", parts, strict=True)]) == [(40, 8)]
+    assert runs([piece(name, part) for name, part in zip("abcdefgh", parts, strict=True)]) == [[320]]
+    assert runs([piece(name, part) for name, part in zip("hgfedcba", parts, strict=True)]) == [[40] * 8]
 
 
-def test_a_run_is_not_joined_across_a_strided_neighbour(monkeypatch):
-    stack = torch.randn(4, 6)
+def test_a_run_is_not_joined_across_a_strided_neighbour():
+    stack = torch.randn(16, 6)
     strided = torch.randn(6, 4).t()
-    pieces = [piece("a", stack[0]), piece("b", strided), piece("c", stack[1]), piece("d", stack[2])]
-    assert moves(monkeypatch, pieces) == [24, 48]
+    named = [("a" if row < 8 else "c") + str(row % 8) for row in range(16)]
+    pieces = [piece("b", strided), *[piece(name, row) for name, row in zip(named, stack, strict=True)]]
+    check(pieces)
+    host, other = program_of(pieces).steps
+    assert (host.nbytes, len(host.begins), other.shape) == (192, 2, (4, 6))
+    assert runs(pieces) == [[192], [96], [192]]
+
+
+def test_large_tensors_go_one_by_one_and_small_ones_many_at_once():
+    small = [piece(f"a{at:03}", torch.randn(5)) for at in range(300)]
+    large = [piece(f"b{at}", torch.randn(1 << 15)) for at in range(3)]
+    assert moves([*small, *large]) == [(20, 300), (1 << 17, 2), (1 << 17, 1)]
+    assert runs([*small, *large]) == [[20] * 300, *[[1 << 17]] * 3]
+    mixed = [piece("a", torch.randn(5)), piece("b", torch.randn(1 << 15)), piece("c", torch.randn(5))]
+    assert moves(mixed) == [(20, 2), (1 << 17, 1)]
+    assert runs(mixed) == [[20], [1 << 17], [20]]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1 << 9])
+def test_small_runs_of_any_size_arrive(rows):
+    """Every second row, of sizes about those at which the way of moving them changes."""
+    for size in (1, 2, (1 << 12) - 1, 1 << 12, (1 << 16) - 1, 1 << 16, (1 << 16) + 8):
+        stack = torch.randint(0, 256, (2 * min(rows, 8 << 20 // size), size), dtype=torch.uint8)
+        check([piece("w", stack, row) for row in range(0, len(stack), 2)])
+
+
+def test_calls_do_not_grow_with_the_number_of_small_tensors():
+    def calls(count: int) -> int:
+        return len(program_of([piece(f"w{at}", torch.randn(4)) for at in range(count)]).steps)
+
+    assert calls(100) == calls(5000) == 1
+    assert calls(20_000) == 2, "no call moves more than the cache holds"
+
+
+def test_no_call_gathers_more_than_torch_does_on_one_core():
+    assert len(runs([piece(f"w{at}", torch.randn(400)) for at in range(200)])) == 3
+
+
+def test_what_a_device_copies_at_once_is_there_when_the_copy_is(copier):
+    """Buffers on the device beside parameters that are not: the copy waits for both, and training for neither."""
+    with ActedGPU() as gpu:
+        buffer, still = gpu.take(torch.arange(4.0)), torch.ones(4)
+        laid = lay_out([piece("buffer", buffer).entry, piece("still", still).entry])
+        memory = torch.empty(laid[-1].end, dtype=torch.uint8, pin_memory=True)
+        assert copying.copy_here([(laid[0], buffer)], memory)
+        buffer.fill_(9.0)
+        copy = copier.start([(program_of([piece("still", still)]), memory[16:])], on_device=True)
+        copy.join()
+        assert (memory[:16] == RUBBISH).all(), "still on its way, and nobody has waited"
+        with ThreadPoolExecutor(1) as persist:
+            persist.submit(copy.wait_on_host).result()
+        assert gpu.waits == []
+    assert memory.view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float32])
+def test_a_single_element_may_have_any_stride(dtype):
+    check([piece("column", torch.arange(4).to(dtype)[::2][1:])], 0)
+
+
+def test_tensors_copied_at_once_are_left_out_and_not_watched():
+    moving, still = torch.zeros(4), torch.ones(4)
+    pieces = [piece("a", still), piece("moving", moving), piece("z", still.clone())]
+    program = program_of(pieces, at_once=["moving"])
+    memory = torch.full((48,), MARK, dtype=torch.uint8)
+    program.copy_at_once(memory)
+    moving.fill_(7)
+    carry_out([(step, memory) for step in program.steps])
+    assert memory.view(torch.float32).tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 4
+    assert sorted(program.keys) == ["a", "z"]
+
+
+def test_a_tensor_that_changes_while_it_is_copied_is_named(copier):
+    stack, other = torch.randn(8, 4), torch.randn(4)
+    reached = threading.Event()
+    slow = Copier(lambda _: reached.wait(20) and None)
+    try:
+        copy, _ = start(slow, [*(piece("stack", stack, row) for row in (0, 2, 5)), piece("other", other)])
+        stack[7] += 1  # a row that is not even copied: nobody knows which rows a writer touched
+        reached.set()
+        copy.join()
+        assert copy.changed == ("stack",)
+    finally:
+        reached.set()
+        slow.close()
 
 
 def test_scalars_of_different_tensors_stay_apart(monkeypatch):
@@ -150,10 +277,10 @@ def copier():
     made.close()
 
 
-def start(copier: Copier, pieces: list[Piece]) -> tuple[copying.Copy, torch.Tensor]:
+def start(copier: Copier, pieces: list[SliceSource]) -> tuple[copying.Copy, torch.Tensor]:
     laid = lay_out([p.entry for p in pieces])
     memory = torch.zeros(laid[-1].end, dtype=torch.uint8)
-    return copier.start(place(pieces, laid, 0), memory), memory
+    return copier.start([(program_of(pieces), memory)]), memory
 
 
 def test_after_the_join_sources_may_change(copier):

@@ -38,12 +38,12 @@ def test_a_failed_first_checkpoint_leaves_all_experts_missing(tmp_path):
     assert [m.step for m in manifests(tmp_path)] == [2, 3]
 
 
-@pytest.mark.parametrize("write", [5, 6, 7, 8])
+@pytest.mark.parametrize("write", [6, 7, 8, 9, 10])
 def test_a_failed_partial_checkpoint_leaves_its_experts_unsaved(tmp_path, write):
     """The second checkpoint fails, at each of its files in turn."""
     with Life(failing(tmp_path, write)) as life:
         life.go(3, settle=True)
-        saved = life.session.books.tokens.saved[Tier.STORAGE]
+        saved = life.session.run_ledger.tokens.saved[Tier.STORAGE]
         assert np.array_equal(saved, life.counts), "only step 1 is in the books"
         life.go(2, settle=True)
     found = manifests(tmp_path)
@@ -54,7 +54,7 @@ def test_a_failed_partial_checkpoint_leaves_its_experts_unsaved(tmp_path, write)
 
 
 def test_too_many_failures_in_a_row_end_training_with_step_and_cause(tmp_path):
-    with Life(failing(tmp_path, 5, persistent=True), max_failures=3) as life:
+    with Life(failing(tmp_path, 6, persistent=True), max_failures=3) as life:
         life.go(4, settle=True)
         assert life.records[-1].failed_checkpoints == 2
         said = r"step 4 .*3 checkpoints failed in a row.*rank 0.*injected"
@@ -65,7 +65,7 @@ def test_too_many_failures_in_a_row_end_training_with_step_and_cause(tmp_path):
 
 
 def test_fewer_failures_than_that_do_not(tmp_path):
-    storage = failing(tmp_path, 5, persistent=True)
+    storage = failing(tmp_path, 6, persistent=True)
     with Life(storage, max_failures=3) as life:
         life.go(3, settle=True)
         storage.fail_at = None
@@ -92,11 +92,11 @@ class Deaf(SoloCommunicator):
     def __init__(self) -> None:
         self.left = 1
 
-    def gather(self, payload):
+    def combine(self, columns):
         if not self.left:
             raise RuntimeError("connection closed by peer")
         self.left -= 1
-        return super().gather(payload)
+        return super().combine(columns)
 
 
 def test_the_death_of_the_persist_thread_surfaces_once(tmp_path):
@@ -105,7 +105,7 @@ def test_the_death_of_the_persist_thread_surfaces_once(tmp_path):
         life.go()
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.settle()
-        life.session._running.raise_fatal()
+        life.session._resources.pipeline.raise_fatal()
         life.session.close()
     assert [m.step for m in manifests(tmp_path)] == [1]
 
@@ -114,7 +114,7 @@ def test_the_death_of_the_persist_thread_surfaces_at_the_next_step(tmp_path):
     with Life(LocalStorage(tmp_path), comm=Deaf()) as life:
         life.go(1, settle=True)
         life.go()
-        life.session._running._persister._thread.join(20)
+        life.session._resources.pipeline._stages._persister._thread.join(20)
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.go()
 

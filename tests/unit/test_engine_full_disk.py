@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,43 @@ def test_a_view_after_failures_is_right(tmp_path):
         disk.capacity_bytes = float("inf")
         life.go(2, settle=True)
     assert_view(tmp_path, MODEL, manifests(tmp_path)[-1], dict.fromkeys(ALL, 5))
+
+
+def test_a_row_of_failures_on_a_full_disk_is_told_in_full_once(tmp_path, caplog):
+    disk = SmallDisk(tmp_path, float("inf"))
+    with Life(disk, policy=Dense(), retention=TWO, max_failures=9) as life:
+        life.go(2, settle=True)
+        kept = disk.used_bytes
+        for row in (1, 2):
+            caplog.clear()
+            disk.capacity_bytes = kept
+            life.go(3, settle=True)
+            first, *others = [r.getMessage() for r in caplog.records if "not committed" in r.getMessage()]
+            assert re.search(r"No space left.* \(it has [\d,]+ bytes, and [\d,]+ are free\)", first), row
+            assert first.count("not committed") == first.count("SaveFailedError") + 1 == 1
+            assert "ends at 9 such failures in a row" in first
+            assert first.endswith(" Make room there, or keep fewer checkpoints (retention).")
+            assert [re.sub(r"step \d+", "step N", other) for other in others] == [
+                "the checkpoint of step N was not committed either, for the same reason "
+                f"({count} in a row; training ends at 9)"
+                for count in (2, 3)
+            ]
+            disk.capacity_bytes = float("inf")
+            life.go(1, settle=True)
+            kept = disk.used_bytes
+
+
+def test_another_reason_in_the_same_row_is_told_in_full(tmp_path, caplog):
+    disk = SmallDisk(tmp_path, float("inf"))
+    storage = FaultyStorage(disk, None, verbs={"write"})
+    with Life(storage, policy=Dense()) as life:
+        life.go(1, settle=True)
+        disk.capacity_bytes = disk.used_bytes
+        life.go(1, settle=True)
+        disk.capacity_bytes = float("inf")
+        storage.fail_at = len(storage.calls) + 1
+        life.go(1, settle=True)
+    told = [record.getMessage() for record in caplog.records if "not committed" in record.getMessage()]
+    assert ["training goes on" in each for each in told] == [True, True]
+    assert "No space left" in told[0]
+    assert "No space left" not in told[1]

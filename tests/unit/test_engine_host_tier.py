@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from contextlib import ExitStack
@@ -16,10 +17,13 @@ from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBufferPool
 from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.engine.host_tier import as_values
-from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.errors import NoCheckpointError, SaveFailedError
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.recovery import overlay as overlaying
+from moe_ckpt.recovery import memory_source
+from moe_ckpt.recovery.executing import Recovery
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.recovery.together import DAMAGED, NotUsableError
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import values_at
 from tests.unit.engine_parts import (
@@ -50,12 +54,12 @@ def moc(snapshot_k: int = 4) -> MoC:
 
 
 def held_steps(life: Life) -> list[int]:
-    return [held.step for held in life.session.host_tier._kept]
+    return [held.step for held in life.session.tier._kept]
 
 
 def find(life: Life, step: int, generation: int = 0):
     run_id = json.loads(bytes(life.storage.read("store.json")))["body"]["run_id"]
-    return life.session.host_tier.find(run_id, step, generation)
+    return next(iter(life.session.tier.find(run_id, step, generation)), None)
 
 
 def assert_state(life: Life, versions: dict[str, int]) -> None:
@@ -73,9 +77,9 @@ def come_back(life: Life, *, empty: bool = True):
     if empty:
         for tensor in life.state.held.values():
             tensor.local.fill_(float("nan"))
-    restored = resume_newest(life.storage, life.session._comm, life.state, life.session.host_tier)
+    restored = resume_newest(life.storage, life.session.comm, life.state, life.session.tier)
     life.step = restored.manifest.step
-    return restored, life.session.adopt(restored.manifest, held=restored.held)
+    return restored, life.session.resume_from(restored.manifest, **restored.going_on)
 
 
 def versions_with(stored: dict[str, int], held: set[tuple[int, int]], step: int) -> dict[str, int]:
@@ -92,6 +96,18 @@ def train_and_fail(root, steps: int = 6, policy=None, comm=None, change=None) ->
 
 
 # --- what is kept ---
+
+
+def test_what_is_kept_after_a_fault_is_no_tensor_of_the_life_that_failed(tmp_path):
+    """The model and the optimizer of the life before would stand in the way of the next one's, on a GPU most of all."""
+    life = train_and_fail(tmp_path)
+    addresses = {tensor.local.untyped_storage().data_ptr() for tensor in life.state.held.values()}
+    del life
+    gc.collect()
+    [kept] = [each.tier for each in host_tier._registry if each.root == str(tmp_path)]
+    assert kept.nbytes > 0
+    tensors = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+    assert not [found for found in tensors if found.untyped_storage().data_ptr() in addresses]
 
 
 def test_the_recovery_buffer_holds_the_newest_commit_and_what_was_only_held(tmp_path):
@@ -118,7 +134,7 @@ def test_the_recovery_buffer_holds_the_newest_commit_and_what_was_only_held(tmp_
 
 
 def test_a_failed_checkpoint_leaves_the_former_recovery_buffer(tmp_path):
-    with Life(failing(tmp_path, 4 * 3 + 2), policy=moc()) as life:
+    with Life(failing(tmp_path, 5 * 3 + 2), policy=moc()) as life:
         life.go(4, settle=True)
         assert [m.step for m in manifests(tmp_path)] == [1, 2, 3]
         assert held_steps(life) == [3]
@@ -132,7 +148,7 @@ def test_a_budget_for_two_gives_up_the_recovery_buffer_and_says_so_once(tmp_path
         size = find(life, 2).buffer.nbytes
     budget = 2 * size + size // 2
     with Life(LocalStorage(tmp_path / "run"), policy=moc(), host_memory_bytes=budget, when_busy="wait") as life:
-        pool = life.session._running._pool
+        pool = life.session._resources.pipeline._pool
         for _ in range(12):
             life.go()
             assert pool.held_bytes <= budget
@@ -148,9 +164,9 @@ def test_after_a_few_steps_no_snapshot_allocates(tmp_path, monkeypatch):
     monkeypatch.setattr(HostBufferPool, "_make", lambda self, size: made.append(size) or make(self, size))
     with Life(LocalStorage(tmp_path), policy=moc(), when_busy="wait") as life:
         life.go(3, settle=True)
-        life.session._running._copier._pool.submit(int).result()
-        life.session._running._copier._pool.submit(int).result()
-        life.session._running._copier._pool.submit(int).result()
+        life.session._resources.pipeline._copier._pool.submit(int).result()
+        life.session._resources.pipeline._copier._pool.submit(int).result()
+        life.session._resources.pipeline._copier._pool.submit(int).result()
         before = len(made)
         assert before <= 4, "the dense one's, and three"
         life.go(30)
@@ -170,11 +186,11 @@ def test_after_a_fault_held_experts_come_back_as_of_the_step(tmp_path):
         assert_state(life, dict.fromkeys(stored, 6))
         assert (fault.lost_tokens, fault.stale_experts) == (0, 0)
         stale = steps_of_experts(stored) < 6
-        assert np.array_equal(restored.held, np.where(stale, 6 * life.counts, 0))
+        assert np.array_equal(restored.tokens_from_host, np.where(stale, 6 * life.counts, 0))
         # Storage still has the old versions: the books say so, and the next checkpoints are chosen by that.
-        book = life.session.books
+        book = life.session.run_ledger
         assert np.array_equal(book.tokens.unsaved(), (6 - steps_of_experts(stored)) * life.counts)
-        assert np.array_equal(book.expert_ages(6), 6 - steps_of_experts(stored))
+        assert np.array_equal(book.ledger.expert_ages(6), 6 - steps_of_experts(stored))
         life.go(1, settle=True)
     assert {op: r.step for op, r in manifests(tmp_path)[-1].operators.items()} == versions_after(
         [(s, sequential(s - 1)) for s in range(1, 8)]
@@ -186,7 +202,7 @@ def test_experts_that_are_not_held_come_from_storage(tmp_path):
     first = train_and_fail(tmp_path, policy=policy)
     newest = manifests(tmp_path)[-1]
     stored = {op: record.step for op, record in newest.operators.items()}
-    held = set(first.session.books.newest.held)
+    held = set(first.session.run_ledger.newest.host_only)
     assert len(held) == 2
     with Life(LocalStorage(tmp_path), policy=policy) as life:
         _, fault = come_back(life)
@@ -207,8 +223,8 @@ def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
         come_back(life)
         life.go(2, settle=True)
         assert held_steps(life) == [8], "step 6 is forgotten"
-        assert life.session.host_tier._kept[0].generation == life.session.generation == 1
-        assert life.session._running._pool.held_bytes == 3 * life.session.host_tier.nbytes
+        assert life.session.tier._kept[0].generation == life.session.generation == 1
+        assert life.session._resources.pipeline._pool.held_bytes == 3 * life.session.tier.nbytes
 
 
 def test_losses_are_as_counted_without_the_host_tier_once_it_is_released(tmp_path):
@@ -219,7 +235,7 @@ def test_losses_are_as_counted_without_the_host_tier_once_it_is_released(tmp_pat
     stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         restored, fault = come_back(life)
-        assert restored.held is None
+        assert restored.tokens_from_host is None
         assert_state(life, stored)
         assert fault.lost_tokens == ((6 - steps_of_experts(stored)) * life.counts).sum()
 
@@ -257,7 +273,7 @@ def test_an_older_checkpoint_takes_nothing_from_memory(tmp_path):
     (tmp_path / "step_00000006" / "rank_00000_expert.safetensors").unlink()
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         restored, _ = come_back(life)
-        assert (restored.manifest.step, restored.held) == (5, None)
+        assert (restored.manifest.step, restored.tokens_from_host) == (5, None)
         assert_state(life, versions_after([(s, sequential(s - 1)) for s in range(1, 6)]))
 
 
@@ -274,22 +290,90 @@ def test_a_damaged_slice_sends_its_expert_back_to_storage(tmp_path, caplog, key)
         assert_state(life, dict.fromkeys(stored, 6) | {"expert/1/2": stored["expert/1/2"]})
         assert fault.stale_experts == 1
         assert fault.lost_tokens == (6 - stored["expert/1/2"]) * life.counts[1, 2]
-        assert restored.held[1, 2] == 0
+        assert restored.tokens_from_host[1, 2] == 0
         life.go(2, settle=True)
     assert "is damaged" in caplog.text
+
+
+def damage_expert(root, operator: str) -> None:
+    """One bit of what storage holds of an expert, in every version that is there."""
+    reader = StoreReader(LocalStorage(root))
+    index = reader.index(reader.manifest(reader.directories()[0]))
+    for group in index.tensors.values():
+        for stored in group:
+            if stored.entry.operator == operator:
+                path = root / stored.path
+                raw = bytearray(path.read_bytes())
+                raw[stored.offset] ^= 1
+                path.write_bytes(raw)
+
+
+def test_what_memory_gives_is_not_read_from_storage(tmp_path):
+    """An old version that is damaged there is no reason to go back, where memory has the newer one."""
+    train_and_fail(tmp_path)
+    stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
+    assert stored["expert/1/2"] < 6
+    damage_expert(tmp_path, "expert/1/2")
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        restored, fault = come_back(life)
+        assert restored.manifest.step == 6
+        assert_state(life, dict.fromkeys(stored, 6))
+        assert fault.lost_tokens == 0
+
+
+def test_nothing_of_the_model_changes_before_all_of_the_plan_is_verified(tmp_path):
+    """What storage gives of the newest step is damaged: neither memory's experts nor others are in the model then."""
+    train_and_fail(tmp_path)
+    damage_expert(tmp_path, "gate/0")
+    for directory in tmp_path.glob("step_*"):
+        if directory.name != "step_00000006":
+            (directory / "MANIFEST.json").unlink(missing_ok=True)
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        before = {key: tensor.local.clone() for key, tensor in life.state.held.items()}
+        with pytest.raises(NoCheckpointError):
+            come_back(life, empty=False)
+        assert all(torch.equal(tensor.local, before[key]) for key, tensor in life.state.held.items())
+
+
+def test_no_state_is_dropped_or_made_while_another_rank_may_still_find_damage(tmp_path):
+    train_and_fail(tmp_path)
+    prepared = []
+
+    class OtherFindsDamage(SoloCommunicator):
+        """What another rank of two says: that it cannot verify what it needs."""
+
+        world_size = 2
+        asked = 0
+
+        def agree(self, summed, largest):
+            self.asked += 1
+            return summed, np.maximum(largest, DAMAGED * self.world_size) if self.asked == 3 else largest
+
+        def share(self, payload, source):
+            return payload
+
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        life.state.prepare = prepared.append
+        comm = OtherFindsDamage()
+        recovery = Recovery(StoreReader(life.storage), comm, life.state, life.session.tier, None)
+        found = recovery.attempt("step_00000006")
+        assert isinstance(found, NotUsableError)
+        assert (found.kind, found.rank, found.problem) == (DAMAGED, 1, None)
+        assert comm.asked == 3, "opened, anything held, verified"
+        assert prepared == []
 
 
 def test_memory_of_another_checkpoint_by_the_same_name_is_not_used(tmp_path, caplog):
     train_and_fail(tmp_path)
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
-        tier = life.session.host_tier
+        tier = life.session.tier
         [held] = tier._kept
         first = held.parts[0]
         assert first.is_written
-        entries = (replace(first.entries[0], checksum="0" * 16), *first.entries[1:])
-        tier._kept = (replace(held, parts=(replace(first, entries=entries), *held.parts[1:])),)
+        other = [replace(first.entries[0], checksum="0" * 16), *first.entries[1:]]
+        tier._kept = (replace(held, parts=(replace(first, list_entries=lambda: other), *held.parts[1:])),)
         restored, _ = come_back(life)
-        assert restored.held is None
+        assert restored.tokens_from_host is None
     assert "is not what storage holds" in caplog.text
 
 
@@ -370,7 +454,7 @@ def two_lives(root, before: str, after: str, *, ranks=(2, 2), survivors=None, co
                 life.state.change = change
             found = (life, *come_back(life))
             versions = {op: r.step for op, r in found[1].manifest.operators.items()}
-            held = found[1].held
+            held = found[1].tokens_from_host
             if held is not None:
                 versions |= {expert_id(*at): 6 for at in zip(*np.nonzero(held), strict=True)}
             assert_state(life, versions)
@@ -382,7 +466,7 @@ def two_lives(root, before: str, after: str, *, ranks=(2, 2), survivors=None, co
 
 
 def overlaid(result) -> set[tuple[int, int]]:
-    held = result[1].held
+    held = result[1].tokens_from_host
     return set() if held is None else {(int(a), int(b)) for a, b in zip(*np.nonzero(held), strict=True)}
 
 
@@ -401,7 +485,7 @@ def test_all_ranks_get_what_one_still_holds(tmp_path, survivor):
     assert 0 < len(overlaid(first)) < len(stale(first))
     assert first[2] == second[2], "the books agree"
     assert first[2].lost_tokens > 0
-    ours, theirs = (found[0].session.books.tokens.to_dict() for found in (first, second))
+    ours, theirs = (found[0].session.run_ledger.tokens.to_dict() for found in (first, second))
     assert ours == theirs
 
 
@@ -457,7 +541,10 @@ def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
     host_tier.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=moc(), comm=Counting()) as life:
         come_back(life)
-    assert calls == [1, 1], "whether all loaded, and whether anything is held"
+    assert calls == [2, 1, 1, 1, 1], (
+        "whether memory is on, all opened the checkpoint, anything is held, all verified it and "
+        "wrote it"
+    )
 
 
 class Flipping:
@@ -479,7 +566,7 @@ class Flipping:
 
 
 def test_what_does_not_arrive_whole_on_one_rank_is_used_by_none(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(overlaying, "_BATCH_NBYTES", 1)  # every expert for itself
+    monkeypatch.setattr(memory_source, "_BATCH_NBYTES", 1)  # every expert for itself
     with caplog.at_level(logging.WARNING):
         first, second = two_lives(tmp_path, "replicated", "replicated", survivors=[0], comms={1: Flipping})
     assert overlaid(first) == overlaid(second) == set()

@@ -22,7 +22,7 @@ from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import values_at
-from tests.unit.engine_parts import PATIENCE_SECS, GatedStorage, Life, manifests, steps_of_experts
+from tests.unit.engine_parts import PATIENCE_SECS, GatedStorage, Life, manifests, steps_of_experts, told
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,9 @@ def fail(root, policy=None, **settings) -> None:
 
 
 def resume(life: Life):
-    restored = resume_newest(life.storage, life.session._comm, life.state, life.session.host_tier)
+    restored = resume_newest(life.storage, life.session.comm, life.state, life.session.tier)
     life.step = restored.manifest.step
-    return life.session.adopt(restored.manifest, held=restored.held)
+    return life.session.resume_from(restored.manifest, **restored.going_on)
 
 
 def test_after_a_fault_only_the_recovery_buffer_is_left(tmp_path, buffers):
@@ -78,7 +78,7 @@ def test_a_snapshot_under_way_when_the_fault_came_leaves_nothing_once_its_thread
         life.go(3, settle=True)
         storage.gate.clear()
         life.go(2)
-        writer = life.session._running._persister._thread
+        writer = life.session._resources.pipeline._stages._persister._thread
         life.session.close(0.2)
     del life
     storage.gate.set()
@@ -137,7 +137,7 @@ def test_a_buffer_of_an_earlier_life_with_a_larger_budget_is_not_used_again(tmp_
     settings = {"host_memory_bytes": int(size * 0.7), "when_busy": "wait"}
     with Life(LocalStorage(tmp_path), policy=MoC(k=1), **settings) as life:
         resume(life)
-        pool = life.session._running._pool
+        pool = life.session._resources.pipeline._pool
         for _ in range(3):
             life.go(1, settle=True)
             assert pool.held_bytes <= pool.budget_bytes
@@ -150,7 +150,7 @@ def test_a_session_that_failed_in_the_middle_of_a_write_leaves_the_store_to_the_
         life.go(3, settle=True)
         storage.gate.clear()
         life.go(1)
-        writer = life.session._running._persister._thread
+        writer = life.session._resources.pipeline._stages._persister._thread
         life.session.close(0.2)
         with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
             pass
@@ -171,11 +171,11 @@ def test_what_only_memory_had_is_at_risk_until_storage_has_it(tmp_path):
         assert resume(life).lost_tokens == 0
         stored = {op: record.step for op, record in manifests(tmp_path)[-1].operators.items()}
         lacking = int(((5 - steps_of_experts(stored)) * life.counts).sum())
-        assert life.session.books.at_risk_tokens == lacking > 0
+        assert life.session.run_ledger.ledger.at_risk_tokens == lacking > 0
     host_tier.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
         assert resume(life).lost_tokens == lacking, "and that is what it would have cost"
-        assert life.session.books.at_risk_tokens == 0
+        assert life.session.run_ledger.ledger.at_risk_tokens == 0
 
 
 def test_a_copy_that_breaks_while_an_earlier_checkpoint_is_being_written_leaves_the_lock_to_the_writer(tmp_path):
@@ -193,7 +193,7 @@ def test_a_copy_that_breaks_while_an_earlier_checkpoint_is_being_written_leaves_
     life.session.before_update()
     breaking.append(True)
     life.session.save_complete(life.step, life.capture)
-    writer = life.session._running._persister._thread
+    writer = life.session._resources.pipeline._stages._persister._thread
     with pytest.raises(RuntimeError, match="injected"):
         life.session.close(0.2)
     life.session.close(0.2)
@@ -212,9 +212,9 @@ class LosesTheNext(SoloCommunicator):
     def __init__(self, at: int, call: str) -> None:
         self.left, self.call = at, call
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
-        self._may_break("gather")
-        return super().gather(payload)
+    def combine(self, columns: list[bytes]) -> list[bytes] | None:
+        self._may_break("combine")
+        return super().combine(columns)
 
     def announce(self, payload: bytes) -> bytes:
         self._may_break("announce")
@@ -228,7 +228,7 @@ class LosesTheNext(SoloCommunicator):
 
 def test_of_two_lives_that_offered_the_same_step_the_committed_one_counts(tmp_path):
     """Both offered step 6 and heard of no commit; storage has that of the second, whose state is another one."""
-    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4), comm=LosesTheNext(6, "gather")) as life:
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4), comm=LosesTheNext(6, "combine")) as life:
         life.go(5, settle=True)
         life.go(1)
         with pytest.raises(RuntimeError, match="closed by peer"):
@@ -238,11 +238,11 @@ def test_of_two_lives_that_offered_the_same_step_the_committed_one_counts(tmp_pa
         life.session.before_update()
         life.state.advance(100)
         life.step = 6
-        life.session.after_update(6, life.counts.copy(), life.capture)
+        life.session.after_update(6, told(life.counts), life.capture)
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.settle()
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
-        held = [(h.step, h.generation) for h in life.session.host_tier._kept]
+        held = [(h.step, h.generation) for h in life.session.tier._kept]
         assert held == [(5, 0), (6, 0), (6, 1)]
         fault = resume(life)
         assert (fault.restored_step, fault.lost_tokens) == (6, 0)
@@ -250,30 +250,30 @@ def test_of_two_lives_that_offered_the_same_step_the_committed_one_counts(tmp_pa
             assert torch.equal(tensor.local, values_at(100, tensor.key, tensor.global_shape, torch.float32))
         life.step = 6
         life.go(1, settle=True)
-        assert [h.step for h in life.session.host_tier._kept] == [7], "all others are free"
+        assert [h.step for h in life.session.tier._kept] == [7], "all others are free"
 
 
 def test_a_former_session_no_longer_has_what_the_next_one_took_over(tmp_path):
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
         life.go(3, settle=True)
-        former = life.session.host_tier
+        former = life.session.tier
     assert former.nbytes > 0
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as second:
         assert former.nbytes == 0
-        assert second.session.host_tier.nbytes > 0
+        assert second.session.tier.nbytes > 0
 
 
 def test_giving_up_the_recovery_buffer_leaves_what_may_be_committed_next(tmp_path):
     storage = GatedStorage(tmp_path)
     with Life(storage, policy=MoC(k=1, snapshot_k=4)) as life:
         life.go(4, settle=True)
-        tier = life.session.host_tier
+        tier = life.session.tier
         [held] = tier._kept
         tier._kept = ()
-        tier.offer(held)
+        tier.hold(held)
         assert not tier.drop()
         assert tier.nbytes == held.buffer.nbytes, "storage may have it by now"
-        tier.settle(held.buffer, committed=True)
+        tier.resolve(held.buffer, committed=True)
         assert tier.drop()
         assert tier.nbytes == 0
 
@@ -306,7 +306,7 @@ def test_the_books_know_what_memory_holds(tmp_path):
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
         life.go(5, settle=True)
         life.go(1)
-        tokens = life.session.books.tokens
+        tokens = life.session.run_ledger.tokens
         assert (tokens.unsaved(Tier.HOST) == life.counts).all(), "all experts as of step 5, and this is step 6"
         assert (tokens.unsaved(Tier.STORAGE) > life.counts).any()
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from moe_ckpt.engine import persisting
-from moe_ckpt.engine import session as sessions
+from moe_ckpt.engine.events import Opened
 from moe_ckpt.errors import StoreError
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage, StoreLock
@@ -78,7 +78,7 @@ def test_other_ranks_hear_of_an_error_of_any_kind(tmp_path):
     open_and_save(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["threads", "profile", "memory"])
+@pytest.mark.parametrize("what", ["threads", "observer", "memory"])
 def test_what_comes_after_the_lock_may_fail_as_well(tmp_path, monkeypatch, what):
     def broken(*args, **kwargs):
         raise Bug(what)
@@ -87,11 +87,10 @@ def test_what_comes_after_the_lock_may_fail_as_well(tmp_path, monkeypatch, what)
     with monkeypatch.context() as patch:
         if what == "threads":
             patch.setattr(persisting.threading, "Thread", broken)
-        elif what == "profile":
-            patch.setattr(sessions, "Recorder", broken)
-            settings = {"profile": str(tmp_path / "profile.json")}
+        elif what == "observer":
+            settings = {"observers": [lambda event: broken() if isinstance(event, Opened) else None]}
         else:
-            patch.setattr("moe_ckpt.engine.pipeline.HostBufferPool", broken)
+            patch.setattr("moe_ckpt.engine.host_memory.HostBufferPool", broken)
         life = Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings)
         with pytest.raises(Bug):
             life.session.open()

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine.pieces import LocalState, cut, shard_kind, wanted_boxes
+from moe_ckpt.engine.pieces import LocalState, shard_kind, wanted_boxes
 from moe_ckpt.engine.shares import Sharder, expert_owners
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.shard import lay_out
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
-from tests.unit.builders import catalog
+from tests.unit.builders import catalog, pieces_of
 
 
 def state_shapes(model: Catalog) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -89,7 +89,7 @@ def shares(model, ranks, tensors, chosen, sharding="adaptive"):
     """Every rank's pieces, dealt out by each rank for itself, as in a real run."""
     where = everywhere(model.layers, ranks)
     dealt = [Sharder(model, where, sharding).deal(chosen, tensors[rank]) for rank in range(ranks)]
-    return [cut(LocalState(model, tensors[rank]), chosen, dealt[rank], rank) for rank in range(ranks)]
+    return [pieces_of(LocalState(model, tensors[rank]), chosen, dealt[rank], rank) for rank in range(ranks)]
 
 
 @given(worlds())

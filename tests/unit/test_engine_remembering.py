@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.core.ledger import Ledger
+from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full
 from moe_ckpt.core.window import Window, slot_plan
-from moe_ckpt.engine.arranging import Arranger
-from moe_ckpt.engine.books import places
-from moe_ckpt.engine.pieces import LocalState, Piece, cut, cut_replay
-from moe_ckpt.engine.shares import Sharder
+from moe_ckpt.engine import compiling
+from moe_ckpt.engine.compiling import CompiledPlan, PlanCompiler, cover_difference
+from moe_ckpt.engine.copying import carry_out, target
+from moe_ckpt.engine.request import SnapshotRequest
+from moe_ckpt.engine.run_ledger import places
+from moe_ckpt.engine.snapshot import copy_at_once
 from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from tests.unit.builders import catalog
 
@@ -32,74 +37,149 @@ def state(*, sharded: bool = True) -> list[StateTensor]:
     ]
 
 
-def begun(local: LocalState, operators, frozen=(), compute=OWN_TYPES) -> list[Piece]:
-    dealt = Sharder(MODEL, everywhere(MODEL.layers, 1), "adaptive").deal(operators, local.tensors, frozen, compute)
-    pieces = cut(local, frozenset(operators), dealt, 0)
-    return pieces + cut_replay(local, frozenset(operators), frozenset(frozen), dealt, 0, compute)
+def compiler() -> PlanCompiler:
+    return PlanCompiler(MODEL, everywhere(MODEL.layers, 1), "adaptive", 0, 1)
 
 
-def test_slices_are_the_same_objects_again_and_arranged_once():
-    local, arranger = LocalState(MODEL, state()), Arranger(MODEL)
-    pieces, again = begun(local, MODEL.everything), begun(local, MODEL.everything)
-    assert all(one is other for one, other in zip(pieces, again, strict=True))
-    parts = arranger.arrange(pieces).parts
-    assert [part is same for part, same in zip(parts, arranger.arrange(again).parts, strict=True)] == [True] * 2
+def request(operators, held=(), frozen=(), compute=OWN_TYPES, step=1) -> SnapshotRequest:
+    window = Window(1, (tuple(operators), tuple(frozen))) if frozen else None
+    none = np.zeros((2, 4), dtype=np.int64)
+    chosen = tuple(operators), tuple(held), tuple(frozen)
+    return SnapshotRequest(step, 0, 0, *chosen, compute, window, 0, none, (), {}, {})
 
 
-def test_slots_of_a_window_come_back_to_their_own_arrangement():
+SIDE = SliceEntry("side/0/x", "", "F32", (0,), (1,), (1,))
+
+
+def entries(plan: CompiledPlan) -> list[SliceEntry]:
+    return [entry for _, part in plan.parts for entry in part.entries]
+
+
+def test_the_same_request_gets_the_same_plan_at_every_step():
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
+    first = made.compile(request(MODEL.everything), tensors, specs, [SIDE])
+    assert made.compile(request(tuple(MODEL.everything), step=9), list(tensors), specs, [SIDE]) is first
+    assert made.compile(request(MODEL.everything[:3]), tensors, specs, [SIDE]) is not first
+    assert made.compile(request(MODEL.everything), tensors, specs, [SIDE]) is first
+
+
+def test_slots_of_a_window_come_back_to_their_own_plans():
     half = len(MODEL.everything) // 2
     slots = MODEL.everything[:half], MODEL.everything[half:]
-    local, arranger = LocalState(MODEL, state()), Arranger(MODEL)
-    first = [arranger.arrange(begun(local, slots[0], slots[1])), arranger.arrange(begun(local, slots[1]))]
-    second = [arranger.arrange(begun(local, slots[0], slots[1])), arranger.arrange(begun(local, slots[1]))]
-    assert [one.parts for one in first] == [one.parts for one in second]
-    assert first[0].parts != first[1].parts
-    assert second[0].parts[0] is first[0].parts[0]
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
+    first = [made.compile(request(slots[0], (), slots[1]), tensors, specs, ())]
+    first += [made.compile(request(slots[1]), tensors, specs, ())]
+    again = [made.compile(request(slots[0], (), slots[1]), tensors, specs, ())]
+    again += [made.compile(request(slots[1]), tensors, specs, ())]
+    assert all(one is other for one, other in zip(first, again, strict=True))
+
+
+def test_what_every_plan_saves_is_laid_out_once():
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
+    shared = tuple(op.id for op in MODEL.always_saved)
+    plans = [made.compile(request((*shared, op.id)), tensors, specs, [SIDE]) for op in MODEL.experts[:3]]
+    parts = [[part for _, part in plan.parts if part.kind == "non_expert"] for plan in plans]
+    assert parts[0][0] is parts[1][0] is parts[2][0]
 
 
 def test_frozen_weights_follow_a_change_of_their_types():
-    local = LocalState(MODEL, state())
-    wide = begun(local, (), MODEL.everything, {})
-    narrow = begun(local, (), MODEL.everything, dict.fromkeys(MODEL.parameters, "BF16"))
-    assert {piece.entry.dtype for piece in wide} == {"F32"}
-    assert {piece.entry.dtype for piece in narrow} == {"BF16"}
-    assert {piece.entry.dtype for piece in begun(local, (), MODEL.everything, {})} == {"F32"}
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
+    wide = made.compile(request((), (), MODEL.everything, {}), tensors, specs, ())
+    types = dict.fromkeys(MODEL.parameters, "BF16")
+    narrow = made.compile(request((), (), MODEL.everything, types), tensors, specs, ())
+    assert {entry.dtype for entry in entries(wide)} == {"F32"}
+    assert {entry.dtype for entry in entries(narrow)} == {"BF16"}
 
 
-def test_held_operators_move_to_their_own_part_and_back():
-    pieces, arranger = begun(LocalState(MODEL, state()), MODEL.everything), Arranger(MODEL)
+def test_host_only_operators_move_to_their_own_part_and_back():
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
     expert = MODEL.experts[0].id
-    kinds = [[part.kind for part in arranger.arrange(pieces, held).parts] for held in ((), (expert,), ())]
+    rest = tuple(op for op in MODEL.everything if op != expert)
+    plans = [
+        made.compile(request(operators, held), tensors, specs, ())
+        for operators, held in ((MODEL.everything, ()), (rest, (expert,)), (MODEL.everything, ()))
+    ]
+    kinds = [[part.kind for _, part in plan.parts] for plan in plans]
     assert kinds == [["expert", "non_expert"], ["expert", "non_expert", "held"], ["expert", "non_expert"]]
+    assert plans[0] is plans[2]
+    [held] = [part for _, part in plans[1].parts if part.kind == "held"]
+    assert {entry.operator for entry in held.entries} == {expert}
+    assert cover_difference(plans[1]) == 0, "what stays in memory is no part of the claim"
 
 
 def test_side_tensors_of_each_time_are_copied():
-    pieces, arranger = begun(LocalState(MODEL, state()), MODEL.everything), Arranger(MODEL)
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
     for value in (1.0, 2.0):
-        side = Piece(SliceEntry("side/0/x", "", "F32", (0,), (1,), (1,)), torch.tensor([value]))
-        placed = arranger.arrange(pieces, (), [side]).placed
-        assert [source.item() for entry, source, _ in placed if entry.key == "side/0/x"] == [value]
+        plan = made.compile(request(MODEL.everything), tensors, specs, [SIDE])
+        memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
+        copy_at_once(plan, memory, [(SIDE, torch.tensor([value]))])
+        [(base, part)] = [(base, part) for base, part in plan.parts if part.side]
+        assert target(part.entries[part.side[0]], memory[base : base + part.nbytes]).tolist() == [value]
+
+
+def test_another_tensor_object_of_the_same_name_makes_another_plan():
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
+    first = made.compile(request(MODEL.everything), tensors, specs, ())
+    tensors = [replace(tensors[0], local=tensors[0].local.clone()), *tensors[1:]]
+    second = made.compile(request(MODEL.everything), tensors, specs, ())
+    assert second is not first
+    memory = torch.zeros(second.nbytes, dtype=torch.uint8)
+    tensors[0].local.fill_(3.0)
+    carry_out([(step, memory[base : base + part.nbytes]) for base, part in second.parts for step in part.copies.steps])
+    [found] = [
+        target(entry, memory[base : base + part.nbytes])
+        for base, part in second.parts
+        for entry in part.entries
+        if entry.key == tensors[0].key and entry.operator == MODEL.home[tensors[0].parameter]
+    ][:1]
+    assert (found == 3.0).all()
 
 
 def test_memory_of_tensors_that_are_gone_is_let_go():
-    tensors, arranger = state(), Arranger(MODEL)
-    local = LocalState(MODEL, tensors)
-    pieces = begun(local, MODEL.everything)
-    arranger.arrange(pieces)
-    arranger.arrange(begun(local, MODEL.everything[:3]))
-    seen = [weakref.ref(piece.source) for piece in pieces]
-    del tensors, local, pieces
-    arranger.forget()
+    tensors, made = state(), compiler()
+    seen = [weakref.ref(tensor.local) for tensor in tensors]
+    made.compile(request(MODEL.everything), tensors, specs_of(tensors), ())
+    made.compile(request(MODEL.everything[:3]), tensors, specs_of(tensors), ())
+    other = state()
+    made.compile(request(MODEL.everything), other, specs_of(other), ())
+    del tensors
     assert not any(one() is not None for one in seen)
 
 
-def test_a_ledger_refuses_to_go_back_for_what_is_newer_only():
-    ledger = Ledger()
-    ledger.record(Tier.STORAGE, 5, ["a"])
-    ledger.record(Tier.STORAGE, 3, ["b"])
-    with pytest.raises(ValueError, match="a is recorded at step 5, cannot go back to step 4"):
-        ledger.record(Tier.STORAGE, 4, ["b", "a"])
-    assert {op: version.step for op, version in ledger.versions().items()} == {"a": 5, "b": 3}
+def test_few_plans_are_kept_of_a_large_model(monkeypatch):
+    monkeypatch.setattr(compiling, "_MOST_SLICES", 40)
+    tensors, made = state(), compiler()
+    specs = specs_of(tensors)
+    for op in MODEL.experts:
+        made.compile(request((op.id,)), tensors, specs, ())
+    assert 1 <= sum(len(entries(plan)) for plan in made._plans.values()) <= 40
+    assert made.compile(request((MODEL.experts[-1].id,)), tensors, specs, ()) is list(made._plans.values())[-1]
+
+
+@pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
+@pytest.mark.parametrize("saved", ["everything", "some"])
+def test_the_differences_of_all_ranks_add_up_to_nothing(sharding, saved):
+    """And to something, if a rank leaves a slice out or writes one twice."""
+    ranks = 3
+    operators = MODEL.everything if saved == "everything" else MODEL.everything[::2]
+    plans = []
+    for rank in range(ranks):
+        tensors = state(sharded=False)
+        made = PlanCompiler(MODEL, everywhere(MODEL.layers, ranks), sharding, rank, ranks)
+        plans.append(made.compile(request(operators), tensors, specs_of(tensors), ()))
+    differences = [cover_difference(plan) for plan in plans]
+    assert sum(differences) % PRIME == 0
+    (_, part), *_ = plans[0].parts
+    lost = cover_sum(part.boxes[:1])
+    assert (sum(differences) - lost) % PRIME != 0
+    assert (sum(differences) + lost) % PRIME != 0
 
 
 def test_plans_answer_what_their_items_say():

@@ -1,7 +1,8 @@
-"""The session on a real directory: complete views, right books, bounded stalls and memory, honest failures."""
+"""The session on a real directory: complete views, right run_ledger, bounded stalls and memory, honest failures."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from moe_ckpt.core.operators import expert_id
+from moe_ckpt.core.plan import save_full
+from moe_ckpt.engine import host_memory
 from moe_ckpt.errors import ConfigError, HostMemoryError, SaveFailedError, StoreInUseError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.policies import Dense, Measured
@@ -18,6 +21,7 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import (
     ALL,
+    ALWAYS,
     MODEL,
     PATIENCE_SECS,
     GatedStorage,
@@ -98,7 +102,7 @@ def test_two_ranks_write_disjoint_shares_of_one_view(tmp_path):
     assert [replace(r, stall_secs=0, agree_secs=0, nbytes=0) for r in first.records] == [
         replace(r, stall_secs=0, agree_secs=0, nbytes=0) for r in second.records
     ]
-    assert np.array_equal(first.session.books.tokens.applied, 4 * 2 * first.counts), "both ranks' tokens"
+    assert np.array_equal(first.session.run_ledger.tokens.applied, 4 * 2 * first.counts), "both ranks' tokens"
     order = [0, 2, 1, 3]  # interleaved over two owners
     found = manifests(tmp_path)
     assert [m.world_size for m in found] == [2] * 4
@@ -114,7 +118,7 @@ def test_two_ranks_write_disjoint_shares_of_one_view(tmp_path):
 
 def test_the_books_follow_commits(tmp_path):
     with Life(LocalStorage(tmp_path)) as life:
-        counts, book = life.counts, life.session.books.tokens
+        counts, book = life.counts, life.session.run_ledger.tokens
         life.go(1, settle=True)
         assert book.unsaved().sum() == counts.sum(), "nobody has agreed on the commit yet"
         assert life.records[0].committed_step is None
@@ -153,10 +157,10 @@ def test_a_second_life_goes_on_and_books_the_loss(tmp_path):
     versions = versions_after([(s, sequential(s - 1)) for s in (1, 2, 3)])
     lacking = int(((3 - steps_of_experts(versions)) * counts).sum())
     with Life(LocalStorage(tmp_path)) as second:
-        fault = second.session.adopt(newest)
+        fault = second.session.resume_from(newest)
         second.step = 3
         assert (fault.restored_step, fault.lost_tokens, fault.stale_experts) == (3, lacking, 6)
-        assert second.session.books.tokens.unsaved().sum() == 0
+        assert second.session.run_ledger.tokens.unsaved().sum() == 0
         assert second.session.committed_directory == step_dir(3, 0)
         record = second.go(settle=True)
         assert (record.committed_step, record.experts_saved) == (3, 2)
@@ -176,7 +180,7 @@ def test_adopting_from_another_store_writes_dense_first(tmp_path):
         life.go(3, settle=True)
     [*_, newest] = manifests(tmp_path / "old")
     with Life(LocalStorage(tmp_path / "new")) as second:
-        fault = second.session.adopt(newest, same_store=False)
+        fault = second.session.resume_from(newest, same_store=False)
         second.step = 3
         assert fault.lost_tokens > 0, "the history comes along"
         assert second.session.committed_directory is None
@@ -211,13 +215,13 @@ def test_a_second_life_knows_what_the_first_one_measured(tmp_path):
     """So that an interval or a window is right at once, not only after another checkpoint was timed."""
     with Life(LocalStorage(tmp_path), policy=Heard(Dense(2))) as life:
         life.go(8, settle=True)
-        known = life.session._meter.known
+        known = life.session._booking.meter.known
     [*_, newest] = manifests(tmp_path)
     assert newest.measured.keys() == known.keys() == vars(Measured()).keys()
     for ranks in (newest.world_size, newest.world_size + 1):
         second = Heard(Dense(2))
         with Life(LocalStorage(tmp_path), policy=second) as life:
-            life.session.adopt(replace(newest, world_size=ranks))
+            life.session.resume_from(replace(newest, world_size=ranks))
             life.step = 8
             life.go()
         if ranks == newest.world_size:
@@ -296,7 +300,7 @@ def test_memory_held_never_exceeds_the_budget(tmp_path, when_busy):
     storage = GatedStorage(tmp_path / "run")
     budget = int(1.6 * dense)
     with Life(storage, when_busy=when_busy, host_memory_bytes=budget, max_in_flight=3) as life:
-        pool, held = life.session._running._pool, []
+        pool, held = life.session._resources.pipeline._pool, []
         for step in range(25):
             if when_busy == "skip":
                 storage.gate.set() if step % 5 == 4 else storage.gate.clear()
@@ -313,7 +317,35 @@ def test_memory_held_never_exceeds_the_budget(tmp_path, when_busy):
 def test_a_budget_below_one_snapshot_is_refused_with_both_numbers(tmp_path):
     with (
         Life(LocalStorage(tmp_path), host_memory_bytes=500) as life,
-        pytest.raises(HostMemoryError, match="budget is 500 bytes"),
+        pytest.raises(HostMemoryError, match="budget is 500 bytes") as refused,
+    ):
+        life.go()
+    needed = refused.value.needed_bytes
+    assert re.match(r"the checkpoint of step 1, which holds everything, needs ", str(refused.value))
+    assert f"Set host_memory_bytes to {needed} or more; {3 * needed} is enough" in str(refused.value)
+    assert "Every policy saves everything at first" in str(refused.value)
+    assert "fewer experts" not in str(refused.value)
+    with Life(LocalStorage(tmp_path / "enough"), host_memory_bytes=needed) as life:
+        assert life.go().begun
+
+
+def test_a_budget_that_holds_no_partial_checkpoint_says_what_would_need_less(tmp_path):
+    class Partial(Dense):
+        def plan(self, context):
+            return save_full(context.step, tuple(sorted(ALWAYS)))
+
+    with (
+        Life(LocalStorage(tmp_path), policy=Partial(), host_memory_bytes=50) as life,
+        pytest.raises(HostMemoryError, match=r"holds a part of the model,.*saves fewer experts at once needs less"),
+    ):
+        life.go()
+
+
+def test_a_budget_that_nobody_gave_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "default_budget_bytes", lambda local_ranks: 500)
+    with (
+        Life(LocalStorage(tmp_path)) as life,
+        pytest.raises(HostMemoryError, match=r"500 bytes\. That is half of what was free at the start.*Set host_"),
     ):
         life.go()
 
@@ -334,7 +366,7 @@ def test_finish_leaves_a_complete_checkpoint_in_its_own_generation(tmp_path):
     assert np.array_equal(saved, 3 * life.counts)
     with Life(LocalStorage(tmp_path)) as second:
         assert second.session.generation == 2
-        assert second.session.adopt(found[-1]).lost_tokens == 0
+        assert second.session.resume_from(found[-1]).lost_tokens == 0
 
 
 def test_finish_writes_nothing_more_where_the_last_checkpoint_is_complete(tmp_path):
@@ -397,7 +429,7 @@ def test_close_abandons_a_slow_write_and_keeps_the_store_from_others(tmp_path, c
         life.go(1, settle=True)
         storage.gate.clear()
         life.go(1)
-        writer = life.session._running._persister._thread
+        writer = life.session._resources.pipeline._stages._persister._thread
         began = time.perf_counter()
         life.session.close(0.2)
         assert time.perf_counter() - began < 10
@@ -423,7 +455,7 @@ def test_the_complete_checkpoint_of_a_step_joins_the_partial_one(tmp_path):
     """Both begin in one step; the copy of the first must not be forgotten, for its writing may wait for the join."""
     with Life(LocalStorage(tmp_path)) as life:
         life.go(2, settle=True)
-        first = life.session._running._copy
+        first = life.session._resources.pipeline._copy
         life.session.save_complete(life.step, life.capture)
         assert first._joined.is_set()
         life.finish()

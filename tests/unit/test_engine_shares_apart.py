@@ -8,7 +8,7 @@ import torch
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.sharding import GRAIN_BYTES
-from moe_ckpt.engine.shares import Dealt, Sharder
+from moe_ckpt.engine.shares import Sharder, WriteAssignment
 from moe_ckpt.ports import StateTensor
 from tests.unit.builders import catalog
 
@@ -48,7 +48,7 @@ def owners_of(experts: int, ranks: int, expert_parallel: int) -> tuple[int, ...]
     return tuple(e // count + expert_parallel * (e % count * sharers // count) for e in range(experts))
 
 
-def deal(sharding: str, ranks: int, expert_parallel: int, experts: int, saved: list[int]) -> list[Dealt]:
+def deal(sharding: str, ranks: int, expert_parallel: int, experts: int, saved: list[int]) -> list[WriteAssignment]:
     found = model(experts)
     owners = (owners_of(experts, ranks, expert_parallel),)
     placement = Placement(owners, tuple(range(ranks)), (ranks,), experts_apart=True)

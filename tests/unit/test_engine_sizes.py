@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, PolicyContext
+from moe_ckpt.policies import AnyOf, Dense, Guarded, MoC, MoEtion, MoEvement, PolicyContext, Wrapper
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.storage import LocalStorage
 from tests.unit.builders import experts_in
@@ -14,25 +14,14 @@ from tests.unit.engine_parts import MODEL, Life, ThreadRanks, TinyState, manifes
 
 
 @dataclass(frozen=True)
-class Watched:
+class Watched(Wrapper):
     """A policy that notes what it is told."""
 
-    policy: Dense | MoC | MoEtion | Guarded
     told: list[PolicyContext] = field(default_factory=list)
-
-    @property
-    def sized(self) -> bool:
-        return bool(getattr(self.policy, "sized", False))
 
     def plan(self, context):
         self.told.append(context)
-        return self.policy.plan(context)
-
-    def check(self, catalog):
-        self.policy.check(catalog)
-
-    def describe(self):
-        return self.policy.describe()
+        return super().plan(context)
 
 
 def told(root, policy, steps=3, change=None, **settings):
@@ -44,7 +33,9 @@ def told(root, policy, steps=3, change=None, **settings):
     return watched.told
 
 
-@pytest.mark.parametrize("policy", [MoEtion(), Guarded(MoEtion())], ids=["alone", "guarded"])
+@pytest.mark.parametrize(
+    "policy", [MoEtion(), Guarded(MoEtion()), AnyOf([MoC(), MoEtion()])], ids=["alone", "guarded", "any of"]
+)
 def test_every_operator_weighs_what_its_tensors_do(tmp_path, policy):
     every = sum(tensor.local.nbytes for tensor in TinyState(MODEL).tensors())
     for context in told(tmp_path, policy):
@@ -101,3 +92,15 @@ def test_two_ranks_save_the_same_by_their_own_measurements(tmp_path):
 
     first, second = run_threads(ranks, body)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [(1, "step 1: all operators are saved in one step, as a dense"), (3, "step 2: a sparse window of 3 steps begins")],
+)
+def test_a_window_is_announced_by_its_length(tmp_path, caplog, window, said):
+    caplog.set_level("INFO", "moe_ckpt")
+    with Life(LocalStorage(tmp_path), policy=MoEvement(window)) as life:
+        life.go(3, settle=True)
+    assert said in caplog.text
+    assert "1 steps" not in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from moe_ckpt.engine.buffers import HostBufferPool
 from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.policies import MoC
-from moe_ckpt.recovery.reader import StoreReader, newest_good
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, usable
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.support.store_builder import values_at
@@ -71,8 +72,8 @@ def poisoned(monkeypatch):
 
 def assert_recovery_buffer_is_of_one_step(life: Life) -> int:
     """Every slice has the values of the step it says; returns the step, 0 if nothing is held."""
-    with life.session.host_tier._lock:  # or it may rightly become another one meanwhile
-        kept = life.session.host_tier._kept
+    with life.session.tier._lock:  # or it may rightly become another one meanwhile
+        kept = life.session.tier._kept
         for held in kept:
             for entry, data in held.slices():
                 if entry.operator:
@@ -112,7 +113,7 @@ def test_no_buffer_is_written_to_while_it_is_in_use(tmp_path, poisoned, when_bus
             seen.add(assert_recovery_buffer_is_of_one_step(life))
         life.settle()
         seen.add(assert_recovery_buffer_is_of_one_step(life))
-        assert life.session._running._pool.held_bytes < 4 * life.session.host_tier.nbytes
+        assert life.session._resources.pipeline._pool.held_bytes < 4 * life.session.tier.nbytes
     found = manifests(tmp_path)
     assert storage.failures == 4
     assert len(found) == 40 - 4
@@ -148,7 +149,7 @@ def test_a_reader_always_finds_a_whole_checkpoint(tmp_path):
         while not stop.is_set():
             try:
                 reader = StoreReader(LocalStorage(tmp_path))
-                manifest = newest_good(reader, on_damage=lambda name, error: problems.append(f"{name}: {error}"))
+                manifest = next(usable(reader, problems, functools.partial(check_checkpoint, reader)), None)
                 if manifest is None:
                     problems.append("nothing is there")
                     return
@@ -219,7 +220,7 @@ def test_room_for_two_skips_no_more_than_room_for_three(tmp_path):
     policy = MoC(k=1, snapshot_k=4)
     with Life(LocalStorage(tmp_path / "probe"), policy=policy) as life:
         life.go(2, settle=True)
-        size = life.session.host_tier.nbytes
+        size = life.session.tier.nbytes
     counts = []
     for room in (3.3, 2.3):
         storage = GatedStorage(tmp_path / str(room))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.policies.expert_shares import Taking, layer_shares, least_capacity, owned_total
+from moe_ckpt.core.operators import MoELayer
+from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, least_capacity, owned_total
 
 
 @pytest.mark.parametrize(
@@ -137,3 +138,28 @@ def test_two_passes_take_what_a_second_look_at_all_of_them_would(ordered, owners
                 if left is not None:
                     left[groups[expert]] -= 1
     assert taken(taking) == found
+
+
+def stage_of(layers, sizes, first):
+    """A stage of ``layers``, whose experts are at ``first`` and behind."""
+    total = sum(sizes[layer] for layer in layers)
+    named = tuple(MoELayer(layer, f"moe.{layer}", sizes[layer]) for layer in layers)
+    return Stage(named, 1, (0,) * total, first + np.arange(total), first + np.arange(total), True, None)
+
+
+STAGES = Together((stage_of((0, 1), (2, 3, 4), 0), stage_of((2,), (2, 3, 4), 5)))
+"""Two layers of 2 and 3 experts, and one of 4."""
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=9, max_size=9),
+    st.lists(st.integers(-1, 4), min_size=9, max_size=9),
+    st.sampled_from((1, 1 << 40, 1 << 60)),  # the last one is too large for one number that says it all
+)
+def test_stages_are_put_in_order_each_by_itself(unsaved, chosen_at, times):
+    unsaved, chosen_at = np.array(unsaved) * times, np.array(chosen_at)
+    orders = STAGES.ordered(chosen_at, unsaved)
+    for (first, end), order in zip(STAGES.bounds, orders, strict=True):
+        mine = sorted(range(first, end), key=lambda one: (-unsaved[one], chosen_at[one], one))
+        assert order == [one - first for one in mine]
+    assert STAGES.by_layer(unsaved) == [[unsaved[:2].sum(), unsaved[2:5].sum()], [unsaved[5:].sum()]]

@@ -1,4 +1,4 @@
-"""Manifests: round trip, refusal of what leads out of the store, names of directories and files."""
+"""Manifests of versions 1 and 2: read back, refusal of what leads out of the store, names of directories and files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from moe_ckpt.format.manifest import (
     OperatorRecord,
     SlotRecord,
     StateRecord,
-    is_own_file,
+    group_of,
+    group_path,
     parse_step_dir,
     shard_path,
     state_path,
     step_dir,
 )
 from moe_ckpt.format.sealed import seal, unseal
+from tests.support.old_manifests import encode_old
 
 SHARD = "step_00000007/rank_00000_expert.safetensors"
 COUNTS = [[1, 2, 3, 4], [5, 6, 7, 0]]
@@ -49,13 +51,13 @@ MANIFEST = Manifest(
 
 
 def body_of(manifest):
-    return unseal(manifest.encode(), "m")
+    return unseal(encode_old(manifest), "m")
 
 
 def test_round_trip():
-    assert Manifest.decode(MANIFEST.encode(), "m") == MANIFEST
+    assert Manifest.decode(encode_old(MANIFEST), "m") == MANIFEST
     bare = replace(MANIFEST, parent=None, policy={}, tokens={}, files=(), operators={})
-    assert Manifest.decode(bare.encode(), "m") == bare
+    assert Manifest.decode(encode_old(bare), "m") == bare
 
 
 def test_paths_and_directory():
@@ -64,7 +66,7 @@ def test_paths_and_directory():
 
 
 def test_every_changed_byte_is_seen():
-    raw = MANIFEST.encode()
+    raw = encode_old(MANIFEST)
     for at in range(len(raw)):
         damaged = bytearray(raw)
         damaged[at] ^= 0x01
@@ -93,20 +95,20 @@ def test_every_changed_byte_is_seen():
 def test_shard_paths_that_are_not_of_this_format_are_refused(path):
     bad = replace(MANIFEST, files=(replace(MANIFEST.files[0], path=path), MANIFEST.files[1]))
     with pytest.raises(DamagedError, match="must be a path of this format"):
-        Manifest.decode(bad.encode(), "m")
+        Manifest.decode(encode_old(bad), "m")
 
 
 @pytest.mark.parametrize("path", ["../rank_00000_state.json", "step_00000007/x.json", SHARD, "/a_state.json"])
 def test_state_paths_that_are_not_of_this_format_are_refused(path):
     bad = replace(MANIFEST, states=(replace(MANIFEST.states[0], path=path),))
     with pytest.raises(DamagedError, match="must be a path of this format"):
-        Manifest.decode(bad.encode(), "m")
+        Manifest.decode(encode_old(bad), "m")
 
 
-@pytest.mark.parametrize("version", [0, 3, "1", None])
+@pytest.mark.parametrize("version", [0, 4, "1", None])
 def test_other_versions_are_refused_with_what_to_do(version):
     raw = seal({**body_of(MANIFEST), "format_version": version})
-    with pytest.raises(FormatVersionError, match=r"m is in on-disk format version .* reads 1, 2\. Open it with"):
+    with pytest.raises(FormatVersionError, match=r"m is in on-disk format version .* reads 1, 2, 3\. Open it with"):
         Manifest.decode(raw, "m")
 
 
@@ -123,7 +125,7 @@ WINDOWED = replace(
 
 def test_a_window_is_of_version_2_and_comes_back():
     assert body_of(WINDOWED)["format_version"] == 2
-    assert Manifest.decode(WINDOWED.encode(), "m") == WINDOWED
+    assert Manifest.decode(encode_old(WINDOWED), "m") == WINDOWED
     assert "step_00000001/rank_00000_state.json" in WINDOWED.paths
     assert body_of(MANIFEST)["format_version"] == 1
 
@@ -214,10 +216,16 @@ def test_other_names_are_no_step_directories(name):
 
 
 def test_own_files():
-    own = ["MANIFEST.json", "rank_00000_state.json", "rank_12345_expert.safetensors"]
-    own.append("rank_100000_non_expert.safetensors")
-    assert all(is_own_file(name) for name in own)
-    assert shard_path("d", 3, "expert") == "d/rank_00003_expert.safetensors"
-    assert state_path("d", 3) == "d/rank_00003_state.json"
+    assert shard_path("d", 3, "expert") == group_path("d", 3, "expert") == "d/rank_00003_expert.safetensors"
+    assert state_path("d", 3) == group_path("d", 3, "state") == "d/rank_00003_state.json"
+    own = {
+        "MANIFEST.json": "MANIFEST.json",
+        "PART.json": "PART.json",
+        "rank_00000_state.json": "state",
+        "rank_12345_expert.safetensors": "expert",
+        "rank_100000_non_expert.safetensors": "non_expert",
+    }
+    assert {name: group_of(name) for name in own} == own
     foreign = ["notes.txt", "MANIFEST.json.bak", "rank_0_state.json", "rank_00000_state.safetensors", "model.ckpt"]
-    assert not any(is_own_file(name) for name in foreign)
+    foreign += ["rank_00000_expert.json", "rank_00000_non_expert.safetensors\n", "PART.json.1"]
+    assert [group_of(name) for name in foreign] == [None] * len(foreign)

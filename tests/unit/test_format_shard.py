@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,7 +16,17 @@ from hypothesis import strategies as st
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import CoverageError, DamagedError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name, itemsize
-from moe_ckpt.format.shard import METADATA_KEY, ShardHeader, SliceEntry, decode_header, encode_header, lay_out
+from moe_ckpt.format.header_template import HeaderTemplate, HeaderTexts
+from moe_ckpt.format.shard import (
+    METADATA_KEY,
+    ShardHeader,
+    SliceEntry,
+    decode_header,
+    encode_header,
+    lay_out,
+    require_distinct,
+    with_checksums,
+)
 
 entries = st.builds(
     lambda key, dtype, dims, cpu: SliceEntry(
@@ -51,6 +62,26 @@ def test_header_round_trip(slices):
     raw = encode_header(written)
     assert len(raw) % 8 == 0
     assert decode_header(raw, "f") == written
+
+
+@given(entry_lists, st.integers(0, 10**9), st.integers(0, 10**6), st.data())
+def test_a_template_renders_the_bytes_of_an_encoded_header(slices, step, generation, data):
+    placed = lay_out(slices)
+    numbers = data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=len(placed), max_size=len(placed)))
+    checksums = np.array(numbers, dtype=np.uint64)
+    given = data.draw(st.permutations(range(len(placed))))
+    texts, cut = HeaderTexts(), data.draw(st.integers(0, len(placed)))
+    for those in (given[:cut], (), given[cut:]):
+        texts.add([entry("model/of another shard")])
+        texts.add([placed[at] for at in those])
+    numbers = np.argsort(np.array(given, dtype=np.int64)) + 1
+    numbers = numbers + 2 * (numbers > cut)
+    template = HeaderTemplate("run", 3, texts, numbers, np.array([e.end for e in placed], dtype=np.int64))
+    whole = ShardHeader("run", step, generation, 3, with_checksums(placed, checksums))
+    assert b"".join(template.render(step, generation, checksums)) == encode_header(whole)
+    again = with_checksums(placed, checksums ^ np.uint64(1))
+    expected = encode_header(ShardHeader("run", step + 1, 0, 3, again))
+    assert b"".join(template.render(step + 1, 0, checksums ^ np.uint64(1))) == expected
 
 
 @given(entry_lists)
@@ -203,3 +234,5 @@ def test_a_slice_that_is_written_twice_is_refused():
     doubled = lay_out([entry(), entry("model/v"), entry(shape=(2, 3))])
     with pytest.raises(CoverageError, match=r"what rank 1 writes at step 7: model/w@1,0 is written twice"):
         encode_header(header(doubled))
+    with pytest.raises(CoverageError, match=r"what rank 1 writes at step 7: model/w@1,0 is written twice"):
+        require_distinct(1, 7, doubled)

@@ -241,3 +241,28 @@ def test_state_that_is_nested_too_deep_for_readers_is_not_written(times):
         encode_tree({"callbacks": deep})
     with pytest.raises(ValueError, match="nested"):
         seal({"state": deep})
+
+
+def test_lists_of_numbers_are_taken_whole_and_all_others_item_by_item():
+    class Level(enum.IntEnum):
+        HIGH = 3
+
+    class Text(str):
+        pass
+
+    tree = {
+        "numbers": [1, True, None, "x"],
+        "tuple": (1, 2),
+        "set": {5},
+        "floats": [0.5, 1.5],
+        "odd floats": [0.5, math.inf],
+        "derived": [Level.HIGH, Text("t"), np.float64(0.5), np.int32(4)],
+    }
+    value, _ = encode_tree(tree)
+    assert value["numbers"] == [1, True, None, "x"]
+    assert value["numbers"] is not tree["numbers"], "the caller may change it before it is written"
+    assert value["tuple"] == {"$": "tuple", "v": [1, 2]}
+    assert value["floats"] == [0.5, 1.5]
+    assert value["odd floats"] == [0.5, {"$": "float", "v": "inf"}]
+    assert [type(item) for item in value["derived"]] == [int, str, float, int]
+    assert decode_tree(value, {}.__getitem__) == {**tree, "derived": [3, "t", 0.5, 4]}

@@ -130,14 +130,19 @@ def test_marks_metrics_and_extra_state_return_to_their_places(tmp_path):
     def state(step, rank):
         made = make(step, rank)
         made["checkpoint"] |= {"state_dict": "moe_ckpt: the model's own state_dict", "copy": "other"}
+        ours, other = {"tokens": "moe_ckpt: the tokens of the manifest", "index": 3}, {"tokens": [1]}
+        made["checkpoint"]["callbacks"] = {"ours": ours, "other": other}
         made["plain"]["own_state"] = {"metric": {"total": torch.tensor(4.0)}}
         made["plain"]["extra_state"] = {"": {"a": 1}, "blocks.0": [1, 2]}
         made["plain"]["optimizers"][0]["scalars"] = {"scale": {"calls": 7}}
         return made
 
     run._state = state
-    checkpoint = lightning_checkpoint(*open_step(tmp_path / run.save(1)))
+    reader, manifest = open_step(tmp_path / run.save(1))
+    checkpoint = lightning_checkpoint(reader, manifest)
     assert checkpoint["copy"] == "other"
+    assert manifest.tokens["applied"]
+    assert checkpoint["callbacks"] == {"ours": {"tokens": manifest.tokens, "index": 3}, "other": {"tokens": [1]}}
     assert checkpoint["state_dict"]["metric.total"].item() == 4
     assert checkpoint["state_dict"]["_extra_state"] == {"a": 1}
     assert checkpoint["state_dict"]["blocks.0._extra_state"] == [1, 2]

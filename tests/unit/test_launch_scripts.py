@@ -36,8 +36,8 @@ def test_restarts_get_a_store_of_their_own(script):
 
 @pytest.fixture
 def slurm(tmp_path):
-    """``start(script, seconds, code)``: the script under a ``scontrol`` that notes what it is asked, and an ``srun``
-    that lasts ``seconds`` and exits with ``code``."""
+    """``start(script, lasts, code)``: the script under a ``scontrol`` that notes what it is asked, and an ``srun`` that
+    does what ``lasts`` says, in words of the shell, and exits with ``code``."""
     fakes = tmp_path / "bin"
     fakes.mkdir()
     asked = tmp_path / "asked"
@@ -47,9 +47,9 @@ def slurm(tmp_path):
         (fakes / name).write_text(f"#!/bin/sh\n{text}\n")
         (fakes / name).chmod(0o755)
 
-    def start(script, seconds, code):
+    def start(script, lasts, code):
         fake("scontrol", f'echo "$@" >> {asked}; [ "$1" = show ] && printf "node1\\nnode2\\n"; true')
-        fake("srun", f'echo "$@" > {asked}.srun; sleep {seconds}; exit {code}')
+        fake("srun", f'echo "$@" > {asked}.srun; {lasts}; exit {code}')
         words = {"SUBMIT_DIR": tmp_path, "JOB_ID": "77", "JOB_NAME": "run", "NNODES": "2", "JOB_NODELIST": "node[1-2]"}
         environment = {f"SLURM_{key}": str(value) for key, value in words.items()}
         environment["PATH"] = f"{fakes}:{os.environ['PATH']}"
@@ -69,7 +69,8 @@ def slurm(tmp_path):
 @pytest.mark.parametrize("script", BATCH, ids=ids(BATCH))
 def test_a_job_whose_time_is_nearly_up_is_requeued_and_goes_on_until_slurm_ends_it(script, slurm):
     assert "#SBATCH --signal=B:USR1@" in script.read_text()
-    process, asked = slurm(script, 1.5, 0)
+    requeued = "until grep -q requeue asked; do sleep 0.05; done; sleep 0.3"
+    process, asked = slurm(script, requeued, 0)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(30) == 0
     assert asked.read_text().splitlines() == ["show hostnames node[1-2]", "requeue 77"]
@@ -80,6 +81,6 @@ def test_a_job_whose_time_is_nearly_up_is_requeued_and_goes_on_until_slurm_ends_
 
 @pytest.mark.parametrize("script", BATCH, ids=ids(BATCH))
 def test_a_job_that_fails_is_not_requeued_and_says_so_by_its_exit_code(script, slurm):
-    process, asked = slurm(script, 0, 7)
+    process, asked = slurm(script, "true", 7)
     assert process.wait(30) == 7
     assert "requeue" not in asked.read_text()

@@ -1,63 +1,142 @@
-"""Which version is safe where."""
+"""Which version of every operator is safe, what its experts have seen, and what is owed."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from moe_ckpt.core.ledger import Ledger, Version
-from moe_ckpt.core.plan import Fidelity, Tier
+from moe_ckpt.core.ledger import NEVER, Ledger
+from moe_ckpt.core.plan import Tier
+from tests.unit.builders import catalog, mixed
+
+MODEL = catalog(2, 3)
+EVERYTHING = MODEL.everything
+ALWAYS = tuple(op.id for op in MODEL.always_saved)
+
+
+def routed(*tokens: int) -> np.ndarray:
+    """So many to each expert of both layers."""
+    return np.array([tokens, tokens], dtype=np.int64)
 
 
 @pytest.fixture
-def ledger():
-    held = Ledger()
-    held.record(Tier.STORAGE, 10, ["a", "b", "c"])
-    held.record(Tier.STORAGE, 12, ["a"])
-    held.record(Tier.HOST, 13, ["b"])
-    return held
+def ledger() -> Ledger:
+    """Everything as of step 10, expert 0 of layer 0 as of step 12; 5, 3 and 2 tokens a step."""
+    found = Ledger(MODEL)
+    found.tokens.apply(routed(5, 3, 2))
+    found.record(10, EVERYTHING, found.tokens.applied.copy())
+    found.tokens.apply(routed(5, 3, 2))
+    found.record(12, ("expert/0/0", *ALWAYS), found.tokens.applied.copy())
+    return found
 
 
-def test_newest_version_per_tier(ledger):
-    assert {op: v.step for op, v in ledger.versions().items()} == {"a": 12, "b": 10, "c": 10}
-    assert {op: v.step for op, v in ledger.versions(Tier.HOST).items()} == {"b": 13}
-    assert ledger.versions(Tier.PEER) == {}
+def test_versions_of_experts(ledger):
+    assert ledger.expert_steps().tolist() == [[12, 10, 10], [10, 10, 10]]
+    assert ledger.expert_ages(13).tolist() == [[1, 3, 3], [3, 3, 3]]
+    assert ledger.oldest_expert_steps(13) == 3
 
 
-def test_versions_are_a_copy(ledger):
-    ledger.versions().clear()
-    assert ledger.versions()
+def test_before_the_first_checkpoint_there_is_nothing():
+    ledger = Ledger(MODEL)
+    assert tuple(ledger.missing()) == EVERYTHING
+    assert (ledger.expert_steps() == NEVER).all()
+    assert (ledger.expert_ages(5) == -1).all()
+    assert (ledger.oldest_expert_steps(5), ledger.at_risk_plt) == (0, 0.0)
 
 
-def test_versions_only_move_forward(ledger):
-    with pytest.raises(ValueError, match="a is recorded at step 12, cannot go back to step 11"):
-        ledger.record(Tier.STORAGE, 11, ["a"])
-    ledger.record(Tier.STORAGE, 12, ["a"])
+def test_layers_of_different_sizes_are_padded_with_never():
+    ragged = Ledger(mixed(1, 3))
+    ragged.record(4, ragged.catalog.everything, np.zeros((2, 3), dtype=np.int64))
+    assert ragged.expert_steps().tolist() == [[4, NEVER, NEVER], [4, 4, 4]]
 
 
-def test_missing_is_what_a_tier_has_never_held(ledger):
-    assert ledger.missing(["a", "d", "b", "e"]) == ("d", "e")
-    assert ledger.missing(["a", "b"], Tier.HOST) == ("a",)
-    assert Ledger().missing(["a"]) == ("a",)
+def test_what_the_newest_checkpoint_lacks_is_at_risk(ledger):
+    assert ledger.at_risk_tokens == 3 + 2 + 5 + 3 + 2
+    assert ledger.at_risk_plt == 15 / 40
+    assert ledger.tokens.unsaved().tolist() == [[0, 3, 2], [5, 3, 2]]
 
 
-def test_oldest_step(ledger):
-    assert ledger.oldest_step() == 10
-    assert ledger.oldest_step(Tier.HOST) == 13
-    assert ledger.oldest_step(Tier.PEER) is None
+def test_memory_holds_what_was_kept_and_what_storage_got(ledger):
+    ledger.tokens.apply(routed(1, 1, 1))
+    ledger.record(13, ALWAYS, ledger.tokens.applied.copy(), kept=("expert/1/1",))
+    assert ledger.tokens.unsaved(Tier.HOST).tolist() == [[1, 4, 3], [6, 0, 3]]
+    assert ledger.tokens.unsaved(Tier.STORAGE).tolist() == [[1, 4, 3], [6, 4, 3]]
+    assert ledger.expert_steps().tolist() == [[12, 10, 10], [10, 10, 10]], "memory is no checkpoint"
 
 
-def test_newest_over_tiers_and_ties(ledger):
-    ledger.record(Tier.HOST, 13, ["a", "c"])
-    ledger.record(Tier.PEER, 13, ["c"])
-    newest = ledger.newest([Tier.PEER, Tier.HOST, Tier.STORAGE])
-    assert {op: (tier, v.step) for op, (tier, v) in newest.items()} == {
-        "a": (Tier.HOST, 13),
-        "b": (Tier.HOST, 13),
-        "c": (Tier.PEER, 13),
-    }
-    assert ledger.newest([Tier.STORAGE])["b"] == (Tier.STORAGE, Version(10))
+def test_versions_only_move_forward_and_only_where_they_are_newer(ledger):
+    seen = ledger.tokens.applied.copy()
+    with pytest.raises(ValueError, match="expert/0/0 is recorded at step 12, cannot go back to step 11"):
+        ledger.record(11, ("expert/0/1", "expert/0/0"), seen)
+    assert ledger.expert_steps().tolist() == [[12, 10, 10], [10, 10, 10]], "nothing of it was recorded"
+    ledger.record(11, ("expert/0/1",), seen)
+    assert ledger.expert_steps().tolist() == [[12, 11, 10], [10, 10, 10]]
 
 
-def test_fidelity_is_kept(ledger):
-    ledger.record(Tier.HOST, 14, ["a"], Fidelity.COMPUTE)
-    assert ledger.versions(Tier.HOST)["a"].fidelity is Fidelity.COMPUTE
+def test_a_window_is_a_version_that_no_partial_checkpoint_builds_on():
+    ledger = Ledger(MODEL)
+    ledger.record(4, EVERYTHING, routed(1, 1, 1), whole=False)
+    assert tuple(ledger.missing()) == EVERYTHING
+    assert (ledger.expert_steps() == 4).all()
+    ledger.record(5, EVERYTHING, routed(1, 1, 1))
+    assert ledger.missing() == ()
+    ledger.record(9, EVERYTHING, routed(1, 1, 1), whole=False)
+    assert ledger.missing() == (), "what was saved once stays so"
+
+
+def test_a_partial_checkpoint_saves_only_its_own():
+    ledger = Ledger(MODEL)
+    ledger.record(4, EVERYTHING[:-1], routed(1, 1, 1))
+    assert list(ledger.missing()) == [EVERYTHING[-1]]
+
+
+def test_what_is_forgotten_is_missing_and_unsaved(ledger):
+    ledger.forget()
+    assert tuple(ledger.missing()) == EVERYTHING
+    assert (ledger.expert_steps() == NEVER).all()
+    assert ledger.at_risk_tokens == ledger.tokens.routed_tokens == 40
+
+
+def test_what_is_owed_is_owed_until_a_checkpoint_of_that_very_change(ledger):
+    ledger.owe(["gate/0", "expert/0/1"], 1)
+    paid = ledger.owed
+    ledger.owe(["gate/0"], 2)
+    ledger.pay(paid)
+    assert ledger.owed == {"gate/0": 2}
+    ledger.pay({"gate/0": 2})
+    assert ledger.owed == {}
+
+
+def test_a_copy_as_of_other_tokens_shares_nothing(ledger):
+    copied = ledger.as_of(routed(7, 7, 7))
+    copied.record(20, EVERYTHING, routed(7, 7, 7))
+    copied.owe(["gate/0"], 1)
+    copied.forget()
+    assert copied.tokens.applied.tolist() == routed(7, 7, 7).tolist()
+    assert ledger.expert_steps().tolist() == [[12, 10, 10], [10, 10, 10]]
+    assert ledger.owed == {}
+    assert ledger.tokens.unsaved().sum() == 15
+
+
+def test_a_ledger_moved_ahead_looks_the_same_from_there(ledger):
+    unsaved, ages = ledger.tokens.unsaved(), ledger.expert_ages(13)
+    ledger.move(7, routed(5, 3, 2))
+    assert (ledger.tokens.unsaved() == unsaved).all()
+    assert (ledger.expert_ages(13 + 7) == ages).all()
+    assert ledger.tokens.applied.tolist() == routed(45, 27, 18).tolist()
+
+
+def test_moving_a_ledger_that_never_saved_makes_no_versions():
+    ledger = Ledger(MODEL)
+    ledger.move(3, routed(1, 1, 1))
+    assert (ledger.expert_steps() == NEVER).all()
+
+
+def test_a_return_loses_what_neither_storage_nor_memory_that_is_alive_has_seen(ledger):
+    ledger.tokens.apply(routed(1, 1, 1))
+    ledger.record(13, ALWAYS, ledger.tokens.applied.copy(), kept=("expert/1/1", "expert/1/2"))
+    alive = np.zeros((2, 3), dtype=bool)
+    alive[1, 1] = True
+    fault = ledger.recover(13, alive)
+    assert (fault.lost_tokens, fault.stale_experts) == (1 + 4 + 3 + 6 + 3, 5)
+    assert ledger.recover(13, None).lost_tokens == 4, "what memory had newer is not on storage yet"

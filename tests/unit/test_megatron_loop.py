@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from moe_ckpt.errors import ConfigError, UnencodableStateError
-from moe_ckpt.megatron.loop import FirstForward, Loop, StepWatch
-from moe_ckpt.megatron.progress import Progress
+from moe_ckpt.driver.messages import say_inexact
+from moe_ckpt.errors import ConfigError, StateRefusedError, UnencodableStateError
+from moe_ckpt.megatron.host import other_layout
+from moe_ckpt.megatron.loop import FirstForward, Loop, Progress, StepWatch
+from moe_ckpt.megatron.trainer_state import restore_stateful
 
 
 class Optimizer:
@@ -75,11 +77,6 @@ def test_the_first_training_forward_pass_of_the_model():
 
 def test_iterations_in_another_order():
     loop = Loop()
-    with pytest.raises(ConfigError, match=r"resume\(\) was not called"):
-        loop.skip(1, 0, None)
-    loop.resume()
-    with pytest.raises(ConfigError, match="called twice"):
-        loop.resume()
     loop.stand_at(Progress(4, 8, restored=True, counters={"a": 1}))
     assert not loop.moved
     loop.step(5, 10, None)
@@ -93,3 +90,29 @@ def test_iterations_in_another_order():
     with pytest.raises(UnencodableStateError, match="counters/a"):
         loop.step(7, 14, {"a": object()})
     assert (loop.iteration, loop.consumed_samples, loop.counters) == (6, 12, {"a": [2]})
+
+
+class OptimizerParamScheduler:
+    """Refuses another schedule as Megatron's of that name does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": 8}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["num_steps"] == 8, "class input value and checkpointvalue for total number of iterations differ"
+
+
+def test_a_longer_schedule_is_refused_with_what_to_give():
+    with pytest.raises(StateRefusedError, match="--override-opt_param-scheduler") as refused:
+        restore_stateful({"scheduler": OptimizerParamScheduler()}, {"scheduler": {"num_steps": 16}}, "state.json")
+    assert "move the step directory away" not in str(refused.value)
+
+
+def test_another_layout_is_warned_of_once_and_by_its_degrees(caplog):
+    for rank in range(2):
+        say_inexact(other_layout({"expert": 2, "data": 4}, {"expert": 4, "data": 4}), rank)
+        say_inexact(other_layout({"expert": 2, "data": 4}, {"expert": 2, "data": 4}), rank)
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "another layout (expert 2, now 4)" in record.message
+    assert "random numbers go on as seeded now" in record.message

@@ -16,10 +16,12 @@ from torchmetrics import MetricCollection
 
 from moe_ckpt import metrics as m
 from moe_ckpt.core.skew import normalized_hhi
-from moe_ckpt.engine.books import Books
+from moe_ckpt.engine.events import StepEnded, StepReplayed, TrainingEnded
 from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import ConfigError, MissingPackageError
-from moe_ckpt.metrics.collection import facts
+from moe_ckpt.metrics.collection import facts, feeding
+from moe_ckpt.policies.base import Measured
 from tests.support import run_ranks
 from tests.unit.builders import catalog
 
@@ -221,15 +223,15 @@ def test_state_dict_round_trip():
 
 
 def test_what_the_metrics_ask_for_comes_from_record_and_books():
-    books = Books(catalog(layers=2, experts=2))
-    books.routed(np.array([[8, 0], [4, 4]]))
-    books.at_risk_tokens = 5
+    run_ledger = RunLedger(catalog(layers=2, experts=2))
+    run_ledger.routed(np.array([[8, 0], [4, 4]]))
+    run_ledger.ledger.at_risk_tokens = 5
     record = StepRecord(
         9, nbytes=9, frozen_nbytes=4, k=1, routed_tokens=16, lost_tokens=2, stall_secs=0.5, oldest_expert_steps=1,
         window=3, slot=2, committed_step=7,
     )  # fmt: skip
     collection = m.checkpoint_metrics()
-    given = facts(record, books)
+    given = facts(record, run_ledger)
     asked = {name for metric in collection.values() for name in metric._filter_kwargs(**given)}
     assert asked == set(given) == set(FIRST)
     collection.update(**given)
@@ -240,7 +242,7 @@ def test_what_the_metrics_ask_for_comes_from_record_and_books():
     assert found["expert_ages"] == [[-1, -1], [-1, -1]]
     assert (found["bytes_full"], found["bytes_compute"], found["bytes"]) == (5, 4, 9)
     assert (found["window_age"], found["window_size"], found["window_slot"]) == (2, 3, 2)
-    assert facts(StepRecord(1), books)["window_age"] is None
+    assert facts(StepRecord(1), run_ledger)["window_age"] is None
 
 
 # --- ranks ---
@@ -397,15 +399,19 @@ def test_without_matplotlib_plot_says_what_to_install(kind, monkeypatch):
         metric.plot()
 
 
+def step_ended(record, run_ledger):
+    return StepEnded(record, 0.0, False, Measured(), run_ledger, list)
+
+
 def test_step_log_says_when_k_changes(caplog):
     from moe_ckpt.callbacks.step_log import StepLog
 
     caplog.set_level("INFO", "moe_ckpt")
-    told = StepLog([2, 2])
     trainer = types.SimpleNamespace(is_global_zero=True, log_every_n_steps=1, loggers=[])
-    books = Books(catalog(layers=2, experts=2))
+    told = StepLog([2, 2], trainer=trainer)
+    run_ledger = RunLedger(catalog(layers=2, experts=2))
     for step, k in ((1, 1), (2, 1), (3, 2), (4, None), (5, 2)):
-        told.note(trainer, StepRecord(step, k=k, plt_budget_left=0.01, plt=0.04), books)
+        told(step_ended(StepRecord(step, k=k, plt_budget_left=0.01, plt=0.04), run_ledger))
     said = [record.message for record in caplog.records]
     assert said == [
         "step 3: 2 experts of each layer are saved per checkpoint from now on, 1 before; "
@@ -416,16 +422,17 @@ def test_step_log_says_when_k_changes(caplog):
 def test_step_log_leaves_out_of_the_metrics_what_is_computed_again():
     from moe_ckpt.callbacks.step_log import StepLog
 
-    told, heard = StepLog([2, 2]), []
+    heard = []
     logger = types.SimpleNamespace(log_metrics=lambda values, step: heard.append((step, values)))
     trainer = types.SimpleNamespace(is_global_zero=True, log_every_n_steps=1, loggers=[logger])
-    books = Books(catalog(layers=2, experts=2))
+    told = StepLog([2, 2], trainer=trainer)
+    run_ledger = RunLedger(catalog(layers=2, experts=2))
     for record in (
         StepRecord(4, nbytes=9, frozen_nbytes=3, window=3, slot=2, committed_step=2, lost_tokens=1, routed_tokens=10),
         StepRecord(3, replayed=True, committed_step=4),
         StepRecord(5, committed_step=4, lost_tokens=1, routed_tokens=20),
     ):
-        told.note(trainer, record, books)
+        told(StepReplayed(record, run_ledger) if record.replayed else step_ended(record, run_ledger))
     assert heard[1] == (3, {"moe_ckpt/replayed": 1.0})
     names = ("bytes", "bytes_full", "bytes_compute", "window_age", "window_size", "window_slot", "replayed")
     assert [[values.get(f"moe_ckpt/{name}") for name in names] for _, values in (heard[0], heard[2])] == [
@@ -433,3 +440,12 @@ def test_step_log_leaves_out_of_the_metrics_what_is_computed_again():
     ]  # fmt: skip
     found = told.metrics.compute()
     assert (found["bytes"], found["plt"], found["window_age"]) == (4.5, 0.05, 1)  # means over two steps, not three
+
+
+def test_the_end_of_training_completes_what_the_ledger_knows_and_counts_no_step():
+    metrics = m.checkpoint_metrics([2, 2], sync_on_compute=False)
+    feed, run_ledger = feeding(metrics), RunLedger(catalog(layers=2, experts=2))
+    feed(step_ended(StepRecord(4, nbytes=9, lost_tokens=1, routed_tokens=10), run_ledger))
+    feed(TrainingEnded(StepRecord(4, nbytes=9, lost_tokens=1, routed_tokens=20), run_ledger))
+    found = metrics.compute()
+    assert (found["plt"], found["bytes"], metrics["stall"].update_count) == (0.05, 9, 1)

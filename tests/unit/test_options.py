@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from moe_ckpt.core.quantities import parse_bytes, parse_secs
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Dense, Guarded, MoC
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
 
 
 def made(**values):
@@ -119,8 +121,12 @@ def test_paths():
         ({"when_busy": None}, "when_busy=None: choose from 'skip', 'wait'"),
         ({"sharding": []}, r"sharding=\[\]: choose from"),
         ({"on_phase": "copy"}, "on_phase='copy'"),
-        ({"policy": "moc"}, r"policy='moc': .*MoC\(k=1\)"),
-        ({"policy": MoC}, "policy=<class"),
+        ({"policy": "moc"}, r"policy='moc' is text; give the policy itself: policy=MoC\(\)"),
+        ({"policy": MoC}, r"policy=MoC is the class of a policy; make one of it: policy=MoC\(\)"),
+        ({"policy": "MoEvement"}, r"policy='MoEvement' is text; .*policy=MoEvement\(\), with MoEvement from"),
+        ({"policy": "some/dir"}, r"policy='some/dir': .*MoC\(k=1\).* by name: dirpath='some/dir'"),
+        ({"policy": Path("some/dir")}, r"directory of the checkpoints is given by name: dirpath='some/dir'"),
+        ({"policy": 5}, r"policy=5: give a policy such as MoC\(k=1\)"),
         ({"plt_budget": 0.1}, "plt_budget=0.1 without guard"),
         ({"guard": "pray"}, "pray"),
         ({"profile": "s3://b/p.json"}, "profile='s3://b/p.json': give the path of a local file"),
@@ -134,6 +140,42 @@ def test_paths():
 def test_what_cannot_be_is_refused_by_name(values, says):
     with pytest.raises(ConfigError, match=says):
         made(**values)
+
+
+@pytest.mark.parametrize("policy", [Gemini(), Guarded(Gemini(5)), AnyOf([Dense(9), Gemini(5)])])
+@pytest.mark.parametrize("memory", [None, Memory()])
+def test_a_policy_for_the_memory_of_peers_asks_for_copies_there(policy, memory):
+    with pytest.raises(ConfigError, match=r"at least 1 peers, and memory=.* keeps copies on 0: .*Memory\(replicas=1\)"):
+        Options(policy=policy, dirpath="x", memory=memory)
+    for replicas in (1, 2):
+        assert Options(policy=policy, dirpath="x", memory=Memory(replicas=replicas)).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Dense(every_n_step=5), r"^Dense\(every_n_step=\.\.\.\): no such .* mean every_n_steps\?$"),
+        (lambda: MoC(kk=1), r"^MoC\(kk=\.\.\.\): no such option; did you mean k\?$"),
+        (lambda: MoC(zzz=1), r"^MoC\(zzz=\.\.\.\): no such option; there are: every_n_steps, k, plt_budget"),
+        (lambda: MoEvement(windows=4), r"did you mean window\?"),
+        (lambda: MoEtion(expert=4), r"did you mean experts\?"),
+        (lambda: CheckFreq(max_overheads=4), r"did you mean max_overhead\?"),
+        (lambda: Gemini(mtbf=600), r"did you mean mtbf_secs\?"),
+        (lambda: Dense(5, False, 3), r"^Dense was given 3 options; there are: every_n_steps, sync$"),
+        (lambda: Dense(5, every_n_steps=3), r"^Dense\(every_n_steps=\.\.\.\): every_n_steps is given twice"),
+        (lambda: Guarded(budget=0.1), r"^Guarded\(\): policy is missing; write Guarded\(policy=\.\.\.\)"),
+        (lambda: RetentionPolicy(keep_lst=5), r"^RetentionPolicy\(keep_lst=\.\.\.\): .*did you mean keep_last\?"),
+    ],
+)
+def test_a_wrong_option_of_a_policy_is_named_with_the_nearest_right_one(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_policies_are_the_dataclasses_that_they_were():
+    assert replace(MoC(2, selector="load_aware"), k=3) == MoC(k=3, selector="load_aware")
+    assert list(inspect.signature(Dense).parameters) == ["every_n_steps", "sync"]
+    assert pickle.loads(pickle.dumps(Dense(5))) == Dense(5)
 
 
 def test_defaults():

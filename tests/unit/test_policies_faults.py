@@ -1,4 +1,4 @@
-"""Whole runs with failures, through the library's own books: the budget holds whatever happens."""
+"""Whole runs with failures, through the library's own run_ledger: the budget holds whatever happens."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ guarded = st.builds(
 def test_no_sequence_of_faults_breaks_the_budget(policy, seed, ranks, sizes):
     budget = policy.budget if isinstance(policy, MoC) else policy.plt_budget
     for run, _ in troubled(policy, seed, sizes=sizes, ranks=ranks):
-        assert run.books.tokens.plt <= budget
-        assert all(fault.lost_tokens <= budget * fault.routed_tokens for fault in run.books.tokens.faults)
+        assert run.run_ledger.tokens.plt <= budget
+        assert all(fault.lost_tokens <= budget * fault.routed_tokens for fault in run.run_ledger.tokens.faults)
 
 
 @settings(max_examples=25, deadline=None)
@@ -94,12 +94,12 @@ def test_no_sequence_of_faults_breaks_the_budget(policy, seed, ranks, sizes):
        seed=st.integers(0, 2**32))  # fmt: skip
 def test_saving_all_experts_loses_nothing(policy, seed):
     for run, fault in troubled(policy, seed):
-        assert (fault.lost_tokens, run.books.tokens.plt) == (0, 0)
+        assert (fault.lost_tokens, run.run_ledger.tokens.plt) == (0, 0)
 
 
 def test_without_a_budget_these_runs_lose_more():
     """The runs above are hard enough: most break every budget where nobody keeps to one."""
-    worst = [max((run.books.tokens.plt for run, _ in troubled(MoC(), seed)), default=0) for seed in range(12)]
+    worst = [max((run.run_ledger.tokens.plt for run, _ in troubled(MoC(), seed)), default=0) for seed in range(12)]
     assert sum(plt > 0.075 for plt in worst) > 6
 
 

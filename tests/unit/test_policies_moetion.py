@@ -22,8 +22,8 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.sharding import water_level
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError, NoMoELayerError
-from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, MoEvement, Policy
-from moe_ckpt.policies.base import Measured, uses_sizes, uses_windows
+from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
+from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from tests.unit.builders import catalog, context, experts_in
 
@@ -431,10 +431,10 @@ def test_it_is_a_policy_that_is_told_sizes_where_it_goes_by_them():
     assert isinstance(MoEtion(), Policy)
     said = {"every_n_steps": 1, "experts": 2, "selection": "popular", "budget_fraction": 1.0}
     assert MoEtion(experts=2).describe() == {"name": "moetion", **said}
-    assert uses_sizes(MoEtion())
-    assert uses_sizes(Guarded(MoEtion()))
-    assert not any(map(uses_sizes, (MoEtion(experts=2), Guarded(MoC()), MoC(), Dense(), MoEvement())))
-    assert not uses_windows(MoEtion())
+    assert needs_of(MoEtion()).sizes
+    assert needs_of(Guarded(MoEtion())).sizes
+    assert not any(needs_of(policy).sizes for policy in (MoEtion(experts=2), Guarded(MoC()), MoC(), Dense()))
+    assert not needs_of(MoEtion()).windows
 
 
 def test_a_guard_adds_what_the_budget_for_lost_tokens_asks_for():

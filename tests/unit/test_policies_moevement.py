@@ -14,7 +14,7 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Activity, Measured, Policy
-from moe_ckpt.policies.moevement import PROFILE_STEPS, MoEvement
+from moe_ckpt.policies.moevement import FIRST_SLOTS, PROFILE_STEPS, MoEvement
 from moe_ckpt.policies.popularity import ORDERS
 from tests.unit.builders import catalog, context
 
@@ -143,6 +143,13 @@ def test_a_run_that_never_learns_its_rates_measures_them_by_a_dense_checkpoint()
     assert is_dense(policy.plan(facts(100 + PROFILE_STEPS, 100, unknown)))
 
 
+def test_a_run_restarted_at_step_0_does_not_wait_as_long():
+    """Nothing but step 0 stands behind it, and that checkpoint told no rates."""
+    policy, unknown = MoEvement(), Measured(recent_iteration_secs=1.0)
+    assert not policy.plan(facts(FIRST_SLOTS - 1, 0, unknown))
+    assert is_dense(policy.plan(facts(FIRST_SLOTS, 0, unknown)))
+
+
 @pytest.mark.parametrize("policy", [MoEvement(), MoEvement(window=3)])
 @pytest.mark.parametrize("measured", [Measured(), at(50.0)])
 def test_with_no_checkpoint_at_all_the_first_is_dense(policy, measured):
@@ -253,6 +260,14 @@ def test_training_that_must_stall_gets_the_longest_window_and_the_report_says_by
         "stalls by up to 1.9 s per iteration (380%), 1.6 s on average"
     )
     assert "training stalls by up to 1.9 s" in str(report)
+
+
+def test_a_stall_of_nothing_is_no_warning():
+    report = MoEvement(max_window=2).explain(facts(measured=at(71.9)))
+    assert (report.fits, report.stall_secs) == (False, pytest.approx(72 / 71.9 - 1))
+    assert report.warning is None
+    assert str(report).count("no slot takes noticeably longer") == 1
+    assert "(3%)" in MoEvement(max_window=2).explain(facts(measured=at(70.0))).warning
 
 
 def test_over_the_budget_but_within_the_iteration_is_no_stall():
@@ -454,7 +469,7 @@ def test_operators_that_cannot_be_parted_are_anchored_together():
     """Experts of one layer whose optimizer mixes rows of a stack: one unit, where its most popular member stood."""
     together = tuple(frozenset(op for op in ALL if op.startswith(f"expert/{layer}/")) for layer in (0, 1))
     for step in range(1, 12):
-        plan = MoEvement(window=5).plan(facts(step, step - 1, inseparable=together))
+        plan = MoEvement(window=5).plan(facts(step, step - 1, coupled_operators=together))
         slots = plan.window.slots
         assert sorted(plan.window.order) == sorted(ALL)
         for group in together:

@@ -132,6 +132,14 @@ def test_sequential_goes_by_age_before_position():
     assert chosen.stored + chosen.held == ((0, 1), (0, 3), (0, 0), (0, 2))
 
 
+def test_sequential_takes_the_oldest_of_many_by_their_age():
+    chosen_at = np.stack([np.random.default_rng(seed).permutation(3000) for seed in (0, 1)])
+    chosen = sequential(context(mixed(3000, 3000), 4000, chosen_at=chosen_at), Request(5, 1500))
+    oldest = [[(layer, int(expert)) for expert in np.argsort(steps)[:1500]] for layer, steps in enumerate(chosen_at)]
+    assert list(chosen.stored) == [pair for pairs in oldest for pair in pairs[:5]]
+    assert list(chosen.held) == [pair for pairs in oldest for pair in pairs[5:]]
+
+
 @every
 def test_a_context_that_knows_nothing_will_do(selector):
     assert len(selector(context(catalog(2, 4)), Request(1, 2)).stored) == 2

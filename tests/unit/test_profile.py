@@ -20,9 +20,7 @@ import pytest
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.engine import profile as engine_profile
-from moe_ckpt.engine.profile_facts import parallel, started_unix_secs, weighed
-from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.shares import operator_bytes
 from moe_ckpt.errors import ConfigError, DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import LayerRecord
@@ -38,6 +36,9 @@ from moe_ckpt.format.profile import (
 )
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.ports import TensorSpec
+from moe_ckpt.profiling import recorder
+from moe_ckpt.profiling.facts import parallel, started_unix_secs, weighed
+from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.failures import NoFailures, Poisson
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
@@ -304,7 +305,7 @@ def test_the_process_began_when_the_system_says():
         psutil.Process().create_time(), abs=1.5
     )  # psutil rounds boot to seconds
     code = (
-        "import time; t = time.time(); from moe_ckpt.engine import profile_facts as p; print(t - p.started_unix_secs())"
+        "import time; t = time.time(); from moe_ckpt.profiling import facts as p; print(t - p.started_unix_secs())"
     )
     spent = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
     assert -0.02 < spent < 5  # time to start Python, before the imports
@@ -336,7 +337,7 @@ def test_only_what_a_dead_writer_of_the_same_file_left_is_removed(tmp_path):
 @pytest.mark.parametrize("path", ["", "s3://bucket/p.json"])
 def test_a_path_that_cannot_be_one_is_refused(path):
     with pytest.raises(ConfigError, match="profile="):
-        Settings(profile=path)
+        Options(profile=path)
 
 
 # --- a session that records ---
@@ -347,8 +348,15 @@ def path(tmp_path):
     return str(tmp_path / "profile.json")
 
 
-def life(tmp_path, path, **more):
-    return engine_parts.Life(LocalStorage(tmp_path / "store"), profile=path, **more)
+def life(tmp_path, path, storage=None, **more):
+    rank = more["comm"].rank if "comm" in more else 0
+    storage = storage or LocalStorage(tmp_path / "store")
+    return engine_parts.Life(storage, observers=profilers(path, rank), **more)
+
+
+def writer_of(run):
+    (observer,) = run.observers
+    return observer._recorder._writer
 
 
 def read(path):
@@ -364,7 +372,7 @@ def test_a_life_is_recorded(tmp_path, path):
     (found,) = read(path).lives
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert found.finished
-    assert engine_profile._left_unix_secs == found.last_unix_secs  # and not when it was closed once more
+    assert recorder._left_unix_secs == found.last_unix_secs  # and not when it was closed once more
     assert (found.first_step, found.last_step, found.steps, found.restored_step) == (1, 5, 5, None)
     assert found.policy == MoC(k=1).describe()
     assert (found.ranks, found.ranks_per_node, found.pp, found.dp, found.ep) == (1, 1, 1, 1, 1)
@@ -397,7 +405,7 @@ def test_the_next_life_is_added(tmp_path, path):
     with life(tmp_path, path) as second:
         assert not list(tmp_path.glob(".profile.json.*"))
         assert [each.generation for each in read(path).lives] == [0]
-        second.session.adopt(engine_parts.manifests(tmp_path / "store")[-1])
+        second.session.resume_from(engine_parts.manifests(tmp_path / "store")[-1])
         second.session.training_begins()
         second.step = 3
         second.go(2, settle=True)
@@ -422,9 +430,9 @@ def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
         clock[0] -= 10.0
         return clock[0]
 
-    monkeypatch.setattr(engine_profile.time, "time", backwards)
+    monkeypatch.setattr(recorder.time, "time", backwards)
     with life(tmp_path, path) as second:
-        second.session.adopt(engine_parts.manifests(tmp_path / "store")[-1])
+        second.session.resume_from(engine_parts.manifests(tmp_path / "store")[-1])
         second.session.training_begins()
         second.step = 2
         second.go(3, settle=True)
@@ -434,7 +442,7 @@ def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
 
 
 def test_only_the_newest_lives_are_kept(tmp_path, path, monkeypatch):
-    monkeypatch.setattr("moe_ckpt.engine.profile_file._MOST_LIVES", 3)
+    monkeypatch.setattr("moe_ckpt.profiling.file._MOST_LIVES", 3)
     for _ in range(5):
         with life(tmp_path, path) as run:
             run.go(1, settle=True)
@@ -447,7 +455,7 @@ def test_steps_computed_again_are_no_training_yet(tmp_path, path):
     with life(tmp_path, path) as second:
         second.session.training_begins()
         time.sleep(0.05)  # a window is computed again
-        second.session.adopt(engine_parts.manifests(tmp_path / "store")[-1])
+        second.session.resume_from(engine_parts.manifests(tmp_path / "store")[-1])
         second.step = 3
         second.go()
     found = read(path).lives[-1]
@@ -466,7 +474,7 @@ def test_windows_are_recorded_with_what_they_weigh(tmp_path, path):
         run.go(2, settle=True)
     (found,) = read(path).lives
     assert (found.begun, found.committed) == (5, 4)  # that of step 0 too; nobody booked the newest one
-    assert read_profile(path).sizes == run.session._planner.sizes
+    assert read_profile(path).sizes == run.session._snapshots.live.sizes
 
 
 def test_tensors_are_weighed_though_nothing_is_saved_yet(tmp_path, path):
@@ -475,7 +483,7 @@ def test_tensors_are_weighed_though_nothing_is_saved_yet(tmp_path, path):
         run.go(4)
         time.sleep(0.6)  # until the next write is due
         run.go()
-        run.session._profile._writer.wait(5)
+        writer_of(run).wait(30)
         assert read_profile(path).sizes == operator_bytes(run.model, run.state.specs(), {})
         assert read(path).lives[0].begun == 0
 
@@ -491,12 +499,12 @@ def test_tensors_that_appear_are_weighed_anew(tmp_path, path):
 
 def test_failed_and_skipped_checkpoints_are_counted(tmp_path, path):
     storage = engine_parts.failing(tmp_path / "store", 1)
-    with engine_parts.Life(storage, profile=path) as run:
+    with life(tmp_path, path, storage) as run:
         run.go(4, settle=True)
     (found,) = read(path).lives
     assert (found.failed, found.committed) == (1, 2)  # the newest one was not booked yet
     storage = engine_parts.GatedStorage(tmp_path / "slow")
-    with engine_parts.Life(storage, profile=path, max_in_flight=1) as run:
+    with life(tmp_path, path, storage, max_in_flight=1) as run:
         storage.gate.clear()
         run.go(4)
         storage.gate.set()
@@ -542,14 +550,14 @@ def test_a_file_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_pat
         run.session.training_begins()
         run.go(3, settle=True)
     assert sum("p.json" in record.message for record in caplog.records) == 1
-    assert run.session.committed_step is not None
+    assert run.session.run_ledger.committed_step is not None
 
 
 def test_a_write_error_is_told_once(tmp_path, path, caplog, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moe_ckpt.engine.profile_file.replace_file", full)
+    monkeypatch.setattr("moe_ckpt.profiling.file.replace_file", full)
     with caplog.at_level(logging.WARNING, "moe_ckpt"), life(tmp_path, path) as run:
         run.session.training_begins()
         run.go(3, settle=True)
@@ -568,13 +576,13 @@ def test_without_a_path_nothing_is_recorded(tmp_path):
 def test_how_often_it_is_written(tmp_path, path, monkeypatch):
     """A hundredth of the life's length apart, within 0.5 and 10 s; and as soon as iterations are measured."""
     clock = [1000.0]
-    monkeypatch.setattr(engine_profile.time, "time", lambda: clock[0])
-    monkeypatch.setattr(engine_profile, "started_unix_secs", lambda: 1000.0)
-    monkeypatch.setattr(engine_profile, "_left_unix_secs", 0.0)
+    monkeypatch.setattr(recorder.time, "time", lambda: clock[0])
+    monkeypatch.setattr(recorder, "started_unix_secs", lambda: 1000.0)
+    monkeypatch.setattr(recorder, "_left_unix_secs", 0.0)
     run = life(tmp_path, path)
     run.session.open()
     written = []
-    writer = run.session._profile._writer
+    writer = writer_of(run)
     monkeypatch.setattr(writer, "write", lambda life, specs, compute: bool(written.append(life.last_unix_secs)) or True)
     run.session.training_begins()
     for _ in range(200):
@@ -587,7 +595,7 @@ def test_how_often_it_is_written(tmp_path, path, monkeypatch):
     written.clear()
     with life(tmp_path, str(tmp_path / "other")) as fast:
         monkeypatch.setattr(
-            fast.session._profile._writer, "write", lambda life, specs, compute: bool(written.append(clock[0])) or True
+            writer_of(fast), "write", lambda life, specs, compute: bool(written.append(clock[0])) or True
         )
         fast.session.training_begins()
         began = clock[0]

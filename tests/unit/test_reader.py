@@ -110,20 +110,21 @@ def test_newest_good_falls_back_and_says_what_was_wrong(tmp_path, caplog):
     raw = bytearray((tmp_path / path).read_bytes())
     raw[-1] ^= 1
     (tmp_path / path).write_bytes(raw)
-    told = []
+    reader = reader_of(tmp_path)
     with caplog.at_level(logging.WARNING, "moe_ckpt"):
-        manifest = newest_good(reader_of(tmp_path), lambda directory, error: told.append((directory, error)))
+        manifest = newest_good(reader)
     assert manifest is not None
     assert manifest.directory == "step_00000002"
-    [(directory, error)] = told
-    assert directory == "step_00000003"
-    assert (error.path, error.step, error.rank) == (path, 3, 1)
+    assert "checkpoint step_00000003 is passed over" in caplog.text
+    with pytest.raises(DamagedError) as caught:
+        check_checkpoint(reader, reader.manifest("step_00000003"))
+    assert (caught.value.path, caught.value.step, caught.value.rank) == (path, 3, 1)
     assert path in caplog.text
     assert "step 3" in caplog.text
     assert "rank 1" in caplog.text
 
 
-def test_shallow_check_leaves_slices_to_the_restore_and_skip_goes_on(tmp_path):
+def test_a_shallow_check_leaves_slices_to_the_restore(tmp_path):
     run = example(tmp_path)
     path = expert_shard(run)
     raw = bytearray((tmp_path / path).read_bytes())
@@ -131,7 +132,7 @@ def test_shallow_check_leaves_slices_to_the_restore_and_skip_goes_on(tmp_path):
     (tmp_path / path).write_bytes(raw)
     reader = reader_of(tmp_path)
     assert newest_good(reader, deep=False).directory == "step_00000003"
-    assert newest_good(reader, deep=False, skip={"step_00000003"}).directory == "step_00000002"
+    assert newest_good(reader).directory == "step_00000002"
 
 
 def test_an_empty_store_has_no_newest_and_a_ruined_one_is_an_error(tmp_path):
@@ -184,7 +185,7 @@ def test_stores_of_others_are_refused(tmp_path):
 def test_a_manifest_of_another_format_version_is_not_skipped(tmp_path):
     run = example(tmp_path)
     path = tmp_path / "step_00000003" / MANIFEST_NAME
-    body = unseal(path.read_bytes(), "") | {"format_version": 3}
+    body = unseal(path.read_bytes(), "") | {"format_version": 99}
     path.write_bytes(seal(body))
     with pytest.raises(FormatVersionError):
         newest_good(reader_of(run.root))
@@ -272,6 +273,24 @@ def test_a_state_that_is_sealed_but_not_the_written_one_is_refused(tmp_path):
         reader.state(run.manifests["step_00000003"], 0)
 
 
+def test_a_part_that_is_sealed_but_not_the_written_one_is_refused(tmp_path):
+    example(tmp_path)
+    path = tmp_path / "step_00000002" / "PART.json"
+    raw = path.read_bytes()
+    body = unseal(raw, "")
+    body["operators"].reverse()
+    path.write_bytes(seal(body))
+    assert len(path.read_bytes()) == len(raw)
+    assert path.read_bytes() != raw
+    for step in (2, 3):
+        with pytest.raises(DamagedError, match=r"^step_00000002/PART\.json, step 2: checksum mismatch"):
+            reader_of(tmp_path).manifest(f"step_0000000{step}")
+    path.unlink()
+    with pytest.raises(DamagedError, match=r"^step_00000002/PART\.json, step 2: is missing"):
+        reader_of(tmp_path).manifest("step_00000003")
+    assert newest_good(reader_of(tmp_path)).directory == "step_00000001"
+
+
 def test_missing_operators_and_rows_are_named(tmp_path):
     run = TinyRun(tmp_path)
     run.builder.layers = (dataclasses.replace(run.builder.layers[0], experts=5),)
@@ -283,6 +302,7 @@ def test_missing_operators_and_rows_are_named(tmp_path):
 @pytest.mark.parametrize("key", ["model/blocks.0.moe.experts", "optim/0/blocks.0.moe.experts/exp_avg"])
 def test_a_missing_or_doubled_row_is_named(tmp_path, key):
     run = TinyRun(tmp_path)
+    run.builder.version = 1
     commit = run.builder.commit
     run.builder.commit = lambda step, blocks, *rest: commit(
         step, [b for b in blocks if b.key != key or b.offsets[0] != 1 or step == 2], *rest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -46,14 +48,22 @@ def test_corpus_is_the_same_again_and_from_the_cache(corpus, cache):
     assert stdlib_corpus(cache) == corpus
 
 
-def test_a_damaged_cache_is_not_believed(corpus, cache):
-    (file,) = cache.iterdir()
+def test_a_damaged_cache_is_not_believed(tmp_path, monkeypatch):
+    documents = list(itertools.islice(data.stdlib_documents(), 100))
+    read = []
+    monkeypatch.setattr(data, "stdlib_documents", lambda: read.append(1) or documents)
+    corpus = stdlib_corpus(tmp_path)
+    assert stdlib_corpus(tmp_path) == corpus
+    assert len(read) == 1, "the second time from the cache"
+    (file,) = tmp_path.iterdir()
     text = file.read_bytes()
+    assert len(text) > 10_000
     file.write_bytes(text[:5000] + b"#" + text[5001:])
-    assert stdlib_corpus(cache) == corpus
+    assert stdlib_corpus(tmp_path) == corpus
     file.write_bytes(text[:300])
-    assert stdlib_corpus(cache) == corpus
-    assert [f.name for f in cache.iterdir()] == [file.name]
+    assert stdlib_corpus(tmp_path) == corpus
+    assert len(read) == 3
+    assert [f.name for f in tmp_path.iterdir()] == [file.name]
 
 
 def test_docstrings_and_topics_are_parsed_not_run():

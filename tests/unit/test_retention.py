@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, files_to_delete, retained
+from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
 from moe_ckpt.errors import ConfigError
 
 NOW = 1_000_000.0
@@ -157,11 +157,11 @@ def test_bad_settings_are_refused(settings_, message):
         RetentionPolicy(**settings_)
 
 
-def test_files_to_delete_spares_named_files_and_directories_in_use():
+def test_groups_to_delete_spares_named_files_and_directories_in_use():
     kept = [record(2, {"g0s1/expert", "g0s2/all"})]
     files = ["g0s2/MANIFEST", "g0s2/all", "g0s1/all", "g0s1/expert", "g0s3/all", "g0s10/all"]
-    assert files_to_delete(files, kept, {"g0s3"}) == ("g0s1/all", "g0s10/all")
-    assert files_to_delete([], kept) == ()
+    assert groups_to_delete(files, kept, {"g0s3"}) == ("g0s1/all", "g0s10/all")
+    assert groups_to_delete([], kept) == ()
 
 
 @dataclass
@@ -209,7 +209,7 @@ class Run:
         self.views[directory] = dict(self.versions)
         kept = retained(self.records.values(), self.policy, float(self.index))
         self.records = {d: r for d, r in self.records.items() if d in kept}
-        self.disk -= set(files_to_delete(self.disk, self.records.values()))
+        self.disk -= set(groups_to_delete(self.disk, self.records.values()))
         return newest
 
     def go_back_to(self, chosen):
@@ -246,10 +246,10 @@ def check(run, newest, commits_in_this_life):
     settled = run.generation == 0 or commits_in_this_life > 2 * run.cycle + run.policy.keep_last
     assert len(run.records) <= (1 if settled else 2) * (run.policy.keep_last + 2)
     for kept in run.records.values():
-        assert kept.paths <= run.disk, "a retained checkpoint misses files"
-    assert run.disk == frozenset().union(*(r.paths for r in run.records.values())), "a file that nobody names is left"
+        assert kept.groups <= run.disk, "a retained checkpoint misses files"
+    assert run.disk == frozenset().union(*(r.groups for r in run.records.values())), "a file that nobody names is left"
     if commits_in_this_life > run.cycle:
-        spares = [r for r in run.records.values() if r.paths.isdisjoint(newest.paths)]
+        spares = [r for r in run.records.values() if r.groups.isdisjoint(newest.groups)]
         assert spares, "no complete checkpoint is free of the newest one's files"
 
 

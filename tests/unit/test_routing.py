@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling import registry
 from moe_ckpt.modeling.discover import find_moe_layers
 from moe_ckpt.modeling.registry import register_moe
 from moe_ckpt.modeling.routing import SOFT_UNIT, RoutingCounter
+from tests.support.acted_gpu import CUDA, RUBBISH, ActedGPU
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of
+from tests.support.tiny_moe import WIDTH, TinyMoE
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,6 +37,10 @@ def counted():
     yield make
     for counter in counters:
         counter.close()
+
+
+def counts(taken: Deferred[StepTokens]) -> np.ndarray:
+    return taken.result().applied
 
 
 class Recount:
@@ -66,11 +78,11 @@ def test_counts_equal_a_recount_over_two_micro_batches(name, counted):
     counter, recount = counted(model), Recount(model)
     for seed in (1, 2):
         loss_of(model, seed).backward()
-    taken = counter.take()
-    assert taken.dtype == torch.int64
+    taken = counts(counter.take())
+    assert taken.dtype == np.int64
     assert taken.tolist() == recount.rows
     assert taken.sum() > 0
-    assert counter.take().sum() == 0
+    assert counts(counter.take()).sum() == 0
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
@@ -87,7 +99,7 @@ def test_activation_checkpointing_counts_once(name, use_reentrant, counted):
     loss_of(plain).backward()
     torch.manual_seed(3)
     loss_of(checkpointed).backward()
-    assert torch.equal(first.take(), second.take())
+    assert np.array_equal(counts(first.take()), counts(second.take()))
     assert len(forwards) == 2, "the second forward pass did not run, so this shows nothing"
 
 
@@ -97,9 +109,34 @@ def test_module_list_experts_under_checkpoint(use_reentrant, counted):
     x = torch.randn(10, 8, requires_grad=True)
     counter, recount = counted(model), Recount(model)
     checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
-    taken = counter.take()
+    taken = counts(counter.take())
     assert taken.sum(1).tolist() == [20, 20]
     assert (2 * taken).tolist() == recount.rows
+
+
+def test_rows_given_to_an_expert_are_counted_without_a_kernel(counted):
+    class Operations(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model, x = Stack(ListMoE), torch.randn(10, 8)
+    assert {layer.source.kind for layer in find_moe_layers(model)} == {"rows"}
+    with Operations() as without:
+        model(x)
+    counter = counted(model)
+    with Operations() as with_counter:
+        model(x)
+    assert with_counter.names == without.names
+    assert counts(counter.peek()).sum() == counts(counter.take()).sum() == 40
+    assert counts(counter.take()).sum() == 0
+    model(x)
+    counter.discard()
+    assert counts(counter.peek()).sum() == 0
 
 
 def test_evaluation_is_not_counted(counted):
@@ -107,13 +144,13 @@ def test_evaluation_is_not_counted(counted):
     counter = counted(model)
     model.eval()
     loss_of(model)
-    assert counter.peek().sum() == 0
+    assert counts(counter.peek()).sum() == 0
     model.train()
     loss_of(model)
-    assert counter.peek().sum(1).tolist() == [32, 32]
+    assert counts(counter.peek()).sum(1).tolist() == [32, 32]
     model.eval()
     loss_of(model)
-    assert counter.peek().sum(1).tolist() == [32, 32]
+    assert counts(counter.peek()).sum(1).tolist() == [32, 32]
 
 
 def test_dropped_and_padding_indices_are_not_counted(counted):
@@ -123,7 +160,7 @@ def test_dropped_and_padding_indices_are_not_counted(counted):
     index = torch.tensor([[0, 4], [3, 4], [3, 0]])
     experts(torch.randn(3, 16), index, top_k_weights=torch.ones(3, 2))
     experts(torch.randn(3, 16), top_k_index=index, top_k_weights=torch.ones(3, 2))
-    assert counter.take().tolist() == [[4, 0, 0, 4], [0, 0, 0, 0]]
+    assert counts(counter.take()).tolist() == [[4, 0, 0, 4], [0, 0, 0, 0]]
 
 
 def test_discard_and_close(counted):
@@ -131,11 +168,11 @@ def test_discard_and_close(counted):
     counter = counted(model)
     loss_of(model)
     counter.discard()
-    assert counter.take().sum() == 0
+    assert counts(counter.take()).sum() == 0
     counter.close()
     counter.close()
     loss_of(model)
-    assert counter.take().sum() == 0
+    assert counts(counter.take()).sum() == 0
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
@@ -144,7 +181,7 @@ def test_layers_with_different_numbers_of_experts(counted):
     model.blocks[1]["moe"] = ListMoE(experts=6)
     counter, recount = counted(model), Recount(model)
     model(torch.randn(10, 8))
-    taken = counter.take()
+    taken = counts(counter.take())
     assert taken.shape == (2, 6)
     assert taken[0, :4].tolist() == recount.rows[0]
     assert taken[0, 4:].sum() == 0
@@ -171,7 +208,7 @@ def test_registered_assignments(on, counted):
         model = Stack(OwnMoE)
         counter, recount = counted(model), Recount(model)
         model(torch.randn(10, 8))
-        taken = counter.take()
+        taken = counts(counter.take())
         assert taken.sum(1).tolist() == [10, 10]
         if on == "router":  # the other function calls the router a second time
             assert taken.tolist() == recount.rows
@@ -198,11 +235,11 @@ def test_autocast_and_bf16(counted):
     counter, recount = counted(model), Recount(model)
     with torch.autocast("cpu", torch.bfloat16):
         loss_of(model)
-    assert counter.take().tolist() == recount.rows
+    assert counts(counter.take()).tolist() == recount.rows
     model = family("Qwen3Moe").train().to(torch.bfloat16)
     counter, recount = counted(model), Recount(model)
     loss_of(model)
-    assert counter.take().tolist() == recount.rows
+    assert counts(counter.take()).tolist() == recount.rows
 
 
 def test_a_compiled_model_counts_the_same_in_one_graph(counted):
@@ -211,7 +248,7 @@ def test_a_compiled_model_counts_the_same_in_one_graph(counted):
     for seed in (1, 2):
         loss_of(eager, seed).backward()
         loss_of(compiled, seed).backward()
-    assert torch.equal(first.take(), second.take())
+    assert np.array_equal(counts(first.take()), counts(second.take()))
     torch._dynamo.reset()
 
 
@@ -238,14 +275,50 @@ def test_soft_counts_are_the_gates_weights(name):
 
             layer.source.modules[0].register_forward_pre_hook(recount, with_kwargs=True)
     (model(torch.randn(15, 8)).sum() if name == "ListMoE" else loss_of(model)).backward()
-    hard, soft = counter.peek(), counter.take_soft()
+    taken = counter.take().result()
     counter.close()
-    assert hard.sum() > 0
-    assert (soft.double() / SOFT_UNIT - expected).abs().max() < 1e-3
+    assert taken.applied.sum() > 0
+    assert np.abs(taken.soft / SOFT_UNIT - expected.numpy()).max() < 1e-3
     assert (name == "ListMoE") == (not shown)
-    assert counter.take_soft().sum() == 0
+    assert counter.take().result().soft.sum() == 0
+
+
+def test_counts_leave_a_device_by_events(monkeypatch):
+    """Two steps, and nobody looks before both are over: each has its own counts, and whoever looks too early none."""
+    model, rows = TinyMoE(), []
+    with ActedGPU() as gpu:
+        model.to(CUDA)
+        counter, recount = RoutingCounter(model, find_moe_layers(model), soft=True), Recount(model)
+        steps = []
+        for tokens in (10, 20):
+            model(torch.randn(tokens, WIDTH).to(CUDA))
+            steps.append(counter.take())
+            rows.append(np.array(recount.rows) - sum(rows))
+        assert (gpu.waits, gpu.departures) == ([], 4), "one transfer of counts and one of weights in each step"
+        with monkeypatch.context() as patch:
+            patch.setattr(Deferred, "result", lambda deferred: deferred._make())
+            assert (counts(steps[0]) == int.from_bytes(bytes([RUBBISH] * 8), "little")).all()
+        with ThreadPoolExecutor(1) as other:
+            found = [other.submit(step.result).result() for step in steps]
+        assert gpu.waits == []
+    assert np.array_equal([step.applied for step in found], rows)
+    assert all((step.soft.sum(1) > 0).all() for step in found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_counts_leave_a_real_device_without_a_wait():
+    model = TinyMoE().cuda()
+    counter = RoutingCounter(model, find_moe_layers(model), soft=True)
+    model(torch.randn(10, WIDTH).cuda())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = counter.take()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counts(taken).sum(1).tolist() == [20, 20]
+    assert counts(counter.take()).sum() == 0
 
 
 def test_soft_counts_are_only_taken_when_asked_for():
     model = family("Mixtral")
-    assert RoutingCounter(model, find_moe_layers(model)).take_soft() is None
+    assert RoutingCounter(model, find_moe_layers(model)).take().result().soft is None

@@ -23,12 +23,12 @@ from moe_ckpt.core.sharding import (
     shares_fixed,
     water_level,
 )
-from moe_ckpt.engine.pieces import LocalState, cut
+from moe_ckpt.engine.pieces import LocalState
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.shares import Sharder, weigh
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ports import StateTensor
-from tests.unit.builders import catalog
+from tests.unit.builders import catalog, pieces_of
 
 
 def unit(number: int, rows: int, row_bytes: int, whole_bytes: int = 0, first: int = 0) -> Unit:
@@ -194,7 +194,7 @@ def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_
     dealt = Sharder(model, everywhere(model.layers, 2), "adaptive").deal(everything, tensors)
     assert sum(dealt.shares.loads) == sum(t.local.nbytes for t in tensors if t.replicated)
     for rank in range(2):
-        held = {p.entry.key for p in cut(LocalState(model, tensors), everything, dealt, rank)}
+        held = {p.entry.key for p in pieces_of(LocalState(model, tensors), everything, dealt, rank)}
         assert {"model/embed", "optim/exp_avg/embed", "model/stack"} <= held
 
 
@@ -205,7 +205,7 @@ def test_what_is_cut_weighs_what_was_dealt(sharding, ranks, experts):
     model, tensors = model_and_tensors()
     chosen = {op.id for op in model.always_saved} | {f"expert/0/{e}" for e in experts}
     dealt = Sharder(model, everywhere(model.layers, ranks), sharding).deal(chosen, tensors)
-    shares = [cut(LocalState(model, tensors), chosen, dealt, rank) for rank in range(ranks)]
+    shares = [pieces_of(LocalState(model, tensors), chosen, dealt, rank) for rank in range(ranks)]
     assert tuple(sum(p.entry.nbytes for p in share) for share in shares) == dealt.shares.loads
     names = [p.entry.name for share in shares for p in share]
     assert len(names) == len(set(names))
@@ -247,7 +247,7 @@ def test_stacked_state_without_rows_has_one_writer_in_every_checkpoint():
     ]
     chosen = frozenset(op.id for op in model.always_saved)
     dealt = Sharder(model, everywhere(model.layers, 3), "adaptive").deal(chosen, tensors)
-    written = [p.entry.key for rank in range(3) for p in cut(LocalState(model, tensors), chosen, dealt, rank)]
+    written = [p.entry.key for rank in range(3) for p in pieces_of(LocalState(model, tensors), chosen, dealt, rank)]
     assert sorted(written) == sorted(t.key for t in tensors)
 
 

@@ -11,6 +11,7 @@ from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
 from moe_ckpt.cli.scenarios import CONFIG_DIR, layout_of, scenario_of
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.iteration import breakdown
 
@@ -48,7 +49,7 @@ def test_what_runs_without_a_word(composed):
     assert (scenario.duration_secs, scenario.seed, scenario.tokens_per_step) == (43200, 0, 512 * 2048)
 
 
-FREE = sorted(set(GROUPS) - {"setup", "parallel", "batch"})
+FREE = sorted(set(GROUPS) - {"setup", "parallel", "batch", "memory"})
 """Groups whose choices all go with one another on a layout that every model and cluster has room for."""
 ROOM = ["parallel=single", "batch=tiny"]
 NEEDED = {"given": ["iteration.secs=1.5"], "trace": ["failures.path=package:gcp_like_6h.csv"]}
@@ -263,7 +264,8 @@ def test_the_ablation_adds_one_technique_at_a_time(composed, name, freeze, order
     ("name", "here"),
     [
         *((name, True) for name in ("moevement", "moc", "moetion", "dense", "checkfreq")),
-        *((name, False) for name in ("gemini", "moc_peers", "moetion_peers", "moevement_peers")),
+        *((name, True) for name in ("gemini", "moc_peers", "moetion_peers")),
+        ("moevement_peers", False),  # only the failed stage goes back
     ],
 )
 def test_what_a_trainer_can_run_today(composed, name, here):
@@ -273,6 +275,29 @@ def test_what_a_trainer_can_run_today(composed, name, here):
 @pytest.mark.parametrize(("model", "k"), [("moe_llava", 1), ("gpt_moe", 4), ("deepseek_moe", 8), ("deepseek_671b", 32)])
 def test_moc_saves_an_eighth_of_the_experts(composed, model, k):
     assert scenario_of(composed(*ROOM, "policy=moc", f"model={model}")).system.policy.k == k
+
+
+BOTH = ["memory.storage_every_n_steps=9", "memory.storage_every_secs=10min"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "durable", "replicas", "cadence"),
+    [
+        (["policy=dense"], "storage", 2, None),
+        (["policy=gemini"], "peers", 2, StorageCadence(None, 10800)),
+        (["policy=gemini_daly", "memory=of_policy"], "peers", 2, StorageCadence(None, 10800)),
+        (["policy=moc_peers", "memory=off"], "storage", 2, None),
+        (["memory=local"], "node", 2, StorageCadence(1)),
+        (["memory=replicated"], "peers", 1, StorageCadence(1)),
+        (["memory=replicated", "memory.replicas=3"], "peers", 3, StorageCadence(1)),
+        (["memory=replicated", "memory.storage_every_secs=600"], "peers", 1, StorageCadence(None, 600)),
+        (["memory=local", *BOTH], "node", 2, StorageCadence(9, 600)),
+        (["memory=local", "memory.storage_every_n_steps=auto"], "node", 2, StorageCadence("auto")),
+    ],
+)
+def test_where_checkpoints_lie(composed, overrides, durable, replicas, cadence):
+    system = scenario_of(composed("policy=moevement", *overrides)).system
+    assert (system.durable, system.replicas, system.cadence) == (durable, replicas, cadence)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -292,6 +317,10 @@ def test_an_unknown_choice_lists_the_choices(composed, group):
         (["policy=moc", "policy.policy.k=0"], "k.*must be a whole number of at least 1"),
         (["policy=moc", "policy.policy.k=65"], "65.*64|64.*65"),
         (["policy=dense", "policy.rollback=localized"], "System 'dense'.rollback='localized'"),
+        (["memory=off"], "System 'moevement_peers'.rollback='localized', durable='storage'"),
+        (["memory=local", "policy=gemini"], "System 'gemini'.durable='node', replicas=0.: Gemini is for"),
+        (["memory=local", "memory.storage_every_n_steps=0"], "System 'moevement_peers': storage_every_n_steps=0: must"),
+        (["failures.process_share=0.7", "failures.domain_share=0.4"], "Poisson.process_share=0.7, domain_share=0.4."),
         (["failures.mtbf_secs=10"], "a mean of 10 s between failures is below the 15 s"),
         (["failures.mtbf_secs=-1"], r"Poisson\(mtbf_secs=-1\)"),
         (["iteration=given"], "^iteration.secs must be given: iteration.secs=...$"),

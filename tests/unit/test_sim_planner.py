@@ -9,13 +9,14 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.policies import CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
 from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Poisson
 from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.model import ModelSpec, Precision
-from moe_ckpt.sim.planner import overrides, recommend, trainer_systems
+from moe_ckpt.sim.planner import memory_overrides, overrides, recommend, trainer_systems
 from moe_ckpt.sim.resources import use_of
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.scenario import Scenario
@@ -75,7 +76,7 @@ def test_slow_storage_makes_partial_checkpoints_worth_their_lost_tokens():
 
 def test_what_only_the_simulator_has_is_never_recommended():
     slow = scenario(storage_bytes_per_sec=2e6)
-    peers = System("peers", MoEvement(), durable="peers", replicas=1)
+    peers = System("peers", MoEvement(), durable="peers", replicas=1, rollback="localized")
     found = plan_of(slow, [*trainer_systems(slow), peers])
     assert found.best.system.name == "peers"
     assert found.recommended.system.in_trainer
@@ -174,6 +175,19 @@ def test_peers_keep_a_checkpoint_and_the_one_that_comes_in_for_each_replica():
 
 
 @pytest.fixture
+def app_memory(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "defaults: [{moe_ckpt: default}, _self_]\nhydra: {searchpath: ['pkg://moe_ckpt.conf']}\n"
+    )
+
+    def composed(line: str):
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            return instantiate(compose("config", [*line.split(), "moe_ckpt.store.dirpath=x"]).moe_ckpt.memory)
+
+    return composed
+
+
+@pytest.fixture
 def app(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "defaults: [{moe_ckpt: default}, _self_]\nhydra: {searchpath: ['pkg://moe_ckpt.conf']}\n"
@@ -199,6 +213,14 @@ def test_the_line_makes_the_very_policy(app, policy):
 def test_settings_that_are_the_groups_own_are_left_out():
     assert overrides(Dense(), vars(Dense())) == "moe_ckpt/policy=dense"
     assert overrides(MoC(k=2), vars(MoC())) == "moe_ckpt/policy=moc moe_ckpt.policy.k=2"
+
+
+def test_the_line_says_the_memory_too(app_memory):
+    assert memory_overrides(System("dense", Dense())) == ""
+    near = System("near", Gemini(2), "peers", 3, storage_every_secs=10800.0)
+    assert app_memory(memory_overrides(near)) == Memory(replicas=3, storage_every_secs=10800.0)
+    own = System("own", Dense(2), "node", storage_every_n_steps=50)
+    assert app_memory(memory_overrides(own)) == Memory(storage_every_n_steps=50)
 
 
 def test_a_policy_of_ones_own_has_no_line():

@@ -59,7 +59,7 @@ def test_spreadsheets_comments_blanks_and_spaces(written):
         (HEADER + "nan,remove,3\n", 2, "time 'nan' is not a number of seconds"),
         (HEADER + "00:15,remove,3\n", 2, "time '00:15' is not a number"),
         (HEADER + "1_0,remove,3\n", 2, "time '1_0' is not a number"),
-        (HEADER + "1,fail,3\n", 2, "event 'fail' must be 'remove' or 'add'"),
+        (HEADER + "1,fail,3\n", 2, "event 'fail' must be 'remove', 'add' or 'kill'"),
         (HEADER + "1,remove,three\n", 2, "node 'three' is not a whole number"),
         (HEADER + "1,remove,-3\n", 2, "node '-3' is not a whole number from 0 on"),
         (HEADER + "1,remove,3.0\n", 2, "node '3.0' is not a whole number"),

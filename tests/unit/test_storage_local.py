@@ -7,11 +7,13 @@ import stat
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from moe_ckpt.errors import DamagedError, StoreUnwritableError
 from moe_ckpt.storage import LocalStorage, RemoteStorage, Storage, StoreLock, open_storage
+from moe_ckpt.storage.local import make_directories
 
 PATH = "step_00000001/rank_00000_expert.safetensors"
 
@@ -528,3 +530,11 @@ def _fail_nth(monkeypatch, n, number):
     for name in ("mkdir", "open", "write", "fsync", "link"):
         monkeypatch.setattr(os, name, wrap(getattr(os, name)))
     return count
+
+
+def test_many_make_the_same_directories_at_once(tmp_path):
+    """A rank whose parent directory another one makes at that moment must not take that for a place without any."""
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(300):
+            paths = [str(tmp_path / str(number) / "run" / "000000" / f"rank_{rank}") for rank in range(8)]
+            assert sorted(made[-1] for made in pool.map(make_directories, paths)) == paths

@@ -140,7 +140,7 @@ def test_what_came_from_host_memory_is_not_lost_but_storage_still_lacks_it():
     book = TokenBook(1, 3)
     book.apply(counts([3, 4, 5]))
     book.mark_saved(Tier.STORAGE, [(0, 0)], book.applied.copy())
-    fault = book.recover(1, held=counts([0, 4, 0]))
+    fault = book.recover(1, tokens_from_host=counts([0, 4, 0]))
     assert (fault.lost_tokens, fault.stale_experts) == (5, 1)
     assert book.unsaved().tolist() == [[0, 4, 0]]
     assert book.recover(1).lost_tokens == 4, "a second fault, and now the memory is gone too"

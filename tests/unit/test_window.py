@@ -15,8 +15,8 @@ from moe_ckpt.core.window import (
     OperatorBytes,
     Window,
     balance,
-    glue,
     lanes_of,
+    merge_coupled,
     pack,
     share_bytes,
     side_by_side,
@@ -178,11 +178,12 @@ def test_edges():
 
 def test_glued_operators_are_one_with_the_sum_of_their_bytes():
     sizes = {op: OperatorBytes(full, full // 4) for op, full in (("a", 4), ("b", 8), ("c", 12), ("d", 16))}
-    order, weights, members = glue(("a", "b", "c", "d"), sizes, [{"a", "c"}])
+    order, weights, members = merge_coupled(("a", "b", "c", "d"), sizes, [{"a", "c"}])
     assert order == ["b", "c", "d"]
     assert members == {"b": ("b",), "c": ("a", "c"), "d": ("d",)}
     assert weights["c"] == OperatorBytes(16, 4)
-    assert glue(("a", "b"), sizes, ()) == (["a", "b"], {op: sizes[op] for op in "ab"}, {"a": ("a",), "b": ("b",)})
+    alone = (["a", "b"], {op: sizes[op] for op in "ab"}, {"a": ("a",), "b": ("b",)})
+    assert merge_coupled(("a", "b"), sizes, ()) == alone
 
 
 # --- pipeline stages: each is cut by itself, over its own ranks ---

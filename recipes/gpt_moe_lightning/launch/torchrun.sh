@@ -9,5 +9,5 @@ cd "$(dirname "$0")/../../.."
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-exec python -m torch.distributed.run --standalone --nproc-per-node="${NPROC:-2}" --max-restarts="${MAX_RESTARTS:-20}" \
-  -m moe_ckpt.cli.train "$@"
+exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node="${NPROC:-2}" \
+  --max-restarts="${MAX_RESTARTS:-20}" -m moe_ckpt.cli.train "$@"

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
 
+from moe_ckpt.callbacks.lightning_state import check_state
 from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named
-from moe_ckpt.callbacks.stored_optimizer import guarded_states
+from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.errors import NoCheckpointError
-from moe_ckpt.format.manifest import STORE_NAME, Manifest
+from moe_ckpt.format.manifest import STORE_NAME, Manifest, state_path
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.modeling.optimizer_class import require_same_class
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.resume import rank_of_state
+from moe_ckpt.recovery.resume import load_step, rank_of_state
 
 RESUME_KEY = "moe_ckpt"
-"""Where the loaded dict carries what MoECheckpoint needs to go on: root, directory, RNG."""
+"""Key of the loaded dict under which ``MoECheckpoint`` finds the store, the step directory and the RNG."""
 
 
 class MoECheckpointIO(CheckpointIO):
-    """Loads step directories and stores of moe_ckpt; everything else goes to ``inner`` (Lightning's default if None).
+    """Loads step directories and stores (their newest good step); passes everything else to ``inner``.
 
-    ``MoECheckpoint`` installs it by itself. Where that is not among the callbacks (``trainer.test`` in another script)
-    give it as ``Trainer(plugins=[MoECheckpointIO()])``. A store means its newest good step.
+    ``MoECheckpoint`` installs it. Without that callback (``trainer.test`` in another script) pass it as
+    ``Trainer(plugins=[MoECheckpointIO()])``.
+
+    Args:
+        inner: Saves, and loads other checkpoints. None: Lightning's default.
     """
 
     def __init__(self, inner: CheckpointIO | None = None) -> None:
         self.inner = inner or TorchCheckpointIO()
         self.fitting: Callable[[], bool] = lambda: False
-        """Whether training goes on from what is loaded, as far as anybody knows."""
+        """Returns whether training will go on from what is loaded; set by ``MoECheckpoint``."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
@@ -54,7 +64,7 @@ class MoECheckpointIO(CheckpointIO):
         return self.inner.load_checkpoint(path, map_location, weights_only)
 
     def teardown(self) -> None:
-        """Lightning calls this when it ends; an AsyncCheckpointIO inside waits for its writes then."""
+        """Ends ``inner``: an ``AsyncCheckpointIO`` waits for its writes here."""
         self.inner.teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -66,10 +76,64 @@ def _load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
     taken = rank_of_state(manifest, rank)
     checkpoint = lightning_checkpoint(reader, manifest, taken)
     plain = reader.state(manifest, taken)
-    checkpoint["optimizer_states"] = guarded_states(checkpoint["optimizer_states"], plain["plain"]["optimizers"])
-    checkpoint[RESUME_KEY] = {
-        "root": reader.storage.root,
-        "directory": manifest.directory,
-        "rng": plain["rng"],
-    }
-    return checkpoint
+    stored = zip(checkpoint["optimizer_states"], plain["plain"]["optimizers"], strict=True)
+    checkpoint["optimizer_states"] = [
+        StoredOptimizer(index, described.get("class"), state) for index, (state, described) in enumerate(stored)
+    ]
+    return checkpoint | _resumed(reader, manifest, plain)
+
+
+def _resumed(reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {RESUME_KEY: {"root": reader.storage.root, "directory": manifest.directory, "rng": plain["rng"]}}
+
+
+class StoredOptimizer(dict[str, Any]):
+    """An optimizer's ``state_dict`` that only an optimizer of the same class can load.
+
+    Lightning does not tell a ``CheckpointIO`` which optimizers the run has. But ``Optimizer.load_state_dict`` calls
+    ``copy`` on its argument before it changes anything, so the class is compared there.
+    """
+
+    def __init__(self, index: int, stored: str | None, state_dict: Mapping[str, Any]) -> None:
+        super().__init__(state_dict)
+        self._index, self._stored = index, stored
+
+    def copy(self) -> dict[str, Any]:
+        """Returns a plain copy.
+
+        Raises:
+            OptimizerChangedError: The caller is an optimizer of another class.
+        """
+        loading = sys._getframe(1).f_locals.get("self")
+        if isinstance(loading, Optimizer):
+            states = {str(name) for state in self["state"].values() for name in state}
+            require_same_class(f"optimizer {self._index}", loading, self._stored, self["param_groups"], states)
+        return dict(self)
+
+
+def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
+    """Replaces ``load_checkpoint`` of ``ModelParallelStrategy``, which asks no ``CheckpointIO``. In ``setup``."""
+    lightnings_own = strategy.load_checkpoint
+
+    def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        if not (is_step_path(path) or is_store_path(path)):
+            return lightnings_own(path, weights_only)
+        return load_named(path, load, fitting=trainer.state.fn == "fit")
+
+    def load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
+        fitting = trainer.state.fn == "fit"
+        state = TorchTrainingState(trainer.lightning_module, trainer.optimizers if fitting else ())
+        path_of_state = state_path(manifest.directory, rank_of_state(manifest, trainer.global_rank))
+
+        def admits(manifest: Manifest, plain: Mapping[str, Any]) -> None:
+            check_state(trainer, plain, path_of_state)
+
+        restored = load_step(reader, manifest, trainer.global_rank, state, admits, model_only=not fitting)
+        plain = restored.plain["plain"]
+        with handing_back("the model and its optimizers", path_of_state):
+            state.load_plain(plain if fitting else {**plain, "optimizers": []})
+        checkpoint = dict(restored.plain["checkpoint"])
+        checkpoint.update(state_dict={}, optimizer_states=[])
+        return checkpoint | _resumed(reader, manifest, restored.plain)
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]

@@ -1,11 +1,9 @@
 """The data's order and position after a resume in the middle of an epoch.
 
-Lightning (2.6) makes the loader's iterator before it tells the sampler which epoch it is, so that a sampler which
-shuffles by epoch (``DistributedSampler``) would go on with the order of the first epoch: some samples twice, others
-not at all. And it leaves the position to stateful loaders, which know it for one number of ranks only.
-
-``RecoverableDistributedSampler`` knows its position as one number. What Lightning counts is batches, and how many of
-them an epoch has depends on the number of ranks: ``loop_position`` makes them agree.
+Lightning (2.6) makes the loader's iterator before it tells the sampler the epoch, so a sampler that shuffles by epoch
+(``DistributedSampler``) would use the first epoch's order: some samples twice, others never. And it leaves the position
+to stateful loaders, whose state is of one number of ranks. ``RecoverableDistributedSampler`` has a position for any
+number; ``loop_position`` converts it to Lightning's batch count.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ POSITION_KEY = "moe_ckpt_data_position"
 
 @dataclass(frozen=True)
 class Dealer:
-    """A loader's recoverable sampler, and how the loader makes batches of what it deals."""
+    """A loader's recoverable sampler, and how the loader makes batches of its samples."""
 
     sampler: RecoverableDistributedSampler
     batch_size: int
     drop_last: bool
 
     def batches(self, samples: int) -> int:
-        """Batches that a rank makes of ``samples``."""
+        """Returns how many batches a rank makes of ``samples``."""
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     @property
@@ -52,9 +50,13 @@ class Dealer:
         return self.batches(self.sampler.left)
 
     def consumed(self, start: int, first: int, batches: int, *, cycled: bool) -> int:
-        """Position after ``batches`` batches from ``start`` on, where ``first`` were left.
+        """Returns the sampler's position after ``batches`` batches.
 
-        cycled: the epoch is that of a longer loader; at its end this one began anew.
+        Args:
+            start: Position before them.
+            first: Batches that were left of the epoch then.
+            batches: Batches since.
+            cycled: A longer loader sets the epoch's length, and this one starts again at its own end.
         """
         if cycled and batches > first:
             start, batches = 0, (batches - first - 1) % max(self.whole, 1) + 1
@@ -62,7 +64,7 @@ class Dealer:
 
 
 def dealer_of(loader: object) -> Dealer | None:
-    """The loader's recoverable sampler; None if it has none, or makes batches in a way of its own."""
+    """Returns the loader's recoverable sampler; None if it has none, or a batch sampler of another kind."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     if batch_sampler is None:  # batch_size=None: each sample is a batch
         sampler = getattr(loader, "sampler", None)
@@ -74,13 +76,13 @@ def dealer_of(loader: object) -> Dealer | None:
 
 
 def _plain(batch_sampler: object) -> bool:
-    """Whether every batch is the sampler's next ``batch_size`` samples; torchdata's own does the same."""
+    """Returns whether every batch is the sampler's next ``batch_size`` samples, as in torch's and torchdata's."""
     torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
     return isinstance(batch_sampler, BatchSampler) and torchs
 
 
 def why_unknown(trainer: Any, loader: object) -> str | None:
-    """Why the position of a loader with a recoverable sampler cannot be known; None if it can, or it has none."""
+    """Returns why the position of a loader's recoverable sampler is unknown; None if it is known or there is none."""
     if dealer_of(loader) is not None:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             return "training_step takes batches from the iterator itself, so nobody knows which were trained on"
@@ -96,7 +98,7 @@ def why_unknown(trainer: Any, loader: object) -> str | None:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a run went on in the middle of an epoch: after how many batches, and where each sampler stood."""
+    """Where a resume entered an epoch: batches done, and position and batches left of each sampler."""
 
     epoch: int
     batches: int
@@ -105,14 +107,14 @@ class _Start:
 
 
 class DataPosition:
-    """Part of ``MoECheckpoint``: writes the samplers' positions into checkpoints and puts them back."""
+    """Writes the samplers' positions into checkpoints and restores them, for ``MoECheckpoint``."""
 
     def __init__(self) -> None:
         self._stored: list[dict[str, int] | None] | None = None
         self._start: _Start | None = None
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the positions as of the last batch that was trained on. Called whenever a checkpoint is made."""
+        """Adds the positions as of the last batch that was trained on to a checkpoint."""
         loader = trainer.fit_loop._combined_loader
         dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
         if any(dealers):
@@ -135,20 +137,21 @@ class DataPosition:
         return sampler.state_dict() | {"consumed": consumed}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take the positions out of a checkpoint, for ``put_back``."""
+        """Takes the positions out of a checkpoint, for ``put_back``."""
         self._stored = checkpoint.pop(POSITION_KEY, None)
 
     def put_back(self, trainer: Any, *, resumed: bool) -> None:
-        """Make samplers stand where the loops stand, and the loaders' iterator anew if it had begun elsewhere.
+        """Sets samplers to the loops' position, and makes a new iterator if it began elsewhere.
 
-        Called at ``on_train_start``, before the RNG is restored: a new iterator draws from it. Leaves samplers of
-        others alone that know no epochs, or keep their position themselves (those look at the epoch later, and must
-        not be asked in between).
+        Called in ``on_train_start``, before the RNG is restored, because a new iterator draws from it. Other samplers
+        are left alone if they know no epochs, or keep their position themselves.
 
-        resumed: loops and RNG come from a checkpoint of ours.
+        Args:
+            trainer: Of the fit.
+            resumed: Loops and RNG come from one of our checkpoints.
 
         Raises:
-            ConfigError: the positions are of other loaders, another dataset, seed or order.
+            ConfigError: The positions are of other loaders, another dataset, seed or order.
         """
         loop = trainer.fit_loop
         loader, stored = loop._combined_loader, self._stored
@@ -171,7 +174,7 @@ class DataPosition:
 
 
 def _move(trainer: Any, dealers: list[Dealer | None], stored: list[dict[str, int] | None] | None) -> None:
-    """Set the samplers to epoch and position; in a run that does not go on in mid-epoch, to the epoch's beginning."""
+    """Sets the samplers to their epoch and stored position; to the epoch's beginning unless it is resumed midway."""
     if stored is not None and len(stored) != len(dealers):
         raise ConfigError(
             f"the checkpoint has data positions for {len(stored)} training loaders, this run has {len(dealers)}: "
@@ -192,7 +195,7 @@ def _move(trainer: Any, dealers: list[Dealer | None], stored: list[dict[str, int
 
 
 def _check_world(trainer: Any, sampler: RecoverableDistributedSampler) -> None:
-    """Ranks that hold parts of the same replica must train on the same samples."""
+    """Raises ``ConfigError`` unless ranks that hold parts of one replica get the same samples."""
     wanted = trainer.distributed_sampler_kwargs
     if sampler.follows_process_group and wanted and wanted["num_replicas"] != sampler.num_replicas:
         raise ConfigError(
@@ -203,7 +206,7 @@ def _check_world(trainer: Any, sampler: RecoverableDistributedSampler) -> None:
 
 
 def _go_on(trainer: Any, dealers: list[Dealer | None], *, known: bool) -> _Start:
-    """Let the loops go on where the samplers do."""
+    """Sets the loops to the samplers' positions."""
     loop = trainer.fit_loop
     dealt = [None if dealer is None else (dealer.whole, dealer.left) for dealer in dealers]
     whole, left = whole_and_left(trainer, dealt)
@@ -241,13 +244,13 @@ def _say(trainer: Any, dealers: list[Dealer | None]) -> None:
 
 
 def _without(states: list[dict[str, Any]], loaders: list[Any], dealers: list[Dealer | None]) -> list[dict[str, Any]]:
-    """States of stateful loaders, empty for those whose sampler has the position: they begin where it stands."""
+    """Returns states of stateful loaders, empty for those that start at the position of their recoverable sampler."""
     ours = [dealer is not None for dealer, each in zip(dealers, loaders, strict=True) if isinstance(each, _Stateful)]
     return [{} if has else state for has, state in zip(ours, states, strict=True)]
 
 
 def _epoch_setters(loader: object) -> list[Any]:
-    """``set_epoch`` of the loader's sampler and of its batch sampler's, unless they are stateful."""
+    """Returns ``set_epoch`` of the loader's sampler and of its batch sampler's, unless they are stateful."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     stateless = [sampler for sampler in samplers if not hasattr(sampler, "load_state_dict")]
     found = {id(sampler): getattr(sampler, "set_epoch", None) for sampler in stateless}

@@ -1,46 +1,62 @@
-"""The end of a run under Lightning: what ended it, and what becomes of it when the script is started again.
+"""The end of a run under Lightning: what ended it, and what a start of the same script does then.
 
-The last checkpoint is of the last batch: what Lightning does after that (the last validation, the end of the epoch,
-what other callbacks save there) is done again by a run that died in it, and must not be by one that got through.
+The last checkpoint is of the last batch. What Lightning does after that (the last validation, the end of the epoch,
+files of other callbacks) is repeated by a run that died in between, and must not be by one that finished.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
-from moe_ckpt.callbacks.hyperparameters import Change
-from moe_ckpt.callbacks.stopping import may_stop, will_stop
-from moe_ckpt.engine.finishing import write_finished
+from moe_ckpt.callbacks.support import STATE_KEY
+from moe_ckpt.driver.changes import Change
+from moe_ckpt.driver.run import End
 from moe_ckpt.errors import FinishedRunError
 from moe_ckpt.format.finished import Finished
-from moe_ckpt.format.manifest import Manifest, parse_step_dir
-from moe_ckpt.storage.base import Storage
+from moe_ckpt.format.manifest import Manifest
+
+log = logging.getLogger("moe_ckpt")
 
 _UNLIMITED = -1
 
 
-def note_end(trainer: Any, storage: Storage, newest: str | None, ours: str) -> None:
-    """Write down that the run is finished, at ``on_train_end`` behind all other callbacks, on rank 0.
+def ended(trainer: Any) -> End | None:
+    """Returns what ended the run. Called in ``on_train_end``, after all other callbacks.
 
-    Not if training ended for a reason that may be gone at the next start: a signal, a time limit, a callback of the
-    user's, a guard.
-
-    Args:
-        trainer: Whose training ended.
-        storage: The store.
-        newest: Directory of the last checkpoint; the run is noted as finished if that is of its last step.
-        ours: State key of ``MoECheckpoint``, whose state is in every checkpoint.
+    None if the reason may be gone at the next start: a signal, a time limit, a user's callback, a guard.
     """
     reason = _reason(trainer)
-    place = None if newest is None else parse_step_dir(newest)
-    if reason is None or newest is None or place is None or place[0] != trainer.global_step:
-        return
+    if reason is None:
+        return None
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
-    states = {key: state for key, state in states.items() if state and key != ours}
-    write_finished(storage, newest, reason, _limits(trainer), states)
+    return End(reason, _limits(trainer), {key: state for key, state in states.items() if state and key != STATE_KEY})
+
+
+def say_finished(finished: Finished, plt: float, until: str | None, dirpath: str, rank: int) -> None:
+    """Warns on rank 0 that the store holds a finished run.
+
+    Args:
+        finished: How it ended.
+        plt: Its portion of lost tokens.
+        until: How far it is extended, None if nothing is left to train.
+        dirpath: The store.
+        rank: Of this process.
+    """
+    if rank:
+        return
+    end = f"{dirpath} is finished ({finished.reason}, at step {finished.step}, PLT {plt:.2%})"
+    if until is None:
+        log.warning(
+            "the run in %s: nothing is left to train. For another experiment choose another dirpath; to train on, "
+            "raise max_steps or max_epochs, or give resume='extend'",
+            end,
+        )
+    else:
+        log.warning("the run in %s and is extended: training goes on to %s", end, until)
 
 
 def _reason(trainer: Any) -> str | None:
@@ -48,7 +64,7 @@ def _reason(trainer: Any) -> str | None:
     if _UNLIMITED < limits["max_steps"] <= trainer.global_step:
         return f"max_steps={limits['max_steps']}"
     epochs = trainer.fit_loop.epoch_progress.current.processed
-    # Lightning counts an epoch that was broken off, too.
+    # Lightning also counts an epoch that was interrupted.
     if trainer.is_last_batch and _UNLIMITED < limits["max_epochs"] <= epochs:
         return f"max_epochs={limits['max_epochs']}"
     stopped = any(isinstance(callback, EarlyStopping) and _stopped(callback) for callback in trainer.callbacks)
@@ -69,26 +85,26 @@ def _limits(trainer: Any) -> dict[str, int]:
 def go_on_from_end(
     trainer: Any, dirpath: str, manifest: Manifest, finished: Finished, found: Sequence[Change], *, extend: bool
 ) -> str | None:
-    """Decide what a finished run is started again for. The last checkpoint's state is in place.
+    """Decides what the start of a finished run does. The last checkpoint's state is in place.
 
     Args:
-        trainer: Of the script that was started again.
+        trainer: Of this script.
         dirpath: The store.
         manifest: Of the last checkpoint.
         finished: How the run ended.
-        found: How this script's hyperparameters differ from it.
-        extend: The user wants to train on, whatever has changed.
+        found: How this script's hyperparameters differ from the run's.
+        extend: Train on even if hyperparameters changed.
 
     Returns:
-        How far training goes on, for people; None if there is nothing left to train. Then ``fit`` will return at once
-        with the state of the end.
+        How far training goes on, for the message; None if nothing is left to train, and ``fit`` returns at once with
+        the final state.
 
     Raises:
         FinishedRunError: Hyperparameters have changed, and the user did not say that they may.
     """
     if not extend and any(change.decides for change in found):
-        changed = tuple(str(change) for change in found)
-        raise FinishedRunError(dirpath, manifest.step, finished.reason, changed)
+        changed, kept = (tuple(str(each) for each in found if each.kept or not only) for only in (False, True))
+        raise FinishedRunError(dirpath, manifest.step, finished.reason, changed, kept)
     _already_saved(trainer, finished)
     if _something_left(trainer, finished, extend=extend):
         return _until(trainer)
@@ -105,22 +121,18 @@ def _something_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:
     if not any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks):
         return True  # the user took away what ended the run
     now = _limits(trainer)
-    raised = any(old > _UNLIMITED and (new == _UNLIMITED or new > old) for new, old in _pairs(now, finished.limits))
+    limits = [(now[name], before) for name, before in finished.limits.items() if name in now]
+    raised = any(old > _UNLIMITED and (new == _UNLIMITED or new > old) for new, old in limits)
     return extend or raised or not may_stop(trainer)
 
 
-def _pairs(now: dict[str, int], before: Any) -> list[tuple[int, int]]:
-    return [(now[name], before[name]) for name in now if name in before]
-
-
 def _until(trainer: Any) -> str:
-    limits = _limits(trainer)
-    told = [f"{name}={value}" for name, value in limits.items() if value != _UNLIMITED]
-    return ", ".join(told) or "no limit"
+    limits = [f"{name}={value}" for name, value in _limits(trainer).items() if value != _UNLIMITED]
+    return ", ".join(limits) or "no limit"
 
 
 def _already_saved(trainer: Any, finished: Finished) -> None:
-    """The other checkpoint callbacks had saved what they save at the end, so they must not again."""
+    """Tells the other checkpoint callbacks that they have saved their last file, so that they do not save it again."""
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.state_key in finished.callbacks:
             callback.load_state_dict(dict(finished.callbacks[callback.state_key]))
@@ -129,7 +141,7 @@ def _already_saved(trainer: Any, finished: Finished) -> None:
 
 
 def _leave(trainer: Any, finished: Finished) -> None:
-    """Bring loops and callbacks from the last batch to the end, so that Lightning finds nothing to do."""
+    """Moves loops and callbacks from the last batch to the end of training, so that ``fit`` has nothing to do."""
     for callback in trainer.callbacks:
         if callback.state_key in finished.callbacks:
             callback.load_state_dict(dict(finished.callbacks[callback.state_key]))
@@ -139,3 +151,33 @@ def _leave(trainer: Any, finished: Finished) -> None:
     progress.increment_processed()
     progress.increment_completed()
     trainer.should_stop = trainer.should_stop or finished.reason == "EarlyStopping"
+
+
+def will_stop(trainer: Any) -> bool:
+    """Returns whether the batch that just ended is the last one, as far as Lightning knows."""
+    if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+        return True
+    limit = trainer.max_epochs
+    return trainer.is_last_batch and limit not in (None, -1) and trainer.current_epoch + 1 >= limit
+
+
+def may_stop(trainer: Any) -> bool:
+    """Returns whether Lightning will stop on ``trainer.should_stop``. Called at the end of a batch."""
+    return not _short_of(trainer)
+
+
+def _short_of(trainer: Any) -> list[str]:
+    """Returns the minimum lengths of training that are not reached yet."""
+    epochs = trainer.current_epoch + bool(trainer.is_last_batch)
+    wanted = {"min_steps": trainer.min_steps or 0, "min_epochs": trainer.min_epochs or 0}
+    reached = {"min_steps": trainer.global_step, "min_epochs": epochs}
+    return [f"{name}={wanted[name]}" for name in wanted if reached[name] < wanted[name]]
+
+
+def refusal(trainer: Any, reason: str) -> str:
+    """Returns the message for a policy that asks for the end when Lightning may not stop yet."""
+    return (
+        f"the policy asks to end training: {reason} But Trainer({', '.join(_short_of(trainer))}) would let it go on, "
+        f"so this error ends it at step {trainer.global_step}. That step is saved, and the same command goes on from "
+        "it. Leave min_steps and min_epochs out, or choose another guard."
+    )

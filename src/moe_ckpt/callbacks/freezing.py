@@ -1,19 +1,18 @@
-"""Spare work while a sparse window is brought back: what is not anchored yet needs no gradients and no update.
+"""Skips work in the replay of a sparse window: parameters not anchored yet need no gradients and no update.
 
-Whole parameters only; rows of a stack of experts cannot be left out of autograd, and their update is overwritten
-instead. Nothing of this is needed for exactness, and it must not harm it:
+An optimization that must not change results. It concerns whole parameters only; the update of single rows of a stack
+of experts is overwritten instead.
 
-- The norm for clipping is that of all gradients, so it is recorded at each step and used again.
-- Weight gradients are only left out for experts. Everything in front of them still requires gradients, so that no
-  input of a layer stops to (with which reentrant activation checkpointing would drop the gradients behind it).
-- Under DDP every parameter takes part in the reduction, so there only the update is left out.
-- Where somebody else may look at gradients (manual optimization, hooks of module or callbacks, a gradient scaler),
-  nothing is left out.
+- Clipping needs the norm of all gradients, so norms are recorded at each step and reused in the replay.
+- Weight gradients are skipped for experts only. Everything before them still requires gradients; if a layer's input did
+  not, reentrant activation checkpointing would drop the gradients behind it.
+- Under DDP every parameter takes part in the reduction, so only the update is skipped.
+- Nothing is skipped where others may read gradients: manual optimization, hooks of module or callbacks, a scaler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +24,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from moe_ckpt.core.operators import Catalog, OperatorKind
+from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.recovery.replay import Replay
 
 _LOOKS_AT_GRADIENTS = (
     "backward",
@@ -39,9 +41,11 @@ _LOOKS_AT_GRADIENTS = (
 
 
 class ClipNorms:
-    """Takes note of the gradient norms of each step, from ``on_fit_start`` until ``close``.
+    """Records the gradient norms that clipping uses, from ``on_fit_start`` until ``close``.
 
-    taken: of the step under way, one per clipped optimizer. given: use these instead, in the same order.
+    Attributes:
+        taken: Norms of the current step, one per clipped optimizer.
+        given: Norms to clip by instead, in the same order.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -53,7 +57,7 @@ class ClipNorms:
             self._plugin.clip_grad_by_norm = self._clip
 
     def _clip(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """``Precision.clip_grad_by_norm``, with the norm kept, or given."""
+        """Replaces ``Precision.clip_grad_by_norm``: records the norm, or uses a given one."""
         parameters = list(self._plugin.main_params(optimizer))
         if self.given:
             norm = self.given.pop(0).to(parameters[0].device)
@@ -68,47 +72,45 @@ class ClipNorms:
             del self._plugin.clip_grad_by_norm
 
 
-class Freezing:
-    """Leaves out the work on parameters that are not anchored yet. Driven by ``Replaying``."""
+class SparingRecompute(StepSource):
+    """Training's own passes, without gradients and updates of parameters that are not anchored yet."""
 
-    def __init__(self, trainer: Any, module: pl.LightningModule, catalog: Catalog) -> None:
+    def __init__(self, trainer: Any, module: pl.LightningModule, catalog: Catalog, norms: ClipNorms) -> None:
         self._parameters = dict(parameters_of(module))
-        self._experts = _of_experts(catalog) if isinstance(trainer.strategy, SingleDeviceStrategy) else frozenset()
-        self._without_gradient: dict[str, nn.Parameter] = {}
+        self._experts: frozenset[str] = frozenset()  # parameters that hold nothing but experts
+        if isinstance(trainer.strategy, SingleDeviceStrategy):
+            kinds = {name: {operator.kind for operator, _ in parts} for name, parts in catalog.spans_of.items()}
+            self._experts = frozenset(name for name in kinds if kinds[name] == {OperatorKind.EXPERT})
+        self._without_gradient: list[nn.Parameter] = []
         self._frozen: frozenset[str] = frozenset()
+        self._norms = norms
 
-    def apply(self, frozen: frozenset[str]) -> None:
-        """From now on until the next call these parameters, by name, are left out."""
-        self.release()
-        self._frozen = frozen
-        for name in sorted(frozen & self._experts):
-            parameter = self._parameters[name]
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
-                self._without_gradient[name] = parameter
+    def prepare(self, replay: Replay, recorded: Mapping[str, Any]) -> None:
+        self._release()
+        self._frozen = replay.frozen_parameters()
+        experts = [self._parameters[name] for name in sorted(self._frozen & self._experts)]
+        self._without_gradient = [parameter for parameter in experts if parameter.requires_grad]
+        for parameter in self._without_gradient:
+            parameter.requires_grad_(False)
+        with handing_back("the steps of a sparse window", replay.upcoming_path):
+            self._norms.given = list(recorded["replay"]["norms"])
 
-    def drop_gradients(self) -> None:
-        """Before clipping and update: what has no gradient is not updated."""
+    def before_update(self) -> None:
         for name in self._frozen:
-            self._parameters[name].grad = None
+            self._parameters[name].grad = None  # clipping and update pass over it
 
-    def release(self) -> None:
-        """Safe to call twice."""
-        for parameter in self._without_gradient.values():
+    def _release(self) -> None:
+        for parameter in self._without_gradient:
             parameter.requires_grad_(True)
-        self._without_gradient.clear()
-        self._frozen = frozenset()
+        self._without_gradient, self._frozen = [], frozenset()
 
-
-def _of_experts(catalog: Catalog) -> frozenset[str]:
-    """Parameters that hold nothing but experts."""
-    return frozenset(
-        name for name, parts in catalog.spans_of.items() if all(op.kind is OperatorKind.EXPERT for op, _ in parts)
-    )
+    def close(self) -> None:
+        self._release()
+        self._norms.given = []
 
 
 def may_leave_out(trainer: Any, module: pl.LightningModule, norms: ClipNorms, ours: Collection[Callback]) -> bool:
-    """Whether nobody but the optimizers looks at gradients."""
+    """Returns whether only the optimizers read gradients."""
     if not module.automatic_optimization or getattr(trainer.precision_plugin, "scaler", None) is not None:
         return False
     if trainer.gradient_clip_val and not norms.known:

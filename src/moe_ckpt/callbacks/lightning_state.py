@@ -1,8 +1,7 @@
 """Lightning's own state, in the layout of a Lightning checkpoint: loops, schedulers, callbacks, hooks.
 
-Everything but the model's and the optimizers' tensors, which the engine copies. User hooks
-(``on_save_checkpoint``, ``state_dict``) are called as Lightning would call them, so that modules,
-callbacks and datamodules that keep state of their own need no change.
+The engine copies the tensors of model and optimizers. User hooks (``on_save_checkpoint``, ``state_dict``) are called as
+Lightning calls them, so that modules, callbacks and datamodules with state of their own need no change.
 """
 
 from __future__ import annotations
@@ -13,43 +12,46 @@ from copy import deepcopy
 from typing import Any
 
 import lightning
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.amp import GradScaler
 
-from moe_ckpt.callbacks.averaging import go_on_averaging
-from moe_ckpt.errors import ConfigError, UnencodableStateError
+from moe_ckpt.callbacks.lazy_checkpoint import LazyCheckpoint
+from moe_ckpt.callbacks.loop_position import interrupted
+from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.run import require_framework
+from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import like, require
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.interop.lightning_dict import MODEL_MARK, unmark
-from moe_ckpt.recovery.handing_back import handing_back
 
 log = logging.getLogger("moe_ckpt")
 
+_STATES_OF_SCALER = (MixedPrecision.state_dict, FSDPPrecision.state_dict)
+"""``state_dict`` of precision plugins that return the gradient scaler's state and nothing else."""
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def capture_checkpoint(trainer: Any) -> dict[str, Any]:
-    """The checkpoint dict of this moment, with references to the model's state_dict replaced by a mark.
-
-    Called at ``on_train_batch_end`` of the step that is saved, on every rank.
-    """
+    """Returns the present checkpoint dict, with a mark in place of the model's ``state_dict``. Called on every rank."""
     module = trainer.lightning_module
-    model_state = module.state_dict()
-    checkpoint: dict[str, Any] = {
+    content: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": lightning.__version__,
-        "state_dict": model_state,
         "loops": {
             "fit_loop": _loop_state(trainer),
             "validate_loop": trainer.validate_loop.state_dict(),
             "test_loop": trainer.test_loop.state_dict(),
             "predict_loop": trainer.predict_loop.state_dict(),
         },
-        "callbacks": {cb.state_key: state for cb in trainer.callbacks if (state := cb.state_dict())},
+        "callbacks": {cb.state_key: state for cb in trainer.callbacks if (state := _state_of(cb))},
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
+    checkpoint = LazyCheckpoint(content, module.state_dict)
     precision = trainer.precision_plugin
-    precision_state = precision.state_dict()
+    precision_state = _scaler_state(precision)
     if precision_state:
         checkpoint[type(precision).__qualname__] = precision_state
     precision.on_save_checkpoint(checkpoint)
@@ -62,16 +64,38 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
-    return {key: MODEL_MARK if value is model_state else value for key, value in checkpoint.items()}
+    return checkpoint.marked(MODEL_MARK)
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    """A callback's ``state_dict()``; ours has a shorter one for our own store."""
+    state: dict[str, Any] = getattr(callback, "state_in_own_store", callback.state_dict)()
+    return state
+
+
+def _scaler_state(precision: Any) -> dict[str, Any]:
+    """Returns the precision plugin's state; of a scaler on a device the live tensors, so that nothing waits for it."""
+    scaler: Any = getattr(precision, "scaler", None)
+    scaled = isinstance(scaler, GradScaler) and type(scaler).state_dict is GradScaler.state_dict
+    known = scaled and type(precision).state_dict in _STATES_OF_SCALER
+    if not known or scaler._scale is None or scaler._scale.device.type == "cpu":
+        state: dict[str, Any] = precision.state_dict()
+        return state
+    return {
+        "scale": scaler._scale,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": scaler._growth_tracker,
+    }
 
 
 def _loop_state(trainer: Any) -> dict[str, Any]:
-    """The fit loop's state, such that Lightning goes on from it as if it had never stopped.
+    """Returns the fit loop's state, changed so that Lightning (2.6) resumes from it rightly.
 
-    At the end of an epoch's last batch, and where a validation is due next, Lightning (2.6) resumes from
-    its own state wrongly: it counts the epoch twice, trains on what ``limit_train_batches`` left in the
-    loader, and takes the validation for done. So there the batch is stored as completed (then no epoch is
-    counted and no batch fetched), and a due validation as interrupted in its first batch (then it runs).
+    From its own state after an epoch's last batch, or before a validation, it would count the epoch twice, train on
+    what ``limit_train_batches`` left in the loader, and skip the validation. So the batch is stored as completed (no
+    epoch is counted, no batch fetched), and a due validation as interrupted in its first batch (it runs).
     """
     state = dict(trainer.fit_loop.state_dict())
     if trainer.global_step == 0:  # nothing was done yet, so nothing is due
@@ -87,7 +111,7 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     if due:
         done = state[validated]["total"]["completed"]
         state[validated] = state[validated] | {
-            "total": {"ready": done + 1, "started": done + 1, "processed": done, "completed": done},
+            "total": interrupted(done),
             "current": dict.fromkeys(state[validated]["current"], 0),
             "is_last_batch": False,
         }
@@ -98,24 +122,24 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
 
 
 def validation_due(trainer: Any) -> bool:
-    """Whether Lightning will validate right after this batch; asked of the loop itself, which decides."""
+    """Returns whether Lightning will validate right after this batch, which the loop itself decides."""
     loop = trainer.fit_loop
     return bool(trainer.enable_validation and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def _add_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Hyper-parameters may be any object; those that only pickle could hold are left out, with one warning each."""
+    """Adds the hyper-parameters of module and datamodule that can be held without pickle."""
     for owner, key in zip((trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True):
         if owner is not None and owner.hparams:
             checkpoint[key] = plain_hparams(owner, key)
 
 
 def plain_hparams(owner: Any, key: str) -> dict[str, Any]:
-    """Hyper-parameters of a module or datamodule that can be held without pickle.
+    """Returns the hyper-parameters that can be held without pickle; warns once of each of the others.
 
     Args:
-        owner: Of the hyper-parameters.
-        key: Where a checkpoint keeps them, for the warning about those that are left out.
+        owner: The module or datamodule.
+        key: Where a checkpoint keeps them, for the warning.
     """
     plain = {}
     for name, value in owner.hparams.items():
@@ -142,19 +166,18 @@ def _warn_once(path: str, type_name: str) -> None:
 
 
 def check_state(trainer: Any, plain: Mapping[str, Any], path: str) -> None:
-    """Whether a rank's plain state is one that ``restore_checkpoint`` can give back, before anything is loaded.
+    """Raises unless ``restore_checkpoint`` can restore a rank's plain state. Called before anything is loaded.
 
-    path: of the state file.
+    Args:
+        trainer: Of the fit.
+        plain: The state.
+        path: Of its file.
 
     Raises:
-        ConfigError: it is the state of another trainer.
-        DamagedError: loops or schedulers are not what they are in any run.
+        ConfigError: It is the state of another framework.
+        DamagedError: Loops or schedulers have contents that they have in no run.
     """
-    if plain.get("framework") != "lightning":
-        raise ConfigError(
-            f"{path} was written by {plain.get('framework')!r}, not by Lightning: its loops and schedules cannot go on "
-            "here"
-        )
+    require_framework(plain, "Lightning", path)
     stored = plain["checkpoint"]
     require(like(trainer.fit_loop.state_dict()), stored["loops"]["fit_loop"], path, "the fit loop's state: ")
     for config, state in zip(trainer.lr_scheduler_configs, stored["lr_schedulers"], strict=False):
@@ -162,13 +185,17 @@ def check_state(trainer: Any, plain: Mapping[str, Any], path: str) -> None:
 
 
 def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> None:
-    """Give Lightning its state back. The model's and optimizers' tensors are in place already.
+    """Restores Lightning's own state, as Lightning does between ``on_fit_start`` and the first batch.
 
-    Called from ``on_fit_start``: what Lightning itself would do between there and the first batch. path: of the state
-    file, for messages.
+    Called in ``on_fit_start``, when the tensors of model and optimizers are loaded.
+
+    Args:
+        trainer: Of the fit.
+        stored: Result of ``capture_checkpoint``.
+        path: Of the state file, for messages.
 
     Raises:
-        StateRefusedError: names whose state it is that could not be given back.
+        StateRefusedError: An object did not take its state; it is named.
     """
     module = trainer.lightning_module
     checkpoint = unmark(stored, module.state_dict())
@@ -187,7 +214,7 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
     if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
         with handing_back("the fit loop", path):
             trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
-    go_on_averaging(trainer)
+    _go_on_averaging(trainer)
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
         with handing_back(f"the scheduler {type(config.scheduler).__name__}", path):
             config.scheduler.load_state_dict(state)
@@ -205,3 +232,23 @@ def _restore_callbacks(trainer: Any, checkpoint: dict[str, Any], path: str) -> N
         if callback.state_key in states:
             with handing_back(f"the callback {type(callback).__name__}", path):
                 callback.load_state_dict(deepcopy(states[callback.state_key]))
+
+
+def _go_on_averaging(trainer: Any) -> None:
+    """Restores the scheduler of stochastic weight averaging, if the checkpoint was taken while it was in use.
+
+    The callback swaps the scheduler at the start of an epoch, a hook that Lightning does not call again when a run
+    resumes midway. Called after callbacks, loops and optimizers are restored, and before schedulers are.
+    """
+    for callback in trainer.callbacks:
+        if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
+            continue
+        # The stored state is of its scheduler; the run's own must not get it.
+        callback._clear_schedulers(trainer)
+        if trainer.current_epoch != callback._latest_update_epoch:
+            continue  # the epoch has not begun, and Lightning will call the hook
+        groups = trainer.optimizers[0].param_groups
+        before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)  # a scheduler's constructor takes a first step

@@ -1,35 +1,35 @@
 """Lightning's batch count within an epoch, after a restart with another number of ranks.
 
-Lightning counts the batches of an epoch, and what happens when is decided by that count: the last batch, gradient
-accumulation, validations. With another number of ranks the same epoch has another number of batches. So the count is
-set to what a run of the new size would have: the number of its batches in an epoch, less those still to come.
+That count decides when the last batch, an accumulated step and a validation come. With another number of ranks the
+epoch has another number of batches, so the count is set to what a run of the new size has at this position: the batches
+of an epoch less those still to come. Where that changes the count:
 
-What follows from that, where the count changes:
-
-- The epoch ends with its last sample, and the next ones are whole epochs of the new size.
-- Gradient accumulation. Checkpoints are taken after an optimizer step, so no gradient is lost. The first step after
-  the restart is made when the new count divides by ``accumulate_grad_batches``: of fewer batches than the others, if
-  the old stop is no multiple of the new step's samples. Who keeps the global batch (ranks x batch size x accumulation)
-  the same never sees that.
-- Validation comes where the new count says so (``val_check_interval``; a fraction of an epoch stays that fraction, and
-  the epoch's end its end). One that was due at the very stop is made if it is due in the new count, too, and left out
-  otherwise; none is made up for. ``check_val_every_n_epoch=None`` counts batches over all epochs, which goes on.
-- If nothing is left for the new size (``drop_last``, ``limit_train_batches``), the epoch is over, with its validation
-  and the schedulers that step per epoch.
+- The epoch ends with its last sample; the next epochs are whole ones of the new size.
+- Checkpoints are taken after an optimizer step, so no accumulated gradient is lost. The next step comes when the new
+  count divides by ``accumulate_grad_batches``: after fewer batches than usual, unless the global batch (ranks x batch
+  size x accumulation) is the same.
+- Validation comes where the new count says (``val_check_interval``; a fraction stays that fraction of an epoch). One
+  that was due at the stop runs if it is due in the new count, too; none is made up for. With
+  ``check_val_every_n_epoch=None`` the count over all epochs goes on.
+- If nothing is left for the new size (``drop_last``, ``limit_train_batches``), the epoch ends, with its validation and
+  the schedulers that step per epoch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
 
 def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[float, float]:
-    """Batches of a whole epoch of all training loaders together, and of its rest.
+    """Returns the batches of a whole epoch, and of its rest, of all training loaders together.
 
-    dealt: the same for each loader, None for one that goes by Lightning's own count.
+    Args:
+        trainer: Of the fit.
+        dealt: The same of each loader; None for one that goes by Lightning's own count.
     """
     loader = trainer.fit_loop._combined_loader
     done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
@@ -44,9 +44,9 @@ def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[f
 
 
 def go_on_at(trainer: Any, whole: float, left: float) -> int:
-    """Set the batch count of the epoch loop such that ``left`` of ``whole`` batches are to come; return it.
+    """Sets the epoch loop's batch count so that ``left`` of ``whole`` batches are to come, and returns it.
 
-    Called at ``on_train_start`` of a run that goes on in the middle of an epoch.
+    Called in ``on_train_start`` of a run that resumes in the middle of an epoch.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
@@ -54,8 +54,8 @@ def go_on_at(trainer: Any, whole: float, left: float) -> int:
     if math.isinf(whole):
         return int(current.processed)
     done = int(min(whole - left, trainer.fit_loop.max_batches))
-    # Lightning's own word for it also holds after one that was made again after a restart, and came to its end.
-    interrupted = loop.val_loop.restarted_mid_evaluation and not loop.val_loop.batch_progress.is_last_batch
+    # Lightning's flag alone also holds after a validation that was repeated after a restart, and ended.
+    broken_off = loop.val_loop.restarted_mid_evaluation and not loop.val_loop.batch_progress.is_last_batch
     ended = progress.is_last_batch
     over = done >= trainer.fit_loop.max_batches
     if done == current.processed and over == ended:
@@ -67,18 +67,18 @@ def go_on_at(trainer: Any, whole: float, left: float) -> int:
         _end_epoch(loop)
     due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     if over and not ended and due:
-        _interrupt(loop.val_loop)
-    elif not (interrupted and due):
-        _leave_out(loop.val_loop)
+        _set_total(loop.val_loop, interrupted)
+    elif not (broken_off and due):
+        _set_total(loop.val_loop, lambda done: dict.fromkeys(interrupted(done), done))
     loop.update_restart_stage()
     # The step counter of loggers, which is one behind in checkpoints, save for that of an epoch's last batch.
     counts = (due or not loop.restarted_on_last) and not loop._should_accumulate()
-    loop._batches_that_stepped += (not ended or interrupted) - counts
+    loop._batches_that_stepped += (not ended or broken_off) - counts
     return done
 
 
 def _end_epoch(loop: Any) -> None:
-    """As if the last batch that was trained on had been the epoch's last."""
+    """Makes the last batch that was trained on the epoch's last."""
     progress = loop.batch_progress
     progress.current.completed = progress.current.processed
     progress.total.completed = progress.total.processed
@@ -86,14 +86,11 @@ def _end_epoch(loop: Any) -> None:
     loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
-def _interrupt(val_loop: Any) -> None:
-    """Lightning makes a validation that broke off in its first batch; see ``lightning_state``."""
-    done = val_loop.batch_progress.total.completed
-    val_loop.batch_progress.total.load_state_dict(
-        {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
-    )
+def interrupted(done: int) -> dict[str, int]:
+    """Returns the total progress of a validation loop, after ``done`` batches, that runs again from its first batch."""
+    return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
 
 
-def _leave_out(val_loop: Any) -> None:
-    done = val_loop.batch_progress.total.completed
-    val_loop.batch_progress.total.load_state_dict(dict.fromkeys(("ready", "started", "processed", "completed"), done))
+def _set_total(val_loop: Any, progress: Callable[[int], dict[str, int]]) -> None:
+    total = val_loop.batch_progress.total
+    total.load_state_dict(progress(total.completed))

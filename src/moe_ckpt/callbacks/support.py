@@ -1,4 +1,4 @@
-"""What this adapter serves, what it refuses and why."""
+"""Which strategies are supported, and what makes a resume inexact."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from lightning.pytorch.strategies import (
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import ConfigError, UnsupportedError
 
+STATE_KEY = "moe_ckpt.MoECheckpoint"
+"""Key of ``MoECheckpoint`` among the callback states in a Lightning checkpoint."""
+
 SHARDING_ATTRIBUTE = "moe_ckpt_sharding"
-"""Of a strategy that this package does not know: how it spreads the state, one of ``SHARDINGS``."""
+"""Attribute by which other strategies say how they spread the state: a key of ``SHARDINGS``."""
 
 SHARDINGS = {
     "replicated": "every rank holds all parameters and optimizer state, as ordinary tensors (DDP)",
@@ -35,15 +38,14 @@ _ADVICE = "Use strategy='ddp', ModelParallelStrategy (FSDP2, tensor parallel) or
 
 
 def sharding_of(strategy: Any) -> str:
-    """How the strategy spreads the training state over ranks: a key of ``SHARDINGS``.
+    """Returns how the strategy spreads the training state over ranks: a key of ``SHARDINGS``.
 
-    Known by exact class, because a subclass may hold its state in another way: NeMo's ``MegatronStrategy`` is a
-    ``DDPStrategy`` whose ranks hold different experts. Others say it by the attribute ``moe_ckpt_sharding``, of the
-    class or of the instance.
+    Known strategies are matched by exact class, because a subclass may differ: NeMo's ``MegatronStrategy`` is a
+    ``DDPStrategy`` whose ranks hold different experts. Others have the attribute ``moe_ckpt_sharding``.
 
     Raises:
-        UnsupportedError: The experts of this strategy cannot be saved alone, or it does not say how it shards.
-        ConfigError: What it says is not a key of ``SHARDINGS``.
+        UnsupportedError: Experts cannot be saved alone under this strategy, or it lacks the attribute.
+        ConfigError: The attribute is not a key of ``SHARDINGS``.
     """
     name = type(strategy).__name__
     known = _KNOWN.get(type(strategy))
@@ -59,12 +61,12 @@ def sharding_of(strategy: Any) -> str:
             f"MoECheckpoint with {name}: DeepSpeed keeps master weights and optimizer state in partitions of its own, "
             f"out of this library's reach. {_ADVICE}"
         )
-    told = getattr(strategy, SHARDING_ATTRIBUTE, None)
-    if told in SHARDINGS:
-        return str(told)
+    named = getattr(strategy, SHARDING_ATTRIBUTE, None)
+    if named in SHARDINGS:
+        return str(named)
     choices = "; ".join(f"{key!r} if {meaning}" for key, meaning in SHARDINGS.items())
-    if told is not None:
-        raise ConfigError(f"{name}.{SHARDING_ATTRIBUTE} is {told!r}: choose {choices}")
+    if named is not None:
+        raise ConfigError(f"{name}.{SHARDING_ATTRIBUTE} is {named!r}: choose {choices}")
     if any("megatron" in kind.__name__.lower() for kind in type(strategy).__mro__):
         raise UnsupportedError(
             f"MoECheckpoint with {name}: its ranks hold different experts, pipeline stages and optimizer shards of "
@@ -80,9 +82,9 @@ def sharding_of(strategy: Any) -> str:
 
 
 def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
-    """Why a resume in mid-epoch would not go on exactly as the run would have; [] if it would.
+    """Returns why a resume in mid-epoch would not be exact; [] if it would.
 
-    Called once per fit, when the loaders exist: to warn before a failure, not after it.
+    Called once per fit, when the loaders exist, to warn before a failure.
     """
     found = [] if isolate_validation else list(_shifted_by_validation(trainer))
     for loader in trainer.fit_loop._combined_loader.flattened:
@@ -110,7 +112,7 @@ def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
 
 
 def _samplers(loader: object) -> Iterator[object]:
-    """Every sampler that decides about the loader's order: torchdata's loader hides Lightning's in a batch sampler."""
+    """Yields the samplers that set the loader's order, also one that torchdata's loader wraps in a batch sampler."""
     found = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     seen: set[int] = set()
     while found:
@@ -122,7 +124,7 @@ def _samplers(loader: object) -> Iterator[object]:
 
 
 def _shifted_by_validation(trainer: Any) -> Iterator[str]:
-    """Why the random numbers that validation takes from training's may be others after a restart."""
+    """Yields why validation may draw other random numbers after a restart."""
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         yield (
             "with isolate_validation=False random numbers depend on when validation comes, and this Trainer's "

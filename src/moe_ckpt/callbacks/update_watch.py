@@ -1,6 +1,6 @@
-"""Counts real updates, and is the last to hear that a batch ended.
+"""Counts optimizer updates, and runs a function after every batch-end hook.
 
-A step that the loss scaler skipped advances ``global_step``, but fires no hook of the optimizer. The module's own
+A step that the loss scaler skips advances ``global_step`` but runs no optimizer hook. The module's own
 ``on_train_batch_end`` runs after all callbacks' and may still change weights or buffers.
 """
 
@@ -12,12 +12,17 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.errors import ConfigError
+
 
 class UpdateWatch:
-    """From ``on_fit_start`` until ``close``, which takes back everything that was put on module and optimizers.
+    """Hooks on module and optimizers, from ``on_fit_start`` until ``close``.
 
-    before_update: called just before a raw optimizer steps, under manual optimization.
-    after_batch: called when a batch is over for everybody else.
+    Args:
+        trainer: Of the fit.
+        module: The model.
+        before_update: Called before a raw optimizer steps, under manual optimization.
+        after_batch: Called after every batch-end hook.
     """
 
     def __init__(
@@ -27,7 +32,8 @@ class UpdateWatch:
         before_update: Callable[[], None],
         after_batch: Callable[[], None],
     ) -> None:
-        self.updates = 0
+        self._updates = self._booked = 0
+        self._global_step = 0
         self._hooks: list[RemovableHandle] = []
         name = "on_train_batch_end"
         theirs, had = getattr(module, name), vars(module).get(name)
@@ -41,12 +47,44 @@ class UpdateWatch:
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._count))
             if not module.automatic_optimization:
-                # Users may call the raw optimizer, past Lightning's hook. Under automatic optimization this
-                # fires before the forward pass (it is wrapped in the closure), where a join would be a stall.
+                # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook would run
+                # before the forward pass, which is in the closure, and a join there would stall training.
                 self._hooks.append(optimizer.register_step_pre_hook(lambda *_: before_update()))
 
+    def begin(self, global_step: int) -> None:
+        """Training begins at ``trainer.global_step``."""
+        self._global_step = global_step
+
+    @property
+    def unbooked(self) -> int:
+        """Updates since the last call of ``book``."""
+        return self._updates - self._booked
+
+    @property
+    def moved(self) -> bool:
+        """Whether any update was booked."""
+        return self._booked > 0
+
+    def book(self, global_step: int) -> tuple[bool, int]:
+        """Returns whether ``trainer.global_step`` moved in this batch, and how many updates it made.
+
+        There are none where the loss scaler skipped the step, or gradients are accumulated.
+
+        Raises:
+            ConfigError: There were updates, and ``global_step`` did not move.
+        """
+        stepped, updates = global_step != self._global_step, self.unbooked
+        self._global_step = global_step
+        if updates and not stepped:
+            raise ConfigError(
+                "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
+                "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
+            )
+        self._booked = self._updates
+        return stepped, updates
+
     def _count(self, *_: Any) -> None:
-        self.updates += 1
+        self._updates += 1
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -1,7 +1,7 @@
-"""What sparse windows (MoEvement) ask of Lightning, beside what every checkpoint does.
+"""What sparse windows (MoEvement) need from Lightning: steps that can be computed again exactly.
 
-They promise that steps can be computed again exactly. So what cannot be is refused when training starts, and what the
-steps depended on is written down: the norms that clipping went by, and the types in which kernels read the weights.
+Runs in which that is impossible are refused when training starts. What steps depend on besides is recorded: the norms
+that clipping used, and the types in which kernels read the weights.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from moe_ckpt.callbacks.freezing import ClipNorms, Freezing, may_leave_out
-from moe_ckpt.callbacks.replaying import Replaying
+from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.callbacks.support import inexact
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource
+from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
@@ -27,17 +28,13 @@ from moe_ckpt.modeling.compute_types import ComputeTypeProbe
 log = logging.getLogger("moe_ckpt")
 
 _PROBED_BATCHES = 4
-"""An expert that none of these uses is saved in its own type."""
+"""An expert that no token of these reaches is saved in its own type."""
 
 
 class Windows:
-    """From ``on_fit_start`` until ``close``, of a policy that uses windows, or while one is brought back.
-
-    replaying: the window that is being brought back.
-    """
+    """From ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one."""
 
     def __init__(self, trainer: Any, module: pl.LightningModule, catalog: Catalog) -> None:
-        self.replaying: Replaying | None = None
         self._trainer = trainer
         self._module = module
         self._catalog = catalog
@@ -45,12 +42,18 @@ class Windows:
         self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
         self._probed = 0
 
-    def check(self, policy: str, isolate_validation: bool) -> None:
-        """Raise ``ConfigError`` if steps could not be computed again exactly, now and not after a failure."""
+    def check(self, policy: str, isolate_validation: bool, replaying: Replaying | None) -> None:
+        """Raises ``ConfigError`` if steps cannot be computed again exactly.
+
+        Args:
+            policy: Name of its class.
+            isolate_validation: The option.
+            replaying: The window that is replayed.
+        """
         reasons = inexact(self._trainer, isolate_validation)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
             reasons.append("an update of LBFGS joins all parameters, those that are not there yet too")
-        if self.replaying is not None:
+        if replaying is not None:
             policy = "The sparse window that training goes on from"
         if reasons:
             raise ConfigError(
@@ -59,7 +62,7 @@ class Windows:
             )
 
     def check_updates(self, policy: str, updates: int) -> None:
-        """Raise if one batch made more updates than replay can put in place: that happens at its end only."""
+        """Raises if a batch made more updates than one per optimizer: a replay loads the window at its end only."""
         optimizers = len(self._trainer.optimizers)
         if updates > optimizers:
             raise ConfigError(
@@ -68,66 +71,48 @@ class Windows:
             )
 
     def refuse_backward(self, policy: str) -> None:
-        """A backward pass begins, and this batch has updated weights already. Raises: see ``check_updates``."""
+        """Raises because a backward pass begins after an update of the same batch."""
         raise ConfigError(
             f"{policy} needs all backward passes of a batch to come before its updates, and here an optimizer stepped "
             "first: when the step is computed again, the pass would read weights that are not yet in place. Step the "
             "optimizers after the last backward pass, or use Dense or MoC."
         )
 
-    def leave_out_of(self, checkpoint: dict[str, Any]) -> None:
-        """Another callback saves a checkpoint: while a window is brought back, optimizer state is none of the run's.
+    def strip_optimizer_state(self, checkpoint: dict[str, Any], replaying: Replaying) -> None:
+        """Removes optimizer state, which is invalid during a replay, from another callback's checkpoint.
 
-        Without it Lightning loads the weights, and refuses to go on training from them.
+        Without it Lightning loads the weights, and refuses to resume training from them.
         """
-        if self.replaying is not None and checkpoint.pop("optimizer_states", None) is not None:
+        if checkpoint.pop("optimizer_states", None) is not None:
             log.warning(
                 "a callback saves step %d while the sparse window of steps %d to %d is computed again: without "
                 "optimizer state, which is not complete before step %d",
                 self._trainer.global_step,
-                *self.replaying.steps,
-                self.replaying.steps[1],
+                *replaying.steps,
+                replaying.steps[1],
             )
 
-    def say_unfinished(self) -> bool:
-        """Training ends. True, and a warning, if the window is not back yet."""
-        if self.replaying is not None and self._trainer.is_global_zero:
-            log.warning(
-                "training ended at step %d, before the sparse window of steps %d to %d was computed again: nothing was "
-                "saved, and the optimizer state in memory is incomplete. The store is as it was; the next start goes "
-                "on from that window.",
-                self._trainer.global_step,
-                *self.replaying.steps,
-            )
-        return self.replaying is not None
-
-    def begin_replay(self, ours: Collection[Callback]) -> None:
-        """Training begins in the middle of a window. ours: callbacks that do not look at gradients."""
-        if self.replaying is not None:
-            spare = may_leave_out(self._trainer, self._module, self._norms, ours)
-            freezing = Freezing(self._trainer, self._module, self._catalog) if spare else None
-            self.replaying.begin(self._norms, freezing)
+    def step_source(self, ours: Collection[Callback]) -> StepSource:
+        """Returns what computes steps again. ours: Callbacks that do not read gradients."""
+        if not may_leave_out(self._trainer, self._module, self._norms, ours):
+            return Recompute()
+        return SparingRecompute(self._trainer, self._module, self._catalog, self._norms)
 
     def batch_begins(self) -> None:
         if self._probe is not None:
             self._probe.start()
 
     def gradients_done(self) -> None:
-        """After a backward pass; what optimizers read does not count."""
+        """Called after a backward pass: reads of the optimizers do not count."""
         if self._probe is not None:
             self._probe.stop()
 
-    def before_update(self) -> None:
-        """All gradients of a step are there, and nobody has used them yet."""
-        if self.replaying is not None:
-            self.replaying.before_update()
-
     def recorded(self) -> Mapping[str, Any]:
-        """What a replay of this step must know besides; part of the step's plain state."""
+        """Returns what a replay needs of this step besides, for its plain state."""
         return {"norms": list(self._norms.taken)}
 
     def step_ends(self, session: CheckpointSession) -> None:
-        """Forget this step's norms; after a few of them, tell the session what kernels read. On every rank."""
+        """Forgets this step's norms; after a few steps, tells the session which types kernels read. On all ranks."""
         self._norms.taken.clear()
         if self._probe is None:
             return
@@ -135,23 +120,20 @@ class Windows:
         if self._probed == _PROBED_BATCHES:
             probe, self._probe = self._probe, None
             probe.stop()
-            narrow, wide = session.largest(probe.narrow()), session.largest(probe.wide())
+            narrow, wide = largest(session.comm, probe.narrow()), largest(session.comm, probe.wide())
             found = probe.types(narrow, wide)
             session.set_compute_types({name: dtype_name(dtype) for name, dtype in found.items()})
 
     def close(self) -> None:
-        """Take back everything that was put on the trainer or the module. Safe to call twice."""
+        """Removes all hooks from trainer and module. Safe to call twice."""
         self.gradients_done()
-        if self.replaying is not None:
-            self.replaying.close()
         self._norms.close()
 
 
 def _casts(trainer: Any, module: pl.LightningModule) -> bool:
-    """Whether weights may be read in another type than their own, and it can be found out which.
+    """Returns whether kernels may read weights in another type than their own, and it can be observed which.
 
-    Averaging callbacks read the weights themselves, also while steps are computed again. What a compiler makes of the
-    model cannot be watched.
+    Averaging callbacks read the weights themselves, also in a replay; a compiled model cannot be observed.
     """
     averaged = any(isinstance(c, (WeightAveraging, StochasticWeightAveraging)) for c in trainer.callbacks)
     compiled = any(isinstance(m, torch._dynamo.eval_frame.OptimizedModule) for m in module.modules())

@@ -1,1 +1,1 @@
-"""."""
+"""The command ``moe-ckpt``."""

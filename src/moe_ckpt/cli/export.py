@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 EPILOG = """\
@@ -38,10 +39,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """0 when the output was written."""
+    """0 when the output was written. Says on stderr which step it is of, for a store leaves that open."""
     from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.format.manifest import Manifest
     from moe_ckpt.interop.export import export
+    from moe_ckpt.recovery.memory_source import stale_experts
 
+    taken: list[Manifest] = []
     with progress_bar("exporting") as progress:
         target = export(
             args.path,
@@ -50,6 +54,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             progress,
             strip_prefix=args.strip_prefix,
             max_file_bytes=args.max_file_size,
+            chosen=taken.append,
         )
+    [manifest] = taken
+    stale = len(stale_experts(manifest))
+    older = f", of which {stale} experts are older than that" if stale else ""
+    print(f"step {manifest.step} ({manifest.directory}){older}:", file=sys.stderr)
     print(target)
     return 0

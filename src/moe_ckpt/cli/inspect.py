@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from moe_ckpt.cli.output import PIPED_WIDTH, human_bytes, print_cells, print_table, width, wrapped
+from moe_ckpt.cli.output import PIPED_WIDTH, print_cells, print_table, width, wrapped
+from moe_ckpt.core.quantities import human_bytes
 
 EPILOG = """\
 examples:
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _show(facts: dict[str, Any]) -> None:
     print(f"store {facts['store']}")
-    print(f"run {facts['run_id']}, model {facts['fingerprint']}, on-disk format {facts['format_version']}")
+    print(wrapped(f"run {facts['run_id']}, model {facts['fingerprint']}, on-disk format {facts['format_version']}"))
     good = [step for step in facts["steps"] if "damage" not in step]
     for line in _by_whom(good):
         print(line)
@@ -81,10 +82,11 @@ def _show(facts: dict[str, Any]) -> None:
         if step["window_steps"] is not None:
             first, *_, last = step["window_steps"]
             again = f"steps {first + 1} to {last}" if first + 1 < last else f"step {last}"
-            print(f"{step['directory']} is a sparse window: resuming computes {again} again and loses no tokens")
+            what = f"resuming computes {again} again and loses no tokens"
+            print(wrapped(f"{step['directory']} is a sparse window: {what}"))
     for step in facts["steps"]:
         if "damage" in step:
-            print(f"damaged: {step['damage']}")
+            print(wrapped(f"damaged: {step['damage']}"))
     if not facts["steps"]:
         print("no step is committed yet")
     if good and good[0]["versions"]:
@@ -98,9 +100,20 @@ def _by_whom(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
     for (policy, ranks), these in groups:
         span = these[-1]["directory"] + (f" to {these[0]['directory']}" if len(these) > 1 else "")
         when = f" ({span})" if len(groups) > 1 else ""
-        options = ", ".join(f"{key}={value}" for key, value in policy.items() if key != "name")
+        options = _options(policy)
         text = f"policy {policy.get('name', '?')}{when} on {ranks} rank{'s' * (ranks != 1)}: {options or 'as it is'}"
         yield wrapped(text)
+
+
+def _options(policy: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_said(value)}" for key, value in policy.items() if key != "name")
+
+
+def _said(value: Any) -> str:
+    """One setting; policies within a policy as they would be called."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_said, value))}]"
+    return f"{value.get('name', '?')}({_options(value)})" if isinstance(value, Mapping) else str(value)
 
 
 def _show_experts(step: dict[str, Any]) -> None:

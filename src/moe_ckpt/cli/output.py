@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -11,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 PIPED_WIDTH = 100
-"""Of tables that go to no terminal, whatever the terminal that they come from."""
+"""Of tables that go to no terminal, whatever the terminal that they come from, unless ``COLUMNS`` is set."""
 GAP = "  "
 _BREAKS = re.compile(r"(?<=[ ./])")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def rich_console(stderr: bool = False) -> Any | None:
@@ -26,21 +26,16 @@ def rich_console(stderr: bool = False) -> Any | None:
     return Console(stderr=stderr, highlight=False, soft_wrap=True)
 
 
-def human_bytes(nbytes: int) -> str:
-    """1536 -> '1.5 KiB'."""
-    value, unit = float(nbytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
 def width() -> int:
-    """Columns to fit into: those of the terminal, and ``PIPED_WIDTH`` where there is none."""
-    return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns if sys.stdout.isatty() else PIPED_WIDTH
+    """Columns to fit into: ``COLUMNS`` if it is set, or those of the terminal; ``PIPED_WIDTH`` where there is none."""
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if re.fullmatch(r"[1-9]\d{0,4}", asked, re.ASCII) else PIPED_WIDTH
 
 
 def wrapped(text: str) -> str:
-    """A paragraph no wider than there is room, its further lines set in."""
+    """A paragraph no wider than there is room, its further lines set in. Names and paths stay whole."""
     return textwrap.fill(text, width(), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 

@@ -26,7 +26,7 @@ VALUES = ("duration_secs", "seed")
 
 
 def require_known_places(overrides: Sequence[Override], groups: Mapping[str, object]) -> None:
-    """Every override that adds something adds it to a group or a value that is read.
+    """Every override that adds something adds it to a group or a value that is read, and none is about Hydra itself.
 
     groups: those there are.
 
@@ -35,8 +35,14 @@ def require_known_places(overrides: Sequence[Override], groups: Mapping[str, obj
     """
     for one in overrides:
         place = one.package or one.key_or_group
+        first = re.split("[./]", place)[0]
+        if "hydra" in (first, re.split("[./]", one.key_or_group)[0]):
+            raise ConfigError(
+                f"{one.input_line}: nothing reads Hydra's own settings here: no job is started and no output directory "
+                "made; groups of your own are found with --config-dir"
+            )
         added = one.is_add() or one.is_force_add() or one.package
-        if added and place.partition(".")[0].partition("/")[0] not in (*groups, *VALUES, "hydra"):
+        if added and first not in (*groups, *VALUES):
             raise ConfigError(f"{one.input_line}: nothing reads {place!r}; {there_are(groups)}")
 
 
@@ -66,7 +72,7 @@ def no_such_key(overrides: Sequence[str], tree: Tree, groups: Mapping[str, objec
     """
     for text in overrides:
         key, _, value = text.partition("=")
-        if text[0] in "+~" or key in groups or key.startswith("hydra."):
+        if text[0] in "+~" or key in groups:
             continue
         node: object = tree
         parts = key.split(".")
@@ -116,16 +122,21 @@ CHANGED = ("moc", "moetion", "moevement")
 """Names that meant checkpoints in the memory of peers, and mean what a Trainer does by now."""
 
 
-def renamed(text: str) -> tuple[str, list[str]]:
-    """An override with the names that policies have now, and what to say of it."""
+def renamed(text: str, others: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """An override with the names that there are now, and what to say of it.
+
+    others: overrides besides; where one says what memory there is, it need not be said what a policy's name means.
+    """
     key, equals, value = text.partition("=")
+    if key == "policy.backup_every_secs":
+        return f"policy.storage_every_secs={value}", [f"{key} is called policy.storage_every_secs now"]
     if key.lstrip("+") != "policy":
         return text, []
     notes = []
     for name in dict.fromkeys(re.findall(r"\w+", value)):
         if name in RENAMED:
             notes.append(f"policy={name} is called {RENAMED[name]} now")
-        elif name in CHANGED:
+        elif name in CHANGED and not any(one.startswith("memory=") for one in others):
             notes.append(
                 f"policy={name} is on storage, as in a Trainer; in the memory of peers, as in the papers and as this "
                 f"name meant before, it is policy={name}_peers"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moe_ckpt.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
-    from moe_ckpt.engine.rates import Rates
+    from moe_ckpt.profiling.rates import Rates
     from moe_ckpt.sim.choosing import Leg, Tell
     from moe_ckpt.sim.planner import Candidate, Plan
     from moe_ckpt.sim.scenario import Scenario
@@ -27,7 +27,7 @@ examples:
   moe-ckpt plan --profile run_profile.json failures.mtbf_secs=7200   a run of yours, as it measured itself
   moe-ckpt plan --measure . setup=tiny                               with this machine's own rates
 
-Settings are those of moe-ckpt simulate, group=choice and key=value, but for policy: all of them are tried. With
+Settings are those of moe-ckpt simulate, group=choice and key=value, but for policy and memory, which it tries. With
 --profile, the model, the cluster, the iteration time and the load are the profiled run's; failures, duration_secs and
 seed can be set, fields of the cluster one by one, above all what a run does not measure
 (cluster.nic_bytes_per_sec=25e9 cluster.detect_secs=60), and tokens_per_step=N where the profile does not tell it.
@@ -63,6 +63,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--max-plt", type=float, default=0.05, metavar="P", help="portion of tokens that may be lost")
     parser.add_argument("--seeds", type=int, default=1, help="runs per policy, each with other failures (default: 1)")
     parser.add_argument("--trainer-only", action="store_true", help="leave out what only the simulator has")
+    parser.add_argument("--storage-only", action="store_true", help="leave out checkpoints in the memory of peers")
     parser.add_argument("--plot", metavar="FILE", help="write the roofline picture there (png, svg, pdf)")
     parser.add_argument("--config-dir", metavar="DIR", help="more config groups, of your own")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -93,8 +94,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         rates = _measure(args.measure)
         scenario = _with_rates(scenario, rates)
     systems = trainer_systems(scenario, args.max_plt)
-    if not args.trainer_only:
-        systems += simulated_systems(scenario)
+    systems += [] if args.storage_only else memory_systems(scenario)
+    if args.trainer_only:
+        systems = [one for one in systems if one.in_trainer]
     with _progress(scenario.duration_secs, args.quiet) as tell:
         plan = recommend(scenario, systems, seeds=args.seeds, most_plt=args.max_plt, tell=tell)
     if args.plot:
@@ -106,9 +108,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if plan.recommended else 1
 
 
-def simulated_systems(scenario: Scenario) -> list[System]:
-    """The papers' systems that keep checkpoints in the memory of peers, which the engine does not do yet."""
-    from moe_ckpt.policies import Dense, MoEtion, MoEvement
+def memory_systems(scenario: Scenario) -> list[System]:
+    """With checkpoints in the memory of peers; the papers' one of MoEvement is simulated only."""
+    from moe_ckpt.policies import Gemini, MoEtion, MoEvement
     from moe_ckpt.sim.system import System
 
     if scenario.layout.nodes < 2:
@@ -117,8 +119,9 @@ def simulated_systems(scenario: Scenario) -> list[System]:
     near = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, rollback="localized")
     rule = "oracle" if scenario.failures.mean_secs is None else "daly"
     return [
-        replace(near, name="gemini", policy=Dense(), interval=rule, rollback="global"),
+        replace(near, name="gemini", policy=Gemini(1), interval=rule, rollback="global"),
         replace(near, name="moetion_peers", policy=MoEtion(), rollback="global"),
+        replace(near, name="moevement_memory", rollback="global", freeze=False),
         near,
     ]
 
@@ -158,9 +161,12 @@ def _require_settable(overrides: Sequence[str], profiled: bool) -> None:
     from moe_ckpt.sim.cluster import Cluster
 
     keys = [_key(text) for text in overrides]
-    policies = [text for text, key in zip(overrides, keys, strict=True) if re.split("[.@/]", key)[0] == "policy"]
-    if policies and not profiled:
-        raise ConfigError(f"{' '.join(policies)}: plan tries all policies; moe-ckpt simulate runs the one that is set")
+    own = ("policy", "memory")
+    tried = [text for text, key in zip(overrides, keys, strict=True) if re.split("[.@/]", key)[0] in own]
+    if tried and not profiled:
+        raise ConfigError(
+            f"{' '.join(tried)}: plan tries all policies, on storage and in memory; moe-ckpt simulate runs what is set"
+        )
     if not profiled:
         return
     free = ("failures", "duration_secs", "seed")
@@ -213,7 +219,7 @@ def _with_rates(scenario: Scenario, rates: Rates) -> Scenario:
 
 def _measure(directory: str) -> Rates:
     from moe_ckpt.cli.output import progress_bar
-    from moe_ckpt.engine.rates import measure
+    from moe_ckpt.profiling.rates import measure
 
     with progress_bar("measuring", unit="steps") as tell:
         return measure(directory, progress=lambda what, done, total: tell(done, total))
@@ -281,14 +287,15 @@ def _candidate(one: Candidate) -> dict[str, Any]:
 
 def override_line(candidate: Candidate) -> str:
     """Only what differs from the group's own settings."""
-    from moe_ckpt.sim.planner import overrides
+    from moe_ckpt.sim.planner import memory_overrides, overrides
 
-    policy = candidate.system.policy
-    return overrides(policy, vars(type(policy)()))
+    policy, memory = candidate.system.policy, memory_overrides(candidate.system)
+    return f"{overrides(policy, vars(type(policy)()))} {memory}".rstrip()
 
 
 def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
-    from moe_ckpt.cli.output import human_bytes, print_table, wrapped
+    from moe_ckpt.cli.output import print_table, wrapped
+    from moe_ckpt.core.quantities import human_bytes
 
     layout, mean = scenario.layout, scenario.failures.mean_secs
     failing = "failures as in the trace" if mean is None else f"a failure every {_span(mean)}"
@@ -309,7 +316,7 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
         if one.refused:
             print(wrapped(f"{one.system.name} cannot be used: {one.refused}"))
     if any(not one.system.in_trainer for one in plan.candidates):
-        print(f"{MARK} simulated only: checkpoints in the memory of peers, which the trainer does not do yet")
+        print(wrapped(f"{MARK} simulated only: after a failure, only the failed stage goes back"))
     if short := [one for one in plan.candidates if one.margin]:
         least, all_of_it = _span(min(one.simulated_secs for one in short)), _span(scenario.duration_secs)
         print(wrapped(f"{_ABOUT} simulated for {least} or more of {all_of_it}: until it was certain not to be chosen"))
@@ -337,13 +344,16 @@ def _row(one: Candidate, human: Any) -> tuple[str, ...]:
 
 
 def _advise(plan: Plan) -> None:
+    from moe_ckpt.cli.output import wrapped
+
     if plan.recommended is None:
         print("No policy can be used here as it is: see above for what each of them lacks.")
         return
     print(f"recommended: {plan.recommended.system.name} (ETTR {plan.recommended.ettr:.3f})")
     print(f"  {override_line(plan.recommended)}")
     if plan.best is not None and plan.best is not plan.recommended:
-        print(f"with checkpoints in the memory of peers, {plan.best.system.name} would reach {plan.best.ettr:.3f}")
+        best = plan.best
+        print(wrapped(f"where only the failed stage goes back, {best.system.name} would reach {best.ettr:.3f}"))
 
 
 def _span(secs: float) -> str:

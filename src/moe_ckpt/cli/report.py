@@ -30,12 +30,13 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
             have = ", ".join(directories[:6]) or "none"
             raise NoCheckpointError(f"{path} is no committed step; committed: {have}")
         directories = [directory]
+    steps = [_describe_step(reader, name) for name in directories]
     return {
         "store": storage.root,
-        "format_version": FORMAT_VERSION,
+        "format_version": max((step.get("format_version", 0) for step in steps), default=0) or FORMAT_VERSION,
         "run_id": identity.run_id,
         "fingerprint": identity.fingerprint,
-        "steps": [_describe_step(reader, name) for name in directories],
+        "steps": steps,
     }
 
 
@@ -53,11 +54,13 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
     sizes = {file.path: file.nbytes for file in manifest.files}
     sizes |= {state.path: state.nbytes for slot in manifest.slots for state in slot.states}
     inside = tuple(f"{slot.directory}/" for slot in manifest.slots)  # of a sparse window also its earlier steps
+    sizes |= {part.path: part.nbytes for part in manifest.parts}
     own = reader.storage.size(f"{directory}/{MANIFEST_NAME}")
     return {
         "directory": directory,
         "step": manifest.step,
         "generation": manifest.generation,
+        "format_version": manifest.format_version,
         "committed_unix_secs": manifest.created_unix_secs,
         "policy": dict(manifest.policy),
         "world_size": manifest.world_size,

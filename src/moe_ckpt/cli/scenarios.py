@@ -24,7 +24,7 @@ from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.model import ModelSpec, Precision, SimModel
 from moe_ckpt.sim.scenario import Scenario
 from moe_ckpt.sim.swin import SwinSpec
-from moe_ckpt.sim.system import System
+from moe_ckpt.sim.system import MemoryTier, System
 from moe_ckpt.sim.training import Batch, Iteration
 
 CONFIG_DIR = Path(conf.__file__).parent / "simulate"
@@ -56,11 +56,16 @@ def scenario_of(cfg: DictConfig) -> Scenario:
         batch=batch,
         iteration=_iteration(cfg, layout, batch, precision),
         failures=failures_of(cfg),
-        system=_made(cfg, "policy", System),
+        system=_system(cfg),
         load=_made(cfg, "load", ExpertLoad),
         duration_secs=value_of(cfg, "duration_secs"),
         seed=value_of(cfg, "seed"),
     )
+
+
+def _system(cfg: DictConfig) -> System:
+    system = _made(cfg, "policy", System)
+    return _made(cfg, "memory", MemoryTier).applied_to(system) if _known(cfg, "memory") else system
 
 
 def layout_of(cfg: DictConfig) -> Layout:

@@ -46,6 +46,7 @@ def one_facts(result: Result) -> str:
         f"ETTR {_spread(ettr, '{:.3f}')}",
         f"{_spread(result.over_seeds(lambda one: one.failures), '{:.0f}')} failures",
         _how_often(first),
+        *_sources(result),
         *([] if first.k is None else [f"K = {_spread(_of(result, 'k'), '{:.0f}')}"]),
         f"{_spread(_stall(result), '{:.1f}')} ms of stall per iteration of {first.iteration_secs:.3g} s",
         f"lost tokens {_spread(result.over_seeds(lambda one: one.plt), '{:.2%}')}",
@@ -105,6 +106,17 @@ def _how_often(outcome: Outcome) -> str:
     if outcome.window is not None:
         return f"W = {outcome.window}"
     return _NONE if outcome.interval is None else f"{outcome.interval} it."
+
+
+SOURCES = {"host": "own memory", "peer": "peers", "storage": "storage"}
+
+
+def _sources(result: Result) -> list[str]:
+    """Where recoveries came from, of a system that has memory to come from."""
+    spans = {tier: result.over_seeds(lambda one, tier=tier: one.recovered[tier]) for tier in SOURCES}  # type: ignore[misc]
+    if not (spans["host"].most or spans["peer"].most):
+        return []
+    return ["recovered from " + ", ".join(f"{said} {_spread(spans[tier], '{:.0f}')}" for tier, said in SOURCES.items())]
 
 
 def _stall(result: Result) -> Span:

@@ -25,6 +25,7 @@ examples:
   moe-ckpt simulate setup=moevement_qwen policy=gemini failures.mtbf_secs=1800 --seeds 3
   moe-ckpt simulate setup=moevement_deepseek policy=gemini,moc_peers,moevement_peers failures.mtbf_secs=600
   moe-ckpt simulate 'failures.mtbf_secs=600,1800,3600' policy=checkfreq,moevement_peers --plot out --json=out.json
+  moe-ckpt simulate policy=moevement memory=off,local,replicated failures.process_share=0.7
   moe-ckpt simulate failures=gcp_like_6h duration_secs=21600 policy=moc_peers,moevement_peers --plot out
   moe-ckpt simulate --list                                         what can be chosen
   moe-ckpt simulate --list model                                   of one group, with what each is
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     require_filled(args, "json", "plot", "config-dir")
     from moe_ckpt.cli.overrides import renamed
 
-    now = [renamed(text) for text in settings(args, rest)]
+    given = settings(args, rest)
+    now = [renamed(text, given) for text in given]
     overrides = [text for text, _ in now]
     directory = config_directory(args.config_dir)
     if args.list is not None:

@@ -135,17 +135,19 @@ def _most(report: WindowReport) -> int:
 
 
 def _show(directory: str, context: PolicyContext, report: WindowReport, explain: bool) -> None:
-    from moe_ckpt.cli.output import human_bytes, print_table
+    from moe_ckpt.cli.output import print_table, wrapped
+    from moe_ckpt.core.quantities import human_bytes
 
-    catalog = context.catalog
-    print(f"{directory}: {len(catalog.experts)} experts in {len(catalog.layers)} MoE layers, ", end="")
-    print(f"{len(catalog.always_saved)} other operators; dealt over {report.ranks} rank{'s' * (report.ranks > 1)}")
+    catalog, ranks = context.catalog, f"{report.ranks} rank{'s' * (report.ranks > 1)}"
+    others = f"{len(catalog.always_saved)} other operators; dealt over {ranks}"
+    print(wrapped(f"{directory}: {len(catalog.experts)} experts in {len(catalog.layers)} MoE layers, {others}"))
     if all(size.full == size.compute for size in context.sizes.values()):
-        print("note: it holds no optimizer state (taken before the first step?), so a dense one would weigh more")
+        note = "note: it holds no optimizer state (taken before the first step?), so a dense one would weigh more"
+        print(wrapped(note))
     print()
     print_table(*report.table(human_bytes))
     for sentence in report.sentences(human_bytes):
-        print(sentence)
+        print(wrapped(sentence))
     if explain:
         print()
         _show_choice(report)
@@ -155,7 +157,8 @@ def _show(directory: str, context: PolicyContext, report: WindowReport, explain:
 
 def _show_choice(report: WindowReport) -> None:
     """The heaviest slot for windows of other lengths: why W is what it is."""
-    from moe_ckpt.cli.output import human_bytes, print_table
+    from moe_ckpt.cli.output import print_table
+    from moe_ckpt.core.quantities import human_bytes
 
     limit = report.limit_bytes
     rows = []
@@ -168,10 +171,12 @@ def _show_choice(report: WindowReport) -> None:
 
 
 def _show_anchors(report: WindowReport) -> None:
+    from moe_ckpt.cli.output import wrapped
+
     for number, slot in enumerate(report.slots):
         names = ", ".join(slot.anchors[:_NAMES_SHOWN])
         more = len(slot.anchors) - _NAMES_SHOWN
-        print(f"slot {number} anchors {names}" + (f" and {more} more" if more > 0 else ""))
+        print(wrapped(f"slot {number} anchors {names}" + (f" and {more} more" if more > 0 else "")))
 
 
 def _plot(report: WindowReport, path: str) -> None:

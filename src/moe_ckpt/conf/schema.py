@@ -29,6 +29,15 @@ class CheckFreqConfig:
 
 
 @dataclass
+class GeminiConfig:
+    _target_: str = "moe_ckpt.policies.Gemini"
+    every_n_steps: Union[int, str] = "daly"  # noqa: UP007
+    mtbf_secs: Optional[float] = None  # noqa: UP045
+    profile_steps: int = 10
+    max_interval: int = 1000
+
+
+@dataclass
 class MoCConfig:
     _target_: str = "moe_ckpt.policies.MoC"
     k: int = 1
@@ -61,6 +70,15 @@ class MoEvementConfig:
 
 
 @dataclass
+class AnyOfConfig:
+    """policies: by name, each of them a node with a ``_target_``, as that of a single policy."""
+
+    _target_: str = "moe_ckpt.policies.AnyOf"
+    _convert_: str = "all"  # in OmegaConf's own containers dataclasses, which policies are, become configs again
+    policies: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class StoreConfig:
     """dirpath: directory or fsspec URL, the same on every rank. timeout_secs: for ranks to answer each other."""
 
@@ -80,6 +98,19 @@ class RetentionConfig:
 
 
 @dataclass
+class MemoryConfig:
+    """Snapshots that outlive the process: see ``moe_ckpt.Memory``."""
+
+    _target_: str = "moe_ckpt.Memory"
+    directory: Optional[str] = None  # noqa: UP045
+    budget_bytes: Optional[Union[int, str]] = None  # noqa: UP007, UP045
+    replicas: int = 0
+    failure_domain: Optional[str] = None  # noqa: UP045
+    storage_every_n_steps: Optional[Union[int, str]] = None  # noqa: UP007, UP045
+    storage_every_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
+
+
+@dataclass
 class CheckpointConfig:
     """Arguments of ``MoECheckpoint``. ``policy`` takes any node with a ``_target_``: your own policies too.
 
@@ -92,6 +123,7 @@ class CheckpointConfig:
     timeout_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     store: StoreConfig = field(default_factory=StoreConfig)
     retention: Any = None
+    memory: Any = None
     resume: str = "auto"
     save_last: bool = True
     guard: Optional[str] = None  # noqa: UP045
@@ -111,11 +143,14 @@ SCHEMAS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "dense": DenseConfig,
     "checkfreq": CheckFreqConfig,
+    "gemini": GeminiConfig,
     "moc": MoCConfig,
     "moetion": MoEtionConfig,
     "moevement": MoEvementConfig,
+    "any_of": AnyOfConfig,
     "store": StoreConfig,
     "retention": RetentionConfig,
+    "memory": MemoryConfig,
 }
 
 
@@ -125,8 +160,11 @@ def portion_of(number: int, portion: float) -> int:
 
 
 def register() -> bool:
-    """Store the schemas in Hydra's ConfigStore, and what values are computed with; True if Hydra is installed.
-    Harmless when repeated."""
+    """Store the schemas in Hydra's ConfigStore, and the resolvers of computed values. Harmless when repeated.
+
+    Returns:
+        Whether Hydra is installed.
+    """
     try:
         from hydra.core.config_store import ConfigStore
         from omegaconf import OmegaConf

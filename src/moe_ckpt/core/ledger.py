@@ -1,74 +1,177 @@
-"""Which version of every operator is safe in which tier, and which step is therefore recoverable.
+"""Which version of every operator exists in which tier: the only place where that is booked.
 
-"Newest consistent" is computed here and nowhere else. Pure bookkeeping: the engine records what it
-committed, the recovery planner and the policies read.
+Missing, stale, unsaved, lost, oldest: all of it is computed here, for the trainer and the simulator, from what was
+recorded when a checkpoint was committed. Pure: arrays over the operators of one model, no I/O. ``core.recovery_plan``
+decides by the versions that sources tell after a failure; this ledger is what a run knows while it lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
-from moe_ckpt.core.plan import Fidelity, Tier
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+
+NEVER = -1
+"""Step of an operator that a tier does not hold."""
 
 
-@dataclass(frozen=True, order=True)
-class Version:
-    """One saved state of an operator: the optimizer step it belongs to."""
-
-    step: int
-    fidelity: Fidelity = field(default=Fidelity.FULL, compare=False)
-
-
-@dataclass
 class Ledger:
-    """Newest version of every operator, per tier."""
+    """Newest version of every operator on storage, what its experts have seen in each tier, and what is owed.
 
-    _versions: dict[Tier, dict[str, Version]] = field(default_factory=dict)
-    _newest_step: dict[Tier, int] = field(default_factory=dict)
+    Attributes:
+        catalog: Of the model.
+        tokens: What was routed, and what of it the newest copy of each expert has seen, by tier.
+        at_risk_tokens: What the experts of the newest committed checkpoint lack.
+    """
 
-    def record(self, tier: Tier, step: int, operators: Iterable[str], fidelity: Fidelity = Fidelity.FULL) -> None:
-        """Note that ``operators`` are now held by ``tier`` as of ``step``. Called after commit, never before.
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
+        self.at_risk_tokens = 0
+        self._steps = self._nothing()
+        self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
+        self._owed: dict[str, int] = {}
+
+    def _nothing(self) -> Counts:
+        # One more than there are operators: the place -1 of an expert that a layer does not have.
+        return np.full(len(self.catalog.operators) + 1, NEVER, dtype=np.int64)
+
+    # --- what is recorded ---
+
+    def record(
+        self,
+        step: int,
+        operators: tuple[str, ...],
+        seen: Counts,
+        *,
+        kept: tuple[str, ...] | None = (),
+        whole: bool = True,
+    ) -> None:
+        """A checkpoint is committed: storage holds ``operators`` as of ``step``, and memory ``kept`` besides.
+
+        Args:
+            step: Of the checkpoint; of a sparse window its last one.
+            operators: What it holds.
+            seen: ``[L, E]`` tokens that experts had processed by ``step``.
+            kept: What stays in host memory beside what was written from there; None where memory is booked by ``hold``.
+            whole: Its operators are of one step, so that a partial checkpoint may build on it; not so a window's.
 
         Raises:
-            ValueError: a newer version is recorded already; versions only move forward within a run.
+            ValueError: A newer version is recorded; within a run versions only move forward.
         """
-        held = self._versions.setdefault(tier, {})
-        named = dict.fromkeys(operators, Version(step, fidelity))
-        newest = self._newest_step.get(tier, step)
-        if step < newest:
-            for op in named:
-                if op in held and held[op].step > step:
-                    raise ValueError(f"{op} is recorded at step {held[op].step}, cannot go back to step {step}")
-        held.update(named)
-        self._newest_step[tier] = max(step, newest)
+        places = self.catalog.places_of(operators)
+        newer = places[self._steps[places] > step]
+        if len(newer):
+            name, known = self.catalog.everything[newer[0]], self._steps[newer[0]]
+            raise ValueError(f"{name} is recorded at step {known}, cannot go back to step {step}")
+        self._steps[places] = step
+        if whole:
+            self._built_upon[places] = True
+        experts = self._experts(places)
+        self.tokens.mark_saved(Tier.STORAGE, experts, seen)
+        if kept is not None:
+            # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
+            in_memory = np.concatenate([experts, self._experts(self.catalog.places_of(kept))]) if kept else experts
+            self.tokens.mark_held(in_memory, seen)
+        self.at_risk_tokens = int((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0).sum())
 
-    def forget(self, tier: Tier) -> None:
-        """Everything that ``tier`` held is gone: its operators are missing again."""
-        self._versions.pop(tier, None)
-        self._newest_step.pop(tier, None)
+    def hold(self, operators: tuple[str, ...], seen: Counts) -> None:
+        """Memory has ``operators``, and nothing older, in the state that had seen ``[L, E]`` tokens."""
+        self.tokens.mark_held(self._experts(self.catalog.places_of(operators)), seen)
 
-    def versions(self, tier: Tier = Tier.STORAGE) -> Mapping[str, Version]:
-        return dict(self._versions.get(tier, {}))
+    def restore(self, steps: Mapping[str, int], *, whole: bool) -> None:
+        """The run went on from a checkpoint of this store. To be called after ``tokens.recover``.
 
-    def missing(self, operators: Iterable[str], tier: Tier = Tier.STORAGE) -> tuple[str, ...]:
-        """The operators that this tier has never held: a partial checkpoint must include them."""
-        held = self._versions.get(tier, {})
-        return tuple(op for op in operators if op not in held)
-
-    def oldest_step(self, tier: Tier = Tier.STORAGE) -> int | None:
-        """Step of the stalest operator, or None if the tier is empty."""
-        held = self._versions.get(tier, {})
-        return min((v.step for v in held.values()), default=None)
-
-    def newest(self, tiers: Iterable[Tier]) -> Mapping[str, tuple[Tier, Version]]:
-        """For every operator the newest version that any of the surviving ``tiers`` holds.
-
-        Ties go to the tier named first (give the fastest first).
+        Args:
+            steps: Operator -> step of the version that the checkpoint names; of a sparse window its last step.
+            whole: See ``record``.
         """
-        best: dict[str, tuple[Tier, Version]] = {}
-        for tier in tiers:
-            for op, version in self._versions.get(tier, {}).items():
-                if op not in best or version.step > best[op][1].step:
-                    best[op] = (tier, version)
-        return best
+        places = self.catalog.places_of(tuple(steps))
+        self._steps[places] = list(steps.values())
+        if whole:
+            self._built_upon[places] = True
+        self.at_risk_tokens = int(self.tokens.unsaved().sum())  # of experts that memory had newer than storage
+
+    def forget(self) -> None:
+        """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
+        self._steps = self._nothing()
+        self._built_upon[:] = False
+        self.tokens.forget_saved()
+        self.at_risk_tokens = int(self.tokens.unsaved().sum())
+
+    def owe(self, operators: Iterable[str], change: int) -> None:
+        """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
+        self._owed.update(dict.fromkeys(operators, change))
+
+    def pay(self, saved: Mapping[str, int]) -> None:
+        """A checkpoint with these operators is committed; those changed again since are owed still."""
+        for operator, change in saved.items():
+            if self._owed.get(operator) == change:
+                del self._owed[operator]
+
+    # --- what is asked ---
+
+    @property
+    def owed(self) -> Mapping[str, int]:
+        """Operators to be saved whatever the policy says, each with the change that it is owed to (see ``owe``)."""
+        return dict(self._owed)
+
+    def missing(self) -> Sequence[str]:
+        """Operators that no checkpoint holds for a partial one to build on. What was saved once stays so."""
+        if self._built_upon.all():
+            return ()
+        return [self.catalog.everything[at] for at in np.flatnonzero(~self._built_upon)]
+
+    def expert_steps(self) -> Counts:
+        """``[L, E]`` step of each expert's newest committed copy; ``NEVER`` where there is none yet."""
+        found: Counts = self._steps[self.catalog.expert_places]
+        return found
+
+    def expert_ages(self, step: int) -> Counts:
+        """``[L, E]`` steps since each expert's newest committed copy; -1 where there is none yet."""
+        copies = self.expert_steps()
+        return np.where(copies == NEVER, -1, step - copies)
+
+    def oldest_expert_steps(self, step: int) -> int:
+        """Steps since the state of the expert whose newest committed copy is the oldest; 0 before the first."""
+        return int(self.expert_ages(step).max(initial=0))
+
+    @property
+    def at_risk_plt(self) -> float:
+        """PLT if the run failed now and came back to the newest committed step."""
+        routed = self.tokens.routed_tokens
+        return (self.tokens.lost_tokens + self.at_risk_tokens) / routed if routed else 0.0
+
+    # --- for the simulator ---
+
+    def as_of(self, applied: Counts) -> Ledger:
+        """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to."""
+        copied = Ledger(self.catalog)
+        copied.tokens.applied = applied.copy()
+        copied.tokens.saved = {tier: saved.copy() for tier, saved in self.tokens.saved.items()}
+        copied.tokens.faults = list(self.tokens.faults)
+        copied.at_risk_tokens = self.at_risk_tokens
+        copied._steps, copied._built_upon = self._steps.copy(), self._built_upon.copy()
+        copied._owed = dict(self._owed)
+        return copied
+
+    def recover(self, step: int, alive: npt.NDArray[np.bool_] | None) -> FaultRecord:
+        """Book a return to this very state of ``step``; memory still has the experts that are ``alive`` ``[L, E]``."""
+        kept = self.tokens.saved.get(Tier.HOST)
+        return self.tokens.recover(step, None if alive is None or kept is None else np.where(alive, kept, 0))
+
+    def move(self, steps: int, counts: Counts) -> None:
+        """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each."""
+        routed = counts * steps
+        self.tokens.applied = self.tokens.applied + routed
+        self.tokens.saved = {tier: saved + routed for tier, saved in self.tokens.saved.items()}
+        self._steps = np.where(self._steps == NEVER, NEVER, self._steps + steps)
+
+    def _experts(self, places: Counts) -> Counts:
+        """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""
+        return self.catalog.layer_and_expert[places[self.catalog.is_expert[places]]]

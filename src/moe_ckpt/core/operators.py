@@ -58,8 +58,13 @@ class Span:
 class Operator:
     """One unit of checkpointing.
 
-    ``id`` is stable across runs and is what plans, the ledger and manifests name:
-    ``expert/<layer>/<expert>``, ``gate/<layer>`` or ``non_expert/<group>``.
+    Attributes:
+        id: Stable across runs; what plans, the ledger and manifests name: ``expert/<layer>/<expert>``, ``gate/<layer>``
+            or ``non_expert/<group>``.
+        kind: Expert, gate or non-expert.
+        spans: Rows of parameters that it consists of.
+        layer: Index of its MoE layer; None for a non-expert.
+        expert: Its number in the layer; None for what is no expert.
     """
 
     id: str
@@ -71,7 +76,14 @@ class Operator:
 
 @dataclass(frozen=True)
 class MoELayer:
-    """One MoE layer: its place ``index`` among the L MoE layers, its module name, E and the router's k."""
+    """One MoE layer.
+
+    Attributes:
+        index: Its place among the L MoE layers.
+        name: Of the module.
+        experts: E, how many experts it has.
+        top_k: Experts per token; None if the router does not tell.
+    """
 
     index: int
     name: str
@@ -79,16 +91,23 @@ class MoELayer:
     top_k: int | None = None
 
 
+EXPERT = "expert/"
+"""How the ids of experts begin."""
+
+
 @lru_cache(maxsize=1 << 16)
 def expert_id(layer: int, expert: int) -> str:
-    return f"expert/{layer}/{expert}"
+    """Returns the operator id of an expert; both numbers count from 0."""
+    return f"{EXPERT}{layer}/{expert}"
 
 
 def gate_id(layer: int) -> str:
+    """Returns the operator id of a layer's gate."""
     return f"gate/{layer}"
 
 
 def non_expert_id(group: str) -> str:
+    """Returns the operator id of a group of other parameters, such as a transformer block's attention."""
     return f"non_expert/{group}"
 
 
@@ -96,11 +115,15 @@ def non_expert_id(group: str) -> str:
 class Catalog:
     """All operators of one model, with the proof that they tile its parameters.
 
-    Built once by an adapter when training starts, from parameter names and global shapes; equal on
-    every rank.
+    Built once by an adapter when training starts, from parameter names and global shapes; equal on every rank.
+
+    Attributes:
+        operators: In an order that is the same on every rank.
+        layers: The MoE layers.
+        parameters: Name -> global shape.
 
     Raises:
-        CoverageError: a parameter row belongs to no operator, to two, or to none of the parameters.
+        CoverageError: A parameter row belongs to no operator, to two, or to none of the parameters.
     """
 
     operators: tuple[Operator, ...]
@@ -120,7 +143,7 @@ class Catalog:
 
     @cached_property
     def everything(self) -> tuple[str, ...]:
-        """The ids of all operators: the very same object every time, to be told from a selection at once."""
+        """Ids of all operators. The same object every time, to be told from a selection at once."""
         return tuple(op.id for op in self.operators)
 
     @cached_property
@@ -130,7 +153,7 @@ class Catalog:
 
     @cached_property
     def places_of(self) -> Callable[[tuple[str, ...]], npt.NDArray[np.int64]]:
-        """Operator ids -> their places. The newest few are remembered: what is saved is asked about several times."""
+        """Operator ids -> their places. Remembers the newest few, since what is saved is asked about several times."""
         return lru_cache(maxsize=8)(self._places_of)
 
     def _places_of(self, operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
@@ -157,13 +180,21 @@ class Catalog:
         return np.array([op.kind is OperatorKind.EXPERT for op in self.operators], dtype=bool)
 
     @cached_property
+    def expert_places(self) -> npt.NDArray[np.int64]:
+        """``[L, E]``: the place of each expert among ``operators``; -1 where a layer has fewer."""
+        found = np.full((len(self.layers), max((layer.experts for layer in self.layers), default=0)), -1)
+        for op, (layer, expert) in self.expert_at.items():
+            found[layer, expert] = self.place[op]
+        return found
+
+    @cached_property
     def layer_and_expert(self) -> npt.NDArray[np.int64]:
         """``[operators, 2]``: ``(layer, expert)`` of each of ``operators``; -1 where it is no expert."""
         return np.array([self.expert_at.get(op, (-1, -1)) for op in self.everything], dtype=np.int64).reshape(-1, 2)
 
     @cached_property
     def always_saved(self) -> tuple[Operator, ...]:
-        """Gates and non-experts: small, active in every token, part of every partial checkpoint."""
+        """Gates and non-experts, which are small, active in every token, and part of every partial checkpoint."""
         return tuple(op for op in self.operators if op.kind is not OperatorKind.EXPERT)
 
     @cached_property
@@ -193,6 +224,10 @@ class Catalog:
 
     def fingerprint(self) -> str:
         """Hex digest of the model's structure; two models that can share a store have the same one."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for name in sorted(self.parameters):
             digest.update(f"{name}:{tuple(self.parameters[name])};".encode())

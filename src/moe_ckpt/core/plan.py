@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Fidelity(str, enum.Enum):
     """How much of an operator a snapshot holds.
 
-    FULL: master weights and optimizer state (12 B/param for fp32 Adam).
-    COMPUTE: what forward and backward read (2 B/param in bf16); only MoEvement's windows use it.
+    ``FULL``: master weights and optimizer state (12 B/param for fp32 Adam). ``COMPUTE``: what forward and backward read
+    (2 B/param in bf16); only MoEvement's windows use it.
     """
 
     FULL = "full"
@@ -33,6 +33,14 @@ class Tier(str, enum.Enum):
 
 @dataclass(frozen=True)
 class PlanItem:
+    """One operator of a plan.
+
+    Attributes:
+        operator: Its id.
+        fidelity: How much of it is saved.
+        tier: Where it ends.
+    """
+
     operator: str
     fidelity: Fidelity = Fidelity.FULL
     tier: Tier = Tier.STORAGE
@@ -42,15 +50,19 @@ class PlanItem:
 class SnapshotPlan:
     """The decision of a policy for one step; equal on every rank.
 
-    An empty plan means: no checkpoint at this step. Items of the HOST tier are kept in host memory beside
-    those of the STORAGE tier, which pass through it anyway.
+    An empty plan means: no checkpoint at this step. Items of the HOST tier are kept in host memory beside those of the
+    STORAGE tier, which pass through it anyway.
 
-    wait: the engine finishes the checkpoint before training goes on (the synchronous baseline).
-    k: experts per layer that the policy sends to storage at present, where it counts them so (MoC).
-    plt_budget: portion of lost tokens that the policy keeps to, if it does.
-    halt: why training should end in good order after this step, if it should.
-    window, slot: the sparse window that this step belongs to, and its place in it (MoEvement). Such a step's
-        snapshot is no checkpoint by itself: that exists when the window's last one is committed.
+    Attributes:
+        step: Optimizer steps done.
+        items: What is saved.
+        wait: The engine finishes the checkpoint before training goes on (the synchronous baseline).
+        k: Experts per layer that the policy sends to storage at present, where it counts them so (MoC).
+        plt_budget: Portion of lost tokens that the policy keeps to, if it does.
+        halt: Why training should end in good order after this step, if it should.
+        window: The sparse window that this step belongs to (MoEvement). Such a step's snapshot is no checkpoint by
+            itself: that exists when the window's last one is committed.
+        slot: The step's place in ``window``.
     """
 
     step: int
@@ -81,6 +93,7 @@ class SnapshotPlan:
 
 
 def save_nothing(step: int) -> SnapshotPlan:
+    """Returns the empty plan: no checkpoint at this step."""
     return SnapshotPlan(step)
 
 
@@ -93,7 +106,16 @@ def save_full(
     k: int | None = None,
     plt_budget: float | None = None,
 ) -> SnapshotPlan:
-    """A plan that sends ``operators`` to storage at full fidelity, and keeps ``host_only`` in host memory besides."""
+    """Returns a plan that saves operators at full fidelity.
+
+    Args:
+        step: As of the context.
+        operators: Ids of what goes to storage.
+        host_only: Ids of what is kept in host memory besides.
+        wait: See ``SnapshotPlan``.
+        k: See ``SnapshotPlan``.
+        plt_budget: See ``SnapshotPlan``.
+    """
     stored = _stored(operators)
     items = stored + tuple(PlanItem(op, tier=Tier.HOST) for op in host_only) if host_only else stored
     plan = SnapshotPlan(step, items, wait, k, plt_budget)

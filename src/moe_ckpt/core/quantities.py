@@ -19,6 +19,17 @@ _SECS = {
 }
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def human_bytes(nbytes: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
 def parse_bytes(value: object, name: str) -> int:
     """Returns a size in bytes.
 

@@ -1,9 +1,9 @@
 """Which committed checkpoints stay, and which files go with the others.
 
-Partial checkpoints share files: the newest view of an expert may be a file of an older step. So a file
-lives as long as some retained checkpoint names it, and one file may be the only copy behind every
-recent view. The spare answers that: a complete older checkpoint that has no file in common with the
-newest, so that no single damaged file takes both.
+Partial checkpoints share files: the newest view of an expert may be a file of an older step. Files come in groups, such
+as all shards of experts that were written at one step. A group lives as long as some retained checkpoint names it, and
+one file may be the only copy behind every recent view. The spare answers that: a complete older checkpoint that has no
+group in common with the newest, so that no single damaged file takes both.
 
 A run that came back passed over what is newer than the checkpoint it returned to, mostly because that is damaged. Such
 checkpoints must not take the place of those that the run stands on (its line), so each rule looks at the line too.
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.quantities import parse_secs
 from moe_ckpt.errors import ConfigError
 
@@ -25,7 +27,7 @@ _LONGEST_AGE_SECS = 100 * 365 * 86_400.0
 class CheckpointRecord:
     """One committed checkpoint.
 
-    paths: every file that it needs, its commit record included.
+    groups: every group of files that it needs (``directory/group``), its commit record included.
     parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None if
         that is not known, or if there was none.
     passed_over: directories that the run could not read when it came back to an older checkpoint. They may be good.
@@ -36,10 +38,15 @@ class CheckpointRecord:
     generation: int
     step: int
     created_unix_secs: float
-    paths: frozenset[str]
+    groups: frozenset[str]
     parent: tuple[int, int] | None = None
     passed_over: tuple[str, ...] = ()
     dense: bool = True
+
+    @cached_property
+    def directories(self) -> frozenset[str]:
+        """Those that hold something of it."""
+        return frozenset(group.partition("/")[0] for group in self.groups)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -47,20 +54,27 @@ class CheckpointRecord:
         return self.generation, self.step
 
 
+@named_arguments
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How many checkpoints to keep. The newest is always kept, and where that is a sparse window (MoEvement), the
-    newest dense one too, for a run that comes back on another layout.
+    """Which committed checkpoints stay on storage.
 
-    keep_last: the newest so many of the run's line stay, and of all. The two differ only after a run came back past
-        damaged checkpoints, until it has made as many new ones.
-    keep_every_n_steps: steps divisible by it stay too (of one step one generation: the newest on the line, or else
-        the newest).
-    max_age_secs: seconds, or text such as "7d". Older ones go, whatever the two rules above say; not the newest, the
-        newest dense one and the spares.
-    keep_spare: also keep a fallback without any file of the newest, and the candidate to follow it: at
-        most two more checkpoints, and two more while the line is not all. Costs nothing where every
-        checkpoint is whole and keep_last >= 2.
+    The newest always stays, and where that is a sparse window (MoEvement), the newest dense one too, for a run that
+    comes back on another layout.
+
+    Attributes:
+        keep_last: How many of the newest stay: of all checkpoints, and of the run's own line. The two differ only after
+            a run came back past damaged checkpoints, until it has made as many new ones.
+        keep_every_n_steps: Steps divisible by it stay too (of one step one generation: the newest on the line, or else
+            the newest).
+        max_age_secs: Seconds, or text such as "7d". Older checkpoints go, whatever the two rules above say; not the
+            newest, the newest dense one and the spares.
+        keep_spare: Also keep a fallback that shares no file with the newest, and the candidate to follow it: at most
+            two more checkpoints, and two more while the line is not all. Costs nothing where every checkpoint is whole
+            and ``keep_last >= 2``.
+
+    Raises:
+        ConfigError: A number below 1, or an age that is no duration.
     """
 
     keep_last: int = 2
@@ -109,15 +123,15 @@ def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
         last = parent
 
 
-def files_to_delete(
-    files: Iterable[str], kept: Iterable[CheckpointRecord], keep_directories: Collection[str] = ()
+def groups_to_delete(
+    groups: Iterable[str], kept: Iterable[CheckpointRecord], keep_directories: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Of ``files`` (``directory/name``), those that no kept checkpoint names, sorted.
+    """Of ``groups`` (``directory/group``), those that no kept checkpoint names, sorted.
 
     keep_directories: directories being written now; nothing in them is superseded yet.
     """
-    named = frozenset[str]().union(*(record.paths for record in kept))
-    return tuple(sorted(p for p in files if p not in named and p.rpartition("/")[0] not in keep_directories))
+    named = frozenset[str]().union(*(record.groups for record in kept))
+    return tuple(sorted(g for g in groups if g not in named and g.rpartition("/")[0] not in keep_directories))
 
 
 def _milestones(
@@ -141,7 +155,7 @@ def _spares(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
     grow old enough. The oldest record after the spare is that choice, because it is the next to get free.
     """
     newest, others = ordered[-1], ordered[:-1]
-    disjoint = [i for i, record in enumerate(others) if record.paths.isdisjoint(newest.paths)]
+    disjoint = [i for i, record in enumerate(others) if record.groups.isdisjoint(newest.groups)]
     if not disjoint:
         return list(others[:1])
     return list(others[disjoint[-1] : disjoint[-1] + 2])

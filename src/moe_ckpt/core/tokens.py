@@ -29,7 +29,11 @@ Experts = Iterable[tuple[int, int]] | Counts
 class FaultRecord:
     """One recovery: where it returned to, and the tokens whose updates its experts lack.
 
-    routed_tokens: tokens routed in the run up to ``restored_step``, so that the loss can be judged as of then.
+    Attributes:
+        restored_step: Step that the run returned to.
+        lost_tokens: Token-expert pairs that were lost.
+        stale_experts: Experts that came back older than ``restored_step``.
+        routed_tokens: Token-expert pairs of the run up to ``restored_step``, so that the loss can be judged as of then.
     """
 
     restored_step: int
@@ -84,7 +88,11 @@ class TokenBook:
 
         ``at`` is a copy of ``applied`` taken when the snapshot began; the commit comes later.
         """
-        saved = self.saved.setdefault(tier, self._zeros())
+        if tier not in self.saved:
+            self.saved[tier] = self._zeros()
+        self._mark(self.saved[tier], experts, at)
+
+    def _mark(self, saved: Counts, experts: Experts, at: Counts) -> None:
         listed = experts if isinstance(experts, np.ndarray) else np.asarray(list(experts), dtype=np.int64)
         rows, columns = listed.reshape(-1, 2).T
         where = rows * self.experts + columns  # one number each: arrays are looked up in two much more slowly
@@ -94,15 +102,15 @@ class TokenBook:
     def unsaved(self, tier: Tier = Tier.STORAGE) -> Counts:
         """``U[l][e]``: tokens routed to the expert since the newest copy that a fault leaving ``tier`` returns to."""
         saved = self.saved[Tier.STORAGE]
-        return self.applied - (np.maximum(saved, self.saved[tier]) if tier in self.saved else saved)
+        beside = None if tier is Tier.STORAGE else self.saved.get(tier)
+        return self.applied - (saved if beside is None else np.maximum(saved, beside))
 
     def expecting(self, under_way: Iterable[tuple[Experts, Counts]]) -> Counts:
         """``U[l][e]`` of the storage tier as it will be once the saves ``(experts, at)`` are committed."""
-        later = TokenBook(self.layers, self.experts)
-        later.applied, later.saved = self.applied, {Tier.STORAGE: self.saved[Tier.STORAGE].copy()}
+        later = self.saved[Tier.STORAGE].copy()
         for experts, at in under_way:
-            later.mark_saved(Tier.STORAGE, experts, at)
-        return later.unsaved()
+            self._mark(later, experts, at)
+        return self.applied - later
 
     def mark_held(self, experts: Experts, at: Counts) -> None:
         """Note what this node's memory holds now: ``experts`` as of ``at``, and nothing older."""
@@ -113,16 +121,16 @@ class TokenBook:
         """Nothing is saved any more, in any tier."""
         self.saved = {Tier.STORAGE: self._zeros()}
 
-    def recover(self, restored_step: int, held: Counts | None = None) -> FaultRecord:
+    def recover(self, restored_step: int, tokens_from_host: Counts | None = None) -> FaultRecord:
         """Book the loss of a recovery at ``restored_step``, the step of this very book.
 
-        held: ``[L, E]`` tokens that the copies which came from surviving host memory have seen, 0 where an
+        tokens_from_host: ``[L, E]`` tokens that the copies which came from surviving host memory have seen, 0 where an
             expert came from storage.
 
         What the copies lack is gone. What they have seen but storage has not stays unsaved.
         """
         stored = self.saved[Tier.STORAGE]
-        lacking = self.applied - (stored if held is None else np.maximum(stored, held))
+        lacking = self.applied - (stored if tokens_from_host is None else np.maximum(stored, tokens_from_host))
         record = FaultRecord(restored_step, int(lacking.sum()), int((lacking > 0).sum()), self.routed_tokens)
         self.faults.append(record)
         self.saved = {Tier.STORAGE: stored + lacking}

@@ -53,7 +53,7 @@ class Window:
 
     def frozen(self, slot: int) -> tuple[str, ...]:
         """Operators that are not anchored up to ``slot``."""
-        return tuple(op for later in self.slots[slot + 1 :] for op in later)
+        return tuple(chain.from_iterable(self.slots[slot + 1 :]))
 
 
 def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
@@ -67,7 +67,7 @@ def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorByt
     return tuple(_with_later(full, [sum(sizes[op].compute for op in slot) for slot in slots]))
 
 
-def glue(
+def merge_coupled(
     order: Sequence[str], sizes: Mapping[str, OperatorBytes], groups: Sequence[Collection[str]]
 ) -> tuple[list[str], dict[str, OperatorBytes], dict[str, tuple[str, ...]]]:
     """Each of ``groups`` as one operator, for cutting an order into slots without parting any of them.
@@ -157,8 +157,8 @@ class Lane:
         compute: dict[int, list[int]] = {_SHARED: [0] * len(slots)}
         owner_of, size_of = self.owners.get, sizes.__getitem__
         for at, slot in enumerate(slots):
-            of_owner: dict[int, list[OperatorBytes]] = {}
-            for op in slot:
+            of_owner: dict[int, list[OperatorBytes]] = {} if self.owners else {_SHARED: list(map(size_of, slot))}
+            for op in slot if self.owners else ():
                 of_owner.setdefault(owner_of(op, _SHARED), []).append(size_of(op))
             for owner, those in of_owner.items():
                 if owner not in full:
@@ -184,8 +184,8 @@ def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = Non
     """
     if placement is None:
         return (Lane(tuple(order), ranks),)
-    found: list[list[str]] = [[] for _ in placement.stages]
-    for op in order:
+    found: list[list[str]] = [[] for _ in placement.stages] if len(placement.stages) > 1 else [list(order)]
+    for op in order if len(found) > 1 else ():
         found[placement.stage_of.get(op, 0)].append(op)
     owners = {} if placement.expert_ranks is None else placement.owner_of
     return tuple(
@@ -197,6 +197,8 @@ def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = Non
 
 def _owners_in_turn(order: Sequence[str], owners: Mapping[str, int]) -> tuple[str, ...]:
     """``order``, with the places of experts that have an owner dealt to the owners, one place each, again and again."""
+    if not owners:
+        return tuple(order)
     queues: dict[int, list[str]] = {}
     for op in order:
         if op in owners:
@@ -207,6 +209,8 @@ def _owners_in_turn(order: Sequence[str], owners: Mapping[str, int]) -> tuple[st
 
 def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:
     """One window of several lanes': their first slots together, their second slots together, and so on."""
+    if len(cuts) == 1:
+        return tuple(cuts[0])
     return tuple(tuple(op for slot in slots for op in slot) for slots in zip_longest(*cuts, fillvalue=()))
 
 
@@ -214,6 +218,8 @@ def share_bytes(
     slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes], lanes: Sequence[Lane]
 ) -> tuple[int, ...]:
     """Bytes of each slot's snapshot on the rank that has most."""
+    if len(lanes) == 1:
+        return tuple(lanes[0].most_on_a_rank(slots, sizes))
     lane_of = {op: number for number, lane in enumerate(lanes) for op in lane.order}
     parts: list[list[list[str]]] = [[[] for _ in slots] for _ in lanes]
     for at, slot in enumerate(slots):

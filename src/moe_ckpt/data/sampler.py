@@ -35,15 +35,6 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
                 sampler.advance(len(batch))
                 save(sampler.state_dict())
 
-    dataset: anything with a length, the same before and after a restart.
-    num_replicas, rank: both or neither. By default those of the process group, looked up when they are needed, so that
-        the sampler may be made before the group; without a group, one rank. With tensor parallelism give the size of
-        the data-parallel mesh and the place in it.
-    shuffle: a new order in each epoch, from ``seed + epoch``; otherwise the dataset's own.
-    drop_last: what to do when the samples left do not divide by the number of ranks, which must all have as many. True
-        leaves out the last few, False (the default) repeats as many from the beginning of the epoch's order as are
-        missing; fewer than there are ranks in either case.
-
     No sample of an epoch comes twice and none is left out, whatever the stops, numbers of ranks and batch sizes,
     precisely if what is left at the last start within the epoch (all of it, if there was no restart) divides by the
     number of ranks then. Otherwise the end of the epoch is as ``drop_last`` says. It need not divide by the batch size:
@@ -56,6 +47,21 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
     (unless ``Trainer(use_distributed_sampler=False)``).
 
     Source: the recoverable sampler of MoC-System (ASPLOS '25), extended to other numbers of ranks.
+
+    Args:
+        dataset: Anything with a length, the same before and after a restart.
+        num_replicas: Number of ranks; give it with ``rank``, or neither. None: that of the process group, looked up
+            when it is needed, so that the sampler may be made before the group; without a group, one rank. With tensor
+            parallelism give the size of the data-parallel mesh.
+        rank: This rank's place among them.
+        shuffle: A new order in each epoch, from ``seed + epoch``; otherwise the dataset's own.
+        seed: Of the shuffle; equal on all ranks.
+        drop_last: What to do when the samples left do not divide by the number of ranks, which must all have as many.
+            True leaves out the last few, False repeats as many from the beginning of the epoch's order as are missing;
+            fewer than there are ranks in either case.
+
+    Raises:
+        ConfigError: The dataset has no length, or only one of ``num_replicas`` and ``rank`` was given.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         self.drop_last = drop_last
         self.epoch = 0
         self.consumed = 0
-        """Samples of this epoch's order that all ranks together have trained on: where the next iteration begins."""
+        """Samples of this epoch that all ranks together have trained on; the next iteration begins behind them."""
         self._dealt_out = False
 
     # --- the world, as it is now ---
@@ -202,7 +208,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         """Inverse of ``state_dict``; the next iteration goes on from there.
 
         Raises:
-            ConfigError: the state is of another order: other dataset length, seed or shuffling.
+            ConfigError: The state is of another order: other dataset length, seed or shuffling.
         """
         if set(state_dict) != set(STATE_KEYS):
             raise ConfigError(

@@ -1,1 +1,1 @@
-"""."""
+"""Copy, checksum, write, acknowledge, commit, collect garbage."""

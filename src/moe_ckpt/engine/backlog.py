@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 
 from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.pipeline import Pipeline
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.policies.base import Measured
+from moe_ckpt.ports import Communicator
 
 log = logging.getLogger("moe_ckpt")
 
@@ -24,20 +25,16 @@ class Backlog:
     pipeline is busy. The later slots of a sparse window are worth a wait, because leaving one out gives the window up:
     five times as long as a snapshot usually takes to be committed, but at least 5 s and at most ``timeout_secs``.
 
-    Args:
-        largest: Element-wise maximum over ranks; a collective.
-
     Attributes:
         skips: Snapshots that were due and did not begin.
         waits: Snapshots that training waited for others for, on this rank.
     """
 
-    def __init__(self, settings: Settings, rank: int, largest: Callable[[Sequence[int]], list[int]]) -> None:
+    def __init__(self, settings: Settings, comm: Communicator) -> None:
         self.skips = 0
         self.waits = 0
         self._settings = settings
-        self._rank = rank
-        self._largest = largest
+        self._comm = comm
         self._warned_of: int | None = None
 
     def admits(self, plan: SnapshotPlan, pipeline: Pipeline, *, busy: bool, measured: Measured) -> bool:
@@ -59,7 +56,7 @@ class Backlog:
 
     def _room_in_time(self, pipeline: Pipeline, measured: Measured) -> bool:
         in_time = pipeline.wait_for_room(self.patience_secs(measured))
-        [late] = self._largest([int(not in_time)])
+        [late] = largest(self._comm, [int(not in_time)])
         return not late
 
     def patience_secs(self, measured: Measured) -> float:
@@ -70,7 +67,7 @@ class Backlog:
 
     def _say_hung(self, plan: SnapshotPlan, pipeline: Pipeline) -> None:
         """Warn once of each snapshot that storage does not finish, and of each window that is given up for it."""
-        if self._rank:
+        if self._comm.rank:
             return
         writing = pipeline.writing
         step, secs = (None, 0.0) if writing is None else writing

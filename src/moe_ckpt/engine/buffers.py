@@ -12,13 +12,19 @@ knows only which are lent out; the roles are the pipeline's.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.memory.slot import Slot
+
+log = logging.getLogger("moe_ckpt")
 
 _SHARE_OF_FREE_MEMORY = 0.5
 _OVERSIZE = 2
@@ -30,9 +36,17 @@ _STEPS_PER_DOUBLING = 16
 
 @dataclass(eq=False)
 class HostBuffer:
-    """One buffer lent out by the pool. Its memory is the pool's again after ``HostBufferPool.give_back``."""
+    """One buffer lent out by the pool. Its memory is the pool's again after ``HostBufferPool.give_back``.
+
+    Attributes:
+        memory: ``[nbytes]`` uint8.
+        slot: Whose bytes these are, if they outlive the process; None for private memory.
+        registered: CUDA was told to page-lock the slot's bytes.
+    """
 
     memory: torch.Tensor
+    slot: Slot | None = None
+    registered: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +54,22 @@ class HostBuffer:
 
 
 class HostBufferPool:
-    """Lends byte buffers; never makes more than ``budget_bytes`` of them. Safe to use from several threads."""
+    """Lends byte buffers; never makes more than ``budget_bytes`` of them. Safe to use from several threads.
 
-    def __init__(self, budget_bytes: int, *, pinned: bool = False) -> None:
+    Args:
+        budget_bytes: Of all buffers together.
+        pinned: Page-locked, for copies from a GPU.
+        make_slot: Makes memory that outlives the process; None for private memory. Where it cannot (no room, no
+            descriptor left, a directory that is gone), private memory serves.
+    """
+
+    def __init__(
+        self, budget_bytes: int, *, pinned: bool = False, make_slot: Callable[[int], Slot] | None = None
+    ) -> None:
         self.budget_bytes = budget_bytes
         self._pinned = pinned
+        self._make_slot = make_slot
+        self._said_private = False
         self._free: list[HostBuffer] = []
         self._lent: set[HostBuffer] = set()
         self._making_bytes = 0
@@ -67,11 +92,13 @@ class HostBufferPool:
             if fitting:
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)
-                self._lent.add(best)
-                return best
+                if _is_unsealed(best):
+                    self._lent.add(best)
+                    return best
+                _let_go(best)
             # Free buffers of the wrong size go before the budget is called exhausted.
             while self._free and self._held() + nbytes > self.budget_bytes:
-                self._free.pop(0)
+                _let_go(self._free.pop(0))
             left = self.budget_bytes - self._held()
             if nbytes > left:
                 return None
@@ -86,11 +113,30 @@ class HostBufferPool:
     def _make(self, size: int) -> HostBuffer:
         """New memory for bytes that are already counted as being made; the caller counts the buffer instead."""
         try:
+            slot = None if self._make_slot is None else self._slot(size, self._make_slot)
+            if slot is not None:
+                return HostBuffer(slot.memory, slot, registered=self._pinned)
             return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
         except RuntimeError:
             with self._lock:
                 self._making_bytes -= size
             raise
+
+    def _slot(self, size: int, make: Callable[[int], Slot]) -> Slot | None:
+        """None where private memory must serve: whatever the slot's file system has, training goes on."""
+        slot = None
+        try:
+            slot = make(size)
+            if self._pinned:
+                _register(slot.memory)
+            return slot
+        except (OSError, RuntimeError) as error:
+            if slot is not None:
+                slot.remove()
+            if not self._said_private and not self._retired:
+                log.warning("a snapshot is kept in private memory, which does not outlive this process: %s", error)
+                self._said_private = True
+            return None
 
     def adopt(self, buffer: HostBuffer) -> None:
         """Count a buffer as lent out by this pool although another one made it, even beyond the budget."""
@@ -116,13 +162,18 @@ class HostBufferPool:
                 raise ValueError("a host buffer was given back twice, or to a pool that did not lend it")
             self._lent.remove(buffer)
             usual = not self._usual_bytes or _serves(buffer, self._usual_bytes)
+            usual = usual and (buffer.slot is None or buffer.registered or not self._pinned)
             if buffer.nbytes and usual and self._held() + buffer.nbytes <= self.budget_bytes:
                 self._free.append(buffer)
+            else:
+                _let_go(buffer)
 
     def retire(self) -> None:
         """Lend and keep nothing any more. What is lent out lives as long as whoever uses it."""
         with self._lock:
             self._retired, self.budget_bytes = True, 0
+            for buffer in self._free:
+                _let_go(buffer)
             self._free.clear()
             self._lent.clear()
 
@@ -135,7 +186,9 @@ class HostBufferPool:
             if nbytes <= self._usual_bytes:
                 return False
             self._usual_bytes = _roomy(nbytes)
-            self._free = [buffer for buffer in self._free if _serves(buffer, self._usual_bytes)]
+            for buffer in [each for each in self._free if not _serves(each, self._usual_bytes)]:
+                self._free.remove(buffer)
+                _let_go(buffer)
             return True
 
     def top_up(self, count: int) -> bool:
@@ -156,6 +209,8 @@ class HostBufferPool:
             self._making_bytes -= size
             if not self._retired:
                 self._free.append(buffer)
+                return True
+        _let_go(buffer)
         return True
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
@@ -165,6 +220,12 @@ class HostBufferPool:
             return lent - spare + nbytes <= self.budget_bytes
 
     @property
+    def is_making(self) -> bool:
+        """A buffer is being made by another thread."""
+        with self._lock:
+            return self._making_bytes > 0
+
+    @property
     def held_bytes(self) -> int:
         """Memory held now, lent out or free."""
         with self._lock:
@@ -172,6 +233,35 @@ class HostBufferPool:
 
     def _held(self) -> int:
         return self._making_bytes + sum(buffer.nbytes for buffer in (*self._free, *self._lent))
+
+
+def _let_go(buffer: HostBuffer) -> None:
+    """Nobody uses it any more: private memory goes by itself."""
+    if buffer.slot is not None:
+        if buffer.registered:
+            torch.cuda.check_error(int(_cuda().cudaHostUnregister(buffer.memory.data_ptr())))
+        buffer.slot.remove()
+
+
+def _is_unsealed(buffer: HostBuffer) -> bool:
+    """Whoever comes after this process does not take its bytes for what they were; False if that cannot be had."""
+    try:
+        if buffer.slot is not None:
+            buffer.slot.unseal()
+    except OSError as error:
+        log.warning("a memory slot cannot be used again: %s", error)
+        return False
+    return True
+
+
+def _register(memory: torch.Tensor) -> None:
+    """Page-lock mapped memory, in place. Raises ``RuntimeError`` where CUDA refuses it."""
+    torch.cuda.check_error(int(_cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+
+
+def _cuda() -> Any:
+    """The CUDA runtime, of which torch has these two functions."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _serves(buffer: HostBuffer, nbytes: int) -> bool:
@@ -185,19 +275,25 @@ def _roomy(nbytes: int) -> int:
     return -(-nbytes // grain) * grain
 
 
-def default_budget_bytes(local_ranks: int) -> int:
-    """Half of the memory that is free now, within the cgroup's limit, shared by the ranks of this host."""
+def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
+    """Half of the memory that is free now, within the cgroup's limit, shared by the ranks of this host.
+
+    Args:
+        local_ranks: How many they are.
+        left_bytes: What slots of earlier lives take on this host, which their buffers replace.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _cgroup_free_bytes()
-    usable = free if limit is None else min(free, limit)
+    limit = _cgroup_free_bytes(left_bytes=left_bytes)
+    usable = free + left_bytes if limit is None else min(free + left_bytes, limit)
     return int(usable * _SHARE_OF_FREE_MEMORY) // max(1, local_ranks)
 
 
-def _cgroup_free_bytes(root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes left under the cgroup v2 memory limit, or None without one."""
+def _cgroup_free_bytes(root: str = "/sys/fs/cgroup", left_bytes: int = 0) -> int | None:
+    """Bytes left under the cgroup v2 memory limit once ``left_bytes`` are freed, or None without a limit."""
     try:
         with open(f"{root}/memory.max") as limit_file, open(f"{root}/memory.current") as used_file:
             limit = limit_file.read().strip()
-            return None if limit == "max" else max(0, int(limit) - int(used_file.read()))
+            # What was left may count elsewhere: in the cgroup of the life that died.
+            return None if limit == "max" else max(0, int(limit) - max(0, int(used_file.read()) - left_bytes))
     except (OSError, ValueError):
         return None

@@ -7,33 +7,54 @@ Rules of this file:
    collection finds them; it never leaves a checkpoint that misses files.
 3. What cannot be read is not judged: a damaged checkpoint is left as it is, an error of the storage or
    a manifest of another format version stops the collection before anything is deleted.
+4. Files go, and stay, by groups: the shards of one kind, or the states, that all ranks wrote at one step. So nothing
+   here grows with the ranks but what a listing costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, files_to_delete, retained
+from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
 from moe_ckpt.engine.documents import read_manifest
+from moe_ckpt.engine.view import Names, Needed, needed_of
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, is_own_file, parse_step_dir
+from moe_ckpt.format.manifest import GROUPS, MANIFEST_NAME, Manifest, PartRecord, group_of, parse_step_dir
+from moe_ckpt.format.part import Part
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.steps import each_step
 
 
 @dataclass(frozen=True)
 class CollectReport:
-    """What a collection did. All but ``deleted`` (file paths) are step directories, oldest first.
+    """What a collection did. All but the last two are step directories, oldest first.
 
     damaged: their manifest exists but is not what was written; left untouched. When one is of another
     format version, nothing at all was deleted.
+    deleted: file paths.
+    left: to the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in it,
+        groups that go).
     """
 
     retained: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
+    left: Mapping[str, tuple[bool, Sequence[str]]] = field(default_factory=dict)
+
+
+@dataclass
+class Known:
+    """What need not be asked of the storage again: kept up to date by every collection.
+
+    records: directory -> its committed checkpoint. names: directory -> the files of this format in it, by group; of
+    directories that a record needs something of, without those that must be looked at again.
+    """
+
+    records: dict[str, CheckpointRecord] = field(default_factory=dict)
+    names: dict[str, Names] = field(default_factory=dict)
 
 
 def collect(
@@ -43,8 +64,8 @@ def collect(
     keep_directories: Collection[str] = (),
     *,
     abandoned: Collection[str] = (),
-    cache: MutableMapping[str, Manifest] | None = None,
-    listed: Mapping[str, list[str]] | None = None,
+    known: Known | None = None,
+    others: frozenset[str] = frozenset(),
 ) -> CollectReport:
     """Delete the checkpoints that ``retention`` lets go, and every file that no other one names.
 
@@ -53,13 +74,13 @@ def collect(
     keep_directories: step directories being written now.
     abandoned: directories of saves that failed and that no rank writes to any more. Other directories
         newer than the newest commit are left alone, for a faster rank may have begun the next step.
-    cache: directory -> decoded manifest; read instead of the files, and kept up to date.
-    listed: directory -> names in it, of directories that were listed a moment ago and need not be listed again.
+    others: names of files that are not deleted here, because the ranks that wrote them will be told to (see ``left``).
 
     Raises:
         OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
     """
-    contents = _read_store(storage, {} if cache is None else cache, listed or {})
+    known = Known() if known is None else known
+    contents = _read_store(storage, known, abandoned)
     if contents.is_foreign:
         return CollectReport(damaged=contents.damaged)
     stay = retained(tuple(contents.records.values()), retention, now_unix_secs)
@@ -67,17 +88,17 @@ def collect(
     dropped = tuple(directory for directory in contents.records if directory not in stay)
     dropped = tuple(directory for directory in dropped if directory not in keep_directories)
     untouchable = {*keep_directories, *contents.damaged, *(contents.begun_after_newest() - set(abandoned))}
-    deleted = _delete(storage, contents, files_to_delete(contents.own_files(), kept, untouchable))
-    for directory, names in contents.names.items():
+    gone = groups_to_delete(contents.groups(), kept, untouchable)
+    deleted, left = _delete(storage, contents, gone, others, known)
+    for directory in contents.names:
         if directory not in untouchable:
-            _tidy(storage, directory, names, deleted)
-    if cache is not None:
-        for directory in dropped:
-            cache.pop(directory, None)
-    return CollectReport(tuple(record.directory for record in kept), dropped, contents.damaged, deleted)
+            _tidy(storage, contents, directory, known)
+    for directory in dropped:
+        known.records.pop(directory, None)
+    return CollectReport(tuple(record.directory for record in kept), dropped, contents.damaged, deleted, left)
 
 
-def clean_start(storage: Storage, cache: MutableMapping[str, Manifest] | None = None) -> CollectReport:
+def clean_start(storage: Storage, known: Known | None = None) -> CollectReport:
     """Remove what dead writers left: the files of uncommitted steps (except files that a commit names) and temporaries.
 
     Called by rank 0 at the start of a run, with the store's lock held and before any rank writes.
@@ -85,99 +106,151 @@ def clean_start(storage: Storage, cache: MutableMapping[str, Manifest] | None = 
     Raises:
         OSError: while reading: nothing was deleted.
     """
-    contents = _read_store(storage, {} if cache is None else cache)
+    known = Known() if known is None else known
+    contents = _read_store(storage, known)
     if contents.is_foreign:
         return CollectReport(damaged=contents.damaged)
     committed = {*contents.records, *contents.damaged}
-    deleted = _delete(storage, contents, files_to_delete(contents.own_files(), contents.records.values(), committed))
+    gone = groups_to_delete(contents.groups(), contents.records.values(), committed)
+    deleted, _ = _delete(storage, contents, gone, frozenset(), known)
     storage.clean_temporaries("")
-    for directory, names in contents.names.items():
+    for directory in contents.names:
         if directory in committed:
             storage.clean_temporaries(directory)
         else:
-            _tidy(storage, directory, names, deleted)
+            _tidy(storage, contents, directory, known)
     return CollectReport(tuple(contents.records), (), contents.damaged, deleted)
+
+
+def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
+    """The files of this format among ``names`` in a step directory, by group."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        group = group_of(name)
+        if group is not None:
+            found.setdefault(group, set()).add(name)
+    return {group: frozenset(those) for group, those in found.items()}
+
+
+def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
+    """What retention goes by. needed: on storage, by the checkpoint."""
+    parent = parse_step_dir(manifest.parent or "")
+    groups = [f"{directory}/{group}" for directory, names in needed.items() for group in names]
+    return CheckpointRecord(
+        directory=manifest.directory,
+        generation=manifest.generation,
+        step=manifest.step,
+        created_unix_secs=manifest.created_unix_secs,
+        groups=frozenset([*groups, f"{manifest.directory}/{MANIFEST_NAME}"]),
+        parent=None if parent is None else (parent[1], parent[0]),
+        passed_over=manifest.passed_over,
+        dense=not manifest.window,
+    )
 
 
 @dataclass
 class _Contents:
-    """names: step directory -> names in it; records: the committed ones; both oldest first."""
+    """names: step directory -> its files by group; records: the committed ones; both oldest first.
 
-    names: dict[str, list[str]] = field(default_factory=dict)
+    strewn: directories in which there is something else besides.
+    """
+
+    names: dict[str, Names] = field(default_factory=dict)
     records: dict[str, CheckpointRecord] = field(default_factory=dict)
+    strewn: set[str] = field(default_factory=set)
     damaged: tuple[str, ...] = ()
     is_foreign: bool = False
 
-    def own_files(self) -> list[str]:
-        return [f"{directory}/{name}" for directory, names in self.names.items() for name in names if is_own_file(name)]
+    def groups(self) -> list[str]:
+        return [f"{directory}/{group}" for directory, names in self.names.items() for group in names]
 
     def begun_after_newest(self) -> set[str]:
         newest = max((record.order for record in self.records.values()), default=(-1, -1))
         return {directory for directory in self.names if _order(directory) > newest}
 
 
-def _read_store(
-    storage: Storage, cache: MutableMapping[str, Manifest], listed: Mapping[str, list[str]] | None = None
-) -> _Contents:
-    """List every step directory that is not ``listed``, and decode every manifest that is not in the cache."""
-    known = listed or {}
+def _read_store(storage: Storage, known: Known, abandoned: Collection[str] = ()) -> _Contents:
+    """List every step directory, and decode every manifest, that is not known.
+
+    Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have a
+    manifest that is not known: nobody may touch what is being written.
+    """
     contents = _Contents()
-    contents.names = each_step(storage, lambda name: known[name] if name in known else storage.list(name))
+    newest = max((record.order for record in known.records.values()), default=None)
+
+    def look(directory: str) -> Names:
+        if directory in known.names:
+            return known.names[directory]
+        is_begun = newest is not None and _order(directory) > newest and directory not in abandoned
+        if is_begun and not storage.exists(f"{directory}/{MANIFEST_NAME}"):
+            return {}
+        names = storage.list(directory)
+        found = grouped(names)
+        if sum(map(len, found.values())) < len(names):
+            contents.strewn.add(directory)
+        return found
+
+    contents.names = each_step(storage, look)
+    parts: dict[PartRecord, Part] = {}
     for directory, names in contents.names.items():
         if MANIFEST_NAME not in names:
-            cache.pop(directory, None)
+            known.records.pop(directory, None)
             continue
         try:
-            manifest = cache.get(directory) or read_manifest(storage, directory)
+            if directory not in known.records:
+                manifest = read_manifest(storage, directory, parts)
+                known.records[directory] = record_of(manifest, needed_of(manifest))
         except (DamagedError, FormatVersionError) as error:
             contents.damaged += (directory,)
             contents.is_foreign |= isinstance(error, FormatVersionError)
             continue
-        cache[directory] = manifest
-        contents.records[directory] = _record(manifest)
+        contents.records[directory] = known.records[directory]
+    for directory in known.records.keys() - contents.records.keys():
+        del known.records[directory]
+    needed = frozenset[str]().union(*(record.directories for record in contents.records.values()))
+    known.names = {name: contents.names[name] for name in contents.names if name in needed - contents.strewn}
     return contents
 
 
-def _record(manifest: Manifest) -> CheckpointRecord:
-    return CheckpointRecord(
-        directory=manifest.directory,
-        generation=manifest.generation,
-        step=manifest.step,
-        created_unix_secs=manifest.created_unix_secs,
-        paths=manifest.paths | {f"{manifest.directory}/{MANIFEST_NAME}"},
-        parent=_parent(manifest),
-        passed_over=manifest.passed_over,
-        dense=not manifest.window,
-    )
-
-
-def _parent(manifest: Manifest) -> tuple[int, int] | None:
-    """(generation, step) of the checkpoint that the manifest's generation started from; None if it names none."""
-    parsed = parse_step_dir(manifest.parent or "")
-    return None if parsed is None else (parsed[1], parsed[0])
-
-
-def _delete(storage: Storage, contents: _Contents, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Delete the files, commit records first and older checkpoints before newer ones."""
-    rank = {directory: i for i, directory in enumerate(contents.names)}
-
-    def order(path: str) -> tuple[bool, int, str]:
-        directory, _, name = path.rpartition("/")
-        return name != MANIFEST_NAME, rank[directory], name
-
-    ordered = tuple(sorted(paths, key=order))
-    for path in ordered:
+def _delete(
+    storage: Storage, contents: _Contents, gone: Collection[str], others: frozenset[str], known: Known
+) -> tuple[tuple[str, ...], dict[str, tuple[bool, Sequence[str]]]]:
+    """Delete the groups, commit records first and older checkpoints before newer ones."""
+    by_directory: dict[str, set[str]] = {}
+    for each in gone:
+        directory, _, group = each.partition("/")
+        by_directory.setdefault(directory, set()).add(group)
+    going = {directory: by_directory[directory] for directory in contents.names if directory in by_directory}
+    records = [f"{directory}/{MANIFEST_NAME}" for directory, groups in going.items() if MANIFEST_NAME in groups]
+    rest = [
+        f"{directory}/{name}"
+        for directory, groups in going.items()
+        for name in sorted(chain(*(contents.names[directory][g] - others for g in groups if g != MANIFEST_NAME)))
+    ]
+    for directory in going:
+        known.names.pop(directory, None)  # looked at again, unless all went well
+    for path in (*records, *rest):
         storage.delete(path)
-    return ordered
+    left: dict[str, tuple[bool, Sequence[str]]] = {}
+    for directory, groups in going.items():
+        names = contents.names[directory]
+        stay = {group: names[group] for group in names if group not in groups}
+        contents.names[directory] = stay
+        if stay and directory not in contents.strewn:
+            known.names[directory] = stay
+        theirs = [group for group in GROUPS if group in groups and not others.isdisjoint(names[group])]
+        if theirs:
+            left[directory] = (not stay, theirs)
+    return (*records, *rest), left
 
 
-def _tidy(storage: Storage, directory: str, names: list[str], deleted: tuple[str, ...]) -> None:
+def _tidy(storage: Storage, contents: _Contents, directory: str, known: Known) -> None:
     """Remove temporaries, and then the directory, if nothing of this format is left in it."""
-    own = {f"{directory}/{name}" for name in names if is_own_file(name)}
-    if len(own) < len(names):
+    if directory in contents.strewn:
         storage.clean_temporaries(directory)
-    if own.issubset(deleted):
-        storage.delete_dir(directory)  # which leaves it alone if it holds other people's files
+    if not contents.names[directory]:
+        storage.delete_dir(directory)  # which leaves it alone if it holds other files
+        known.names.pop(directory, None)
 
 
 def _order(directory: str) -> tuple[int, int]:

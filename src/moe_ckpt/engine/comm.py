@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -18,8 +20,10 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.errors import PeerLostError
+from moe_ckpt.engine.lane import Lane
+from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.notices import announce
+from moe_ckpt.ports import Communicator
 
 _SHARED_STORE = (
     "torchrun shares one rendezvous store among all restarts of this job, so ranks that are started again may wait for "
@@ -32,14 +36,36 @@ _WRITE_TIMEOUT = timedelta(days=30)
 goes on without checkpoints meanwhile. A peer that is gone is noticed by its connection, and by training itself."""
 
 
+_AGREEING = "moe_ckpt-agree"
+"""Name of the thread that agrees."""
+
+
 class SoloCommunicator:
-    """One process: nothing to agree on."""
+    """One process: nothing to agree on.
+
+    Args:
+        late: Token counts come from a device, for which another thread waits.
+    """
 
     rank = 0
     world_size = 1
+    agrees_late = False
+    _waiting: ThreadPoolExecutor | None = None
+
+    def __init__(self, *, late: bool = False) -> None:
+        if late:
+            self.agrees_late = True
+            self._waiting = ThreadPoolExecutor(1, _AGREEING)
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
         return summed, largest
+
+    def start_agreement(self, summed: Callable[[], Counts], largest: Counts) -> Future[tuple[Counts, Counts]]:
+        if self._waiting is not None:
+            return self._waiting.submit(lambda: (summed(), largest))
+        agreed: Future[tuple[Counts, Counts]] = Future()
+        agreed.set_result(self.agree(summed(), largest))
+        return agreed
 
     def broadcast(self, payload: bytes) -> bytes:
         return payload
@@ -47,124 +73,210 @@ class SoloCommunicator:
     def share(self, payload: bytes, source: int) -> bytes:
         return payload
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
-        return [payload]
+    def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
+        return list(columns)
 
     def announce(self, payload: bytes) -> bytes:
         return payload
 
-    def close(self) -> None:
+    def everyone(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        if any(expected.values()):
+            raise ValueError("one process has no peer to receive from")
+
+    def scope(self, ranks: Sequence[int]) -> Communicator:
+        return self
+
+    def enter(self, generation: int) -> None:
         pass
+
+    def abort(self, cause: str) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            self._waiting.shutdown(wait=False)
 
 
 class GlooCommunicator:
-    """All ranks of the default process group, on two gloo groups: one per calling thread.
+    """Ranks of the default process group, on two gloo groups of our own, each with its thread (``engine.lane``).
 
-    Must be created on every rank at the same point, after ``init_process_group``. No call of the training thread waits
-    longer for a peer than ``timeout_secs`` and, while the groups are made, the ten seconds by which torch looks again.
-    ``gather`` and ``announce``, which are for the persist threads, wait for other ranks' storage (``_WRITE_TIMEOUT``).
+    One lane is for what the training thread asks and for agreements, one for the persist threads. What is combined over
+    ranks goes along a tree (``core.tree``): a rank sends and receives O(log R) messages, however many ranks there are.
+
+    Must be created on all of its ranks at the same point, after ``init_process_group``. No call of the training thread
+    waits longer for a peer than ``timeout_secs`` and, while the groups are made, the ten seconds by which torch looks
+    again. ``combine`` and ``announce``, which are for the persist threads, wait for other ranks' storage
+    (``_WRITE_TIMEOUT``).
+
+    Args:
+        timeout_secs: See above.
+        ranks: Of the default process group; None for all. They are numbered from 0 in here.
 
     Raises:
-        PeerLostError: here and in every call, when a peer did not come or answer in time.
+        PeerLostError: Here and in every call, when a peer did not come or answer in time, or after ``abort``.
+        StaleGenerationError: A process of an earlier life of the run takes part.
     """
 
-    def __init__(self, timeout_secs: float) -> None:
+    agrees_late = True
+
+    def __init__(self, timeout_secs: float, ranks: Sequence[int] | None = None) -> None:
         timeout = timedelta(seconds=timeout_secs)
         self._timeout_secs = timeout_secs
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self._ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        self.rank, self.world_size = self._ranks.index(dist.get_rank()), len(self._ranks)
         with self._waiting_for("all ranks to start checkpointing", _SHARED_STORE if shares_store() else ""):
-            self._training = dist.new_group(backend="gloo", timeout=timeout)
-            self._persist = dist.new_group(backend="gloo", timeout=timeout)
+            self._agreeing = Lane(_AGREEING, self._ranks, timeout, timeout)
+            self._persisting = Lane("moe_ckpt-messages", self._ranks, _WRITE_TIMEOUT, timeout)
+        self._node = self._agreeing.node
+
+    def scope(self, ranks: Sequence[int]) -> Communicator:
+        """Those of ``ranks`` among themselves. They must all call this, and nobody else."""
+        if len(ranks) == 1:
+            return SoloCommunicator()
+        return GlooCommunicator(self._timeout_secs, [self._ranks[rank] for rank in ranks])
+
+    def enter(self, generation: int) -> None:
+        self._agreeing.generation = self._persisting.generation = generation
 
     @contextmanager
     def _waiting_for(self, whom: str, hint: str = "") -> Iterator[None]:
         try:
             yield
+        except StoreError:
+            raise
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
             raise PeerLostError(self.rank, whom, self._timeout_secs, cause, hint) from error
 
+    @contextmanager
+    def _agreement(self, whom: str) -> Iterator[None]:
+        """A peer that training misses is lost to the persist thread, too, which would wait for it for very long."""
+        try:
+            with self._waiting_for(whom):
+                yield
+        except PeerLostError as error:
+            self._persisting.abort(error)
+            raise
+
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
-        sums = torch.from_numpy(np.ascontiguousarray(summed).copy())
-        maxima = torch.from_numpy(np.ascontiguousarray(largest).copy())
-        with self._waiting_for("all ranks to come to the same step"):
-            if sums.numel():
-                dist.all_reduce(sums, dist.ReduceOp.SUM, self._training)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, self._training)
-        return sums.numpy(), maxima.numpy()
+        return self.start_agreement(lambda: summed, largest).result()
+
+    def start_agreement(self, summed: Callable[[], Counts], largest: Counts) -> Future[tuple[Counts, Counts]]:
+        maxima = largest.copy()
+
+        def reduce() -> tuple[Counts, Counts]:
+            counts = summed()  # may wait for a device
+            mine = torch.from_numpy(np.concatenate([counts.reshape(-1), maxima.reshape(-1)]))
+            with self._agreement("all ranks to come to the same step"):
+                found = self._agreeing.reduce(mine, counts.size).numpy()
+            return found[: counts.size].reshape(counts.shape), found[counts.size :].reshape(maxima.shape)
+
+        return self._agreeing.submit(reduce)
 
     def broadcast(self, payload: bytes) -> bytes:
         return self.share(payload, 0)
 
     def share(self, payload: bytes, source: int) -> bytes:
         whom = "the other ranks to take an answer" if source == self.rank else f"an answer of rank {source}"
-        with self._waiting_for(whom):
-            return _broadcast(payload, self.rank, source, self._training)
+
+        def broadcast() -> bytes:
+            with self._agreement(whom):
+                return self._agreeing.broadcast(payload, source)
+
+        return self._agreeing.submit(broadcast).result()
+
+    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        def exchange() -> None:
+            with self._agreement("the other ranks to send what they hold"):
+                self._agreeing.swap(given, expected)
+
+        self._agreeing.submit(exchange).result()
+
+    def everyone(self, payload: bytes) -> list[bytes]:
+        def gather() -> list[bytes]:
+            with self._agreement("all ranks to tell what they have"):
+                columns = self._combine(self._agreeing, [struct.pack("<Q", len(payload)), payload], "found")
+                told = b"" if columns is None else b"".join(columns)
+                whole = self._announce(self._agreeing, told, "what all ranks found")
+            sizes = struct.unpack_from(f"<{self.world_size}Q", whole)
+            ends = (np.cumsum(sizes) + 8 * self.world_size).tolist()
+            return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+        return self._agreeing.submit(gather).result()
 
     def announce(self, payload: bytes) -> bytes:
-        if self.rank:
-            with self._waiting_for("rank 0 to say whether a checkpoint is committed"):
-                return self._receive(0)
-        with self._waiting_for("the other ranks to hear whether a checkpoint is committed"):
-            for rank in range(1, self.world_size):
-                self._send(payload, rank)
+        return self._persisting.submit(lambda: self._announce(self._persisting, payload)).result()
+
+    def _announce(self, lane: Lane, payload: bytes, what: str = "whether a checkpoint is committed") -> bytes:
+        if self._node.parent is not None:
+            with self._waiting_for(f"rank 0 to say {what}"):
+                payload = lane.receive(self._node.parent)
+        with self._waiting_for(f"the other ranks to hear {what}"):
+            for child in reversed(self._node.children):
+                lane.send(payload, child)
         return payload
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
-        if self.rank:
-            with self._waiting_for("rank 0 to collect what was written"):
-                self._send(payload, 0)
-            return None
-        received = [payload]
-        for source in range(1, self.world_size):
-            with self._waiting_for(f"rank {source} to say that it has written its part"):
-                received.append(self._receive(source))
-        return received
+    def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
+        return self._persisting.submit(lambda: self._combine(self._persisting, columns)).result()
 
-    def _send(self, payload: bytes, target: int) -> None:
-        """On the persist threads' group. By point-to-point calls, because only they take a timeout of their own."""
-        for part in (torch.tensor([len(payload)]), _tensor(payload)):
-            _wait(dist.isend(part, dst=target, group=self._persist))
+    def _combine(self, lane: Lane, columns: Sequence[bytes], what: str = "written") -> list[bytes] | None:
+        found = [columns]
+        for child in self._node.children:
+            with self._waiting_for(f"rank {child} to say what it has {what}"):
+                found.append(_unpacked(lane.receive(child)))
+        joined = [b"".join(parts) for parts in zip(*found, strict=True)]
+        if self._node.parent is None:
+            return joined
+        with self._waiting_for(f"rank 0 to collect what was {what}"):
+            lane.send(_packed(joined), self._node.parent)
+        return None
 
-    def _receive(self, source: int) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64)
-        _wait(dist.irecv(size, src=source, group=self._persist))
-        body = torch.empty(int(size), dtype=torch.uint8)
-        _wait(dist.irecv(body, src=source, group=self._persist))
-        return body.numpy().tobytes()
+    def abort(self, cause: str) -> None:
+        error = PeerLostError(self.rank, "the other ranks", self._timeout_secs, cause)
+        for lane in (self._agreeing, self._persisting):
+            lane.abort(error)
 
     def close(self) -> None:
-        """The groups end with the default group; destroying them one by one would be one more
-        collective, at a time when peers may be gone."""
+        for lane in (self._agreeing, self._persisting):
+            lane.close()
 
 
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:  # None: this rank is not of the group
-        work.wait(_WRITE_TIMEOUT)
+def _packed(payloads: Sequence[bytes]) -> bytes:
+    """Several payloads as one, for ``_unpacked``."""
+    return struct.pack(f"<Q{len(payloads)}Q", len(payloads), *map(len, payloads)) + b"".join(payloads)
 
 
-def _broadcast(payload: bytes, rank: int, source: int, group: dist.ProcessGroup | None) -> bytes:
-    size = torch.tensor([len(payload)])
-    dist.broadcast(size, src=source, group=group)
-    body = _tensor(payload) if rank == source else torch.empty(int(size), dtype=torch.uint8)
-    if int(size):
-        dist.broadcast(body, src=source, group=group)
-    return body.numpy().tobytes()
+def _unpacked(packed: bytes) -> list[bytes]:
+    [count] = struct.unpack_from("<Q", packed)
+    sizes = struct.unpack_from(f"<{count}Q", packed, 8)
+    found, at = [], 8 * (count + 1)
+    for size in sizes:
+        found.append(packed[at : at + size])
+        at += size
+    return found
 
 
-def _tensor(payload: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+def largest(comm: Communicator, numbers: Sequence[int]) -> list[int]:
+    """Element-wise maximum over ranks. A collective of the training thread."""
+    _, found = comm.agree(np.zeros(0, dtype=np.int64), np.asarray(numbers, dtype=np.int64))
+    return [int(number) for number in found]
 
 
-def make_communicator(timeout_secs: float) -> SoloCommunicator | GlooCommunicator:
+def make_communicator(timeout_secs: float, *, late: bool = False) -> SoloCommunicator | GlooCommunicator:
     """The communicator for the process group that is set up now, if any.
+
+    Args:
+        timeout_secs: Longest wait for a peer.
+        late: One process agrees late, too; see ``SoloCommunicator``.
 
     Raises:
         PeerLostError: not all ranks of the process group came here in time.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return SoloCommunicator()
+        return SoloCommunicator(late=late)
     if shares_store() and dist.get_rank() == 0 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         announce(_SHARED_STORE, level=logging.WARNING)
     return GlooCommunicator(timeout_secs)

@@ -30,7 +30,7 @@ def describe_differences(storage: Storage, directories: Sequence[str], here: Sha
 
 def _stored(storage: Storage, directory: str) -> Shapes:
     found: dict[str, Sequence[int]] = {}
-    for record in read_manifest(storage, directory).files:
+    for record in read_manifest(storage, directory, {}).files:
         for entry in read_header(storage, record).slices:
             if entry.key.startswith(_MODEL):
                 found[entry.key.removeprefix(_MODEL)] = entry.global_shape

@@ -4,18 +4,24 @@ document may need, and decoded strictly. For the engine, which looks after a sto
 
 from __future__ import annotations
 
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_step_dir, shard_path
+from moe_ckpt.format.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, parse_step_dir, shard_path
+from moe_ckpt.format.part import Part, composed
 from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, require_frame
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
-from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.base import Chunk, Storage
 
+_READERS = 16
+"""Threads that read parts. A round of MoC has as many as a layer has experts, each a few messages to a server."""
 _LOOK_FIRST_NBYTES = 4 << 20
 """Larger files are looked at, at their beginning and end, before they are read."""
 
 
-def read_sealed(storage: Storage, path: str) -> bytes | bytearray:
-    """The bytes of a sealed document (``store.json``, a manifest, a state file), not yet unsealed.
+def read_sealed(storage: Storage, path: str) -> Chunk:
+    """The bytes of a sealed document (``store.json``, a manifest, a part, a state file), not yet unsealed.
 
     Raises:
         DamagedError: the file is larger than a document may be, or is large and does not begin and end like one.
@@ -31,8 +37,8 @@ def read_sealed(storage: Storage, path: str) -> bytes | bytearray:
     return storage.read(path, 0, nbytes)
 
 
-def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """The commit record of a step directory.
+def read_commit(storage: Storage, directory: str) -> Manifest:
+    """The commit record of a step directory, without what its parts hold.
 
     Raises:
         DamagedError: it is no manifest of this format, or that of another directory.
@@ -45,6 +51,70 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
     if manifest.directory != directory:
         raise DamagedError(path, f"is the manifest of {manifest.directory}, in the wrong place")
     return manifest
+
+
+def read_manifest(storage: Storage, directory: str, known: MutableMapping[PartRecord, Part]) -> Manifest:
+    """The commit record of a step directory, with all that its parts hold.
+
+    known: parts that were read before and need not be read again; gets those that are read now.
+
+    Raises:
+        DamagedError, FormatVersionError, FileNotFoundError, OSError: as ``read_commit`` and ``read_part``.
+    """
+    manifest = read_commit(storage, directory)
+    return composed(manifest, read_parts(manifest, known, lambda record: read_part(storage, record)))
+
+
+def read_parts(
+    manifest: Manifest, known: MutableMapping[PartRecord, Part], read: Callable[[PartRecord], Chunk]
+) -> Sequence[Part]:
+    """The parts that a manifest names, in its order. Those that are not ``known`` are read, several at a time.
+
+    They are decoded here: threads that do that together take twice the processor time, for they wait for one another.
+
+    Args:
+        manifest: That names them.
+        known: Parts by how they are named; gets those that are read now.
+        read: Returns a part's bytes (``read_part``).
+
+    Raises:
+        DamagedError, OSError: Those of the first part in the manifest's order; no more are begun to be read.
+    """
+    todo = [record for record in manifest.parts if record not in known]
+    if todo:
+        with ThreadPoolExecutor(min(_READERS, len(todo)), thread_name_prefix="moe_ckpt-parts") as pool:
+            for record, raw in zip(todo, pool.map(read, todo), strict=True):
+                known[record] = _decoded(record, raw)
+    return [known[record] for record in manifest.parts]
+
+
+def _decoded(record: PartRecord, raw: Chunk) -> Part:
+    try:
+        return Part.decode(raw, record.path)
+    except DamagedError as error:
+        raise DamagedError(error.path, error.reason, step=_step_of(record)) from error
+
+
+def _step_of(record: PartRecord) -> int | None:
+    place = parse_step_dir(record.directory)
+    return place[0] if place else None
+
+
+def read_part(storage: Storage, record: PartRecord) -> Chunk:
+    """The bytes of a part that a manifest names, not yet decoded.
+
+    Raises:
+        DamagedError: it is missing, or not what was written.
+        OSError: the storage does not answer.
+    """
+    step = _step_of(record)
+    try:
+        raw = read_sealed(storage, record.path)
+    except FileNotFoundError as error:
+        raise DamagedError(record.path, "is missing", step=step) from error
+    if (len(raw), digest(raw)) != (record.nbytes, record.digest):
+        raise DamagedError(record.path, "checksum mismatch (damaged, or another's file)", step=step)
+    return raw
 
 
 def read_header(storage: Storage, record: FileRecord) -> ShardHeader:

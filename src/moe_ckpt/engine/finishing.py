@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ckpt.engine.documents import read_manifest, read_sealed
+from moe_ckpt.engine.documents import read_commit, read_sealed
 from moe_ckpt.errors import DamagedError, FormatVersionError, StoreError
 from moe_ckpt.format.finished import FINISHED_NAME, Finished
 from moe_ckpt.format.manifest import Manifest
@@ -31,7 +31,7 @@ def write_finished(
         callbacks: Likewise.
     """
     try:
-        last = read_manifest(storage, newest)
+        last = read_commit(storage, newest)
         finished = Finished(last.run_id, last.step, last.generation, reason, limits, callbacks)
         storage.delete(FINISHED_NAME)
         storage.write(FINISHED_NAME, [finished.encode()])

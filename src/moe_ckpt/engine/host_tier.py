@@ -1,11 +1,11 @@
-"""What this process's memory keeps of the newest committed checkpoint, also after training failed around it.
+"""What a rank's memory keeps of the newest committed checkpoint, also after training failed around it.
 
 The buffer that a committed checkpoint was written from stays lent out, as the recovery buffer, until the
 next commit (MoC, section 3.2, "triple buffering" and "two-level PEC"). It holds what went to storage and, where the
 policy asked for it, further experts that storage has in older versions only. A fault that leaves the
 process alive (an exception; a dead peer, after which the survivors form a new process group) loses
-nothing of it: ``recovery.overlay`` then takes those experts from here. A process that dies takes its
-buffer with it.
+nothing of it: ``recovery.memory_source`` then takes what it holds from here. A process that dies takes its
+buffer with it. Memory that outlives the process is kept by ``engine.memory_tier`` instead.
 
 The buffers of all ranks are of one step: one becomes the recovery buffer when the commit is announced,
 which every rank hears. A checkpoint whose announcement got lost with a peer may be committed all the
@@ -17,35 +17,70 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 import xxhash
 
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
-from moe_ckpt.engine.snapshot import ShardPart, Snapshot
+from moe_ckpt.engine.cuts import Slices
+from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.format.shard import ShardHeader, SliceEntry
+from moe_ckpt.format.sealed import digest
+from moe_ckpt.format.shard import Checksums, SliceEntry, in_a_row, with_checksums
+from moe_ckpt.memory.directory import RankDirectory
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
+
+@dataclass(frozen=True, eq=False)
+class HeldPart:
+    """One part of a held checkpoint, from byte ``base`` of its buffer on.
+
+    Nothing of the plan that it was copied by: that leads to the live tensors, which must go with the run that failed.
+
+    Attributes:
+        base: First byte.
+        is_written: It went to storage too.
+        list_entries: Lists its slices, with their places and with the checksums that their bytes had when they were
+            written to storage, or would have been. Raises ``DamagedError``.
+    """
+
+    base: int
+    is_written: bool
+    list_entries: Callable[[], tuple[SliceEntry, ...]]
+
+    @cached_property
+    def entries(self) -> tuple[SliceEntry, ...]:
+        """What ``list_entries`` lists, worked out once."""
+        return self.list_entries()
 
 
 @dataclass(frozen=True, eq=False)
 class HeldCheckpoint:
     """One rank's share of one checkpoint in host memory, which nobody writes to any more.
 
-    parts: as laid out in ``buffer``; every entry carries the checksum that its bytes had when they were written
-        to storage, or would have been.
+    Attributes:
+        run_id: Of the store.
+        step: Of the state.
+        generation: Life of the run; a life that ended before its first commit may have had the same one.
+        parts: What it holds.
+        buffer: Its bytes.
+        state_digest: Of the rank's state file.
     """
 
     run_id: str
     step: int
     generation: int
-    parts: tuple[ShardPart, ...]
+    parts: tuple[HeldPart, ...]
     buffer: HostBuffer
+    state_digest: str = ""
 
     @property
     def directory(self) -> str:
@@ -71,43 +106,51 @@ def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
     return data.view(dtype).view(entry.shape)
 
 
-def hold(snapshot: Snapshot, run_id: str, headers: tuple[ShardHeader, ...]) -> HeldCheckpoint:
-    """What a written snapshot leaves in memory. headers: of its shards, in the order of ``snapshot.written``.
-
-    Called on the persist thread, which has just taken the checksums in ``headers``; those of what is only
-    held are taken here, so that nothing is ever read back from memory without one.
-    """
+def hold(snapshot: Snapshot, run_id: str, share: SealedShare) -> HeldCheckpoint:
+    """What a written snapshot leaves in memory."""
     parts = [
-        ShardPart(part.kind, header.slices, part.base)
-        for part, header in zip(snapshot.written, headers, strict=True)
+        HeldPart(each.begin, each.part.is_written, partial(_listed, each.part.slices, each.checksums))
+        for each in share.parts
     ]
-    for part in snapshot.parts:
-        if not part.is_written:
-            data = snapshot.buffer.memory[part.base : part.base + part.nbytes]
-            entries = (replace(e, checksum=checksum(data[e.begin : e.end])) for e in part.entries)
-            parts.append(ShardPart(part.kind, tuple(entries), part.base))
-    return HeldCheckpoint(run_id, snapshot.step, snapshot.generation, tuple(parts), snapshot.buffer)
+    step, generation = snapshot.request.step, snapshot.request.generation
+    return HeldCheckpoint(run_id, step, generation, tuple(parts), snapshot.buffer, digest(share.state))
+
+
+def _listed(slices: Slices, checksums: Checksums) -> tuple[SliceEntry, ...]:
+    return with_checksums(in_a_row(slices.listed()), checksums)
 
 
 class HostTier:
     """Owns the recovery buffer of one rank. Made by ``claim``; outlives the session, unless that ended well.
 
-    ``offer`` and ``settle`` are called on the persist thread, ``drop`` on the training thread while that
+    ``offer`` and ``ended`` are called on the persist thread, ``drop`` on the training thread while that
     runs, ``find`` between two lives.
+
+    Args:
+        rank: This process's.
+        run_id: Of the store.
+        pool: That the buffers come from.
+        kept: What an earlier life left.
     """
 
-    def __init__(self, rank: int, pool: HostBufferPool, kept: tuple[HeldCheckpoint, ...] = ()) -> None:
+    def __init__(
+        self, rank: int, run_id: str, pool: HostBufferPool, kept: tuple[HeldCheckpoint, ...] = ()
+    ) -> None:
         self.rank = rank
+        self._run_id = run_id
         self._pool = pool
         self._kept = kept
         self._offered: HeldCheckpoint | None = None
+        self._retired = False
         self._lock = threading.Lock()
         for held in kept:
             pool.adopt(held.buffer)
 
-    def retire(self) -> None:
-        """The session ended: of all its buffers only those held here outlive it."""
-        self._pool.retire()
+    def retire(self, *, keep: bool) -> None:
+        """The session ended: of all its buffers only those held here outlive it, if they are to be kept."""
+        with self._lock:
+            self._retired = True
+            self._pool.retire()
 
     def surrender(self) -> tuple[HeldCheckpoint, ...]:
         """Hand over everything held. A thread of the old session that is still at work cannot touch it any more."""
@@ -115,12 +158,21 @@ class HostTier:
             held, self._kept, self._offered = self._holds(), (), None
             return held
 
-    def offer(self, held: HeldCheckpoint) -> None:
-        """This rank's share is written and will be acknowledged next: from here on it may become committed."""
+    def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
+        """This rank's share is written and will be acknowledged next."""
+        if snapshot.keep:
+            self.hold(hold(snapshot, self._run_id, share))
+
+    def hold(self, held: HeldCheckpoint) -> None:
+        """From here on it may become committed."""
         with self._lock:
             self._offered = held
 
-    def settle(self, buffer: HostBuffer, *, committed: bool) -> None:
+    def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
+        """The outcome of a snapshot was announced."""
+        self.resolve(snapshot.buffer, committed=committed)
+
+    def resolve(self, buffer: HostBuffer, *, committed: bool) -> None:
         """The outcome was announced. ``buffer`` is that of the snapshot, offered or not.
 
         Committed and offered, it becomes the recovery buffer and the former one is free. Committed, but not
@@ -144,12 +196,11 @@ class HostTier:
                 self._pool.give_back(held.buffer)
             return bool(kept)
 
-    def find(self, run_id: str, step: int, generation: int) -> HeldCheckpoint | None:
-        """What is held of exactly this checkpoint."""
+    def find(self, run_id: str, step: int, generation: int) -> tuple[HeldCheckpoint, ...]:
+        """What is held of exactly this checkpoint: at most one share, or those of several ranks that are gone."""
         with self._lock:
             wanted = (run_id, step, generation)
-            found = (held for held in self._holds() if (held.run_id, held.step, held.generation) == wanted)
-            return next(found, None)
+            return tuple(held for held in self._holds() if (held.run_id, held.step, held.generation) == wanted)
 
     def _holds(self) -> tuple[HeldCheckpoint, ...]:
         return self._kept if self._offered is None else (*self._kept, self._offered)
@@ -169,11 +220,15 @@ class HostTier:
 
 @dataclass(eq=False)
 class _Registered:
+    """A tier of this process. nbytes, paths: of the slots that it left, if its buffers are slots."""
+
     root: str
     run_id: str
-    tier: HostTier
+    tier: HostTier | MemoryTier
     in_use: bool = True
     passed_over: bool = False
+    nbytes: int = 0
+    paths: tuple[Path, ...] = ()
 
 
 _registry: list[_Registered] = []
@@ -181,50 +236,84 @@ _registry_lock = threading.Lock()
 
 
 def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
-    """The tier for a new session on the store at ``root``: what an earlier one left in this process, or an empty one.
+    """The tier for a new session on the store at ``root``: what an earlier one left here, or an empty one.
 
     What is left of another run that once used the same directory can never be used again, and is freed. What is
     left of other stores is passed over: see ``leave``.
+
+    Args:
+        root: Of the store.
+        run_id: Likewise.
+        rank: This process's.
+        pool: For the session's buffers.
     """
     with _registry_lock:
-        _registry[:] = [r for r in _registry if r.in_use or r.root != root or r.run_id == run_id]
-        for other in _registry:
-            other.passed_over = other.passed_over or (not other.in_use and other.root != root)
-        left = [r for r in _registry if not r.in_use and (r.root, r.run_id) == (root, run_id)]
+        left = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
         kept: tuple[HeldCheckpoint, ...] = ()
         if left:
             found = min(left, key=lambda r: r.tier.rank != rank)  # of several, where ranks are threads
             _registry.remove(found)
-            kept = found.tier.surrender()
-        tier = HostTier(rank, pool, kept)
+            kept = found.tier.surrender() if isinstance(found.tier, HostTier) else ()
+        tier = HostTier(rank, run_id, pool, kept)
         _registry.append(_Registered(root, run_id, tier))
-        return tier
+    return tier
 
 
-def leave(tier: HostTier, *, keep: bool) -> None:
-    """The session that claimed ``tier`` ends. keep: it failed, so that what is held may be needed again.
+def register(root: str, run_id: str, tier: MemoryTier) -> None:
+    """The same for a session whose snapshots lie in slots: what earlier ones left is found in their files."""
+    with _registry_lock:
+        for registered in [r for r in _left_by(root, run_id) if r.tier.rank == tier.rank]:
+            _registry.remove(registered)
+        _registry.append(_Registered(root, run_id, tier))
+
+
+def _left_by(root: str, run_id: str) -> list[_Registered]:
+    """What earlier sessions on the store left, when another one begins. The caller has locked the registry."""
+    _forget(lambda r: not r.in_use and r.root == root and r.run_id != run_id)
+    for other in _registry:
+        other.passed_over = other.passed_over or (not other.in_use and other.root != root)
+    return [r for r in _registry if not r.in_use and (r.root, r.run_id) == (root, run_id)]
+
+
+def _forget(is_over: Callable[[_Registered], bool]) -> list[_Registered]:
+    """Let go of what tiers left that nobody will come back for. The caller has locked the registry."""
+    freed = [registered for registered in _registry if is_over(registered)]
+    _registry[:] = [registered for registered in _registry if registered not in freed]
+    for path in [path for registered in freed for path in registered.paths]:
+        directory = RankDirectory.take(path)
+        if directory is not None:
+            directory.remove()
+    return freed
+
+
+def leave(tier: HostTier | MemoryTier, *, keep: bool) -> None:
+    """The session of ``tier`` ends. keep: it failed, so that what is held may be needed again.
 
     A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
     last one: what was left before this session began, by a run that was not started again, is freed.
     """
-    tier.retire()
+    nbytes, paths = tier.nbytes, tier.files.paths if isinstance(tier, MemoryTier) else ()
+    keep = keep and nbytes > 0
+    tier.retire(keep=keep)
     with _registry_lock:
-        if keep and tier.nbytes:
-            _registry[:] = [r for r in _registry if r.in_use or not r.passed_over]
+        if keep:
+            _forget(lambda r: not r.in_use and r.passed_over)
         for registered in [r for r in _registry if r.tier is tier]:
             registered.in_use = False
-            if keep and tier.nbytes:
+            registered.nbytes, registered.paths = nbytes, paths
+            if keep:
                 log.info(
-                    "%.1f MB of host memory are kept for a restart of training in this process; "
-                    "moe_ckpt.release_host_memory() frees them",
-                    tier.nbytes / 1e6,
+                    "%.1f MB of host memory are kept for a restart of training%s; moe_ckpt.release_host_memory() frees "
+                    "them",
+                    nbytes / 1e6,
+                    " on this node" if paths else " in this process",
                 )
             else:
                 _registry.remove(registered)
 
 
 def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
-    """Frees the snapshots that failed runs left in this process's memory for a restart.
+    """Frees the snapshots that failed runs of this process left in memory for a restart.
 
     For processes that live on without starting the run again, such as notebooks. Buffers of a running fit stay.
 
@@ -236,6 +325,5 @@ def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
     """
     root = None if dirpath is None else open_storage(dirpath).root
     with _registry_lock:
-        freed = [r for r in _registry if not r.in_use and root in (None, r.root)]
-        _registry[:] = [r for r in _registry if r not in freed]
-        return sum(r.tier.nbytes for r in freed)
+        freed = _forget(lambda r: not r.in_use and root in (None, r.root))
+        return sum(registered.nbytes for registered in freed)

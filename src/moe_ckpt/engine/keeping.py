@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import clean_start, collect
+from moe_ckpt.engine.collect import Known, clean_start, collect, grouped, record_of
 from moe_ckpt.engine.commit import Abandoned
 from moe_ckpt.engine.documents import read_sealed
+from moe_ckpt.engine.outcomes import Superseded
+from moe_ckpt.engine.view import Names, Needed
 from moe_ckpt.engine.writing import write_named
 from moe_ckpt.errors import DamagedError, FilesGoneError, ForeignStoreError, FormatVersionError, MoECheckpointError
 from moe_ckpt.format.identity import Identity
-from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest
+from moe_ckpt.format.manifest import GROUPS, MANIFEST_NAME, STORE_NAME, Manifest, group_path
 from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.listings import Listings
 from moe_ckpt.storage.lock import StoreLock
 
 log = logging.getLogger("moe_ckpt")
@@ -35,74 +39,125 @@ class StoreKeeper:
     Args:
         identity: What ``store.json`` says, and will say again if it is lost.
         lock: The one that this run holds on the store.
+        ranks: Of this run. Each but rank 0 deletes files of its own (see ``collect``).
     """
 
-    def __init__(self, storage: Storage, identity: Identity, retention: RetentionPolicy, lock: StoreLock) -> None:
+    def __init__(
+        self, storage: Storage, identity: Identity, retention: RetentionPolicy, lock: StoreLock, ranks: int
+    ) -> None:
         self._storage = storage
         self._identity = identity
         self._retention = retention
         self._lock = lock
-        self._manifests: dict[str, Manifest] = {}
-        self._listed: dict[str, list[str]] = {}
+        self._ranks = ranks
+        self._known = Known()
+        self._listings = Listings(storage)
+        self._proven: dict[str, tuple[frozenset[str], Names]] = {}
         self._abandoned: set[str] = set()
+
+    @cached_property
+    def _others(self) -> frozenset[str]:
+        """Names of the files that other ranks write at any step."""
+        paths = (group_path("", rank, group) for group in GROUPS for rank in range(1, self._ranks))
+        return frozenset(path.rpartition("/")[2] for path in paths)
 
     def clean_start(self) -> None:
         """Remove what dead writers left. It is no reason not to train if that fails: names are never used again."""
         try:
-            clean_start(self._storage, self._manifests)
+            clean_start(self._storage, self._known)
         except (OSError, MoECheckpointError) as error:
             log.warning("what dead writers left in %s could not be removed: %s", self._storage.root, error)
 
     def dense_step(self, manifest: Manifest) -> int:
         """Returns the step of the newest dense checkpoint up to ``manifest``; 0 if none is known."""
         bound = manifest.generation, manifest.step
-        known = {**self._manifests, manifest.directory: manifest}.values()
-        return max((m.step for m in known if not m.window and (m.generation, m.step) <= bound), default=0)
+        steps = [record.step for record in self._known.records.values() if record.dense and record.order <= bound]
+        return max(steps if manifest.window else [*steps, manifest.step], default=0)
 
-    def require_whole(self, manifest: Manifest) -> None:
-        """Prove, just before ``manifest`` is written, that every file it names is there, and that the store is ours.
+    def require_whole(self, manifest: Manifest, needed: Needed) -> None:
+        """Prove, just before ``manifest`` is written, that what it needs is there, and that the store is ours.
 
-        Costs one listing of the root, one of each directory that the manifest names (which the collection after the
-        commit then need not make), and the reading of ``store.json``, which is written anew if it is gone.
+        Costs one listing of the root, one of each directory that the manifest needs something of and that may have
+        changed (``Listings``; the collection after the commit then need not make any), and the reading of
+        ``store.json``, which is written anew if it is gone.
 
         Raises:
             FilesGoneError: Somebody deleted or replaced files; names them.
             ForeignStoreError: Another run's store stands in this one's place.
             OSError: The storage does not answer.
         """
-        self._listed = {}
         names = set(self._storage.list())
         self._require_own(names)
-        by_directory: dict[str, list[str]] = {}
-        for path in manifest.paths:
-            by_directory.setdefault(path.partition("/")[0], []).append(path)
-        listed = {each: self._storage.list(each) if each in names else [] for each in sorted(by_directory)}
-        gone = []
-        for directory, paths in by_directory.items():
-            there = {f"{directory}/{name}" for name in listed[directory]}
-            gone += [path for path in paths if path not in there]
+        gone: list[str] = []
+        listed = self._listings.names([directory for directory in sorted(needed) if directory in names])
+        proven, self._proven = self._proven, {}
+        for directory, groups in needed.items():
+            there = listed.get(directory, frozenset())
+            before, had = proven.get(directory, (None, {}))
+            if before is not there or not groups.items() <= had.items():
+                missing = [name for group in groups.values() if not group <= there for name in group - there]
+                gone += [f"{directory}/{name}" for name in missing]
+                self._note(directory, there, groups, whole=not missing)
+            self._proven[directory] = there, groups
+        for directory in self._known.records.keys() - needed.keys():
+            if directory not in names or not self._storage.exists(f"{directory}/{MANIFEST_NAME}"):
+                self._known.names.pop(directory, None)  # somebody removed it
         if gone:
+            self._proven = {}
             raise FilesGoneError(self._storage.root, manifest.step, tuple(sorted(gone)))
-        listed.setdefault(manifest.directory, []).append(MANIFEST_NAME)
-        self._listed = listed
+        own = self._known.names.get(manifest.directory)
+        if own is not None:
+            self._known.names[manifest.directory] = {**own, MANIFEST_NAME: frozenset({MANIFEST_NAME})}
+        self._known.records[manifest.directory] = record_of(manifest, needed)
+        self._listings.expect_change(manifest.directory)
 
-    def collect(self, superseded: Abandoned = NOTHING) -> None:
+    def _note(self, directory: str, there: frozenset[str], needed: Names, *, whole: bool) -> None:
+        """What a directory holds: looked at name by name only if that is not what is needed, or known already.
+
+        whole: all that is needed is there.
+        """
+        known = self._known.names.get(directory, {})
+        if whole and len(there) == sum(map(len, needed.values())):
+            self._known.names[directory] = needed
+        elif len(there) != sum(map(len, known.values())) or not all(map(there.issuperset, known.values())):
+            found = grouped(there)
+            self._known.names[directory] = found
+            if sum(map(len, found.values())) < len(there):
+                del self._known.names[directory]
+
+    def look_ahead(self, begun: Sequence[str]) -> None:
+        """List what the steps of a window have written so far, but the newest: then its last step need not list all.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        if len(begun) > 1:
+            self._listings.names(begun[:-1], begun[-1])
+
+    def collect(self, superseded: Abandoned = NOTHING, *, failed: bool = False) -> Superseded:
         """After a commit: drop what retention no longer needs, and what windows that were given up have left.
+
+        failed: no rank will be told what to delete, so the files of all go here.
+
+        Returns:
+            What every other rank is to delete of its own.
 
         Raises:
             OSError: It is tried again after the next commit.
         """
-        self._abandoned |= superseded.directories
-        listed, self._listed = self._listed, {}
-        collect(
+        self._abandoned.update(superseded.names)
+        report = collect(
             self._storage,
             self._retention,
             time.time(),
             abandoned=self._abandoned,
-            cache=self._manifests,
-            listed=listed,
+            known=self._known,
+            others=frozenset() if failed else self._others,
         )
         self._abandoned.clear()
+        for directory in report.left:  # other ranks may fail to delete it, which no stamp tells
+            self._proven.pop(directory, None)
+        return report.left
 
     def clear_away(self, abandoned: Abandoned) -> None:
         """After a failed step, when no rank writes any more: its files go at once, for the next step needs the room.
@@ -110,20 +165,21 @@ class StoreKeeper:
         Raises:
             OSError: It is tried again after the next step.
         """
-        self._listed = {}
+        for directory in abandoned.names:
+            self._known.names.pop(directory, None)
         if self._is_own():
-            self.collect(abandoned)
+            self.collect(abandoned, failed=True)
         else:
             self._abandoned.clear()
             self._remove(abandoned)
 
     def _remove(self, abandoned: Abandoned) -> None:
         """In a store that is not ours: only the files that our ranks are known to have written, unless committed."""
-        committed = {name for name in abandoned.directories if MANIFEST_NAME in self._storage.list(name)}
-        for path in sorted(path for path in abandoned.paths if path.partition("/")[0] not in committed):
-            self._storage.delete(path)
-        for directory in sorted(abandoned.directories - committed):
-            self._storage.delete_dir(directory)
+        for directory, names in sorted(abandoned.names.items()):
+            if MANIFEST_NAME not in self._storage.list(directory):
+                for name in sorted(names):
+                    self._storage.delete(f"{directory}/{name}")
+                self._storage.delete_dir(directory)
 
     def _is_own(self) -> bool:
         try:

@@ -9,30 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.ports import TensorSpec
 
 
 class Layout:
-    """Equal on every rank, since the tensors that exist are.
+    """Notices that tensors came or went, and tells the ledger what is owed for it.
+
+    Equal on every rank, since the tensors that exist are.
 
     changes: how often their set was another one than before.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._known: dict[str, frozenset[str]] | None = None
         self._seen: Sequence[TensorSpec] | None = None
-        self._unsettled: dict[str, int] = {}
         self.changes = 0
 
     def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
-        """Note the tensors that exist now. Returns the operators to be saved in any case, with the change they owe
-        it to; give that to ``settle`` once they are committed."""
+        """Note the tensors that exist now. Returns the operators to be saved in any case: see ``Ledger.owed``."""
         if specs is not self._seen:
             self._compare(specs)
             self._seen = specs
-        return dict(self._unsettled)
+        return self._ledger.owed
 
     def _compare(self, specs: Sequence[TensorSpec]) -> None:
         keys: dict[str, set[str]] = {}
@@ -43,14 +43,9 @@ class Layout:
             self.changes += 1
             for parameter in found.keys() | self._known.keys():
                 if found.get(parameter) != self._known.get(parameter):
-                    self._unsettled.update(dict.fromkeys(self._holders(parameter), self.changes))
+                    self._ledger.owe(self._holders(parameter), self.changes)
         self._known = found
 
     def _holders(self, parameter: str) -> set[str]:
-        return {op.id for op, _ in self._catalog.spans_of[parameter]} | {self._catalog.home[parameter]}
-
-    def settle(self, saved: Mapping[str, int]) -> None:
-        """A checkpoint with these operators is committed; those changed again since stay unsettled."""
-        for operator, change in saved.items():
-            if self._unsettled.get(operator) == change:
-                del self._unsettled[operator]
+        catalog = self._ledger.catalog
+        return {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}

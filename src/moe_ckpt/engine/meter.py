@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from moe_ckpt.engine.persisting import Resolution
+from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies.base import Measured
 
 _RECENT_LAPS = 50
@@ -57,7 +57,7 @@ class Meter:
             self._costs.append(self._extra)
         self._extra = 0.0
 
-    def moved(self, ended: Sequence[Resolution]) -> None:
+    def record_transfers(self, ended: Sequence[Resolution]) -> None:
         """Snapshots of this rank that ended; those known from before are passed over."""
         for resolution in ended:
             if resolution.sequence > self._moved and resolution.committed and resolution.nbytes:

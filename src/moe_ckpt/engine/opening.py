@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.differences import describe_differences
-from moe_ckpt.engine.documents import read_manifest, read_sealed
+from moe_ckpt.engine.documents import read_commit, read_sealed
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.errors import DamagedError, ForeignStoreError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.format.identity import Identity
@@ -58,7 +58,7 @@ def open_store(
     """
     if comm.rank == 0:
         try:
-            opened = _open(storage, catalog, lock, retention, patience_secs)
+            opened = _open(storage, catalog, lock, retention, patience_secs, comm.world_size)
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             comm.broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             if isinstance(error, MoECheckpointError) or not isinstance(error, OSError):
@@ -77,7 +77,12 @@ def open_store(
 
 
 def _open(
-    storage: Storage, catalog: Catalog, lock: StoreLock, retention: RetentionPolicy, patience_secs: float
+    storage: Storage,
+    catalog: Catalog,
+    lock: StoreLock,
+    retention: RetentionPolicy,
+    patience_secs: float,
+    ranks: int,
 ) -> Opened:
     fingerprint = catalog.fingerprint()
     storage.probe()
@@ -93,7 +98,7 @@ def _open(
         if identity.fingerprint != fingerprint:
             differences = describe_differences(patient, sorted(steps), catalog.parameters)
             identity.require_model(fingerprint, storage.root, differences)
-        keeper = StoreKeeper(storage, identity, retention, lock)
+        keeper = StoreKeeper(storage, identity, retention, lock, ranks)
         keeper.clean_start()
     except BaseException:
         lock.release()
@@ -133,7 +138,7 @@ def _identity(storage: Storage, names: list[str], directories: list[str]) -> Ide
 def _identity_of(storage: Storage, directory: str) -> Identity | None:
     """Identity according to one step's manifest; None if it has none that can be read."""
     try:
-        manifest = read_manifest(storage, directory)
+        manifest = read_commit(storage, directory)
     except (FileNotFoundError, DamagedError):
         return None
     return Identity(manifest.run_id, manifest.model.fingerprint, manifest.created_unix_secs)

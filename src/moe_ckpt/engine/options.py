@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
+from moe_ckpt.core.arguments import nearest
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.settings import Settings, require_choice, require_path
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Policy
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt.policies.checkfreq import CheckFreq
 from moe_ckpt.policies.dense import Dense
+from moe_ckpt.policies.gemini import Gemini
 from moe_ckpt.policies.guard import guarded
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moetion import MoEtion
@@ -22,6 +24,7 @@ from moe_ckpt.storage.access import ACCESS
 
 RESUME = ("auto", "extend", "never")
 ON_READ_ERROR = ("stop", "fallback")
+_POLICIES = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini)
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
 """Fields that an adapter finds out by itself."""
 
@@ -35,6 +38,7 @@ class OptionValues(TypedDict, total=False):
     plt_budget: float | str | None
     retention: RetentionPolicy | None
     host_memory_bytes: int | str | None
+    memory: Memory | None
     when_busy: str
     timeout_secs: float | str
     max_failures: int
@@ -64,6 +68,8 @@ class Options(Settings):
             ``policy=Guarded(policy, plt_budget, guard)``.
         plt_budget: Of the guard: portion of tokens that may be lost, or a name in ``policies.budget.PLT_BUDGETS``;
             "default" if None.
+        profile: File that rank 0 keeps the run's profile in, for simulator and planner; None: none. See
+            docs/profile.md.
         weights_from: Fine-tuning: weights that the run begins with, as long as ``dirpath`` holds no checkpoint of its
             own. A store (its newest dense step), a step directory, a safetensors file or a directory of those, as
             ``moe-ckpt export`` and transformers write them. Step count, optimizer, schedules and position in the data
@@ -86,6 +92,7 @@ class Options(Settings):
     save_last: bool = True
     guard: str | None = None
     plt_budget: float | str | None = None
+    profile: str | None = None
     weights_from: str | None = None
     on_read_error: str = "stop"
     access: str = "private"
@@ -94,16 +101,19 @@ class Options(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.policy, type) or not isinstance(self.policy, Policy):
-            raise ConfigError(
-                f"policy={self.policy!r}: give a policy such as MoC(k=1) or Dense(every_n_steps=10), from "
-                "moe_ckpt.policies"
-            )
+            raise ConfigError(_not_a_policy(self.policy))
+        require_served(self.policy)
+        self._require_replicas()
         self._set("dirpath", require_path("dirpath", self.dirpath))
         require_choice("resume", self.resume, RESUME)
         require_choice("on_read_error", self.on_read_error, ON_READ_ERROR)
         require_choice("access", self.access, tuple(ACCESS))
         if not isinstance(self.save_last, bool):
             raise ConfigError(f"save_last={self.save_last!r}: choose True or False")
+        if self.profile is not None:
+            self._set("profile", require_path("profile", self.profile))
+            if "://" in self.profile:
+                raise ConfigError(f"profile={self.profile!r}: give the path of a local file, or None for no profile")
         if self.weights_from is not None:
             self._set("weights_from", require_path("weights_from", self.weights_from))
             self._require_other_store(self.weights_from)
@@ -114,6 +124,15 @@ class Options(Settings):
         self._set("guard", None)
         self._set("plt_budget", None)
 
+    def _require_replicas(self) -> None:
+        wanted, kept = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
+        if wanted > kept:
+            raise ConfigError(
+                f"policy={type(self.policy).__name__}(...) is for checkpoints in the memory of at least {wanted} "
+                f"peers, and memory={self.memory!r} keeps copies on {kept}: give "
+                f"memory=moe_ckpt.Memory(replicas={wanted}), or a policy for storage, such as Dense or CheckFreq"
+            )
+
     def _require_other_store(self, weights_from: str) -> None:
         source, own = (text if "://" in text else os.path.realpath(text) for text in (weights_from, self.dirpath))
         if f"{source}/".startswith(f"{own.rstrip('/')}/"):
@@ -122,6 +141,11 @@ class Options(Settings):
                 "checkpoints by itself; a new run that begins with its weights needs a store of its own. Give another "
                 "dirpath"
             )
+
+    @property
+    def needs(self) -> Needs:
+        """Of the policy."""
+        return needs_of(self.policy)
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -159,12 +183,25 @@ def make_options(
         raise ConfigError(f"{where}: {error}") from None
 
 
+def _not_a_policy(given: object) -> str:
+    """What to write in place of something that was given as the policy."""
+    if isinstance(given, type) and isinstance(given, Policy):
+        return f"policy={given.__name__} is the class of a policy; make one of it: policy={given.__name__}()"
+    known = {kind.__name__.lower(): kind.__name__ for kind in _POLICIES}
+    if isinstance(given, str) and given.lower() in known:
+        name = known[given.lower()]
+        return f"policy={given!r} is text; give the policy itself: policy={name}(), with {name} from moe_ckpt.policies"
+    advice = "give a policy such as MoC(k=1) or Dense(every_n_steps=10), from moe_ckpt.policies"
+    if isinstance(given, (str, os.PathLike)):
+        return f"policy={given!r}: {advice}. The directory of the checkpoints is given by name: dirpath={str(given)!r}"
+    return f"policy={given!r}: {advice}"
+
+
 def _hint(name: str, known: Sequence[str]) -> str:
-    owners = [kind.__name__ for kind in (Dense, MoC, MoEvement, MoEtion, CheckFreq) if name in _names(kind)]
+    owners = [kind.__name__ for kind in _POLICIES if name in _names(kind)]
     if owners:
         return f"it is one of the policy: policy={owners[0]}({name}=...)"
-    close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
+    return nearest(name, known)
 
 
 def _names(kind: type[Any]) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_ckpt.core.window import Window
+
+Superseded = Mapping[str, tuple[bool, Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -15,18 +18,51 @@ class Outcome:
     Attributes:
         cause: Why it was not committed; None if it was.
         lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
+        differs: The ranks' shares do not tile the plan: rank 0 asks for them box by box, to say what is wrong.
+        superseded: What no checkpoint needs any more, for each rank to delete its own of it: step directory -> (True if
+            nothing of this format is left in it then, groups of files).
     """
 
     cause: str | None = None
     lost: bool = False
+    differs: bool = False
+    superseded: Superseded = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        return json.dumps([self.cause, self.lost]).encode()
+        return json.dumps([self.cause, self.lost, self.differs, self.superseded]).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Outcome:
-        cause, lost = json.loads(raw)
-        return cls(cause, lost)
+        return cls(*json.loads(raw))
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How one snapshot ended.
+
+    Attributes:
+        sequence: See ``Snapshot``.
+        step: Likewise.
+        directory: Likewise.
+        committed: It was.
+        cause: Why it was not.
+        persist_secs: From its beginning to its end.
+        nbytes: Of this rank's tensors.
+        copy_secs: To host memory.
+        write_secs: From there to the end.
+        lost: See ``Outcome``.
+    """
+
+    sequence: int
+    step: int
+    directory: str
+    committed: bool
+    cause: str | None
+    persist_secs: float
+    nbytes: int = 0
+    copy_secs: float = 0.0
+    write_secs: float = 0.0
+    lost: bool = False
 
 
 @dataclass

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
 from math import prod
-from operator import is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
-from moe_ckpt.engine.shares import ComputeTypes, Dealt, has_rows, holders, is_weight
+from moe_ckpt.engine.cuts import Cut, Shelf, SliceSource
+from moe_ckpt.engine.shares import ComputeTypes, WriteAssignment, has_rows, holders, is_weight
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ports import StateTensor, TensorSpec
@@ -20,125 +21,127 @@ if TYPE_CHECKING:
     import torch
 
 
-_REMEMBERED = 1 << 16
-"""Slices described once and then looked up; more than one rank's share of the models of today."""
+_REMEMBERED = 1 << 14
+"""Slices described once and then looked up: those of operators that peers share by rows are described for each plan."""
 
+_UNKNOWN = Cut("", Shelf(), 0, 0)
+_COUNT: Callable[[Cut], int] = attrgetter("count")
 
-@dataclass(frozen=True)
-class Piece:
-    """One slice to copy: where it belongs on disk, and the live memory it comes from (a view)."""
-
-    entry: SliceEntry
-    source: torch.Tensor
-
-
-Held: TypeAlias = "tuple[Span, StateTensor, torch.Tensor]"
-"""An operator's rows of a tensor, the tensor, its local block detached from autograd."""
+Held: TypeAlias = tuple[int, int]
+"""Number of a tensor; place of the operator among its ``holders``. Numbers: the garbage collector passes them over."""
 
 
 class LocalState:
-    """This rank's tensors, by operator: so that describing a snapshot costs as much as it takes, not as all there is.
-
-    Made anew only when the tensors are others than before (``LocalState.of``).
-    """
+    """This rank's tensors, by operator: describing a snapshot costs as much as it takes, not as all there is."""
 
     def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
         self.catalog = catalog
         self.tensors = tuple(tensors)
         self.held: dict[str, list[Held]] = {}
+        """Operator -> its rows of this rank's tensors."""
         self.scattered: list[tuple[Operator, Span, StateTensor]] = []
         """State without rows of parameters that others than its home have a share in, with its home."""
-        self._own: dict[str, list[Piece]] = {}
-        self._own_light: dict[str, list[Piece]] = {}
+        self._shelf = Shelf()
+        self._places = {key: at for at, key in enumerate(sorted(tensor.key for tensor in tensors))}
+        self._own: dict[tuple[str, bool | None], Cut] = {}
+        self._own_light: dict[tuple[str, bool | None], Cut] = {}
+        self._own_scattered: dict[str, Cut] = {}
+        self._known: dict[str, Cut] = {}
+        self._known_light: dict[str, Cut] = {}
+        self._writers: Mapping[str, frozenset[int]] | None = None
+        self._rank = -1
         self._compute: ComputeTypes = {}
-        for tensor in tensors:
-            local = tensor.local.detach()  # once: narrowing a tensor that autograd watches is slow
+        # Narrowing a tensor that autograd watches is slow. And objects that are made one after the other lie together:
+        # at each step their version counters are read.
+        self._blocks = [tensor.local.detach() for tensor in tensors]
+        for number, tensor in enumerate(tensors):
             home = catalog.home[tensor.parameter]
             shared = any(operator.id != home for operator, _ in catalog.spans_of[tensor.parameter])
-            for operator, span in holders(catalog, tensor):
+            for place, (operator, span) in enumerate(holders(catalog, tensor)):
                 if not tensor.duplicate:
-                    self.held.setdefault(operator.id, []).append((span, tensor, local))
+                    self.held.setdefault(operator.id, []).append((number, place))
                 if shared and not is_weight(tensor) and not has_rows(catalog, tensor):
                     self.scattered.append((operator, span, tensor))
 
-    def of(self, tensors: Sequence[StateTensor]) -> LocalState:
-        """The same for ``tensors``; itself, if they are the same ones."""
-        same = len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
-        return self if same else LocalState(self.catalog, tensors)
+    @property
+    def is_crowded(self) -> bool:
+        """So much was described for one plan alone that it is time to begin anew."""
+        return self._shelf.transient > max(_REMEMBERED, len(self._shelf.entries) // 2)
 
-    def pieces(self, operator: str, dealt: Dealt, rank: int) -> Iterable[Piece]:
-        """What ``rank`` writes of one operator. The very same pieces again, where peers do not share in it."""
-        known = self._own.get(operator)
-        return self._describe(self._own, operator, self.held[operator], dealt, rank) if known is None else known
+    def cuts(
+        self, operators: Collection[str], dealt: WriteAssignment, rank: int, compute: ComputeTypes | None = None
+    ) -> list[Cut]:
+        """What ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types ``compute``.
 
-    def light_pieces(self, operator: str, dealt: Dealt, rank: int, compute: ComputeTypes) -> Iterable[Piece]:
-        """What ``rank`` writes of one operator's weights, in the types ``compute``; remembered like ``pieces``."""
-        if compute is not self._compute:
-            self._own_light, self._compute = {}, compute
-        known = self._own_light.get(operator)
-        if known is not None:
-            return known
-        weights = [held for held in self.held[operator] if is_weight(held[1])]
-        return self._describe(self._own_light, operator, weights, dealt, rank, REPLAY, compute)
+        Of an operator the very same cut again, unless peers share in it by rows. As long as the same ranks write what
+        is no expert, they are looked up without bytecode for each.
+        """
+        if compute is not None and compute is not self._compute:
+            self._own_light, self._known_light, self._compute = {}, {}, compute
+        if rank != self._rank or (dealt.writers is not self._writers and dealt.writers != self._writers):
+            self._known, self._known_light, self._writers, self._rank = {}, {}, dealt.writers, rank
+        own, known = (self._own, self._known) if compute is None else (self._own_light, self._known_light)
+        found = list(map(known.get, operators, repeat(_UNKNOWN)))
+        for at, operator in enumerate(operators) if _UNKNOWN in found else ():
+            if found[at] is _UNKNOWN:
+                whole = dealt.writes_whole(operator, rank)
+                found[at] = own.get((operator, whole)) or self._describe(operator, dealt, rank, compute)
+                if whole is None:
+                    self._shelf.transient += found[at].count
+                else:
+                    own[operator, whole] = known[operator] = found[at]
+        return list(filter(_COUNT, found))
 
-    def _describe(
-        self,
-        kept: dict[str, list[Piece]],
-        operator: str,
-        held: Sequence[Held],
-        dealt: Dealt,
-        rank: int,
-        prefix: str = "",
-        compute: ComputeTypes | None = None,
-    ) -> list[Piece]:
-        """The pieces of ``held``; in ``kept`` from now on, unless peers share in them, each time otherwise."""
-        op, types = self.catalog.by_id[operator], compute or {}
-        found = [
-            piece
-            for span, tensor, block in held
-            for rows in (dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,))
-            if (piece := _piece(operator, rows, tensor, block, prefix, types.get(tensor.parameter))) is not None
-        ]
-        if not any(tensor.replicated for _, tensor, _ in held):
-            kept[operator] = found
+    def scattered_cut(self, home: Operator, span: Span, tensor: StateTensor) -> Cut:
+        """State without rows, to be written once more though its home is not."""
+        found = self._own_scattered.get(tensor.key)
+        if found is None:
+            piece = _piece(home.id, span, tensor, tensor.local.detach(), REPLAY)
+            found = self._shelf.add(home.id, () if piece is None else (piece,), self._places)
+            self._own_scattered[tensor.key] = found
         return found
 
-    def in_order(self, operators: Collection[str]) -> Iterable[str]:
-        """Those of ``operators`` that this rank holds anything of, in the same order every time."""
-        if len(operators) < len(self.held):
-            return sorted(op for op in operators if op in self.held)
-        return (op for op in self.held if op in operators)
+    def _describe(self, operator: str, dealt: WriteAssignment, rank: int, compute: ComputeTypes | None) -> Cut:
+        op, prefix, types = self.catalog.by_id[operator], "" if compute is None else REPLAY, compute or {}
+        pieces = []
+        for number, place in self.held.get(operator, ()):
+            tensor, block = self.tensors[number], self._blocks[number]
+            if compute is not None and not is_weight(tensor):
+                continue
+            _, span = holders(self.catalog, tensor)[place]
+            for rows in dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,):
+                piece = _piece(operator, rows, tensor, block, prefix, types.get(tensor.parameter))
+                pieces += [] if piece is None else [piece]
+        return self._shelf.add(operator, pieces, self._places)
 
 
-def cut(local: LocalState, operators: Collection[str], dealt: Dealt, rank: int) -> list[Piece]:
-    """The pieces that ``rank`` writes for ``operators``. Views only; nothing is copied here.
+def cut(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[Cut]:
+    """What ``rank`` writes of ``operators``, none of it empty. Views only; nothing is copied here.
 
     dealt: who writes what of the tensors that all peers hold, from ``Sharder.deal`` of the same operators and tensors.
     """
-    return [piece for name in local.in_order(operators) for piece in local.pieces(name, dealt, rank)]
+    return local.cuts(operators, dealt, rank)
 
 
 def cut_replay(
     local: LocalState,
     anchored: Collection[str],
     frozen: Collection[str],
-    dealt: Dealt,
+    dealt: WriteAssignment,
     rank: int,
     compute: ComputeTypes,
-) -> list[Piece]:
+) -> list[Cut]:
     """What ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
 
     dealt: of ``anchored`` and ``frozen``. compute: types of the weights of ``frozen``.
     """
-    pieces = [p for name in local.in_order(frozen) for p in local.light_pieces(name, dealt, rank, compute)]
+    cuts = local.cuts(frozen, dealt, rank, compute)
     for operator, span, tensor in local.scattered:
         if not _counted_here(local.catalog, tensor.parameter, operator, anchored) or tensor.duplicate:
             continue
         if rank == 0 or not tensor.replicated:
-            piece = _piece(operator.id, span, tensor, tensor.local.detach(), REPLAY)
-            if piece is not None:
-                pieces.append(piece)
-    return pieces
+            cuts += filter(_COUNT, [local.scattered_cut(operator, span, tensor)])
+    return cuts
 
 
 def _counted_here(catalog: Catalog, parameter: str, home: Operator, anchored: Collection[str]) -> bool:
@@ -149,10 +152,10 @@ def _counted_here(catalog: Catalog, parameter: str, home: Operator, anchored: Co
 
 
 def _piece(
-    operator: str, span: Span, tensor: StateTensor, local: torch.Tensor, prefix: str = "", dtype: str | None = None
-) -> Piece | None:
-    """The part of the span's rows that lies in this rank's block ``local``, or None if none does."""
-    offsets = tensor.offsets
+    operator: str, span: Span, tensor: StateTensor, block: torch.Tensor, prefix: str = "", dtype: str | None = None
+) -> SliceSource | None:
+    """The part of the span's rows that lies in this rank's ``block``, or None if none does."""
+    offsets, local = tensor.offsets, block
     if tensor.global_shape:
         start, stop = span.rows(tensor.global_shape)
         first = max(start, offsets[0])
@@ -167,7 +170,7 @@ def _piece(
     entry = _entry(
         prefix + tensor.key, operator, name, offsets, tuple(local.shape), tensor.global_shape, tensor.on_param_device
     )
-    return Piece(entry, local)
+    return SliceSource(entry, local, block)
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -194,7 +197,7 @@ def wanted_boxes(
             if operator.id not in operators or prod(tensor.global_shape) == 0:
                 continue
             start, stop = span.rows(tensor.global_shape)
-            wanted.setdefault(tensor.key, []).append(_box(start, stop, tensor.global_shape))
+            wanted.setdefault(tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
     return wanted
 
 
@@ -211,12 +214,13 @@ def wanted_replay(
             due = operator.id in frozen if weight else _counted_here(catalog, tensor.parameter, operator, anchored)
             if due:
                 start, stop = span.rows(tensor.global_shape)
-                wanted.setdefault(REPLAY + tensor.key, []).append(_box(start, stop, tensor.global_shape))
+                wanted.setdefault(REPLAY + tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
     return wanted
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _box(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
+def box_of_rows(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
+    """Rows ``[start, stop)`` of a tensor, whole in all other dimensions."""
     rest = global_shape[1:]
     return Box((start, *(0 for _ in rest)), (stop - start, *rest)) if global_shape else Box((), ())
 

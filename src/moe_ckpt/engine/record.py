@@ -7,22 +7,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What checkpointing did at one step. Bytes are this rank's tensor bytes.
+    """What checkpointing did at one step, and what the books said then. Bytes are this rank's tensor bytes.
 
-    begun, skipped: a snapshot began, or was due but dropped because earlier ones were still being written.
-    waited: training waited for earlier snapshots, because no buffer was free on this rank.
-    skips, waits: how often either happened so far in this life of the run.
-    k: experts per layer that the policy sends to storage, where it counts them so.
-    plt_budget_left: what of the policy's PLT budget is left, if it has one.
-    oldest_expert_steps: steps since the state of the expert whose newest committed copy is the oldest.
-    stall_secs: time that training waited for checkpointing since the last record.
-    agree_secs: time in the ranks' agreement. Nearly all of it is waiting for the slowest rank, which the
-        next gradient reduction would have waited for instead, so it is not counted as a stall.
-    at_risk_plt: PLT if the run failed now and came back to the newest committed step.
-    committed_step: newest committed step, None before the first.
-    frozen_nbytes: of ``nbytes``, what is saved at compute fidelity only (sparse windows).
-    window, slot: size W of the sparse window that this step belongs to, 0 without one, and its place in it.
-    replayed: this step was computed again to bring a window back; nothing is saved at it.
+    On several ranks the books of a step are agreed on while the next one is computed, so that tokens, PLT and committed
+    checkpoints are those of one step earlier; after the end of training the newest record has all.
+
+    Attributes:
+        step: Optimizer step.
+        begun: A snapshot began.
+        skipped: One was due, but dropped because earlier ones were still being written.
+        waited: Training waited for earlier snapshots, because no buffer was free on this rank.
+        skips: Snapshots dropped so far in this life of the run.
+        waits: Snapshots waited for so far in this life of the run.
+        nbytes: Tensor bytes that go to storage.
+        experts_saved: Experts that go to storage, of all ranks.
+        k: Experts per layer that the policy sends to storage, where it counts them so.
+        plt_budget_left: What of the policy's PLT budget is left, if it has one.
+        oldest_expert_steps: Steps since the state of the expert whose newest committed copy is the oldest.
+        stall_secs: Time that training waited for checkpointing since the last record.
+        agree_secs: Time that training waited for the ranks' agreement on the step before; near 0 unless a rank is slow,
+            for which the next gradient reduction would have waited instead, so that it is not counted as a stall.
+        plt: Proportion of lost tokens.
+        at_risk_plt: PLT if the run failed now and came back to the newest committed step.
+        lost_tokens: Lost in all recoveries of the run.
+        routed_tokens: Token assignments whose update ran, of all ranks, since the run began.
+        committed_step: Newest committed step; None before the first.
+        failed_checkpoints: Checkpoints of this life of the run that failed.
+        halt: Why the policy asks to end training; None if it does not.
+        frozen_nbytes: Of ``nbytes``, what is saved at compute fidelity only (sparse windows).
+        window: Size W of the sparse window that this step belongs to; 0 without one.
+        slot: The step's place in its window.
+        replayed: This step was computed again to bring a window back; nothing is saved at it.
+        to_storage: The snapshot goes to storage, not only into memory.
+        memory_step: Newest checkpoint that every rank has in memory that outlives the process; None without one.
+        memory_nbytes: What this rank has there, copies of peers included.
+        replica_lag_steps: Steps by which this rank's copies on peers are behind.
+        replica_sent_nbytes: Sent to peers in this life of the run.
     """
 
     step: int
@@ -49,3 +69,8 @@ class StepRecord:
     window: int = 0
     slot: int = 0
     replayed: bool = False
+    to_storage: bool = False
+    memory_step: int | None = None
+    memory_nbytes: int = 0
+    replica_lag_steps: int = 0
+    replica_sent_nbytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from moe_ckpt.core.quantities import parse_bytes, parse_secs
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import SHARDINGS
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.memory.options import Memory
 from moe_ckpt.storage.patience import PATIENCE_SECS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0
@@ -29,13 +31,13 @@ class Settings:
         max_in_flight: Snapshots copied or being written at the same time.
         timeout_secs: Longest wait for a peer, or for the last writes at the end of training; a number, or text such as
             "10min".
-        max_failures: Checkpoints that may fail in a row before training is stopped.
+        max_failures: Checkpoints that may fail in a row before training is stopped. With ``memory``, which goes on
+            taking them, it never is.
         pinned: Page-locked buffers, for copies from a GPU.
         local_ranks: Ranks that share this host's memory.
+        memory: Snapshots lie in files on a tmpfs, and outlive the process; None: in private memory.
         sharding: How the ranks divide the writing of what all of them hold, experts aside: "none", "equal" or
             "adaptive", see ``core.sharding``.
-        profile: File that rank 0 keeps the run's profile in, for simulator and planner; None: none. See
-            docs/profile.md.
         read_patience_secs: For how long, in all, reads that fail at a start (ETIMEDOUT, EIO, ESTALE, ...) are tried
             again before they count; a number, or text such as "2min".
 
@@ -51,8 +53,8 @@ class Settings:
     max_failures: int = 5
     pinned: bool = False
     local_ranks: int = 1
+    memory: Memory | None = None
     sharding: str = "adaptive"
-    profile: str | None = None
     read_patience_secs: float = PATIENCE_SECS
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class Settings:
             raise ConfigError(
                 f"retention={self.retention!r}: give a RetentionPolicy, such as moe_ckpt.RetentionPolicy(keep_last=3)"
             )
+        if self.memory is not None and not isinstance(self.memory, Memory):
+            raise ConfigError(f"memory={self.memory!r}: give moe_ckpt.Memory(), or None for private memory")
         require_choice("when_busy", self.when_busy, ("skip", "wait"))
         require_choice("sharding", self.sharding, SHARDINGS)
         if self.host_memory_bytes is not None:
@@ -70,10 +74,11 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number greater than 0")
-        if self.profile is not None:
-            self._set("profile", require_path("profile", self.profile))
-            if "://" in self.profile:
-                raise ConfigError(f"profile={self.profile!r}: give the path of a local file, or None for no profile")
+
+    @property
+    def most_failures(self) -> float:
+        """Checkpoints that may fail on storage in a row."""
+        return self.max_failures if self.memory is None else math.inf
 
     def _set(self, name: str, value: Any) -> None:
         """What was written as text, or as a path object, is kept as the number or the text that it means."""

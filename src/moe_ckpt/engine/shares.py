@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import prod
 from operator import is_
 
@@ -34,7 +35,7 @@ def has_rows(catalog: Catalog, tensor: StateTensor | TensorSpec) -> bool:
     return bool(shape) and tensor.global_shape[:1] == shape[:1]
 
 
-def holders(catalog: Catalog, tensor: StateTensor | TensorSpec) -> Iterable[tuple[Operator, Span]]:
+def holders(catalog: Catalog, tensor: StateTensor | TensorSpec) -> Sequence[tuple[Operator, Span]]:
     """The operators that share one state tensor, with their rows of it.
 
     State whose rows match the parameter's is cut like the parameter; what has no such rows goes whole to
@@ -107,7 +108,7 @@ def operator_bytes(catalog: Catalog, specs: Sequence[TensorSpec], compute: Compu
     return {op: OperatorBytes(full[op], read[op]) for op in full}
 
 
-def inseparable(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[frozenset[str], ...]:
+def coupled_operators(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[frozenset[str], ...]:
     """Groups of operators that share a parameter whose rows act on one another in its optimizer."""
     groups: list[frozenset[str]] = []
     for tensor in specs:
@@ -126,23 +127,41 @@ def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, i
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """Who writes what of one checkpoint's replicated state: experts by their owners, the rest by ``shares``.
+class WriteAssignment:
+    """Who writes what of one checkpoint's replicated state: experts by their owners, the rest by ``parts``.
 
-    peers: the ranks that ``shares`` counts from 0.
+    peers: the ranks that ``parts`` counts from 0. parts: of the checkpoint's units at least. writers: ranks that write
+        something of each operator that is no expert. weigh: gives the checkpoint's own units with the bytes of each
+        rank, where nobody needs them to divide it.
     """
 
     catalog: Catalog
     owners: Mapping[str, int]
     peers: tuple[int, ...]
-    shares: Shares
+    parts: Parts
+    writers: Mapping[str, frozenset[int]]
+    weigh: Callable[[], Shares]
+
+    @cached_property
+    def shares(self) -> Shares:
+        return self.weigh()
+
+    def writes_whole(self, operator: str, rank: int) -> bool | None:
+        """True if ``rank`` writes all that is replicated of the operator, False if none, None if it shares in it."""
+        owner = self.owners.get(operator)
+        if owner is not None:
+            return owner == rank
+        writers = self.writers.get(operator, frozenset())
+        if rank not in writers:
+            return False
+        return True if len(writers) == 1 else None
 
     def rows(self, op: Operator, span: Span, tensor: StateTensor, rank: int) -> Sequence[Span]:
         """What ``rank`` writes of the rows ``span`` that ``op`` holds of a replicated tensor."""
         owner = self.owners.get(op.id)
         if owner is not None:
             return (span,) if owner == rank else ()
-        parts = self.shares.parts[op.id, span]
+        parts = self.parts[op.id, span]
         if len(parts) == 1 or not has_rows(self.catalog, tensor):
             return (span,) if self.peers[parts[0].rank] == rank else ()
         return [Span(tensor.parameter, part.start, part.stop) for part in parts if self.peers[part.rank] == rank]
@@ -166,6 +185,7 @@ class Sharder:
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
         self._fixed: Parts = {}
+        self._fixed_writers: Mapping[str, frozenset[int]] = {}
 
     def deal(
         self,
@@ -173,31 +193,53 @@ class Sharder:
         tensors: Sequence[StateTensor],
         frozen: Collection[str] = (),
         compute: ComputeTypes | None = None,
-    ) -> Dealt:
+    ) -> WriteAssignment:
         """The shares of a checkpoint of ``operators``, which is what is balanced: their copies in host memory.
 
         frozen: operators of which only compute weights are saved, in the types ``compute``.
         """
         weights = self._weigh(tensors)
+        given = self._catalog, self._owners, self._peers
+        divide = partial(self._divide, weights, operators, tensors, frozen, compute or {})
+        if self._sharding == "adaptive" and len(self._peers) > 1 and weights.units:
+            shares = divide()
+            return WriteAssignment(*given, shares.parts, self._writers_of(shares.parts), lambda: shares)
+        return WriteAssignment(*given, self._fixed, self._fixed_writers, divide)
+
+    def _divide(
+        self,
+        weights: Weights,
+        operators: Collection[str],
+        tensors: Sequence[StateTensor],
+        frozen: Collection[str],
+        compute: ComputeTypes,
+    ) -> Shares:
+        """For arguments see ``deal``; weights: of ``tensors``."""
         units = [unit for unit in weights.units if unit.operator in operators]
         preload = [0] * len(self._peers)
         if weights.experts:
             self._preload(preload, weights.experts, operators)
         if frozen:
-            light = self._weigh_compute(tensors, compute or {})
+            light = self._weigh_compute(tensors, compute)
             units += [unit for unit in light.units if unit.operator in frozen]
             self._preload(preload, light.experts, frozen)
             units = in_dealing_order(units)
-        if not units:
-            return Dealt(self._catalog, self._owners, self._peers, Shares({}, tuple(preload)))
-        if self._sharding == "adaptive":
-            shares = shares_adaptive(units, preload)
-        else:
-            shares = shares_fixed(self._fixed, units, preload)
-        return Dealt(self._catalog, self._owners, self._peers, shares)
+        if self._sharding == "adaptive" and len(self._peers) > 1:
+            return shares_adaptive(units, preload)
+        return shares_fixed(self._fixed, units, preload)
+
+    def _writers_of(self, parts: Parts) -> Mapping[str, frozenset[int]]:
+        """See ``WriteAssignment.writers``."""
+        found: dict[str, set[int]] = {}
+        for (operator, _), those in parts.items():
+            found.setdefault(operator, set()).update(self._peers[part.rank] for part in those)
+        return {operator: frozenset(ranks) for operator, ranks in found.items()}
 
     def _preload(self, preload: list[int], experts: Mapping[str, int], operators: Collection[str]) -> None:
         """Add the experts' bytes to what their owners write, those of peers too."""
+        if len(self._peers) == 1 and not self._apart:
+            preload[0] += sum([experts[op] for op in operators if op in experts])
+            return
         for op in operators:
             if op in experts:
                 at = self._number.get(self._owners[op])
@@ -207,14 +249,17 @@ class Sharder:
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighed anew when a tensor is another one than last time; plain tensors rarely are."""
         known = self._weighed
-        if known is None or len(tensors) != len(known) or not all(map(is_, tensors, known)):
+        if tensors is not known and (
+            known is None or len(tensors) != len(known) or not all(map(is_, tensors, known))
+        ):
             self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
             self._compute_weights = None
             self._weighed = tuple(tensors)
-            if self._sharding == "none":
-                self._fixed = parts_none(self._weights.units)
-            elif self._sharding == "equal":
+            if self._sharding == "equal":
                 self._fixed = parts_equal(self._weights.units, len(self._peers))
+            else:
+                self._fixed = parts_none(self._weights.units)
+            self._fixed_writers = self._writers_of(self._fixed)
         return self._weights
 
     def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:

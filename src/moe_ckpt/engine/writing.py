@@ -2,89 +2,219 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import starmap
+from struct import iter_unpack
 
+import numpy as np
+import torch
 import xxhash
 
-from moe_ckpt.engine.snapshot import ShardPart, Snapshot, part_bytes
-from moe_ckpt.errors import StoreError, StoreUnwritableError
+from moe_ckpt.core.cover_sum import PRIME
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.engine.compiling import CompiledPart
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.errors import StoreUnwritableError, TornSnapshotError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.manifest import FileRecord, StateRecord, shard_path, state_path
+from moe_ckpt.format.gathering import Numbers
+from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, shard_path, state_path
+from moe_ckpt.format.part import file_row, state_row
 from moe_ckpt.format.sealed import digest, seal
-from moe_ckpt.format.shard import ShardHeader, decode_header, encode_header
+from moe_ckpt.format.shard import Checksums
 from moe_ckpt.storage.base import Chunk, Storage
+
+_COVER_NBYTES = 16
+_SMALL_NBYTES, _MANY = 512, 32
+"""See ``_stretches``."""
 
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """What a rank made durable. Rank 0 commits only on the content of these, never on a mere barrier."""
+    """What one rank made durable, or several: each field is that of one rank after the other, in their order.
 
-    rank: int
-    error: str | None
-    files: tuple[tuple[FileRecord, ShardHeader], ...] = ()
-    state: StateRecord | None = None
+    So acknowledgements are put together by joining bytes, and rank 0 does nothing for each single rank. It commits only
+    on the content of these, never on a mere barrier. Their size does not grow with the model.
 
-    def encode(self) -> bytes:
-        body: dict[str, Any] = {"rank": self.rank, "error": self.error}
-        if self.error is None and self.state is not None:
-            body["files"] = [[asdict(record), encode_header(header)[8:].decode()] for record, header in self.files]
-            body["state"] = asdict(self.state)
-        return json.dumps(body).encode()
+    Attributes:
+        errors: Why ranks wrote nothing that counts: ``[rank, reason]`` as JSON, and a comma each.
+        covers: ``cover_difference`` of each rank's plan.
+        experts, others, states: Names of their files, one line each: by ``format.manifest.GROUPS``.
+        file_rows, state_rows: As they will be in the part document (``format.part``).
+    """
+
+    errors: bytes = b""
+    covers: bytes = bytes(_COVER_NBYTES)
+    experts: bytes = b""
+    others: bytes = b""
+    states: bytes = b""
+    file_rows: bytes = b""
+    state_rows: bytes = b""
 
     @classmethod
-    def decode(cls, raw: bytes) -> Acknowledgement:
-        """Raises ``StoreError`` when a peer sent something else."""
-        try:
-            body = json.loads(raw)
-            if body["error"] is not None:
-                return cls(body["rank"], body["error"])
-            files = tuple(_decode_file(fields, header) for fields, header in body["files"])
-            return cls(body["rank"], None, files, StateRecord(**body["state"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"a rank's acknowledgement cannot be read ({error!r})") from error
+    def failed(cls, rank: int, reason: str) -> Acknowledgement:
+        return cls(errors=json.dumps([rank, reason]).encode() + b",")
+
+    @property
+    def columns(self) -> list[bytes]:
+        """For ``Communicator.combine``."""
+        return [self.errors, self.covers, self.experts, self.others, self.states, self.file_rows, self.state_rows]
+
+    @property
+    def ranks(self) -> int:
+        """Whose it is: how many."""
+        return len(self.covers) // _COVER_NBYTES
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The causes, if any, for which a checkpoint must not be committed."""
+        return tuple(f"rank {rank}: {reason}" for rank, reason in json.loads(b"[%b]" % self.errors[:-1]))
+
+    @property
+    def cover(self) -> int:
+        """0 if the ranks' shares tile the plan."""
+        words = np.frombuffer(self.covers, dtype="<u4").reshape(-1, 4).sum(axis=0, dtype=np.uint64).tolist()
+        return int(sum(word << 32 * at for at, word in enumerate(words)) % PRIME)
+
+    @property
+    def names(self) -> dict[str, frozenset[str]]:
+        """Group -> names of the ranks' files."""
+        columns = zip(GROUPS, (self.experts, self.others, self.states), strict=True)
+        return {group: frozenset(lines.decode().split()) for group, lines in columns if lines}
 
 
-def _decode_file(fields: dict[str, Any], header: str) -> tuple[FileRecord, ShardHeader]:
-    record = FileRecord(**fields)
-    raw = header.encode()
-    return record, decode_header(len(raw).to_bytes(8, "little") + raw, record.path)
+@dataclass(frozen=True, eq=False)
+class SealedPart:
+    """A part of a snapshot whose bytes have been read for the first time, and may not change any more.
+
+    Attributes:
+        begin: Its first byte in the snapshot's buffer.
+        part: Of the plan.
+        checksums: Of its slices.
+        header: That of its shard, in pieces; empty for what is in private memory only.
+    """
+
+    begin: int
+    part: CompiledPart
+    checksums: Checksums
+    header: Sequence[Chunk]
 
 
-def write_share(storage: Storage, snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> Acknowledgement:
-    """Write this rank's shards and state durably. Raises ``OSError`` when storage fails."""
-    files = tuple(_write_shard(storage, snapshot, part, run_id, rank) for part in snapshot.written)
-    state = seal(
+def acknowledge(files: Sequence[FileRecord], state: StateRecord, cover: int) -> Acknowledgement:
+    """That of a rank that wrote these files. cover: ``cover_difference`` of its plan."""
+    names = {kind: b"".join(_line(each.path) for each in files if each.kind == kind) for kind in KINDS}
+    return Acknowledgement(
+        covers=cover.to_bytes(_COVER_NBYTES, "little"),
+        experts=names["expert"],
+        others=names["non_expert"],
+        states=_line(state.path),
+        file_rows=b"".join(map(file_row, files)),
+        state_rows=state_row(state),
+    )
+
+
+def _line(path: str) -> bytes:
+    return path.rpartition("/")[2].encode() + b"\n"
+
+
+@dataclass(frozen=True, eq=False)
+class SealedShare:
+    """One rank's share of a snapshot, as it goes to storage. state: the bytes of the state file."""
+
+    parts: tuple[SealedPart, ...]
+    state: bytes
+
+    def detached(self) -> SealedShare:
+        """The same with headers of its own: those that were rendered are good until the next of their plan is."""
+        parts = (replace(each, header=tuple(map(bytes, each.header))) for each in self.parts)
+        return SealedShare(tuple(parts), self.state)
+
+
+def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> SealedShare:
+    """Wait for the copy, and take the checksums of all slices.
+
+    Raises:
+        TornSnapshotError: Tensors changed while they were being copied.
+    """
+    snapshot.copy.wait_on_host()
+    if snapshot.copy.changed:
+        raise TornSnapshotError(snapshot.step, snapshot.copy.changed)
+    found = []
+    for begin, part in snapshot.plan.parts:
+        checksums = checksums_of(part, snapshot.bytes_of(part))
+        header: Sequence[Chunk] = ()
+        if part.is_written or snapshot.buffer.slot is not None:
+            template = part.header(run_id, rank, snapshot.step)
+            header = template.render(snapshot.step, snapshot.request.generation, checksums)
+        found.append(SealedPart(begin, part, checksums, header))
+    return SealedShare(tuple(found), _state_file(snapshot, run_id, rank, world_size))
+
+
+def _state_file(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> bytes:
+    return seal(
         {
             "kind": "moe_ckpt.state",
             "format_version": FORMAT_VERSION,
             "run_id": run_id,
             "step": snapshot.step,
-            "generation": snapshot.generation,
+            "generation": snapshot.request.generation,
             "rank": rank,
             "world_size": world_size,
             "state": snapshot.state,
         }
     )
+
+
+def write_share(
+    storage: Storage, snapshot: Snapshot, share: SealedShare, rank: int
+) -> tuple[tuple[FileRecord, ...], StateRecord]:
+    """Write this rank's shards and state durably. Raises ``OSError`` when storage fails."""
+    files = tuple(_write_shard(storage, snapshot, each, rank) for each in share.parts if each.part.is_written)
     path = state_path(snapshot.directory, rank)
-    write_named(storage, path, [state])
-    return Acknowledgement(rank, None, files, StateRecord(path, len(state), digest(state), rank))
+    write_named(storage, path, [share.state])
+    return files, StateRecord(path, len(share.state), digest(share.state), rank)
 
 
-def _write_shard(
-    storage: Storage, snapshot: Snapshot, part: ShardPart, run_id: str, rank: int
-) -> tuple[FileRecord, ShardHeader]:
-    data = part_bytes(snapshot, part).numpy().data
-    entries = tuple(
-        replace(entry, checksum=xxhash.xxh3_64_hexdigest(data[entry.begin : entry.end])) for entry in part.entries
-    )
-    header = ShardHeader(run_id, snapshot.step, snapshot.generation, rank, entries)
-    raw = encode_header(header)
-    path = shard_path(snapshot.directory, rank, part.kind)
-    nbytes = write_named(storage, path, [raw, data])
-    return FileRecord(path, nbytes, len(raw), digest(raw), snapshot.step, rank), header
+def _write_shard(storage: Storage, snapshot: Snapshot, sealed: SealedPart, rank: int) -> FileRecord:
+    header, path = sealed.header, shard_path(snapshot.directory, rank, sealed.part.kind)
+    nbytes = write_named(storage, path, [*header, snapshot.bytes_of(sealed.part).numpy().data])
+    return FileRecord(path, nbytes, sum(map(len, header)), digest(*header), snapshot.step, rank)
+
+
+def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:
+    """XXH3-64 of each of the part's slices, whose bytes lie in ``memory`` (uint8, host)."""
+    data, ends = memory.numpy().data, part.ends
+    found = bytearray()
+    for first, stop, nbytes in _stretches(ends):
+        begin = int(ends[first - 1]) if first else 0
+        if nbytes:
+            pieces = iter_unpack(f"{nbytes}s", data[begin : int(ends[stop - 1])])
+            found += b"".join(starmap(xxhash.xxh3_64_digest, pieces))
+        else:
+            bounds = ends[first:stop].tolist()
+            views = map(data.__getitem__, map(slice, [begin, *bounds], bounds))
+            found += b"".join(map(xxhash.xxh3_64_digest, views))
+    return np.frombuffer(found, dtype=">u8").astype(np.uint64)
+
+
+def _stretches(ends: Numbers) -> Iterator[tuple[int, int, int]]:
+    """(first slice, the one behind the last, size of each) of stretches of many small slices of one size, and with 0
+    for the size what lies between. To take a small piece of memory as bytes is quicker than to take a view of it."""
+    sizes = np.diff(ends, prepend=0)
+    bounds = np.concatenate([[0], np.flatnonzero(sizes[1:] != sizes[:-1]) + 1, [len(sizes)]])
+    done = 0
+    for at in np.flatnonzero(np.diff(bounds) >= _MANY).tolist():
+        first, stop = bounds[at : at + 2].tolist()
+        if 0 < sizes[first] <= _SMALL_NBYTES:
+            if done < first:
+                yield done, first, 0
+            yield first, stop, int(sizes[first])
+            done = stop
+    if done < len(sizes):
+        yield done, len(sizes), 0
 
 
 def write_named(storage: Storage, path: str, chunks: Sequence[Chunk]) -> int:
@@ -96,9 +226,25 @@ def write_named(storage: Storage, path: str, chunks: Sequence[Chunk]) -> int:
     try:
         return storage.write(path, chunks)
     except OSError as error:
-        raise StoreUnwritableError(f"{path} cannot be written: {error}") from error
+        room = _room(storage, chunks) if error.errno == errno.ENOSPC else ""
+        raise StoreUnwritableError(f"{path} cannot be written: {error}{room}") from error
 
 
-def check_acknowledgements(acknowledgements: Sequence[Acknowledgement]) -> tuple[str, ...]:
-    """The causes, if any, for which a checkpoint must not be committed."""
-    return tuple(f"rank {ack.rank}: {ack.error}" for ack in acknowledgements if ack.error is not None)
+def _room(storage: Storage, chunks: Sequence[Chunk]) -> str:
+    """What a full disk lacks, where that can be asked: how large the file is, and what is free without it."""
+    needed = sum(memoryview(chunk).nbytes for chunk in chunks)
+    try:
+        free = shutil.disk_usage(storage.root).free
+    except OSError:  # an object store, or a disk that does not answer
+        return f" (it has {needed:,} bytes)"
+    return f" (it has {needed:,} bytes, and {free:,} are free)"
+
+
+def encode_boxes(boxes: Sequence[tuple[str, Box]]) -> bytes:
+    """For ``decode_boxes`` on another rank, those of several ranks one after the other."""
+    return b"".join(json.dumps([key, box.offsets, box.shape]).encode() + b"," for key, box in boxes)
+
+
+def decode_boxes(raw: bytes) -> list[tuple[str, Box]]:
+    """What ``encode_boxes`` was given."""
+    return [(key, Box(tuple(offsets), tuple(shape))) for key, offsets, shape in json.loads(b"[%b]" % raw[:-1])]

@@ -118,6 +118,8 @@ _PLAIN = record(
 
 # --- trainers ---
 
+_SETTINGS = mapping(anything)
+
 _CHECKPOINT = record(
     {
         "global_step": whole(),
@@ -134,7 +136,10 @@ _CHECKPOINT = record(
 )
 _LIGHTNING = record(
     {"checkpoint": _CHECKPOINT, "plain": both(_PLAIN, record({"optimizers": anything})), "rng": _RNG},
-    {"replay": record({"norms": listing(anything)})},
+    {
+        "replay": record({"norms": listing(anything)}),
+        "configured": record({"optimizers": listing(listing(_SETTINGS)), "schedulers": listing(_SETTINGS)}),
+    },
 )
 _MEGATRON = record(
     {
@@ -145,7 +150,7 @@ _MEGATRON = record(
         "plain": both(_PLAIN, record({"optimizer": anything})),
         "rng": both(_RNG, record({"tracker": anything})),
     },
-    {"counters": mapping(anything)},
+    {"counters": mapping(anything), "configured": record({"groups": listing(_SETTINGS), "scheduler": _SETTINGS})},
 )
 _ANY = record({}, {"framework": text})
 _FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}

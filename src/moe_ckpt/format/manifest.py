@@ -1,21 +1,25 @@
-"""The manifest: commit record of one step, and the map from every operator to the files that hold it.
+"""The manifest: commit record of one step, and the way from every operator to the files that hold it.
 
-A manifest is a complete view: it lists every operator with its newest version, which may lie in the
-directory of an older step. Trust goes downwards: the manifest carries its own checksum and that of each
-shard's header; a shard's header carries that of each slice.
+A manifest names the parts (``format.part``) that together hold every operator, newest first; each part lists what one
+step wrote. Put together (``format.part.composed``) they are a complete view: every operator with its newest version,
+which may lie in the directory of an older step. Trust goes downwards: the manifest carries its own checksum and that of
+each part, a part those of its shards' headers, and a shard's header those of its slices.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format import FORMAT_VERSION, SUPPORTED_VERSIONS, WINDOW_VERSION
+from moe_ckpt.format import FORMAT_VERSION, MANIFEST_VERSION, SUPPORTED_VERSIONS, WINDOW_VERSION
+from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.schema import (
+    Check,
     anything,
     both,
     listing,
@@ -35,12 +39,16 @@ from moe_ckpt.format.schema import (
 from moe_ckpt.format.sealed import seal, unseal
 
 MANIFEST_NAME = "MANIFEST.json"
+PART_NAME = "PART.json"
 STORE_NAME = "store.json"
 _KIND = "moe_ckpt.manifest"
-_ENCODED_APART = frozenset({"files", "operators", "states", "window", "passed_over"})
 _STEP_DIR = re.compile(r"step_(\d{8,18})(?:_g(\d{1,18}))?", re.ASCII)
 _SHARD = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_(expert|non_expert)\.safetensors", re.ASCII)
-_OWN_FILE = re.compile(r"rank_\d{5,9}_((expert|non_expert)\.safetensors|state\.json)", re.ASCII)
+_OWN_FILE = re.compile(r"rank_\d{5,9}_(expert(?=\.s)|non_expert(?=\.s)|state(?=\.j))\.(?:safetensors|json)", re.ASCII)
+KINDS = ("expert", "non_expert")
+"""Of shards: kept apart because they are superseded at different times."""
+GROUPS = (*KINDS, "state")
+"""Of the files that ranks write at one step: each is kept, or let go, as a whole."""
 _STATE = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_state\.json", re.ASCII)
 
 
@@ -49,6 +57,7 @@ def step_dir(step: int, generation: int) -> str:
     return f"step_{step:08d}" + (f"_g{generation}" if generation else "")
 
 
+@lru_cache(1 << 14)
 def parse_step_dir(name: str) -> tuple[int, int] | None:
     """(step, generation) of a step directory's name, or None for any other name."""
     match = _STEP_DIR.fullmatch(name)
@@ -60,7 +69,7 @@ def parse_step_dir(name: str) -> tuple[int, int] | None:
 
 
 def shard_path(directory: str, rank: int, kind: str) -> str:
-    """``kind`` is "expert" or "non_expert": kept apart because they are superseded at different times."""
+    """``kind`` is one of ``KINDS``."""
     return f"{directory}/rank_{rank:05d}_{kind}.safetensors"
 
 
@@ -68,9 +77,23 @@ def state_path(directory: str, rank: int) -> str:
     return f"{directory}/rank_{rank:05d}_state.json"
 
 
-def is_own_file(name: str) -> bool:
-    """True for the name (without directory) of a file that this format writes into a step directory."""
-    return name == MANIFEST_NAME or _OWN_FILE.fullmatch(name) is not None
+def group_path(directory: str, rank: int, group: str) -> str:
+    """A rank's file of one of ``GROUPS``."""
+    return state_path(directory, rank) if group == "state" else shard_path(directory, rank, group)
+
+
+def group_of(name: str) -> str | None:
+    """Group of a file of this format in a step directory, by its name: one of ``GROUPS``, or the name of the step's own
+    document; None for other people's files."""
+    if name in (MANIFEST_NAME, PART_NAME):
+        return name
+    match = _OWN_FILE.fullmatch(name)
+    return match[1] if match else None
+
+
+def kind_of(operator: str) -> str:
+    """Which of a rank's two shards holds an operator."""
+    return KINDS[0] if operator.startswith("expert/") else KINDS[1]
 
 
 @dataclass(frozen=True)
@@ -83,6 +106,11 @@ class FileRecord:
     header_digest: str
     step: int
     rank: int
+
+    @property
+    def kind(self) -> str:
+        """One of ``KINDS``."""
+        return KINDS[self.path.endswith("_non_expert.safetensors")]
 
 
 @dataclass(frozen=True)
@@ -118,6 +146,18 @@ class ModelRecord:
     layers: tuple[LayerRecord, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def fragment(self) -> Fragment:
+        return Fragment(asdict(self))
+
+    def lacks(self, operator: str) -> bool:
+        """Whether an operator of this id (``OPERATOR_ID``) cannot be one of the model."""
+        kind, _, place = operator.partition("/")
+        layer, _, expert = place.partition("/")
+        if kind == "non_expert":
+            return False
+        return int(layer) >= len(self.layers) or int(expert or 0) >= self.layers[int(layer)].experts
+
 
 @dataclass(frozen=True)
 class SlotRecord:
@@ -128,8 +168,24 @@ class SlotRecord:
 
 
 @dataclass(frozen=True)
+class PartRecord:
+    """The part of one step: its directory, size, and XXH3-128."""
+
+    directory: str
+    nbytes: int
+    digest: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.directory}/{PART_NAME}"
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about one committed step except the tensors themselves.
+
+    What ``decode`` returns for a manifest of version 3 has no states, and of files and operators only those of older
+    steps without a part; ``format.part.composed`` adds what its parts hold. ``encode`` is for the former.
 
     parent: directory name of the checkpoint this life of the run returned to, or None.
     index: checkpoints begun before this one in the run (``PolicyContext.index``).
@@ -140,6 +196,7 @@ class Manifest:
         different steps, and only replay makes one state of them.
     passed_over: directories of newer checkpoints that could not be read when the run came back to an older one, though
         nothing says that they are damaged. Garbage collection leaves them alone.
+    parts: the parts that the view is made of, newest first; none before version 3.
     """
 
     run_id: str
@@ -158,16 +215,22 @@ class Manifest:
     tokens: Mapping[str, Any] = field(default_factory=dict)
     window: tuple[SlotRecord, ...] = ()
     passed_over: tuple[str, ...] = ()
+    parts: tuple[PartRecord, ...] = ()
 
     @property
     def directory(self) -> str:
         return step_dir(self.step, self.generation)
 
     @property
+    def format_version(self) -> int:
+        """Of the document that it was read from, or is written to."""
+        return MANIFEST_VERSION if self.parts else WINDOW_VERSION if self.window else FORMAT_VERSION
+
+    @property
     def paths(self) -> frozenset[str]:
         """Every file that this view needs, relative to the store's root."""
         states = [state.path for slot in self.window for state in slot.states] + [s.path for s in self.states]
-        return frozenset([f.path for f in self.files] + states)
+        return frozenset([f.path for f in self.files] + states + [part.path for part in self.parts])
 
     @property
     def slots(self) -> tuple[Manifest, ...]:
@@ -179,32 +242,49 @@ class Manifest:
     def _slot(self, step: int, states: tuple[StateRecord, ...]) -> Manifest:
         inside = f"{step_dir(step, self.generation)}/"
         places = {i: place for place, i in enumerate(i for i, f in enumerate(self.files) if f.path.startswith(inside))}
+        records = {
+            id(record): OperatorRecord(step, tuple(places[i] for i in record.files))
+            for record in self.distinct_records
+            if record.step == step
+        }
         return replace(
             self,
             step=step,
             states=states,
             files=tuple(self.files[i] for i in places),
-            operators={
-                op: OperatorRecord(step, tuple(places[i] for i in record.files))
-                for op, record in self.operators.items()
-                if record.step == step
-            },
+            operators={op: records[id(held)] for op, held in self.operators.items() if held.step == step},
             window=(),
         )
 
+    @property
+    def distinct_records(self) -> Collection[OperatorRecord]:
+        """Those of ``operators``, each once: all operators of a part share one, with all its files of their kind."""
+        return {id(record): record for record in self.operators.values()}.values()
+
     def encode(self) -> bytes:
-        body = {
+        body: dict[str, Any] = {
             "kind": _KIND,
-            "format_version": WINDOW_VERSION if self.window else FORMAT_VERSION,
-            **{k: v for k, v in asdict(self).items() if k not in _ENCODED_APART},
-            "files": [list(asdict(f).values()) for f in self.files],
-            "states": [list(asdict(s).values()) for s in self.states],
-            "operators": {op: [record.step, *record.files] for op, record in self.operators.items()},
+            "format_version": MANIFEST_VERSION,
+            "run_id": self.run_id,
+            "step": self.step,
+            "generation": self.generation,
+            "world_size": self.world_size,
+            "index": self.index,
+            "created_unix_secs": self.created_unix_secs,
+            "model": self.model.fragment,
+            "parent": self.parent,
+            "policy": dict(self.policy),
+            "measured": dict(self.measured),
+            "tokens": _compact(self.tokens),
+            "parts": [[part.directory, part.nbytes, part.digest] for part in self.parts],
         }
+        if self.operators:
+            body["files"] = [astuple(record) for record in self.files]
+            body["operators"] = {op: [record.step, *record.files] for op, record in self.operators.items()}
         if self.passed_over:
             body["passed_over"] = list(self.passed_over)
         if self.window:
-            body["window"] = [[slot.step, [list(asdict(s).values()) for s in slot.states]] for slot in self.window]
+            body["window"] = [slot.step for slot in self.window]
         return seal(body)
 
     @classmethod
@@ -212,12 +292,12 @@ class Manifest:
         """Raises ``DamagedError`` or ``FormatVersionError``; ``path`` is for messages only."""
         body = unseal(raw, path)
         check_version(body, path, _KIND, SUPPORTED_VERSIONS)
-        require(MANIFEST, body, path, "not a manifest of this format: ")
+        check = MANIFEST if body["format_version"] == MANIFEST_VERSION else OLD_MANIFEST
+        require(check, body, path, "not a manifest of this format: ")
         return cls._from_body(body)
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Manifest:
-        model = body["model"]
         return cls(
             run_id=body["run_id"],
             step=body["step"],
@@ -229,17 +309,31 @@ class Manifest:
             policy=body["policy"],
             measured={name: float(value) for name, value in body.get("measured", {}).items()},
             tokens=body["tokens"],
-            model=ModelRecord(
-                model["fingerprint"],
-                tuple(LayerRecord(layer["name"], layer["experts"], layer.get("top_k")) for layer in model["layers"]),
-                dict(model["aliases"]),
+            model=_model_of(body),
+            files=tuple(FileRecord(*row) for row in body.get("files", ())),
+            states=_states(body.get("states", ())),
+            operators={op: OperatorRecord(at, tuple(files)) for op, (at, *files) in body.get("operators", {}).items()},
+            window=tuple(
+                SlotRecord(slot, ()) if isinstance(slot, int) else SlotRecord(slot[0], _states(slot[1]))
+                for slot in body.get("window", ())
             ),
-            files=tuple(FileRecord(*row) for row in body["files"]),
-            states=_states(body["states"]),
-            operators={op: OperatorRecord(step, tuple(files)) for op, (step, *files) in body["operators"].items()},
-            window=tuple(SlotRecord(step, _states(rows)) for step, rows in body.get("window", ())),
             passed_over=tuple(body.get("passed_over", ())),
+            parts=tuple(PartRecord(*row) for row in body.get("parts", ())),
         )
+
+
+def _compact(tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """The same document. Of everything that a manifest says, the counts alone grow with the model."""
+    if not tokens:
+        return {}
+    saved = {tier: Fragment.of_counts(counts) for tier, counts in tokens["saved"].items()}
+    return {**tokens, "applied": Fragment.of_counts(tokens["applied"]), "saved": saved}
+
+
+def _model_of(body: Mapping[str, Any]) -> ModelRecord:
+    model = body["model"]
+    layers = tuple(LayerRecord(layer["name"], layer["experts"], layer.get("top_k")) for layer in model["layers"])
+    return ModelRecord(model["fingerprint"], layers, dict(model["aliases"]))
 
 
 def _states(rows: list[Any]) -> tuple[StateRecord, ...]:
@@ -259,6 +353,7 @@ def check_version(
 
 # --- what a manifest must look like ---
 
+NOT_OF_MODEL = "is of no layer of the model, or beyond its experts"
 MOST_EXPERTS = 1 << 20
 """Of all layers together. A file that claims more is damaged: nobody is to run out of memory over it."""
 MOST_RANKS = 1 << 22
@@ -292,32 +387,37 @@ _FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts":
 _TOKENS = record(
     {"applied": _COUNTS, "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))), "faults": listing(_FAULT)}
 )
+_MODEL = record({"fingerprint": text, "layers": listing(LAYER), "aliases": mapping(text)})
+_COMMON: dict[str, Check] = {
+    "run_id": text,
+    "step": whole(),
+    "generation": whole(),
+    "world_size": whole(1, MOST_RANKS),
+    "index": whole(),
+    "created_unix_secs": number(most=MOST_UNIX_SECS),
+    "model": _MODEL,
+    "parent": maybe(_STEP_NAME),
+    "policy": mapping(anything),
+    "tokens": lambda found: "" if found == {} else _TOKENS(found),
+}
+_HELD: dict[str, Check] = {"files": listing(_FILE_ROW), "operators": mapping(listing(whole()), OPERATOR_ID)}
+_OPTIONAL: dict[str, Check] = {"measured": mapping(number()), "passed_over": listing(_STEP_NAME)}
+_OLD_FIELDS = record(
+    {**_COMMON, **_HELD, "states": listing(_STATE_ROW)},
+    {**_OPTIONAL, "window": listing(row({"step": whole(), "states": listing(_STATE_ROW)}))},
+)
 _FIELDS = record(
-    {
-        "run_id": text,
-        "step": whole(),
-        "generation": whole(),
-        "world_size": whole(1, MOST_RANKS),
-        "index": whole(),
-        "created_unix_secs": number(most=MOST_UNIX_SECS),
-        "model": record({"fingerprint": text, "layers": listing(LAYER), "aliases": mapping(text)}),
-        "files": listing(_FILE_ROW),
-        "states": listing(_STATE_ROW),
-        "operators": mapping(listing(whole()), OPERATOR_ID),
-        "parent": maybe(_STEP_NAME),
-        "policy": mapping(anything),
-        "tokens": lambda found: "" if found == {} else _TOKENS(found),
-    },
-    {
-        "measured": mapping(number()),
-        "passed_over": listing(_STEP_NAME),
-        "window": listing(row({"step": whole(), "states": listing(_STATE_ROW)})),
-    },
+    {**_COMMON, "parts": listing(row({"directory": _STEP_NAME, "nbytes": whole(), "digest": text}), least=1)},
+    {**_OPTIONAL, **_HELD, "window": listing(whole(), least=1)},
 )
 
 
 def _contradictions(body: Mapping[str, Any]) -> str:
     """What is wrong between fields that are right by themselves."""
+    return _wrong_model(body["model"]["layers"]) or _wrong_parts(body) or _wrong_operators(body) or _wrong_tokens(body)
+
+
+def _old_contradictions(body: Mapping[str, Any]) -> str:
     return _wrong_model(body["model"]["layers"]) or _wrong_operators(body) or _wrong_states(body) or _wrong_tokens(body)
 
 
@@ -326,19 +426,31 @@ def _wrong_model(layers: list[dict[str, Any]]) -> str:
     return f".model.layers have {experts:,} experts, more than {MOST_EXPERTS:,}" if experts > MOST_EXPERTS else ""
 
 
+def _wrong_parts(body: Mapping[str, Any]) -> str:
+    names = [directory for directory, *_ in body["parts"]]
+    places = [place for name in names if (place := parse_step_dir(name)) is not None]
+    orders = [(generation, step) for step, generation in places]
+    if names[0] != step_dir(body["step"], body["generation"]) or orders != sorted(set(orders), reverse=True):
+        return f".parts are not the checkpoint's own and older ones, newest first: {shown(names)}"
+    if any(step > body["step"] for step, _ in places):
+        return f".parts have a step after the checkpoint's own: {shown(names)}"
+    slots = [(body["generation"], step) for step in body.get("window", ())]
+    if slots and (orders[:0:-1] != slots or body.get("operators")):
+        return f".window: the steps of its window are not those of its parts: {shown(body['window'])}"
+    return ""
+
+
 def _wrong_operators(body: Mapping[str, Any]) -> str:
-    experts = [layer["experts"] for layer in body["model"]["layers"]]
-    for op, held in body["operators"].items():
+    model = _model_of(body)
+    for op, held in body.get("operators", {}).items():
         if len(held) < 2:
             return f".operators[{op!r}] is {held}, but must be a version and at least one file"
         if held[0] > body["step"]:
             return f".operators: {op} is of step {held[0]}, which is after the checkpoint's own"
-        if max(held[1:]) >= len(body["files"]):
+        if max(held[1:]) >= len(body.get("files", ())):
             return f".operators: {op} names a file that is not listed"
-        kind, _, place = op.partition("/")
-        layer, _, expert = place.partition("/")
-        if kind != "non_expert" and (int(layer) >= len(experts) or int(expert or 0) >= experts[int(layer)]):
-            return f".operators: {op} is of no layer of the model, or beyond its experts"
+        if model.lacks(op):
+            return f".operators: {op} {NOT_OF_MODEL}"
     return ""
 
 
@@ -366,3 +478,5 @@ def _wrong_tokens(body: Mapping[str, Any]) -> str:
 
 
 MANIFEST = both(_FIELDS, _contradictions)
+OLD_MANIFEST = both(_OLD_FIELDS, _old_contradictions)
+"""Of versions 1 and 2."""

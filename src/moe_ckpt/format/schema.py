@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.fragment import nesting
 
 Check = Callable[[Any], str]
 
@@ -151,6 +152,24 @@ def row(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = 
     return check
 
 
+def table(columns: Mapping[str, Check]) -> Check:
+    """A long list of ``row(columns)``: whole numbers within bounds, or texts. Columns are checked as a whole; only if
+    that finds a fault is it looked for row by row."""
+    slowly, checks = listing(row(columns)), list(columns.values())
+
+    def is_sound(each: Check, column: tuple[Any, ...]) -> bool:
+        kinds = set(map(type, column))
+        few = (min(column), max(column)) if kinds == {int} else set(column) if kinds == {str} else column
+        return not any(map(each, few))
+
+    def check(found: Any) -> str:
+        if not isinstance(found, list) or set(map(type, found)) != {list} or set(map(len, found)) != {len(checks)}:
+            return slowly(found)
+        return "" if all(map(is_sound, checks, zip(*found, strict=True))) else slowly(found)
+
+    return check
+
+
 def mapping(values: Check, keys: Check = text) -> Check:
     """An object whose keys, and whose values, are of one kind."""
 
@@ -230,14 +249,4 @@ def like(template: Any) -> Check:
 
 def too_deep(document: Any, most: int = MOST_DEPTH) -> bool:
     """Whether lists and objects are within one another more than ``most`` times. Never recursive itself."""
-    level: list[Any] = [[document]]
-    for _ in range(most + 1):
-        level = [
-            item
-            for each in level
-            for item in (each.values() if type(each) is dict else each)
-            if type(item) is dict or type(item) is list or type(item) is tuple
-        ]
-        if not level:
-            return False
-    return True
+    return nesting(document, most) > most

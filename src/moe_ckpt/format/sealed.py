@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.fragment import encode_json
 from moe_ckpt.format.schema import MOST_DEPTH, too_deep
 
 Chunk = bytes | bytearray | memoryview
@@ -28,14 +29,14 @@ MAX_SEALED_BYTES = 1 << 30
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """Bytes of the sealed document.
+    """Bytes of the sealed document. Fragments in it are not walked through, nor encoded again.
 
     Raises:
         ValueError: it holds NaN or infinity (encode those first), or is nested deeper than readers go.
     """
     if too_deep(body):
         raise ValueError(f"a document is nested more than {MOST_DEPTH} times, which no reader opens")
-    raw = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    raw = encode_json(body)
     return _OPEN + digest(raw).encode() + _MIDDLE + raw + _CLOSE
 
 
@@ -98,6 +99,9 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number: all must be finite")
 
 
-def digest(raw: Chunk) -> str:
-    """XXH3-128 as 32 hex digits: detects damage, is no protection against forgery."""
-    return xxhash.xxh3_128_hexdigest(raw)
+def digest(*raw: Chunk) -> str:
+    """XXH3-128 of all that is given, as 32 hex digits: detects damage, is no protection against forgery."""
+    state = xxhash.xxh3_128()
+    for chunk in raw:
+        state.update(chunk)
+    return state.hexdigest()

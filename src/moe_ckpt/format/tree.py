@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.errors import UnencodableStateError
+from moe_ckpt.format.fragment import FixedStrings, Fragment
 from moe_ckpt.format.schema import MOST_DEPTH, shown, too_deep
 
 _TAG = "$"
@@ -28,13 +29,15 @@ _ARRAYS = {
         *("float16", "float32", "float64", "complex64"),
     )
 }
+_THEMSELVES = frozenset({type(None), bool, int, str})
+"""Types whose values are the same in JSON; not those derived from them."""
 _FLOATS = ("nan", "inf", "-inf")
 
 
 def encode_tree(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """(JSON-ready value, tensors by name). Names are paths such as ``callbacks/EMA/n_averaged``.
 
-    The tensors are the caller's own, not copies.
+    The tensors are the caller's own, not copies. Fixed strings become fragments, for ``sealed.seal``.
 
     Raises:
         UnencodableStateError: names the path and the type of the first value that cannot be held.
@@ -59,6 +62,8 @@ def decode_tree(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """
     if isinstance(value, list):
         return [decode_tree(item, tensor) for item in value]
+    if isinstance(value, Fragment):
+        return decode_tree(value.value, tensor)
     if isinstance(value, dict):
         if _TAG not in value:
             return {key: decode_tree(item, tensor) for key, item in value.items()}
@@ -67,8 +72,13 @@ def decode_tree(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value is None or isinstance(value, bool):
+    kind = type(value)  # of nearly all values one of these; asking for derived types first takes most of the time
+    if kind in _THEMSELVES:
         return value
+    if kind is dict:
+        return _encode_mapping(value, path, tensors)
+    if kind is list:
+        return _encode_items(value, path, tensors)
     if isinstance(value, str):
         return str.__str__(value)  # str() of an enum member is its name, not its value
     if isinstance(value, np.bool_):
@@ -80,6 +90,8 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return number if math.isfinite(number) else _tagged("float", repr(number))
     if isinstance(value, (bytes, bytearray)):
         return _tagged("bytes", base64.b64encode(value).decode())
+    if isinstance(value, FixedStrings):
+        return value.fragment
     if isinstance(value, torch.Tensor):
         return _tagged("tensor", _store(value.detach(), path, tensors))
     if isinstance(value, np.ndarray):
@@ -87,11 +99,21 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, tensors)
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        items = _encode_items(value, path, tensors)
         if isinstance(value, list):
             return items
         return _tagged("tuple" if isinstance(value, tuple) else "set", items)
     raise UnencodableStateError(path or "/", f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _encode_items(
+    value: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any], path: str, tensors: dict[str, torch.Tensor]
+) -> list[Any]:
+    """Long lists are of numbers (token counts, states of generators), which are taken as they are, not one by one."""
+    kinds = set(map(type, value))
+    if kinds <= _THEMSELVES or (kinds == {float} and all(map(math.isfinite, value))):
+        return list(value)
+    return [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
 
 
 def _encode_array(value: np.ndarray, path: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -1,1 +1,1 @@
-"""."""
+"""Other formats: DCP, safetensors, checkpoints of Lightning."""

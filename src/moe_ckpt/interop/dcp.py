@@ -31,7 +31,7 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
 from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.reader import open_step
-from moe_ckpt.recovery.restore import block
+from moe_ckpt.recovery.slices import block
 
 Path = tuple[str | int, ...]
 
@@ -79,14 +79,16 @@ def entries(checkpoint: WholeCheckpoint, model: str = "model", optimizer: str = 
 class MoEStorageReader(StorageReader):
     """Lets ``dcp.load`` open a step directory (or a store: its newest good step).
 
-    path: directory or URL; may be given as ``checkpoint_id`` of ``dcp.load`` instead.
-    model, optimizer: the keys under which the loaded state dict has them, see ``entries``.
-
     The checkpoint is opened, and proven to be whole, when the path is given: DCP would replace an error that comes
     later, in ``read_metadata``, by one of its own. Errors are this package's; DCP wraps those of ``read_data`` in its
     ``CheckpointException``.
 
     Blocks are copied as soon as they are verified, so after an error the loaded state is undefined.
+
+    Args:
+        path: Directory or URL; may be given as ``checkpoint_id`` of ``dcp.load`` instead.
+        model: Key under which the loaded state dict has the weights.
+        optimizer: Key under which it has the optimizer state.
     """
 
     def __init__(

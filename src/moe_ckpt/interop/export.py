@@ -22,6 +22,7 @@ import torch
 from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.interop.safetensors_export import MAX_FILE_BYTES, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
@@ -43,6 +44,7 @@ def export(
     *,
     strip_prefix: str | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
+    chosen: Callable[[Manifest], None] | None = None,
 ) -> Path:
     """Writes one checkpoint in another format.
 
@@ -57,6 +59,7 @@ def export(
         strip_prefix: Of ``safetensors``: what to take off names, ``"net."`` for instance. None: what a model of
             transformers has its names from; "": nothing.
         max_file_bytes: Of ``safetensors``: larger models are split, with an index. "5GB" will do.
+        chosen: Told which checkpoint is taken, before anything is written.
 
     Returns:
         The path written.
@@ -72,6 +75,8 @@ def export(
         raise ConfigError(f"strip_prefix={strip_prefix!r} is for safetensors: {to} keeps names as they are")
     limit = parse_bytes(max_file_bytes, "max_file_bytes")
     reader, manifest = open_step(step_path)
+    if chosen is not None:
+        chosen(manifest)
     suffix = {"lightning": ".ckpt", "safetensors": "_safetensors", "dcp": "_dcp"}[to]
     target = Path(output) if output is not None else Path(manifest.directory + suffix)
     if os.path.lexists(target):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
@@ -15,6 +17,8 @@ from moe_ckpt.recovery.reader import StoreReader
 
 MODEL_MARK = "moe_ckpt: the model's own state_dict"
 """Stands where a hook had put the model's state_dict into the checkpoint; written by the Lightning adapter."""
+TOKENS_MARK = "moe_ckpt: the tokens of the manifest"
+"""Stands for them in the state of the callback ``MoECheckpoint``."""
 
 
 def lightning_checkpoint(reader: StoreReader, manifest: Manifest, rank: int = 0) -> dict[str, Any]:
@@ -29,8 +33,14 @@ def lightning_checkpoint(reader: StoreReader, manifest: Manifest, rank: int = 0)
     """
     checkpoint = _whole(reader, manifest, rank)
     result = unmark({"state_dict": MODEL_MARK, **checkpoint.state["checkpoint"]}, checkpoint.state_dict())
+    result["callbacks"] = {name: _with_tokens(state, manifest) for name, state in result.get("callbacks", {}).items()}
     result["optimizer_states"] = [optimizer_state_dict(checkpoint, i) for i in range(len(checkpoint.optimizers))]
     return result
+
+
+def _with_tokens(state: Any, manifest: Manifest) -> Any:
+    marked = isinstance(state, dict) and isinstance(state.get("tokens"), str) and state["tokens"] == TOKENS_MARK
+    return state | {"tokens": dict(manifest.tokens)} if marked else state
 
 
 _OF_TRAINER = ("loops", "callbacks", "lr_schedulers")
@@ -59,13 +69,20 @@ def _whole(reader: StoreReader, manifest: Manifest, rank: int) -> WholeCheckpoin
 
 
 def unmark(stored: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the model's state_dict back wherever the stored checkpoint dict had it.
+    """Put the model's state_dict back wherever the stored checkpoint dict had it, and numbers where scalers had them.
 
     ``state_dict`` itself may be something else there: averaging callbacks put the averages under that
     name and the model under another.
     """
     marked = {key for key, value in stored.items() if isinstance(value, str) and value == MODEL_MARK}
-    return {key: state_dict if key in marked else value for key, value in stored.items()}
+    return {key: state_dict if key in marked else _with_numbers(value) for key, value in stored.items()}
+
+
+def _with_numbers(value: Any) -> Any:
+    """The state of a gradient scaler as it gives it itself: what left a device as tensors are numbers again."""
+    if isinstance(value, dict) and isinstance(value.get("scale"), torch.Tensor) and "_growth_tracker" in value:
+        return value | {name: value[name].item() for name in ("scale", "_growth_tracker")}
+    return value
 
 
 def optimizer_state_dict(checkpoint: WholeCheckpoint, index: int) -> dict[str, Any]:

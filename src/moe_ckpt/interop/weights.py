@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
+from moe_ckpt.engine.comm import largest
 from moe_ckpt.errors import CoverageError, MoECheckpointError, NoCheckpointError, StoreError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
@@ -22,9 +22,9 @@ from moe_ckpt.interop.renaming import aligned
 from moe_ckpt.interop.safetensors_files import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.recovery.overlay import stale_experts
+from moe_ckpt.recovery.memory_source import stale_experts
+from moe_ckpt.recovery.newest import newest_dense, require_dense
 from moe_ckpt.recovery.reader import StoreReader, locate
-from moe_ckpt.recovery.replay import newest_dense, require_dense
 from moe_ckpt.recovery.restore import box_of, copy_slices, verify_needed, weight_specs
 from moe_ckpt.storage import Storage, open_storage
 
@@ -205,7 +205,7 @@ def load_weights(
     directory, passed = _chosen(text, comm)
     tied = dict(aliases or {})
     plan = _together(comm, text, lambda: _plan(open_source(text, directory), state, buffers, tied, others))
-    _, used = comm.agree(np.zeros(0, dtype=np.int64), np.asarray([n in plan.used for n in plan.names], dtype=np.int64))
+    used = largest(comm, [name in plan.used for name in plan.names])
     unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
     _together(comm, text, lambda: plan.check(unused, strict))
     plan.source.copy(plan.pairs)
@@ -220,10 +220,10 @@ def _together(comm: Communicator, text: str, action: Callable[[], Result]) -> Re
         found.append(action())
     except (MoECheckpointError, OSError) as error:
         problem = error
-    _, failed = comm.agree(np.zeros(0, dtype=np.int64), np.asarray([problem is not None], dtype=np.int64))
+    [failed] = largest(comm, [problem is not None])
     if problem is not None:
         raise problem
-    if failed[0]:
+    if failed:
         raise StoreError(f"another rank cannot load weights from {text}; see its message. Nothing was loaded")
     return found[0]
 

@@ -4,7 +4,7 @@ One line before ``pretrain(...)`` of Megatron-LM's own script::
 
     megatron.install(policy=MoC(k=1), dirpath="checkpoints")
 
-Four in a training loop of one's own::
+Four in a training loop of your own::
 
     ckpt = megatron.attach(model_chunks, optimizer, scheduler, policy=MoC(k=1), dirpath="checkpoints")
     progress = ckpt.resume()
@@ -19,8 +19,8 @@ Megatron-Core itself is imported by ``attach``, not by this package.
 """
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
+from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.megatron_lm import MegatronLM, install
-from moe_ckpt.megatron.progress import Progress
 from moe_ckpt.megatron.torch_dist import export_torch_dist, import_torch_dist
 from moe_ckpt.megatron.weights import load_weights
 

@@ -1,12 +1,10 @@
-"""Where the memory of a live Megatron parameter lies in the model's tensors, whatever the parallel layout.
+"""Where the memory of a live Megatron parameter lies in the model's tensors, under any parallel layout.
 
-A checkpoint knows *whole* tensors under names that do not depend on the layout: one per expert and matrix, in the
-orientation that ``SequentialMLP`` and Transformer Engine use. What a rank holds of them may be a block of rows or
-columns (tensor parallelism), two of them side by side (a gated unit's two halves), several experts one after the
-other and transposed (``GroupedMLP``), and of each of these an arbitrary flat range (the distributed optimizer). All
-that comes down to: a piece of memory is an array whose axes run along axes of a whole tensor, in segments.
-
-Numbers only; nothing here knows torch or Megatron.
+A checkpoint has *whole* tensors under names that do not depend on the layout: one per expert and matrix, in the
+orientation of ``SequentialMLP`` and Transformer Engine. A rank may hold a block of rows or columns (tensor
+parallelism), two side by side (the halves of a gated unit), several experts one after the other and transposed
+(``GroupedMLP``), and of each of these a flat range (the distributed optimizer). In every case a piece of memory is an
+array whose axes run along axes of a whole tensor, in segments. Pure arithmetic, without torch and Megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """Indices ``[start, stop)`` of an axis in memory are those from ``at`` on along an axis of the whole tensor."""
+    """Indices ``[start, stop)`` of an axis in memory, which begin at ``at`` along an axis of the whole tensor."""
 
     start: int
     stop: int
@@ -30,7 +28,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis in memory. target: the axis of the whole tensor that it runs along. segments: they tile it."""
+    """One axis in memory, along axis ``target`` of the whole tensor; ``segments`` tile it."""
 
     target: int
     segments: tuple[Segment, ...]
@@ -44,9 +42,11 @@ class Axis:
 class Part:
     """A contiguous piece of a live parameter that holds elements of one whole tensor.
 
-    name, global_shape: of the whole tensor.
-    start: first element of the piece, counted in the parameter's flat memory.
-    axes: of the piece in memory, row-major; each axis of the whole tensor is the target of exactly one.
+    Attributes:
+        name: Of the whole tensor.
+        global_shape: Of the whole tensor.
+        start: First element of the piece in the parameter's flat memory.
+        axes: Of the piece in memory, row-major; each axis of the whole tensor is the target of exactly one.
     """
 
     name: str
@@ -65,12 +65,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Placed:
-    """A block of a whole tensor and where it is found in a flat range of memory.
+    """A block of a whole tensor and its place in a flat range of memory.
 
-    offsets, shape: of the block in the whole tensor.
-    first: first element of a row-major array of ``memory_shape``, counted from the start of the range;
-    narrow: per axis of that array (start, length) of what belongs to the block; order: permutation of its axes that
-    turns it into the block.
+    Attributes:
+        offsets: Of the block in the whole tensor.
+        shape: Of the block.
+        first: First element of a row-major array in the range.
+        memory_shape: Of that array.
+        narrow: (start, length) of the block along each axis of the array.
+        order: Permutation of the array's axes that gives the block.
     """
 
     offsets: Shape
@@ -82,20 +85,20 @@ class Placed:
 
 
 def whole(name: str, shape: Shape) -> Part:
-    """A parameter that is a whole tensor."""
+    """Returns the part of a parameter that is a whole tensor."""
     return Part(name, shape, 0, straight(shape))
 
 
 def straight(shape: Shape, offsets: Sequence[int] | None = None) -> tuple[Axis, ...]:
-    """Axes of a block of ``shape`` at ``offsets`` of the whole tensor, in its own orientation."""
+    """Returns the axes of an untransposed block of ``shape`` at ``offsets`` of the whole tensor."""
     at = offsets or (0,) * len(shape)
     return tuple(Axis(dim, (Segment(0, size, at[dim]),)) for dim, size in enumerate(shape))
 
 
 def place(part: Part, start: int, stop: int) -> Iterator[Placed]:
-    """The blocks that elements ``[start, stop)`` of the parameter's flat memory have in common with ``part``.
+    """Yields the blocks of ``part`` in elements ``[start, stop)`` of the parameter's flat memory.
 
-    There are at most ``2 * ndim - 1`` of them per combination of segments. ``Placed.first`` counts from ``start``.
+    At most ``2 * ndim - 1`` per combination of segments. ``Placed.first`` counts from ``start``.
     """
     low, high = max(start, part.start), min(stop, part.stop)
     if low >= high:
@@ -105,9 +108,9 @@ def place(part: Part, start: int, stop: int) -> Iterator[Placed]:
 
 
 def _runs(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Shape, Shape]]:
-    """(first element, corner, shape) of row-major blocks that tile the flat range of an array, in order.
+    """Yields (first element, corner, shape) of row-major blocks that tile the flat range of an array, in order.
 
-    A ragged first row, whole rows, a ragged last row; the ragged ones the same way one dimension lower.
+    They are a ragged first row, whole rows and a ragged last row; ragged rows are divided in the same way.
     """
     if not shape:
         yield 0, (), ()
@@ -126,13 +129,13 @@ def _runs(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Shape, Sha
 
 
 def _inner(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[int, Shape, Shape]]:
-    """The same for a range within row ``index``."""
+    """Yields the same for a range within row ``index``."""
     for first, corner, size in _runs(shape[1:], start, stop):
         yield index * prod(shape[1:]) + first, (index, *corner), (1, *size)
 
 
 def _split(part: Part, first: int, corner: Shape, shape: Shape) -> Iterator[Placed]:
-    """One block of memory, cut where the segments of its axes end."""
+    """Yields one block of memory, cut where the segments of its axes end."""
     cuts = [_overlaps(axis, low, low + size) for axis, low, size in zip(part.axes, corner, shape, strict=True)]
     order = _permutation(part.axes)
     for chosen in product(*cuts):
@@ -148,7 +151,7 @@ def _split(part: Part, first: int, corner: Shape, shape: Shape) -> Iterator[Plac
 
 
 def _overlaps(axis: Axis, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(start in memory, length, start in the whole tensor) of each segment's share of ``[start, stop)``."""
+    """Returns (start in memory, length, start in the whole tensor) of each segment's share of ``[start, stop)``."""
     found = []
     for segment in axis.segments:
         low, high = max(start, segment.start), min(stop, segment.stop)
@@ -158,5 +161,5 @@ def _overlaps(axis: Axis, start: int, stop: int) -> list[tuple[int, int, int]]:
 
 
 def _permutation(axes: Sequence[Axis]) -> Shape:
-    """Memory axis of each axis of the whole tensor."""
+    """Returns the memory axis of each axis of the whole tensor."""
     return tuple(sorted(range(len(axes)), key=lambda axis: axes[axis].target))

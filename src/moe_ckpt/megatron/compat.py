@@ -1,7 +1,7 @@
-"""The names of Megatron-Core that this adapter builds on, looked up once and checked.
+"""The names of Megatron-Core that this adapter uses, looked up once and checked.
 
-Megatron-Core has no stable interface for what is needed here, so each name is listed: a version in which one moved is
-refused by that name when training starts, not found out about when a checkpoint is needed.
+Megatron-Core has no stable interface for them, so each is listed: a version in which one has moved is refused by that
+name when training starts, rather than failing when a checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HOOK_POINTS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class MegatronCore:
-    """What was found. version: of the package."""
+    """Classes and modules of the installed Megatron-Core."""
 
     version: str
     parallel_state: Any
@@ -48,28 +48,27 @@ class MegatronCore:
     chained_optimizer: type
 
     def rng_tracker(self) -> Any:
-        """The tracker of model-parallel random number generators."""
+        """Returns the tracker of model-parallel random number generators."""
         return importlib.import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
 
 
 @lru_cache(maxsize=1)
 def megatron_core() -> MegatronCore:
-    """Import Megatron-Core. Not at import of this package, so that its pure parts can be used without.
+    """Imports Megatron-Core. Not done at import of this package, whose pure parts work without it.
 
     Raises:
-        MissingPackageError: it is not installed.
-        UnsupportedError: a name that is needed is not where it was.
+        MissingPackageError: It is not installed.
+        UnsupportedError: A name in ``HOOK_POINTS`` is missing.
     """
     try:
-        core = importlib.import_module("megatron.core")
+        importlib.import_module("megatron.core")
     except ImportError as error:
         raise MissingPackageError("megatron-core", "moe_ckpt.megatron", "megatron") from error
-    version = str(getattr(core, "__version__", "of unknown version"))
     for module, name in HOOK_POINTS:
-        look_up(module, name, version)
+        look_up(module, name)
     optimizer = importlib.import_module(_OPTIMIZER)
     return MegatronCore(
-        version=version,
+        version=version(),
         parallel_state=importlib.import_module("megatron.core.parallel_state"),
         moe_layer=importlib.import_module("megatron.core.transformer.moe.moe_layer").BaseMoELayer,
         fp32_optimizer=optimizer.FP32Optimizer,
@@ -79,8 +78,13 @@ def megatron_core() -> MegatronCore:
     )
 
 
-def look_up(module: str, name: str, version: str) -> Any:
-    """``name`` (dotted) in ``module``. Raises ``UnsupportedError`` that names it if it is not there."""
+def version() -> str:
+    """Returns the version of the installed megatron-core."""
+    return str(getattr(importlib.import_module("megatron.core"), "__version__", "of unknown version"))
+
+
+def look_up(module: str, name: str) -> Any:
+    """Returns ``name`` (dotted) in ``module``. Raises ``UnsupportedError`` that names it if it is not there."""
     found: ModuleType | Any
     try:
         found = importlib.import_module(module)
@@ -88,7 +92,7 @@ def look_up(module: str, name: str, version: str) -> Any:
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"megatron-core {version} has no {module}.{name}, which moe_ckpt.megatron builds on. Versions 0.16.x are "
+            f"megatron-core {version()} has no {module}.{name}, which moe_ckpt.megatron builds on. Versions 0.16.x are "
             "known to have it: install one of them, or a newer moe_ckpt."
         ) from error
     return found

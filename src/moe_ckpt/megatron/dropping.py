@@ -1,9 +1,8 @@
 """The map of routed tokens before dropping, which ``TopKRouter`` of Megatron-Core 0.16.1 neither returns nor keeps.
 
 It exists only as an argument of ``apply_router_token_dropping`` (router.py:588), so that name of the router's module is
-wrapped while somebody needs it, and only where a router has a capacity factor. The wrapper hands the map on to whoever
-said that a router of theirs is running, and passes everything through. A ``router_replay`` object on the router would
-see the choice without a wrapper, but neither with sinkhorn nor with the fused router.
+wrapped as long as a counter watches a router with a capacity factor. The wrapper shows the map to the watch of the
+running router. (A ``router_replay`` object on the router would miss the choices of sinkhorn and of the fused router.)
 """
 
 from __future__ import annotations
@@ -16,17 +15,19 @@ from typing import Any
 import torch
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.compat import look_up
+from moe_ckpt.megatron.compat import look_up, version
 
 ROUTER = "megatron.core.transformer.moe.router"
 DROPPING = "apply_router_token_dropping"
 
 
 class Watch:
-    """What one counter learns: the map before dropping of the router that is running, bool [tokens, experts].
+    """What one counter sees of dropping.
 
-    running: set by the owner in the router's forward pre-hook, unset in its forward hook, which takes ``assigned``.
-    was_attached: whether the maps have ever been asked for.
+    Attributes:
+        running: A router of the counter runs: set in its forward pre-hook, unset in its forward hook.
+        assigned: The running router's map before dropping, bool [tokens, experts].
+        was_attached: The watch has ever been attached.
     """
 
     def __init__(self) -> None:
@@ -41,13 +42,13 @@ _unwrapped: Callable[..., Any] | None = None
 
 
 def attach(watch: Watch) -> None:
-    """Show ``watch`` what goes into dropping; the first one wraps the name.
+    """Shows ``watch`` the arguments of dropping; the first watch wraps the name.
 
     Raises:
-        UnsupportedError: the router's module has no such name.
+        UnsupportedError: The router's module has no such name.
     """
     global _wrapper, _unwrapped
-    found = look_up(ROUTER, DROPPING, version())
+    found = look_up(ROUTER, DROPPING)
     if not _watches and found is not _wrapper:
         _wrapper, _unwrapped = _observed(found), found
         setattr(importlib.import_module(ROUTER), DROPPING, _wrapper)
@@ -56,12 +57,12 @@ def attach(watch: Watch) -> None:
 
 
 def detach(watch: Watch) -> None:
-    """Undo ``attach``; nothing for a watch that is not attached. The last one puts back what the name was."""
+    """Undoes ``attach``, if ``watch`` is attached; the last one removes the wrapper."""
     if watch not in _watches:
         return
     _watches.remove(watch)
     module = importlib.import_module(ROUTER)
-    # Where somebody has wrapped the wrapper since, theirs stays: with nobody watching, ours only passes on.
+    # A wrapper that others have put around ours since stays: without watches ours only calls through.
     if not _watches and getattr(module, DROPPING) is _wrapper:
         setattr(module, DROPPING, _unwrapped)
 
@@ -78,13 +79,8 @@ def _observed(dropping: Callable[..., Any]) -> Callable[..., Any]:
     return observed
 
 
-def version() -> str:
-    """Of the megatron-core that is imported."""
-    return str(getattr(importlib.import_module("megatron.core"), "__version__", "of unknown version"))
-
-
 def moved(name: str, expected: str) -> UnsupportedError:
-    """The error for a hook point that is not what it was."""
+    """Returns the error for a hook point that has changed."""
     return UnsupportedError(
         f"{name} of megatron-core {version()} is not what the counter of routed tokens hooks into: {expected}. It was "
         "written against megatron-core 0.16.1; install that release, or a newer moe_ckpt."

@@ -1,7 +1,7 @@
-"""What Megatron's optimizers hold beside tensors: hyperparameters, step counts, loss scales.
+"""The hyperparameters, step counts and loss scales of Megatron's optimizers, and how they differ between runs.
 
-On another layout the groups are others (without expert parallelism there are none of experts), so a group is known by
-what made it a group: its multipliers and flags. What finds no group of its kind is set by the scheduler anyway.
+Another layout has other param groups (without expert parallelism none of experts), so groups are matched by their
+multipliers and flags. The scheduler sets the values of a group that matches none.
 """
 
 from __future__ import annotations
@@ -9,45 +9,54 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.megatron.optimizers import STEP, leaves, read_step, write_step
+from moe_ckpt.megatron.trainer_state import SCHEDULER, Stateful
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS, fitted, require_plain
 
 log = logging.getLogger("moe_ckpt")
 
 _Kind = tuple[tuple[str, Any], ...]
 
-_EXPERT = "is_expert_parallel"
+EXPERT = "is_expert_parallel"
 _NOT_OURS = IMPLEMENTATION_FLAGS | {"params", STEP}
+_SCHEDULED = frozenset({"lr", "weight_decay"})
+"""What Megatron's scheduler sets in param groups, from settings of its own."""
+_POSITION = frozenset({"num_steps", "step"})
 
 
 def read(optimizer: Any) -> dict[str, Any]:
-    """Plain data: {"step": int or None, "groups": [...], "scalers": [state or None of each leaf]}.
+    """Returns {"step": int or None, "groups": [...], "scalers": [state or None of each leaf]}.
 
     Raises:
-        UnencodableStateError: names a value that is no plain data.
+        UnencodableStateError: A value, which is named, is no plain data.
     """
-    groups = []
-    for number, group in enumerate(_groups(optimizer)):
-        entry = {key: value for key, value in group.items() if key not in _NOT_OURS}
+    groups = settings(optimizer)
+    for number, entry in enumerate(groups):
         require_plain(entry, f"optimizer/param_groups/{number}")
-        groups.append(entry)
     scalers = [s.state_dict() if (s := _scaler(leaf)) is not None else None for leaf in leaves(optimizer)]
     return {"step": read_step(optimizer), "groups": groups, "scalers": scalers}
+
+
+def settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Returns what the param groups hold beside parameters and step counts."""
+    return [{key: value for key, value in group.items() if key not in _NOT_OURS} for group in _groups(optimizer)]
 
 
 def write(optimizer: Any, stored: Mapping[str, Any]) -> None:
     """Inverse of ``read``, after the optimizers' tensors were made."""
     there: Sequence[Mapping[str, Any]] = stored["groups"]
-    for group, entry in _matched(list(_groups(optimizer)), there):
-        for key in entry.keys() - {_EXPERT}:
+    for group, entry in matched(list(_groups(optimizer)), there):
+        for key in entry.keys() - {EXPERT}:
             group[key] = fitted(group.get(key), entry[key])
     write_step(optimizer, stored["step"])
     scales = [state for state in stored["scalers"] if state]  # a constant scale has no state
     for number, leaf in enumerate(leaves(optimizer)):
         scaler = _scaler(leaf)
-        if scaler is not None and scales:  # each sees its own overflows: by position, as far as there are as many
+        if scaler is not None and scales:  # by position, since each has its own overflows
             scaler.load_state_dict(scales[min(number, len(scales) - 1)])
 
 
@@ -60,13 +69,13 @@ def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
         yield from leaf.optimizer.param_groups
 
 
-def _matched(
+def matched(
     here: Sequence[dict[str, Any]], there: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Each group with the stored one of its kind: the one at its own place, if they are of one kind throughout.
+    """Yields each group with the stored one of its kind: by position, if the kinds are equal throughout.
 
-    Several of one kind (``decoupled_lr`` makes two) come in one order on every layout. With expert parallelism experts
-    have groups of their own, without it they are in the dense ones.
+    Several of one kind (``decoupled_lr`` makes two) have the same order on every layout. Experts have groups of their
+    own under expert parallelism, and are in the dense ones without it.
     """
     if [_kind(group) for group in here] == [_kind(entry) for entry in there]:
         yield from zip(here, there, strict=True)
@@ -84,10 +93,51 @@ def _matched(
 
 
 def _without_expert(kind: _Kind) -> _Kind:
-    return tuple(entry for entry in kind if entry[0] != _EXPERT)
+    return tuple(entry for entry in kind if entry[0] != EXPERT)
 
 
 def _kind(group: Mapping[str, Any]) -> _Kind:
-    """What tells Megatron's groups apart (``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ...)."""
-    telling = {key: value for key, value in group.items() if key.endswith("_mult") or key.startswith("is_")}
-    return tuple(sorted(telling.items()))
+    """Returns what distinguishes Megatron's groups (``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ...)."""
+    return tuple(sorted((key, v) for key, v in group.items() if key.endswith("_mult") or key.startswith("is_")))
+
+
+def configured(optimizer: Any, stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Returns the present hyperparameters of optimizer and scheduler, as plain data."""
+    return as_plain(settings(optimizer), stateful[SCHEDULER].state_dict() if SCHEDULER in stateful else {})
+
+
+def as_plain(groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of param groups and scheduler state that the user chooses."""
+    scheduler = plain_values(scheduler)
+    computed = _SCHEDULED if "max_lr" in scheduler else frozenset()
+    return {
+        "groups": [_without(plain_values(group), computed | _POSITION) for group in groups],
+        "scheduler": _without(scheduler, _POSITION),
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str, Any]) -> list[Change]:
+    """Returns the differences, each once, also where several param groups and the scheduler have it.
+
+    Args:
+        before: Result of ``configured`` when the run began.
+        now: When this process began.
+        used: After the checkpoint was loaded, so that it tells whose value is used.
+    """
+    found: dict[tuple[str, str, str], Change] = {}
+    places = {id(group): number for number, group in enumerate(now["groups"])}
+    pairs = [
+        ("optimizer ", old, new, used["groups"][places[id(new)]])
+        for new, old in matched(now["groups"], before["groups"])
+    ]
+    for name, old, new, in_force in [*pairs, ("scheduler ", before["scheduler"], now["scheduler"], used["scheduler"])]:
+        for change in differing(name, old, new, kept=True):
+            key = change.where.removeprefix(name)
+            if key != EXPERT:  # a flag of the layout
+                kept = same(old.get(key), in_force.get(key))
+                found.setdefault((key, change.before, change.now), replace(change, kept=kept))
+    return list(found.values())
+
+
+def _without(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in names}

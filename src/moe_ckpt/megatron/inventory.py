@@ -1,7 +1,7 @@
-"""What this rank holds of the model: every parameter of its chunks, under names that no layout changes.
+"""What this rank holds of the model: every parameter of its chunks, under names that do not depend on the layout.
 
-Layers count through all pipeline stages, experts through all expert-parallel ranks. An expert's matrices are tensors of
-their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``SequentialMLP``, ``GroupedMLP`` and
+Layers are numbered over all pipeline stages, experts over all expert-parallel ranks. Each expert's matrices are tensors
+of their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``SequentialMLP``, ``GroupedMLP`` and
 ``TEGroupedMLP`` are the same model.
 """
 
@@ -18,9 +18,10 @@ from torch import nn
 from moe_ckpt.errors import NoMoELayerError, UnsupportedError
 from moe_ckpt.megatron.blocks import Axis, Part, Segment, straight
 from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.megatron.world import Owner
 
 TIED = "embedding.word_embeddings.weight"
-"""What the last stage's copy of a tied embedding is a copy of."""
+"""Name of the last stage's copy of a tied embedding, too."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,9 @@ class FoundMoE:
     router: nn.Module
 
 
-@dataclass(frozen=True)
-class Owner:
-    """What operator a tensor belongs to. moe: name of the MoE layer; group: of a non-expert operator."""
-
-    moe: str | None = None
-    expert: int | None = None
-    group: str | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class LiveParameter:
-    """A parameter of this rank and what it holds: ``parts`` tile its flat memory.
-
-    owners: of each part.
-    """
+    """A parameter of this rank: ``parts`` tile its flat memory; each has an owner."""
 
     parameter: nn.Parameter
     parts: tuple[Part, ...]
@@ -56,7 +45,7 @@ class LiveParameter:
 
     @property
     def is_expert(self) -> bool:
-        return self.owners[0].expert is not None
+        return None not in self.owners[0]
 
 
 @dataclass(frozen=True)
@@ -66,10 +55,14 @@ class Sharding:
     rank: int
     size: int
 
+    @classmethod
+    def within(cls, group: Any) -> Sharding:
+        return cls(group.rank(), group.size())
+
 
 @dataclass(frozen=True)
 class Inventory:
-    """buffers: name -> live buffer that changes results: persistent ones, and those of routers."""
+    """What this rank holds. buffers: by name, those that change results: persistent ones, and those of routers."""
 
     parameters: tuple[LiveParameter, ...]
     layers: tuple[FoundMoE, ...]
@@ -77,11 +70,11 @@ class Inventory:
 
 
 def take_inventory(chunks: Sequence[nn.Module]) -> Inventory:
-    """Look through this rank's model chunks, wrapped (DDP, ``Float16Module``) or not.
+    """Returns what this rank's model chunks hold, wrapped (DDP, ``Float16Module``) or not.
 
     Raises:
-        UnsupportedError: an expert container, a parameter layout or an extra state that is not known; weights kept in
-            fp8; fp8 with delayed scaling.
+        UnsupportedError: An unknown expert container, parameter layout or extra state; weights kept in fp8; fp8 with
+            delayed scaling.
     """
     parameters: list[LiveParameter] = []
     layers: list[FoundMoE] = []
@@ -90,23 +83,28 @@ def take_inventory(chunks: Sequence[nn.Module]) -> Inventory:
         inner = unwrapped(chunk)
         _require_known_state(inner)
         model = _Chunk(inner)
-        layers += model.layers
+        layers += model.layers.values()
         parameters += model.parameters()
         buffers |= model.buffers()
     return Inventory(tuple(parameters), tuple(layers), buffers)
 
 
+def chunks_of(model_chunks: Sequence[nn.Module] | nn.Module) -> list[nn.Module]:
+    """Returns a model, or its chunks, as a list of chunks."""
+    return [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the module inside of wrappers (DDP, ``Float16Module``)."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
 
 
 def _require_known_state(model: nn.Module) -> None:
-    """Raise ``UnsupportedError`` for state of modules that is neither parameter nor buffer.
+    """Raises ``UnsupportedError`` for state of modules that is neither parameter nor buffer.
 
-    Transformer Engine's modules keep the history of fp8 scaling so, which delayed scaling goes by and other recipes do
-    not need; Megatron-Core's own say None.
+    Transformer Engine's modules have such state: the history of fp8 scaling, which only delayed scaling uses.
     """
     config: Any = getattr(model, "config", None)
     recipe = getattr(config, "fp8_recipe", None)
@@ -133,7 +131,7 @@ def _is_of_transformer_engine(kind: type) -> bool:
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Raise ``UnsupportedError`` for weights whose memory is not an array of their elements."""
+    """Raises ``UnsupportedError`` for weights whose memory is not an array of their elements."""
     if type(parameter) is not nn.Parameter:
         raise UnsupportedError(
             f"{name} is a {type(parameter).__name__}, whose memory is not that of an ordinary tensor. Keep weights in "
@@ -142,7 +140,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
 
 
 def require_experts(layers: int, classes: Sequence[str]) -> None:
-    """Raise ``NoMoELayerError`` if no rank holds an MoE layer."""
+    """Raises ``NoMoELayerError`` if no rank holds an MoE layer."""
     if not layers:
         raise NoMoELayerError(
             f"none of the model chunks ({', '.join(classes)}) of any rank has an MoE layer of megatron.core "
@@ -151,21 +149,20 @@ def require_experts(layers: int, classes: Sequence[str]) -> None:
 
 
 class _Chunk:
-    """One model chunk: names, and how its modules lay out what they hold."""
+    """One model chunk: names in the whole model, and the layout of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         core = megatron_core()
         state = core.parallel_state
         self._model = model
-        self._dense = _sharding(state.get_tensor_model_parallel_group())
-        self._expert = _sharding(state.get_expert_tensor_parallel_group())
+        self._dense = Sharding.within(state.get_tensor_model_parallel_group())
+        self._expert = Sharding.within(state.get_expert_tensor_parallel_group())
         self._modules = dict(model.named_modules())
         self._renamed = {
             name: _renumbered(name, module) for name, module in self._modules.items() if _is_numbered(name, module)
         }
         self._moe = {name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)}
-        self.layers = [self._describe(name, module) for name, module in self._moe.items()]
-        self._local_experts = {name: found.local_experts for name, found in zip(self._moe, self.layers, strict=True)}
+        self.layers = {name: self._describe(name, module) for name, module in self._moe.items()}
 
     def _describe(self, name: str, module: Any) -> FoundMoE:
         config = module.config
@@ -184,7 +181,8 @@ class _Chunk:
             if moe is not None:
                 yield self._expert_parameter(moe, name, parameter)
                 continue
-            whole_name = TIED if self._is_tied_copy(name, parameter) else self._name(name)
+            tied = name == "output_layer.weight" and getattr(parameter, "shared_embedding", False)
+            whole_name = TIED if tied else self._name(name)
             part = Part(whole_name, *self._dense_axes(name, parameter))
             yield LiveParameter(parameter, (part,), (self._owner(name, whole_name),))
 
@@ -197,21 +195,18 @@ class _Chunk:
                 yield self._name(name), buffer
 
     def _name(self, name: str) -> str:
-        """The same in the whole model: the innermost numbered layer's global number."""
+        """Returns the name in the whole model, with the global number of the innermost numbered layer."""
         best = max((p for p in self._renamed if name == p or name.startswith(f"{p}.")), key=len, default=None)
         return name if best is None else self._renamed[best] + name[len(best) :]
-
-    def _is_tied_copy(self, name: str, parameter: nn.Parameter) -> bool:
-        return name == "output_layer.weight" and bool(getattr(parameter, "shared_embedding", False))
 
     def _owner(self, name: str, whole_name: str) -> Owner:
         moe = next((m for m in self._moe if name.startswith(f"{m}.router.")), None)
         if moe is not None:
-            return Owner(moe=self._name(moe))
-        return Owner(group=non_expert_group(whole_name))
+            return self._name(moe), None
+        return None, non_expert_group(whole_name)
 
     def _dense_axes(self, name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, tuple[Axis, ...]]:
-        """(global shape, 0, axes) of a parameter that is no expert's."""
+        """Returns (global shape, 0, axes) of a parameter that is no expert's."""
         dim = self._split_dim(name, parameter)
         sharding = Sharding(0, 1) if dim is None else self._dense
         gated = self._is_gated(name)
@@ -224,10 +219,10 @@ class _Chunk:
         return shape, 0, axes
 
     def _split_dim(self, name: str, parameter: nn.Parameter) -> int | None:
-        """Which axis tensor-parallel ranks divide among them; None if each holds all of it.
+        """Returns the axis that tensor-parallel ranks divide; None if each holds all of it.
 
         Raises:
-            UnsupportedError: they divide it in a way that is not told (Mamba, gated delta nets).
+            UnsupportedError: The axis is not known (Mamba, gated delta nets).
         """
         module, _, own = name.rpartition(".")
         if own == "softmax_offset":  # one per attention head; nothing on the parameter says that the heads are divided
@@ -247,17 +242,18 @@ class _Chunk:
         return dim if dim >= 0 else None
 
     def _is_gated(self, name: str) -> bool:
-        """True for the first matrix of a gated unit, whose halves (gate, up) are split over ranks each by itself."""
+        """Returns whether it is the first matrix of a gated unit, whose halves (gate, up) are each split over ranks."""
         module, _, _ = name.rpartition(".")
         mlp, _, linear = module.rpartition(".")
-        return linear == "linear_fc1" and _gated(self._modules[mlp])
+        unit: Any = self._modules[mlp]
+        return linear == "linear_fc1" and bool(unit.config.gated_linear_unit)
 
     # --- experts ---
 
     def _expert_parameter(self, moe: str, name: str, parameter: nn.Parameter) -> LiveParameter:
         experts: Any = self._modules[f"{moe}.experts"]
         inner = name.removeprefix(f"{moe}.experts.")
-        indices = self._local_experts[moe]
+        indices = self.layers[moe].local_experts
         gated = bool(experts.config.gated_linear_unit)
         whole_moe = self._name(moe)
         if match := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", inner):
@@ -275,11 +271,11 @@ class _Chunk:
             Part(f"{whole_moe}.experts.{expert}.{suffix}", shape, start, axes)
             for expert, (suffix, shape, start, axes) in found.items()
         )
-        return LiveParameter(parameter, parts, tuple(Owner(moe=whole_moe, expert=expert) for expert in found))
+        return LiveParameter(parameter, parts, tuple((whole_moe, expert) for expert in found))
 
     def _index(self, moe: str, local: int) -> int:
-        """Number in the whole model of this rank's ``local``-th expert."""
-        indices = self._local_experts[moe]
+        """Returns the number in the whole model of this rank's ``local``-th expert."""
+        indices = self.layers[moe].local_experts
         if local >= len(indices):
             raise UnsupportedError(
                 f"{moe} holds weights of a local expert {local}, but its local_expert_indices are only "
@@ -290,37 +286,36 @@ class _Chunk:
     def _straight(
         self, suffix: str, parameter: nn.Parameter, gated: bool
     ) -> tuple[str, tuple[int, ...], int, tuple[Axis, ...]]:
-        """A matrix or bias of one expert, in its own orientation: fc1 is split by rows, fc2 by columns."""
+        """Returns the part of one expert's matrix or bias, untransposed: fc1 is split by rows, fc2 by columns."""
         first = suffix.startswith("linear_fc1")
         shape = tuple(parameter.shape)
         if not first and len(shape) == 1:  # added after the sum over ranks, so alike on all
-            return suffix, *_whole(shape)
+            return suffix, shape, 0, straight(shape)
         whole, axes = sharded(shape, 0 if first else 1, self._expert, gated and first)
         return suffix, whole, 0, axes
 
     def _grouped(
         self, name: str, parameter: nn.Parameter, indices: Sequence[int], gated: bool
     ) -> dict[int, tuple[str, tuple[int, ...], int, tuple[Axis, ...]]]:
-        """GroupedMLP: experts one after the other, each transposed."""
+        """Returns the parts of a ``GroupedMLP``: experts one after the other, each transposed."""
         first = name == "weight1"
-        count = len(indices)
+        size = parameter.numel() // len(indices)
         hidden = parameter.shape[0 if first else 1]
-        inner = parameter.numel() // count // hidden
+        inner = size // hidden
         memory = (hidden, inner) if first else (inner, hidden)
         # Of the transposed matrix, fc1 [inner, hidden] is split by rows and fc2 [hidden, inner] by columns.
         whole, axes = sharded(memory[::-1], 0 if first else 1, self._expert, gated and first)
         suffix = "linear_fc1.weight" if first else "linear_fc2.weight"
         turned = (axes[1], axes[0])
-        size = parameter.numel() // count
         return {expert: (suffix, whole, at * size, turned) for at, expert in enumerate(indices)}
 
 
 def sharded(
     shape: tuple[int, ...], dim: int, sharding: Sharding, gated: bool
 ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
-    """(shape of the whole, axes of the block) of a block of ``shape`` that is one of ``sharding.size`` along ``dim``.
+    """Returns (shape of the whole, axes of the block) of a block of ``shape``, one of ``sharding.size`` along ``dim``.
 
-    gated: the block is two, of equal size: its shares of two halves that are split each by itself.
+    gated: The block is two of equal size, its shares of two halves that are each split.
     """
     rank, size = sharding.rank, sharding.size
     if size == 1:
@@ -336,10 +331,10 @@ def sharded(
 
 
 def non_expert_group(name: str) -> str:
-    """The operator of a parameter that is neither an expert's nor a router's.
+    """Returns the operator of a parameter that is neither an expert's nor a router's.
 
-    Attention and the MLP (dense, or an MoE layer's shared experts) of each layer are operators of their own, each with
-    its norm; what is outside of layers goes by its module.
+    Attention and MLP (dense, or an MoE layer's shared experts) of each layer are operators, each with its norm. Outside
+    of layers it is the module.
     """
     match = re.fullmatch(r"(.*\blayers\.\d+)\.(\w+)\..*", name)
     if match is None:
@@ -347,18 +342,6 @@ def non_expert_group(name: str) -> str:
         return ".".join(parts[: 2 if len(parts) > 2 else 1])
     attention = match[2].startswith(("input_layernorm", "self_attention", "cross_attn", "pre_cross_attn"))
     return f"{match[1]}.{'attention' if attention else 'mlp'}"
-
-
-def _whole(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[Axis, ...]]:
-    return shape, 0, straight(shape)
-
-
-def _gated(mlp: Any) -> bool:
-    return bool(mlp.config.gated_linear_unit)
-
-
-def _sharding(group: Any) -> Sharding:
-    return Sharding(group.rank(), group.size())
 
 
 def _is_numbered(name: str, module: nn.Module) -> bool:

@@ -1,9 +1,10 @@
-"""The protocol between a training loop and the adapter: in which order it calls, and where it is."""
+"""The protocol between a training loop and the adapter: order of calls, and position."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,55 +12,53 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.progress import Progress
 from moe_ckpt.modeling.param_groups import require_plain
 
 
-class Loop:
-    """The iteration that the loop has reached, and whether it calls in an order that can work.
+@dataclass(frozen=True)
+class Progress:
+    """Where training begins or resumes.
 
     Attributes:
-        iteration: Iterations that are done.
-        consumed_samples, counters: As told with the newest of them.
-        moved: True once an iteration was done in this process.
+        iteration: Iterations done; the next one to compute is ``iteration + 1``, counted from 1.
+        consumed_samples: Training samples consumed by then, as given to ``after_step``.
+        restored: False for a new run.
+        counters: What else the loop counts, as given to ``after_step`` or ``skip``; empty for a new run, and for
+            checkpoints of releases without counters.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    restored: bool = False
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Loop:
+    """The position of the training loop; checks the order of its calls.
+
+    Attributes:
+        begun_at: Where training began in this process.
+        iteration: Iterations done; ``consumed_samples`` and ``counters`` are those of the newest.
+        moved: An iteration was done in this process.
     """
 
     def __init__(self) -> None:
-        self.iteration = 0
-        self.consumed_samples = 0
-        self.counters: Mapping[str, Any] = {}
         self.moved = False
-        self._resumed = False
         self._joined = True
-
-    def resume(self) -> None:
-        """``resume`` is called. Raises ``ConfigError`` the second time."""
-        if self._resumed:
-            raise ConfigError("MegatronCheckpoint.resume() was called twice: call it once, before the first step")
-        self._resumed = True
+        self.stand_at(Progress())
 
     def stand_at(self, progress: Progress) -> None:
-        """Training goes on from here."""
+        """Sets where training begins."""
+        self.begun_at = progress
         self.iteration, self.consumed_samples = progress.iteration, progress.consumed_samples
-        self.counters = progress.counters
-
-    def require_resumed(self) -> None:
-        if not self._resumed:
-            raise ConfigError(
-                "MegatronCheckpoint.resume() was not called, so training would begin anew beside the checkpoints that "
-                "there may be. Call it before the first step; to begin anew, megatron.attach(resume='never')"
-            )
+        self.counters: Mapping[str, Any] = progress.counters
 
     def join(self) -> None:
-        """The copy under way no longer reads what the optimizer is about to change."""
+        """The copy under way is joined."""
         self._joined = True
 
     def step(self, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None) -> None:
-        """``after_step`` is called.
-
-        Raises:
-            ConfigError: no optimizer step came before, or iterations are not counted one by one.
-        """
+        """Records ``after_step``. Raises ``ConfigError`` unless it follows an optimizer step and the last iteration."""
         if not self._joined:
             raise ConfigError(
                 f"after_step({iteration}): neither optimizer.step() of the optimizer given to attach nor before_step() "
@@ -71,11 +70,10 @@ class Loop:
         self._joined = False
 
     def skip(self, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None) -> None:
-        """``skip`` is called: weights are as they were. Raises as ``step``."""
+        """Records ``skip``. Raises ``ConfigError`` unless it follows the last iteration."""
         self._move("skip", iteration, consumed_samples, counters)
 
     def _move(self, call: str, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None) -> None:
-        self.require_resumed()
         if iteration != self.iteration + 1:
             raise ConfigError(
                 f"{call}({iteration}) follows iteration {self.iteration}: call after_step, or skip, once per "
@@ -88,14 +86,13 @@ class Loop:
 
 
 class StepWatch:
-    """Wraps ``optimizer.step``: one function runs before it, another after it.
+    """Wraps ``optimizer.step``: calls one function before it, another after it.
 
-    Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of those that it chains. So
-    the method is replaced on this one object. A wrapper that somebody else puts on top stays whole: after ``close``
-    this one only passes on.
+    Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of those that it chains, so
+    the method of this object is replaced. After ``close`` a wrapper under another one only calls through.
 
     Attributes:
-        updated: Whether the newest step changed the weights, as it returned; None before the first.
+        updated: Whether the newest step changed the weights, by its result; None before the first.
     """
 
     def __init__(self, optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -118,7 +115,7 @@ class StepWatch:
         return result
 
     def close(self) -> None:
-        """Take the wrapper off. May be called twice."""
+        """Removes the wrapper. May be called twice."""
         self._open = False
         if vars(self._optimizer).get("step") is self._wrapper:
             if self._replaced is None:
@@ -128,15 +125,12 @@ class StepWatch:
 
 
 class FirstForward:
-    """Calls a function once, in front of the first training forward pass of a model, whichever of its modules begins.
-
-    Validation before the first iteration, which runs in evaluation mode, does not count.
-    """
+    """Calls a function once, before the model's first forward pass in training mode, whichever module begins it."""
 
     def __init__(self, chunks: Sequence[nn.Module], call: Callable[[], None]) -> None:
         self._modules = {id(module) for chunk in chunks for module in chunk.modules()}
         self._call = call
-        # A hook of all modules, for as long as nothing was called: with some schedules no forward of a chunk's runs.
+        # A hook of all modules until then, because some schedules never call the forward of a chunk.
         self._handle: torch.utils.hooks.RemovableHandle | None = register_module_forward_pre_hook(self._before)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -145,7 +139,7 @@ class FirstForward:
             self._call()
 
     def close(self) -> None:
-        """Remove the hook. May be called twice."""
+        """Removes the hook. May be called twice."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()

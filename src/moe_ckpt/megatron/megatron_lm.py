@@ -1,17 +1,17 @@
-"""Checkpoints for Megatron-LM's own training scripts, unmodified but for one line.
+"""Checkpoints for Megatron-LM's own training scripts, with one line added.
 
-Megatron-LM's ``pretrain`` has no hooks. What it does is in functions of ``megatron.training.training`` that call one
-another by name, so a few of those names are given other functions, which do the same and call the adapter:
+``pretrain`` of Megatron-LM has no hooks. It consists of functions of ``megatron.training.training`` that call each
+other by name, so some of them are replaced by functions that call the original and the adapter:
 
-    setup_model_and_optimizer             then attach and resume; what it counts is put into ``args`` before data
-                                          iterators are built from it
-    build_train_valid_test_data_loaders   loaders get a generator of their own, so that making their iterators draws
-                                          nothing from training's, whenever that happens
-    train_step, dummy_train_step          the second phase of resume in front of the first; tokens of a forward pass
-                                          that the rerun machine runs again count once; an iteration without an update
-    checkpoint_and_decide_exit            the end of every iteration, when all is counted and validated
-    save_checkpoint                       nothing of Megatron's is written while a sparse window is computed again
-    train                                 the end of the run, also by ``sys.exit``
+    setup_model_and_optimizer             attach and resume after it; set counters in ``args`` before data iterators
+                                          are built from them
+    build_train_valid_test_data_loaders   give loaders their own generators, so that making iterators does not draw
+                                          from training's
+    train_step, dummy_train_step          begin training before the first; count the tokens of a rerun forward pass
+                                          once; record an iteration without an update
+    checkpoint_and_decide_exit            after_step, when the iteration is counted and validated
+    save_checkpoint                       write no checkpoint of Megatron's during a replay
+    train                                 finish, also on ``sys.exit``
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from moe_ckpt.driver.messages import say_halted
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
 from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.megatron.progress import Progress
-from moe_ckpt.megatron.side import Stateful
+from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
+from moe_ckpt.megatron.trainer_state import Stateful
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.newest import newest_step
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 TRAINING = "megatron.training.training"
 KNOWN = "core_v0.16.1"
-"""The release of Megatron-LM that this was written against."""
+"""The release of Megatron-LM for which this was written."""
 
 REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "setup_model_and_optimizer": ("pretrain", ()),
@@ -56,7 +57,7 @@ REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "checkpoint_and_decide_exit": ("train", ("iteration", "num_floating_point_operations_so_far")),
     "save_checkpoint": ("save_checkpoint_and_time", ("iteration",)),
 }
-"""Function of ``TRAINING`` -> (the function that calls it by that name, parameters of it that are used)."""
+"""Replaced function of ``TRAINING`` -> (its caller, the parameters that are used)."""
 
 USED = (
     ("megatron.training.global_vars", "get_args"),
@@ -66,7 +67,7 @@ USED = (
 )
 ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
 COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")
-"""Counters in ``args`` that come back; those that this version does not have are left out."""
+"""Counters in ``args`` that are saved, if this version has them."""
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _installed: MegatronLM | None = None
@@ -79,25 +80,27 @@ def install(
     stateful: Mapping[str, Stateful] | None = None,
     **options: Unpack[OptionValues],
 ) -> MegatronLM:
-    """Checkpoint what ``pretrain(...)`` of Megatron-LM trains. Called on all ranks, anywhere before it::
+    """Checkpoints the training of Megatron-LM's ``pretrain(...)``. Called on all ranks, before it::
 
         from moe_ckpt import megatron
 
-        megatron.install(policy=MoC(k=1), dirpath="/shared/my_run")
-        pretrain(...)
+        megatron.install(policy=MoC(k=1), dirpath="/shared/my_run") pretrain(...)
 
-    Training goes on by itself from the newest checkpoint in ``dirpath``; where there is none, from what ``--load``
-    loads, or from nothing. Megatron's own ``--save`` and ``--load`` work on beside it, and are not needed.
+    Training resumes from the newest checkpoint in ``dirpath``; without one from ``--load``, or as a new run. Megatron's
+    own ``--save`` and ``--load`` still work, and are not needed.
 
     Args:
-        policy, dirpath, stateful, options: As of ``megatron.attach``.
+        policy: As of ``megatron.attach``.
+        dirpath: As of ``megatron.attach``.
+        stateful: As of ``megatron.attach``.
+        **options: As of ``megatron.attach``.
 
     Returns:
-        What was installed; its ``checkpoint`` is what ``attach`` returns, once there is a model.
+        What was installed; its ``checkpoint`` is the result of ``attach``, once there is a model.
 
     Raises:
-        ConfigError: A setting that cannot be, called twice, or Megatron-LM cannot be imported.
-        UnsupportedError: A version of Megatron-LM in which a name that this builds on has moved.
+        ConfigError: An impossible setting, a second call, or Megatron-LM cannot be imported.
+        UnsupportedError: In this version of Megatron-LM a needed name has moved.
     """
     global _installed
     chosen = make_options("megatron.install", policy, dirpath, options, ("stateful",))
@@ -114,7 +117,7 @@ def install(
 
 
 def _say_unused(installed: MegatronLM) -> None:
-    """At the end of the process: say that nothing was checkpointed because no model was built after ``install``."""
+    """Warns at exit if nothing was checkpointed because no model was built after ``install``."""
     if installed.checkpoint is None and installed is _installed and os.environ.get("RANK", "0") == "0":
         announce(
             "megatron.install(dirpath=%r) was called, but no model was set up after it, so nothing was checkpointed: "
@@ -138,12 +141,12 @@ def find_training() -> Any:
     if moved:
         raise _moved(", no ".join(moved))
     for module, name in USED:
-        look_up(module, name, megatron_core().version)
+        look_up(module, name)
     return training
 
 
 def _moved_names(training: Any) -> Iterator[str]:
-    """What of ``REPLACED`` this version does not have."""
+    """Yields what of ``REPLACED`` this version lacks."""
     for name, (caller, parameters) in REPLACED.items():
         absent = [each for each in (name, caller) if not callable(getattr(training, each, None))]
         if absent:
@@ -164,10 +167,10 @@ def _moved(what: str) -> UnsupportedError:
 
 
 class MegatronLM:
-    """Megatron-LM's training functions with checkpoints in them, in this process.
+    """Megatron-LM's training functions with checkpoints, in this process. ``_<name>`` replaces function ``<name>``.
 
     Attributes:
-        checkpoint: What ``attach`` returned; None until ``pretrain`` has built the model.
+        checkpoint: The result of ``attach``; None until ``pretrain`` has built the model.
         options: As given, checked.
     """
 
@@ -178,22 +181,14 @@ class MegatronLM:
         self.options = options
         self._training = training
         self._attach = attach_to
-        self._updated, self._leaving = True, False  # the newest update was made; all ranks are about to end
+        self._updated, self._leaving = True, False  # the newest step updated weights; all ranks will exit
         self._floating_point_operations: Any = 0
         self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in REPLACED}
-        for name, function in {
-            "setup_model_and_optimizer": self._setup,
-            "train": self._train,
-            "build_train_valid_test_data_loaders": self._build_loaders,
-            "train_step": self._train_step,
-            "dummy_train_step": self._skip,
-            "checkpoint_and_decide_exit": self._end_iteration,
-            "save_checkpoint": self._save,
-        }.items():
-            setattr(training, name, function)
+        for name in REPLACED:
+            setattr(training, name, getattr(self, f"_{name}"))
 
     def remove(self) -> None:
-        """Give Megatron-LM its functions back, and let go of the store."""
+        """Restores Megatron-LM's functions, and closes the checkpoint."""
         global _installed
         for name, function in self._original.items():
             setattr(self._training, name, function)
@@ -211,13 +206,13 @@ class MegatronLM:
             raise ConfigError("megatron.install(): training began without setup_model_and_optimizer")
         return self.checkpoint
 
-    def _told(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        """Arguments of a call of Megatron's function ``name``, by name."""
+    def _arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        """Returns the arguments of a call of Megatron's function ``name``, by name."""
         return inspect.signature(self._original[name]).bind(*args, **kwargs).arguments
 
     # --- once ---
 
-    def _setup(self, *args: Any, **kwargs: Any) -> Any:
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         settings = self._args
         _require_trainable(settings)
         if self.checkpoint is not None:  # restarted within this process
@@ -234,10 +229,11 @@ class MegatronLM:
         return built
 
     def _found(self) -> int | None:
-        """The newest step of the store, alike on all ranks."""
-        answer = -1
-        failure: MoECheckpointError | None = None
-        if is_rank_zero() and self.options.resume != "never":
+        """Returns the newest step of the store, as rank 0 sees it, on all ranks."""
+        if self.options.resume == "never":
+            return None
+        answer, failure = -1, None
+        if is_rank_zero():
             try:
                 step = newest_step(self.options.dirpath)
                 answer = -1 if step is None else step
@@ -251,7 +247,7 @@ class MegatronLM:
         return None if answer < 0 else answer
 
     def _loaded(self, settings: Any) -> Progress:
-        """Where a run stands that has no checkpoint here, but has what ``--load`` loaded."""
+        """Returns where a run begins that ``--load`` has loaded, without a checkpoint here."""
         if is_rank_zero():
             announce(
                 "no checkpoint is taken from %s: training goes on at iteration %d of --load %s",
@@ -267,7 +263,7 @@ class MegatronLM:
         )
 
     def _tell(self, settings: Any, progress: Progress) -> None:
-        """Megatron's own bookkeeping, as its ``load_checkpoint`` leaves it."""
+        """Sets Megatron's counters as its ``load_checkpoint`` does."""
         settings.iteration, settings.consumed_train_samples = progress.iteration, progress.consumed_samples
         for name in COUNTED:
             if name in progress.counters:
@@ -287,7 +283,7 @@ class MegatronLM:
             )
 
     def _say_what_was_left(self, settings: Any, iteration: int) -> None:
-        """--load was given, and the store was taken."""
+        """Warns if ``--load`` has a newer iteration than the checkpoint that was loaded instead."""
         if settings.load is None or not is_rank_zero():
             return
         try:
@@ -306,7 +302,7 @@ class MegatronLM:
                 level=logging.WARNING,
             )
 
-    def _build_loaders(self, *args: Any, **kwargs: Any) -> Any:
+    def _build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
         built = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
         seed = torch.initial_seed() + self._args.iteration
         for loader in _flat(built):
@@ -319,16 +315,22 @@ class MegatronLM:
         try:
             result = self._original["train"](*args, **kwargs)
         except SystemExit:
-            if not self._leaving:  # one rank by itself: the others would be waited for in vain
+            if not self._leaving:  # this rank alone exits, so the others would not answer
                 ckpt.close(10.0)
                 raise
-            ckpt.finish()
+            ckpt.finish(ended=self._through)
             raise
         except BaseException:
             ckpt.close(10.0)
             raise
-        ckpt.finish()
+        ckpt.finish(ended=self._through)
         return result
+
+    @property
+    def _through(self) -> bool:
+        """False if a time limit, a signal or an interval ended the job, and another one continues."""
+        last = self._args.train_iters
+        return last is None or self._running.iteration >= last
 
     # --- every iteration ---
 
@@ -336,7 +338,7 @@ class MegatronLM:
         ckpt = self._running
         ckpt.begin_training()
         name = "forward_backward_func"
-        inner = self._told("train_step", args, kwargs)[name]
+        inner = self._arguments("train_step", args, kwargs)[name]
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             ckpt.discard_tokens()
@@ -352,11 +354,11 @@ class MegatronLM:
         self._updated, self._leaving = not result[1], bool(result[3])
         return result
 
-    def _skip(self, *args: Any, **kwargs: Any) -> Any:
+    def _dummy_train_step(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, settings = self._running, self._args
         ckpt.begin_training()
         result = self._original["dummy_train_step"](*args, **kwargs)
-        # What the loop counts when this returns.
+        # The loop counts these samples when this returns.
         ranks = megatron_core().parallel_state.get_data_parallel_world_size()
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         samples = ranks * settings.micro_batch_size * calculator.get_num_microbatches()
@@ -366,11 +368,11 @@ class MegatronLM:
         ckpt.skip(ckpt.iteration + 1, settings.consumed_train_samples + samples, counters=counters)
         return result
 
-    def _end_iteration(self, *args: Any, **kwargs: Any) -> Any:
+    def _checkpoint_and_decide_exit(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, settings = self._running, self._args
-        told = self._told("checkpoint_and_decide_exit", args, kwargs)
-        iteration = told["iteration"]
-        self._floating_point_operations = told["num_floating_point_operations_so_far"]
+        given = self._arguments("checkpoint_and_decide_exit", args, kwargs)
+        iteration = given["iteration"]
+        self._floating_point_operations = given["num_floating_point_operations_so_far"]
         record = ckpt.after_step(
             iteration,
             consumed_samples=settings.consumed_train_samples,
@@ -380,17 +382,17 @@ class MegatronLM:
         interval = getattr(settings, "save_interval", None)
         if interval and iteration % interval == 0:
             ckpt.save(wait=False)
-        # An iteration that is computed again ended no run the first time, and must not do so for ever.
+        # A replayed iteration did not end the run the first time; if it did now, every restart would end there.
         again = {"exit_interval": None, "phase_transition_iterations": None} if ckpt.replaying else {}
         with changed(settings, **again):
             leave = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
         if record.halt is not None and is_rank_zero():
-            announce("training ends at iteration %d, because the policy asks for it: %s", iteration, record.halt)
+            say_halted("iteration", iteration, record.halt, 0)
         self._leaving = leave or record.halt is not None
         return self._leaving
 
-    def _save(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's own checkpoint, or ours where it has no directory to save to."""
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves Megatron's own checkpoint, or ours if it has no directory; in a replay none."""
         ckpt = self.checkpoint
         if ckpt is None:
             return self._original["save_checkpoint"](*args, **kwargs)
@@ -399,7 +401,7 @@ class MegatronLM:
                 announce(
                     "Megatron's checkpoint of iteration %d is not written: a sparse window is computed again, and "
                     "until its end memory holds no state of the run",
-                    self._told("save_checkpoint", args, kwargs)["iteration"],
+                    self._arguments("save_checkpoint", args, kwargs)["iteration"],
                 )
             return None
         if self._args.save is None:  # the rerun machine asks for one whether or not there is --save
@@ -419,7 +421,7 @@ def _rerun_machine() -> Any:
 
 
 def _require_trainable(settings: Any) -> None:
-    """Raise for modes of Megatron-LM in which checkpoints cannot work, naming what to change."""
+    """Raises for modes of Megatron-LM in which checkpoints cannot work."""
     missing = [name for name in ARGUMENTS if not hasattr(settings, name)]
     if missing:
         raise _moved(f"args.{missing[0]}")
@@ -445,7 +447,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def changed(target: Any, **values: Any) -> Iterator[None]:
-    """Attributes of ``target`` with other values, as far as it has them, until the block ends."""
+    """Sets those attributes that ``target`` has to other values until the block ends."""
     old = {name: getattr(target, name) for name in values if hasattr(target, name)}
     for name in old:
         setattr(target, name, values[name])

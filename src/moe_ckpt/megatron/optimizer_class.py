@@ -1,7 +1,7 @@
-"""Which inner optimizers the state belongs to.
+"""The kind of the inner optimizers, so that no other kind takes over their state.
 
-Megatron takes Transformer Engine's Adam where that is installed, else Apex's, else torch's: they compute the same
-update and keep the same state, so a run may change between them. Another kind of optimizer is refused.
+Megatron uses Transformer Engine's Adam where installed, else Apex's, else torch's. Their update and state are the same,
+so a run may change between them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ def read(optimizer: Any) -> list[dict[str, str]]:
 
 
 def require_same(optimizer: Any, plain: Mapping[str, Any], keys: Collection[str]) -> None:
-    """Raises unless stored state is of the kind of the running optimizer. Changes nothing.
+    """Raises ``OptimizerChangedError`` unless stored state is of the running optimizer's kind. Changes nothing.
 
     Args:
         optimizer: Megatron's.
-        plain: ``MegatronTrainingState.plain()`` of the checkpoint. Older ones do not tell classes: the names of
-            state and of hyperparameters tell Adam from SGD.
+        plain: ``MegatronTrainingState.plain()`` of the checkpoint. In older ones, without classes, the names of state
+            and hyperparameters distinguish Adam and SGD.
         keys: Of the stored tensors.
-
-    Raises:
-        OptimizerChangedError: It is of another kind.
     """
     running, stored = read(optimizer), plain.get("optimizer_classes")
     if stored is None:
         there, here = _family(plain, keys), {entry["kind"].removesuffix("W") for entry in running}
     else:
         there, here = {entry["kind"] for entry in stored}, {entry["kind"] for entry in running}
-    if there and here and not there & here:  # a rank may have no optimizer: all its parameters are frozen
+    if there and here and not there & here:  # a rank whose parameters are all frozen has no optimizer
         names = [entry["class"] for entry in stored] if stored else sorted(there)
         raise OptimizerChangedError("the optimizer", ", ".join(names), ", ".join(e["class"] for e in running))
 
@@ -49,7 +46,7 @@ def _kind(inner: Any) -> str:
 
 
 def _family(plain: Mapping[str, Any], keys: Collection[str]) -> set[str]:
-    """Adam or SGD, by what is kept; empty if that does not tell."""
+    """Returns Adam or SGD by the names of state and hyperparameters; empty if they do not tell."""
     states = {split_key(key).state for key in keys}
     groups = {key for group in plain.get("optimizer", {}).get("groups", ()) for key in group}
     if "exp_avg" in states or "betas" in groups:

@@ -1,9 +1,8 @@
-"""The tensors that Megatron's optimizers keep beside a model parameter, found through their own records.
+"""The tensors that Megatron's optimizers keep for each model parameter.
 
-``FP32Optimizer`` updates the parameters themselves; ``Float16OptimizerWithFloat16Params`` updates fp32 master weights
-beside fp16 and bf16 ones; ``DistributedOptimizer`` updates a flat range of either, another on each data-parallel rank.
-A ``ChainedOptimizer`` holds several of these (with expert parallelism one of the dense and one of the expert
-parameters); which one a parameter is in makes no difference here.
+``FP32Optimizer`` updates the parameters; ``Float16OptimizerWithFloat16Params`` updates fp32 master weights of fp16 and
+bf16 ones; ``DistributedOptimizer`` updates a flat range of either, another on each data-parallel rank. A
+``ChainedOptimizer`` holds several of these, under expert parallelism one of the dense and one of the expert parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
 
 MASTER = "fp32_param"
-"""State name of master weights, as Megatron calls them in its own checkpoints."""
+"""State name of master weights, as in Megatron's own checkpoints."""
 STEP = "step"
 
 _DISTINCT_STEP = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -28,13 +27,14 @@ _DISTINCT_STEP = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One parameter as its optimizer sees it on this rank.
+    """One parameter in its optimizer on this rank.
 
-    leaf: the Megatron optimizer that it is in.
-    updated: the tensor that the inner optimizer updates: the parameter, its master copy, or a flat shard of either;
-        None if all of it is updated on other ranks.
-    master: ``updated``, if it is another tensor than the parameter.
-    range: elements ``[start, stop)`` of the parameter's flat memory that ``updated`` is; None for all of them.
+    Attributes:
+        leaf: The Megatron optimizer.
+        updated: The tensor that the inner optimizer updates: the parameter, its master copy, or a flat shard of either;
+            None if other ranks update all of it.
+        master: ``updated``, if it is not the parameter.
+        range: Elements ``[start, stop)`` of the parameter's flat memory that ``updated`` is; None for all of them.
     """
 
     leaf: Any
@@ -44,24 +44,24 @@ class Slot:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Live state of the inner optimizer; empty before its first step."""
+        """The inner optimizer's live state; empty before its first step."""
         found: Mapping[Any, dict[str, Any]] = self.leaf.optimizer.state
         return found.get(self.updated, {})
 
     @property
     def writes(self) -> bool:
-        """False on the ranks of a further instance of the distributed optimizer, which hold copies of the first's."""
+        """False on further instances of the distributed optimizer, which hold copies of the first one's state."""
         return not getattr(self.leaf, "distributed_optimizer_instance_id", 0)
 
 
 def leaves(optimizer: Any) -> tuple[Any, ...]:
-    """The Megatron optimizers in ``optimizer`` that update anything on this rank.
+    """Returns the Megatron optimizers in ``optimizer`` that update anything on this rank.
 
     Raises:
-        UnsupportedError: one whose state is laid out in a way that is not known.
+        UnsupportedError: The layout of an optimizer's state is not known.
     """
     core = megatron_core()
-    is_chain = type(optimizer) is core.chained_optimizer  # subclasses deal parameters out in their own ways
+    is_chain = type(optimizer) is core.chained_optimizer  # subclasses divide parameters in other ways
     found = []
     for leaf in optimizer.chained_optimizers if is_chain else [optimizer]:
         known = (core.fp32_optimizer, core.float16_optimizer, core.distributed_optimizer)
@@ -82,7 +82,7 @@ def _unknown(name: str, version: str) -> str:
 
 
 def _check(leaf: Any, version: str) -> None:
-    """Raise ``UnsupportedError`` for settings under which state is not where it is looked for."""
+    """Raises ``UnsupportedError`` for settings under which state is kept elsewhere."""
     inner = type(leaf.optimizer).__name__
     if not (isinstance(leaf.optimizer, _DISTINCT_STEP) or inner in ("FusedAdam", "FusedSGD")):
         raise UnsupportedError(_unknown(f"{type(leaf).__name__} with {inner}", version))
@@ -99,10 +99,9 @@ def _check(leaf: Any, version: str) -> None:
 
 
 def require_quiet_weights(optimizer: Any) -> None:
-    """Raise ``UnsupportedError`` if weights are still being gathered from other ranks when ``step`` has returned.
+    """Raises ``UnsupportedError`` if weights are still gathered from other ranks when ``step`` returns.
 
-    What a window loads into them would be written over. (``overlap_param_gather`` alone gathers in the next forward
-    pass, from what was loaded.)
+    That would overwrite what a window loads into them. (``overlap_param_gather`` alone gathers what was loaded.)
     """
     if any(getattr(leaf.config, "overlap_param_gather_with_optimizer_step", False) for leaf in leaves(optimizer)):
         raise UnsupportedError(
@@ -112,7 +111,7 @@ def require_quiet_weights(optimizer: Any) -> None:
 
 
 def slots(optimizer: Any) -> dict[nn.Parameter, Slot]:
-    """Model parameter -> its slot, for all that any optimizer updates."""
+    """Returns the slot of each model parameter that any optimizer updates."""
     core = megatron_core()
     readers: dict[type, Callable[[Any], Iterator[tuple[nn.Parameter, Slot]]]] = {
         core.fp32_optimizer: _of_fp32,
@@ -154,8 +153,8 @@ def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
 
 
 def _shards(leaf: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """(parameter, what of it this rank updates). Not by ``model_param_group_index_map``, as Megatron's own checkpoints
-    have it: in a group with parameters of 16 and of 32 bits that counts in another order than the inner optimizer."""
+    """Yields (parameter, its shard here). Not by ``model_param_group_index_map``, as Megatron's own checkpoints do: in
+    a group with parameters of 16 and of 32 bits it counts in another order than the inner optimizer."""
     of_type = (
         (leaf.model_float16_groups, leaf.shard_fp32_from_float16_groups),
         (leaf.model_fp32_groups, leaf.shard_fp32_groups),
@@ -166,10 +165,10 @@ def _shards(leaf: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def state_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(state name, tensor) of what is shaped like the parameter's share on this rank; not the step count.
+    """Yields (state name, tensor) of all state but the step count.
 
     Raises:
-        UnsupportedError: state of another shape, which belongs to no elements.
+        UnsupportedError: State of another shape than the parameter's share on this rank.
     """
     for key, value in slot.state.items():
         if key == STEP or value is None:
@@ -183,7 +182,7 @@ def state_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_state(slot: Slot, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Let the parameter's state have exactly the tensors ``names``; new ones are zero, as before a first step."""
+    """Makes the parameter's state have exactly the tensors ``names``; new ones are zero."""
     if slot.updated is None:
         return
     inner = slot.leaf.optimizer
@@ -202,12 +201,12 @@ def make_state(slot: Slot, names: Sequence[str], dtypes: Mapping[str, torch.dtyp
 
 
 def read_step(optimizer: Any) -> int | None:
-    """How often the optimizers have stepped; None where they do not count, or have not yet.
+    """Returns how often the optimizers have stepped; None if they do not count, or have not stepped.
 
-    One number: every parameter has a gradient in every step, since Megatron keeps them in buffers.
+    It is one number because every parameter has a gradient in every step: Megatron keeps them in buffers.
 
     Raises:
-        ConfigError: they differ, as after loading a checkpoint of which a part was lost.
+        ConfigError: Counts differ, as after loading a checkpoint of which a part was lost.
     """
     counts = {count for leaf in leaves(optimizer) for count in _counts(leaf)}
     if len(counts) > 1:
@@ -219,7 +218,7 @@ def read_step(optimizer: Any) -> int | None:
 
 
 def _counts(leaf: Any) -> Iterator[int]:
-    """A parameter's own count before its group's: Megatron's loader leaves one in groups that Adam does not advance."""
+    """Yields counts, a parameter's before its group's, for Megatron's loader leaves one that Adam does not advance."""
     for group in leaf.optimizer.param_groups:
         if group["params"] and STEP in (state := leaf.optimizer.state.get(group["params"][0], {})):
             yield int(state[STEP])
@@ -228,7 +227,7 @@ def _counts(leaf: Any) -> Iterator[int]:
 
 
 def write_step(optimizer: Any, step: int | None) -> None:
-    """Set the count everywhere. Each parameter gets a tensor of its own: Megatron's loader leaves one for all."""
+    """Sets the count everywhere. Each parameter gets its own tensor, for Megatron's loader leaves one for all."""
     for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             fused = not isinstance(leaf.optimizer, _DISTINCT_STEP)

@@ -1,83 +1,59 @@
 """Counts, per MoE layer and expert, the tokens that the routers of this rank's model chunks send in training.
 
-Where Megatron-Core 0.16.1 shows what is counted (paths relative to ``megatron/core/transformer/moe``):
+Facts of Megatron-Core 0.16.1 on which this rests (paths relative to ``megatron/core/transformer/moe``):
 
 * ``TopKRouter.forward`` (router.py:639) returns ``(probs, routing_map)``, both [tokens, experts of the layer], after
   dropping. A forward hook reads them, whatever the token dispatcher and the expert-parallel layout.
 * The map before dropping: see ``moe_ckpt.megatron.dropping``.
-* With ``moe_pad_expert_input_to_capacity`` the returned map is the capacity's mask, padding included; what the router
-  sent is what is in both maps.
-* ``padding_mask`` [sequence, batch] is True at padding: so it is used (moe_utils.py:157, :794), though docstrings in
-  router.py say the opposite.
+* With ``moe_pad_expert_input_to_capacity`` the returned map is the capacity's mask with padding; the tokens sent are
+  those in both maps.
+* ``padding_mask`` [sequence, batch] is True at padding (moe_utils.py:157, :794); docstrings in router.py say the
+  opposite.
 
 Each token is routed on one rank only. With tensor parallelism this is so because ``MoELayer.forward`` raises ValueError
 in training without sequence parallelism (moe_layer.py:379), with which the hidden states that reach the router are this
 rank's part of the sequence: nothing gathers them before routing (moe_layer.py:252), the dispatchers do afterwards. So
 the sum over all ranks that hold a layer (tensor, context and data parallel ones) counts each token once.
 
-Nothing here communicates, and only ``take`` waits for the device. Each router gets a few small kernels more in every
-training forward pass.
+Nothing here communicates or waits for the device; each training forward pass of a router gets a few small kernels.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.compat import look_up
-from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, detach, moved, version
-from moe_ckpt.modeling.routing import SOFT_UNIT, count_tokens
+from moe_ckpt.megatron.compat import look_up, version
+from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, detach, moved
+from moe_ckpt.modeling.routing import count_tokens, counts_on_host, soft_on_host
 
 _GRAPHS_WITHOUT_ROUTER = frozenset({"attn", "mlp", "mamba"})
 
-Counts = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Token assignments of this rank, one (token, chosen expert) pair each; [L, E], padding tokens left out.
-
-    applied: those that reached their expert, after dropping.
-    assigned: those that the router chose, before dropping. None while no router here has had a capacity factor: then
-        it is the same as ``applied``. Pipeline stages may differ in this, so what is reduced over ranks is
-        ``before_dropping``, which is never None.
-    soft: gate weights of the applied ones, in units of 2**-16; None if not asked for.
-    """
-
-    applied: Counts
-    assigned: Counts | None
-    soft: Counts | None
-
-    @property
-    def before_dropping(self) -> Counts:
-        return self.applied if self.assigned is None else self.assigned
-
 
 class RouterCounter:
-    """Tokens that this rank's routers send to each expert of the whole model.
+    """Tokens that this rank's routers send to each expert of the whole model. Used on the training thread.
 
-    Only routers in training mode count, so validation does not; nor does the second forward pass of activation
-    recompute, which runs inside backward. Counts of several micro-batches add up until ``take``. Used on the training
-    thread only. Construct it after any forward hook of your own that replaces a router's result, else it counts what
-    the hook replaced.
+    Counts routers in training mode, so neither validation nor the second forward pass of activation recompute. Counts
+    of micro-batches add up until ``take``. Construct it after any forward hook that replaces a router's result.
 
-    routers: (index of the MoE layer among the L of the whole model, its TopKRouter) of this rank's model chunks. Rows
-        of the other layers stay 0.
-    layers, experts: L, and E, the largest number of experts of any layer.
-    soft: add up the gate's weights too.
+    Args:
+        routers: (index of the MoE layer in the whole model, its TopKRouter) of this rank's chunks. Rows of other layers
+            stay 0.
+        layers: L of the whole model.
+        experts: E, the largest number of experts of any layer.
+        soft: Add up the gate's weights too.
 
     Raises:
-        ConfigError: an index is taken twice or out of range, or a router has more than ``experts`` experts.
-        UnsupportedError: Megatron-Core is not as described at the top of this file, or the routers are captured in CUDA
-            graphs, whose replay runs no hooks. Forward passes raise it too where only they can tell.
+        ConfigError: An index is taken twice or out of range, or a router has more than ``experts`` experts.
+        UnsupportedError: Megatron-Core differs from the facts above, or the routers are captured in CUDA graphs, whose
+            replay runs no hooks. Forward passes raise it where only they can tell.
     """
 
     def __init__(
@@ -97,23 +73,31 @@ class RouterCounter:
             self._handles.append(router.register_forward_pre_hook(self._before))
             self._handles.append(router.register_forward_hook(self._after(at), with_kwargs=True))
 
-    def take(self) -> Counted:
-        """What was counted since the last ``take`` or ``discard``; starts again from zero. Waits for the device."""
-        applied = self._whole(self._applied)
-        assigned = applied + self._whole(self._dropped) if self._watch.was_attached else None
-        weights = {at: (table * SOFT_UNIT).round().to(torch.int64) for at, table in self._soft.items()}
-        soft = self._whole(weights) if self._soft_wanted else None
+    def take(self) -> Deferred[StepTokens]:
+        """Returns the counts since the last ``take`` or ``discard``, without padding, and resets them.
+
+        ``assigned`` is None until a router here has a capacity factor. Only ``result()`` waits.
+        """
+        applied = counts_on_host(self._applied, self._shape)
+        dropped = counts_on_host(self._dropped, self._shape) if self._watch.was_attached else None
+        soft = soft_on_host(self._soft, self._shape) if self._soft_wanted else None
         self.discard()
-        return Counted(applied, assigned, soft)
+
+        def found() -> StepTokens:
+            arrived = applied.result()
+            assigned = None if dropped is None else arrived + dropped.result()
+            return StepTokens(arrived, None if soft is None else soft.result(), assigned)
+
+        return Deferred(found)
 
     def discard(self) -> None:
-        """Start again from zero: what was counted did not lead to an optimizer step."""
+        """Resets the counts, which led to no optimizer step."""
         for tables in (self._applied, self._dropped, self._soft):
             for table in tables.values():
                 table.zero_()
 
     def close(self) -> None:
-        """Remove every hook, and the wrapper with the last counter that needs it. May be called twice."""
+        """Removes every hook, and the wrapper if no other counter needs it. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -147,29 +131,16 @@ class RouterCounter:
     def _add(
         self, tables: dict[int, torch.Tensor], at: int, entries: torch.Tensor, dtype: torch.dtype = torch.int64
     ) -> None:
-        """Add the columns' sums of ``entries`` [tokens, experts] to one layer's table, made where they are."""
+        """Adds the column sums of ``entries`` [tokens, experts] to one layer's table, on their device."""
         table = tables.get(at)
         if table is None:
             table = torch.zeros(entries.shape[1] + 1, dtype=dtype, device=entries.device)
         tables[at] = table = table.to(entries.device)
         count_tokens(table, entries.sum(dim=0, dtype=dtype))
 
-    def _whole(self, tables: dict[int, torch.Tensor]) -> Counts:
-        """The tables as [L, E], zeros for layers that have none. One transfer per device."""
-        total = np.zeros(self._shape, dtype=np.int64)
-        by_device: dict[torch.device, list[int]] = {}
-        for at, table in tables.items():
-            by_device.setdefault(table.device, []).append(at)
-        for rows in by_device.values():
-            joined = torch.cat([tables[at][:-1] for at in rows]).cpu().numpy()
-            for at in rows:
-                experts = tables[at].shape[0] - 1
-                total[at, :experts], joined = joined[:experts], joined[experts:]
-        return total
-
 
 def _may_drop(router: Any) -> bool:
-    """Whether Megatron-Core drops tokens in the router's next forward pass."""
+    """Returns whether Megatron-Core may drop tokens in the router's next forward pass."""
     return router.config.moe_expert_capacity_factor is not None
 
 
@@ -178,7 +149,7 @@ def _masked(entries: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
 
 
 def _result(router: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a router returned, checked: gate weights and a bool map, both [tokens, experts]."""
+    """Returns a router's checked output: gate weights and a bool map, both [tokens, experts]."""
     pair = output if isinstance(output, tuple) and len(output) == 2 else (None, None)
     probs, routing_map = pair
     if (
@@ -202,7 +173,7 @@ def _before_dropping(assigned: torch.Tensor | None, routing_map: torch.Tensor) -
 
 
 def _real_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], routing_map: torch.Tensor) -> torch.Tensor | None:
-    """True where a token is no padding, [tokens]; None if the router was given no padding mask."""
+    """Returns True where a token is no padding, [tokens]; None without a padding mask."""
     padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     if padding is None:
         return None
@@ -217,7 +188,7 @@ def _real_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], routing_map: tor
 
 
 def _check(routers: Sequence[tuple[int, nn.Module]], layers: int, experts: int) -> None:
-    expected = look_up(ROUTER, "TopKRouter", version())
+    expected = look_up(ROUTER, "TopKRouter")
     if not (isinstance(expected, type) and issubclass(expected, nn.Module)):
         raise moved(f"{ROUTER}.TopKRouter", "a class of modules")
     seen = set()
@@ -240,7 +211,7 @@ def _check_router(router: Any, expected: type) -> None:
             f"{kind.__module__}.{kind.__qualname__} is no {ROUTER}.TopKRouter (megatron-core {version()}), so what "
             "it routes cannot be counted. Use TopKRouter or a subclass of it."
         )
-    if _parameters(kind.forward)[:3] != ["self", "input", "padding_mask"]:
+    if list(inspect.signature(kind.forward).parameters)[:3] != ["self", "input", "padding_mask"]:
         raise moved(f"{kind.__module__}.{kind.__qualname__}.forward", "a method (self, input, padding_mask)")
     for name in ("num_moe_experts", "moe_expert_capacity_factor"):
         if not hasattr(router.config, name):
@@ -255,12 +226,8 @@ def _check_router(router: Any, expected: type) -> None:
 
 
 def _graph_scope(config: Any) -> Sequence[Any]:
-    """What CUDA graphs capture; Megatron-Core says "the whole layer" by an empty list."""
+    """Returns what CUDA graphs capture; Megatron-Core's empty list means the whole layer."""
     if getattr(config, "cuda_graph_impl", "none") == "none":
         return ()
     scope: Sequence[Any] = config.cuda_graph_scope
     return scope or ("full",)
-
-
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
-from operator import is_
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.megatron import hyperparameters, optimizer_class
 from moe_ckpt.megatron.blocks import Part, Placed, place
 from moe_ckpt.megatron.inventory import Inventory, LiveParameter
-from moe_ckpt.megatron.optimizers import MASTER, Slot, make_state, slots, state_tensors
+from moe_ckpt.megatron.optimizers import MASTER, STEP, Slot, make_state, slots, state_tensors
 from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World
+from moe_ckpt.modeling.watching import Entries, Memory
 from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
@@ -44,9 +44,11 @@ class MegatronTrainingState:
         self._optimizer = optimizer
         self._slots = slots(optimizer) if optimizer is not None else {}
         self._world: World | None = None
-        self._groups = Groups((0,), (0,))
+        self.groups = Groups((0,), (0,))
         self._rank = 0
-        self._tensors: list[StateTensor] = []
+        self._tensors: tuple[StateTensor, ...] = ()
+        self._states: tuple[tuple[str, str], ...] = ()
+        self._prepared = False
         self._views: _Views | None = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[tuple[str, str], ...] | None = None
@@ -59,7 +61,7 @@ class MegatronTrainingState:
             )
 
     def holding(self, stage: int, expert_rank: int) -> Holding:
-        """What to tell the other ranks. stage, expert_rank: see ``Holding``."""
+        """Returns what this rank holds, for the other ranks. Arguments: see ``Holding``."""
         layers = tuple((layer.name, layer.experts, layer.top_k) for layer in self._inventory.layers)
         found: dict[str, HeldTensor] = {}
         for live in self._inventory.parameters:
@@ -76,16 +78,15 @@ class MegatronTrainingState:
         master = dtype_name(torch.float32) if slot is not None and dtype in ("BF16", "F16") else None
         for part, owner in zip(live.parts, live.owners, strict=True):
             blocks = sorted({(placed.offsets, placed.shape) for placed in place(part, part.start, part.stop)})
-            which = (None, owner.group) if owner.moe is None else (owner.moe, owner.expert)
-            yield HeldTensor(part.name, dtype, part.global_shape, which, slot is not None, master, tuple(blocks))
+            yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, tuple(blocks))
 
-    def settle(self, world: World, rank: int, groups: Groups) -> None:
-        """Take notice of who holds what else. Once, before any other method below."""
-        self._world, self._rank, self._groups = world, rank, groups
+    def bind(self, world: World, rank: int, groups: Groups) -> None:
+        """Tells who holds what else; once, before any method below. groups: Of this rank."""
+        self._world, self._rank, self.groups = world, rank, groups
 
     @property
     def shards(self) -> bool:
-        """True if a distributed optimizer has dealt the state out already."""
+        """Whether a distributed optimizer divides the state over ranks."""
         return any(slot.range is not None for slot in self._slots.values())
 
     @property
@@ -106,20 +107,24 @@ class MegatronTrainingState:
 
     # --- ports.TrainingState ---
 
-    def tensors(self) -> Sequence[StateTensor]:
+    def tensors(self) -> tuple[StateTensor, ...]:
         if self._views is None or not self._views.current():
+            self._tensors = tuple(tensor for live in self._inventory.parameters for tensor in self._of(live))
             self._views = _Views(self._inventory.parameters, self._slots)
-            self._tensors = [tensor for live in self._inventory.parameters for tensor in self._of(live)]
+            self._states = self._state_names()
+        self._prepared = False
         return self._tensors
 
     def specs(self) -> Sequence[TensorSpec]:
-        names = self._state_names()
+        if self._views is None or self._prepared:
+            self.tensors()
+        names = self._states
         if names != self._specs_of:
             self._specs_of = names
             self._specs = tuple(_specs(self._require_world(), names))
         return self._specs
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, *, described: bool = False) -> dict[str, Any]:
         return {
             "buffers": dict(self._inventory.buffers),
             "optimizer": hyperparameters.read(self._optimizer),
@@ -136,6 +141,7 @@ class MegatronTrainingState:
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """All trained parameters get the same kinds of state, those too that ``wanted`` leaves out for now."""
+        self._prepared = True
         kinds: dict[str, torch.dtype] = {}
         for key, meta in wanted.items():
             state = split_key(key).state
@@ -164,7 +170,7 @@ class MegatronTrainingState:
 
     def _require_world(self) -> World:
         if self._world is None:
-            raise ConfigError("MegatronTrainingState.settle() was not called")
+            raise ConfigError("MegatronTrainingState.bind() was not called")
         return self._world
 
     def _state_names(self) -> tuple[tuple[str, str], ...]:
@@ -190,9 +196,9 @@ class MegatronTrainingState:
                     yield _tensor(key, part, placed, flat[part.start :], *flags)
 
     def _sharded(self, live: LiveParameter, part: Part, slot: Slot, weights: torch.Tensor) -> Iterator[StateTensor]:
-        """Of a parameter in a distributed optimizer: this rank writes the range that it updates, and reads the rest."""
+        """Yields tensors of a parameter in a distributed optimizer: this rank writes the range that it updates."""
         start, stop = slot.range or (0, 0)
-        group = self._groups.expert if live.is_expert else self._groups.dense
+        group = self.groups.expert if live.is_expert else self.groups.dense
         # Of the block that tensor parallelism gives this rank: who holds another one writes that.
         block = next((placed.offsets, placed.shape) for placed in place(part, part.start, part.stop))
         writes = slot.writes and self._require_world().holders[part.name, block][0] in group
@@ -211,32 +217,33 @@ class MegatronTrainingState:
         if is_expert:
             return False, world.expert_writer(name, block) != self._rank
         holders = world.holders[name, block]
-        if holders[0] in self._groups.dense and set(self._groups.dense) <= set(holders):
+        if holders[0] in self.groups.dense and set(self.groups.dense) <= set(holders):
             return True, False
         return False, holders[0] != self._rank
 
 
 class _Views:
-    """What views were made of, to tell quickly whether it is still what there is: once or twice per step."""
+    """What views were made of, to find changes quickly: once or twice per step."""
 
     def __init__(self, parameters: Sequence[LiveParameter], slots: Mapping[nn.Parameter, Slot]) -> None:
         used = [slot for live in parameters if (slot := slots.get(live.parameter)) and slot.updated is not None]
-        self._states = [(leaf.optimizer, leaf.optimizer.state) for leaf in {id(s.leaf): s.leaf for s in used}.values()]
-        self._sizes = [len(state) for _, state in self._states]
-        entries = [(slot.state, key) for slot in used for key in slot.state]
-        self._dicts, self._keys = [state for state, _ in entries], [key for _, key in entries]
-        self._values = [state[key] for state, key in entries]
-        tensors = [live.parameter for live in parameters] + [s.updated for s in used if s.updated is not None]
-        self._tensors = [*tensors, *(value for value in self._values if isinstance(value, torch.Tensor))]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        inner = [leaf.optimizer for leaf in {id(slot.leaf): slot.leaf for slot in used}.values()]
+        self._states = [(each, each.state) for each in inner]
+        self._held = Entries([state for _, state in self._states])
+        self._entries = Entries([slot.state for slot in used], torch.Tensor)
+        viewed: list[torch.Tensor] = [live.parameter for live in parameters]
+        for slot in used:
+            viewed += [value for key, value in slot.state.items() if key != STEP and isinstance(value, torch.Tensor)]
+            viewed += [] if slot.updated is None else [slot.updated]
+        self._memory = Memory(list({id(tensor): tensor for tensor in viewed}.values()))
 
     def current(self) -> bool:
-        """False after optimizer state came, went or was loaded anew, and after memory was moved."""
+        """Returns False after optimizer state was added, removed or loaded, or memory was moved."""
         return (
             all(optimizer.state is state for optimizer, state in self._states)
-            and [len(state) for _, state in self._states] == self._sizes
-            and all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
-            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+            and self._held.same()
+            and self._entries.same()
+            and self._memory.same()
         )
 
 

@@ -13,21 +13,21 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.state import Groups
-from moe_ckpt.megatron.world import all_digests
+from moe_ckpt.megatron.state import Groups, MegatronTrainingState
+from moe_ckpt.megatron.world import World, all_digests, exchange
 from moe_ckpt.ports import Communicator
 
 
 def require_groups() -> None:
-    """Raise ``ConfigError`` unless processes and Megatron's groups are set up."""
+    """Raises ``ConfigError`` unless processes and Megatron's groups are set up."""
     if not dist.is_initialized():
         raise ConfigError("moe_ckpt.megatron: torch.distributed is not initialized; call init_process_group first")
-    if not megatron_core().parallel_state.model_parallel_is_initialized():
+    state = megatron_core().parallel_state
+    if not state.model_parallel_is_initialized():
         raise ConfigError(
             "moe_ckpt.megatron: Megatron's process groups do not exist; call "
             "megatron.core.parallel_state.initialize_model_parallel first"
         )
-    state = megatron_core().parallel_state
     tensor, expert_tensor = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
     if tensor > 1 and state.get_expert_model_parallel_world_size() == 1 and expert_tensor != tensor:
         raise UnsupportedError(
@@ -38,11 +38,19 @@ def require_groups() -> None:
         )
 
 
-def data_parallel_groups() -> Groups:
-    """Ranks that share this rank's dense parameters, and those that share its experts."""
-    state = megatron_core().parallel_state
-    dense = state.get_data_parallel_group(with_context_parallel=True)
-    return Groups(_ranks(dense), _ranks(state.get_expert_data_parallel_group()))
+def bind(state: MegatronTrainingState, comm: Communicator) -> World:
+    """Tells ``state`` what the other ranks hold, and returns that. A collective of the training thread.
+
+    Raises:
+        CoverageError: The ranks together do not hold the model.
+    """
+    groups = megatron_core().parallel_state
+    stage, expert_rank = groups.get_pipeline_model_parallel_rank(), groups.get_expert_model_parallel_rank()
+    world = exchange(state.holding(int(stage), int(expert_rank)), comm)
+    world.catalog  # noqa: B018  the proof comes before anything else
+    dense = _ranks(groups.get_data_parallel_group(with_context_parallel=True))
+    state.bind(world, comm.rank, Groups(dense, _ranks(groups.get_expert_data_parallel_group())))
+    return world
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
@@ -50,7 +58,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 def layout(chunks: Sequence[Any]) -> dict[str, int]:
-    """Degrees of parallelism by name: steps of a sparse window can be computed again on the same ones only."""
+    """Returns the degrees of parallelism by name; a sparse window is replayed on the same ones only."""
     state = megatron_core().parallel_state
     return {
         "tensor": state.get_tensor_model_parallel_world_size(),
@@ -64,17 +72,9 @@ def layout(chunks: Sequence[Any]) -> dict[str, int]:
 
 
 def local_ranks(comm: Communicator) -> int:
-    """Ranks that share this host's memory: as torchrun says, else (``srun``) those of one host name. A collective."""
+    """Returns the ranks on this host, by torchrun's variable, else (``srun``) by host name. A collective."""
     digests = all_digests(hashlib.sha256(socket.gethostname().encode()).digest(), comm)
     return int(os.environ.get("LOCAL_WORLD_SIZE", digests.count(digests[comm.rank])))
-
-
-def stage() -> int:
-    return int(megatron_core().parallel_state.get_pipeline_model_parallel_rank())
-
-
-def expert_rank() -> int:
-    return int(megatron_core().parallel_state.get_expert_model_parallel_rank())
 
 
 def is_rank_zero() -> bool:
@@ -82,11 +82,8 @@ def is_rank_zero() -> bool:
 
 
 def from_rank_zero(number: int) -> int:
-    """Rank 0's ``number``, on all ranks. A collective."""
-    message = torch.tensor([number], dtype=torch.int64, device=_message_device())
+    """Returns rank 0's ``number`` on all ranks. A collective."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    message = torch.tensor([number], dtype=torch.int64, device=device)
     dist.broadcast(message, 0)
     return int(message.item())
-
-
-def _message_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

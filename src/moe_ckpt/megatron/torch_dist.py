@@ -1,12 +1,12 @@
 """Megatron's own checkpoint format (``torch_dist``), written and read by Megatron itself, in the running job.
 
-For handing a run over: to Megatron's training script, its converters and its inference, and from them. Going on after a
-failure is not what this is for: ``MegatronCheckpoint.resume`` does that, from files that hold no code.
+For exchange with Megatron's training script, converters and inference. A failed run is resumed by
+``MegatronCheckpoint.resume``, from files that hold no code.
 
-What is written is what ``megatron.training`` writes, less its command line (``args``): ``model`` (``model0``, ... for
+The content is that of ``megatron.training`` without its command line (``args``): ``model`` (``model0``, ... for
 chunks), ``optimizer``, ``opt_param_scheduler``, ``rng_state``, ``iteration``, ``checkpoint_version``, and
-``consumed_train_samples``, which Megatron keeps in ``args``. Beside that, each rank's random numbers, for a job of as
-many ranks: Megatron keeps those of one data-parallel rank only.
+``consumed_train_samples``, which Megatron keeps in ``args``. Added are the random numbers of each rank, for a job of as
+many ranks; Megatron saves those of one data-parallel rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.megatron.inventory import unwrapped
+from moe_ckpt.megatron.inventory import chunks_of, unwrapped
+from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.optimizer_io import SHARDING, buckets_in_place, load_optimizer, make_loadable
 from moe_ckpt.megatron.optimizers import read_step
-from moe_ckpt.megatron.own_format import SHARDING, buckets_in_place, load_optimizer, make_loadable
-from moe_ckpt.megatron.progress import Progress
-from moe_ckpt.megatron.side import Stateful, capture_generators, restore_generators
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero, require_groups
+from moe_ckpt.megatron.trainer_state import Stateful, capture_generators, restore_generators
 
 log = logging.getLogger("moe_ckpt")
 
@@ -44,7 +44,7 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-"""How Megatron is to name and cut things: optimizer state in tensors of the weights' shapes, which can be resharded."""
+"""Makes Megatron save optimizer state in tensors of the weights' shapes, which can be resharded."""
 _OWN_RNG = "moe_ckpt_rng_state"
 
 
@@ -57,28 +57,29 @@ def export_torch_dist(
     iteration: int = 0,
     consumed_samples: int = 0,
 ) -> None:
-    """Write what the job holds now, with Megatron's ``dist_checkpointing.save``. A collective, between iterations.
+    """Writes the job's present state with Megatron's ``dist_checkpointing.save``. A collective, between iterations.
 
-    path: a directory, new or empty, on storage that all ranks see. For Megatron's training script name it
-        ``<load>/iter_0000500``, and write ``500`` into ``<load>/latest_checkpointed_iteration.txt``.
-    model_chunks, scheduler: as for ``megatron.attach``.
-    optimizer: None to write the weights alone.
-    iteration, consumed_samples: done by now.
+    Megatron loads it into the same model in any layout. Optimizer state it loads with other tensor, pipeline and data
+    parallelism, but not between expert parallelism of 1 and more, nor with and without the distributed optimizer; use a
+    checkpoint of this package for that. Wrong values that Megatron alone saves with several buckets are corrected
+    (``optimizer_io``).
 
-    Megatron's loader opens it into the same model in any layout. The optimizer it opens with any tensor, pipeline and
-    data parallelism, but not across expert parallelism of 1 and more, nor with and without the distributed optimizer:
-    use a checkpoint of this package there.
+    Megatron starts a process that imports the main script again: guard that with ``if __name__ == "__main__"``. The
+    directory is closed to other users; its files follow the umask.
 
-    With the distributed optimizer and several buckets, Megatron alone would save wrong values (``own_format``): that is
-    put right here.
-
-    Megatron starts a process for the writing that imports the main script again: guard that with
-    ``if __name__ == "__main__"``. The directory is closed to other users; files in it are as the umask says.
+    Args:
+        path: A directory, new or empty, on storage that all ranks see. For Megatron's training script name it
+            ``<load>/iter_0000500``, and write ``500`` into ``<load>/latest_checkpointed_iteration.txt``.
+        model_chunks: As of ``megatron.attach``.
+        optimizer: None to write the weights alone.
+        scheduler: As of ``megatron.attach``.
+        iteration: Iterations done.
+        consumed_samples: Samples consumed.
 
     Raises:
-        MissingPackageError: psutil, without which Megatron hangs here for ever.
-        ConfigError: ``path`` is not empty, or the optimizer has not made a step yet.
-        UnsupportedError: an optimizer, or a version of Megatron-Core, that is not known here.
+        MissingPackageError: psutil is missing, without which Megatron hangs.
+        ConfigError: ``path`` is not empty, or the optimizer has made no step.
+        UnsupportedError: An unknown optimizer or version of Megatron-Core.
     """
     require_groups()
     if importlib.util.find_spec("psutil") is None:
@@ -86,7 +87,7 @@ def export_torch_dist(
     if optimizer is not None and read_step(optimizer) is None:
         raise ConfigError("the optimizer has made no step: export after the first one, or with optimizer=None")
     serialization = _serialization()
-    chunks = _chunks(model_chunks)
+    chunks = chunks_of(model_chunks)
     _complete_weights(chunks)
     state = _model_state(chunks)
     if optimizer is not None:
@@ -112,30 +113,32 @@ def import_torch_dist(
     *,
     weights_only: bool = False,
 ) -> Progress:
-    """Load a ``torch_dist`` checkpoint through Megatron's own loader, into live objects, and say where it stands.
+    """Loads a ``torch_dist`` checkpoint into live objects, with Megatron's loader, and returns where it stands.
 
-    A collective, before training. Megatron's loader unpickles (``common.pt``, ``.metadata``): whoever wrote those
-    files can run code in this job. So nothing in this package calls this function; open only what you trust.
+    A collective, before training. Megatron's loader unpickles (``common.pt``, ``.metadata``), so the writer of those
+    files can run code in this job: open only what you trust. Nothing in this package calls this function.
 
-    Training goes on exactly where the exporting job stood, on the same layout. Megatron's loader alone does not see to
-    that with torch's AdamW under the distributed optimizer: it fails before the first step, gives all parameters one
-    step count (which then counts every step as often as there are parameters), and copies that count along with the
-    tensors. This function works around each of these, and leaves Megatron as it is.
+    On the same layout training resumes exactly. Megatron's loader alone does not achieve that with torch's AdamW under
+    the distributed optimizer: it fails before the first step, gives all parameters one step count, which each of them
+    then advances, and copies that count with the tensors. This function works around these.
 
-    To begin a checkpointed run from it, give it to ``resume``, which calls it if the run has no checkpoint of its own::
+    To begin a checkpointed run from it, give it to ``resume``, which calls it if the run has no checkpoint::
 
         ckpt = megatron.attach(chunks, optimizer, scheduler, dirpath="checkpoints")
         progress = ckpt.resume(lambda: megatron.import_torch_dist(path, chunks, optimizer, scheduler))
 
-    path: a directory such as ``<load>/iter_0000500``, of ``export_torch_dist`` or of Megatron's training script.
-    optimizer, scheduler: None to leave them as they are. weights_only: take no state for them from the checkpoint, and
-        only give the optimizer's master weights the values of the loaded weights.
+    Args:
+        path: A directory such as ``<load>/iter_0000500``, of ``export_torch_dist`` or of Megatron's training script.
+        model_chunks: As of ``megatron.attach``.
+        optimizer: None to leave it as it is.
+        scheduler: None to leave it as it is.
+        weights_only: Load no state of the two, and set the optimizer's master weights to the loaded weights.
 
     Raises:
-        ConfigError: it is no such checkpoint, or the optimizer's state in it is that of another kind of layout. Other
-            misfits (another model) are told by Megatron, as its ``CheckpointingException`` or torch's ``RuntimeError``,
-            when memory may be changed in part: do not train on then.
-        UnsupportedError: an optimizer, or a version of Megatron-Core, that is not known here.
+        ConfigError: It is no such checkpoint, or its optimizer state is of another kind of layout. For other misfits
+            (another model) Megatron raises ``CheckpointingException`` or ``RuntimeError``, when memory may be changed
+            in part: do not train on then.
+        UnsupportedError: An unknown optimizer or version of Megatron-Core.
     """
     require_groups()
     serialization = _serialization()
@@ -143,7 +146,7 @@ def import_torch_dist(
     if not os.path.isfile(os.path.join(path, "metadata.json")):
         raise ConfigError(f"{path} is no checkpoint of Megatron: it has no metadata.json. Give its iter_... directory")
     common = serialization.load_common_state_dict(path)
-    chunks = _chunks(model_chunks)
+    chunks = chunks_of(model_chunks)
     metadata = serialization.load_content_metadata(preloaded_state_dict=common) or dict(_METADATA)
     with_optimizer = optimizer is not None and not weights_only
     if with_optimizer:
@@ -174,20 +177,15 @@ def import_torch_dist(
 
 
 def _serialization() -> Any:
-    """The module with ``save`` and ``load``."""
-    core = megatron_core()
+    """Returns the module with ``save`` and ``load``."""
     module = "megatron.core.dist_checkpointing.serialization"
     for name in ("save", "load", "load_common_state_dict", "load_content_metadata", "load_sharded_metadata"):
-        look_up(module, name, core.version)
+        look_up(module, name)
     return importlib.import_module(module)
 
 
-def _chunks(model_chunks: Sequence[nn.Module] | nn.Module) -> list[nn.Module]:
-    return [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-
-
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, Any]]:
-    """Chunks under the names that Megatron gives them."""
+    """Returns chunks under Megatron's names."""
     inner = [unwrapped(chunk) for chunk in chunks]
     return [("model", inner[0])] if len(inner) == 1 else [(f"model{at}", each) for at, each in enumerate(inner)]
 
@@ -197,7 +195,7 @@ def _model_state(chunks: Sequence[nn.Module], metadata: Mapping[str, Any] = _MET
 
 
 def _complete_weights(chunks: Sequence[nn.Module]) -> None:
-    """Gather the weights that the distributed optimizer would gather in the next forward pass only."""
+    """Gathers the weights that the distributed optimizer would gather in the next forward pass."""
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
             wrapped: Any = chunk
@@ -205,7 +203,7 @@ def _complete_weights(chunks: Sequence[nn.Module]) -> None:
 
 
 def _make_directory(path: str) -> None:
-    """On rank 0; all ranks raise if it is not empty."""
+    """Makes the directory on rank 0; raises on all ranks if it is not empty."""
     usable = True
     if is_rank_zero():
         os.makedirs(path, mode=0o700, exist_ok=True)
@@ -215,7 +213,7 @@ def _make_directory(path: str) -> None:
 
 
 def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> None:
-    """Raise ``ConfigError`` where Megatron's loader would fail half-way: another number or kind of optimizers."""
+    """Raises ``ConfigError`` where Megatron's loader would fail half-way: another number or kind of optimizers."""
     if "optimizer" not in common:
         raise ConfigError(f"{path} holds no optimizer: give weights_only=True to begin from its weights")
     stored = common["optimizer"]
@@ -238,7 +236,7 @@ def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one rank's random numbers are in the checkpoint: number ``offset`` of a grid of ``shape``."""
+    """Place of one rank's random numbers in the checkpoint: entry ``offset`` of a grid of ``shape``."""
 
     key: str
     shape: tuple[int, ...]
@@ -246,12 +244,12 @@ class _Place:
     replica: int
 
     def of(self, value: Any) -> Any:
-        kind = look_up("megatron.core.dist_checkpointing.mapping", "ShardedObject", megatron_core().version)
+        kind = look_up("megatron.core.dist_checkpointing.mapping", "ShardedObject")
         return kind(self.key, value, self.shape, self.offset, replica_id=self.replica)
 
 
 def _places() -> list[_Place]:
-    """Ours, then those of Megatron and, for expert parallelism, of its newer versions."""
+    """Returns our place, Megatron's, and that of its newer versions under expert parallelism."""
     state = megatron_core().parallel_state
     ranks = [
         (state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
@@ -270,7 +268,7 @@ def _places() -> list[_Place]:
 
 
 def _generators() -> dict[_Place, Any]:
-    """What to write where."""
+    """Returns the random number generators to write, by place."""
     own, megatrons, _ = _places()
     tracker = megatron_core().rng_tracker()
     state = {
@@ -284,7 +282,7 @@ def _generators() -> dict[_Place, Any]:
 
 
 def _stored_generators(stored: Mapping[str, Any]) -> _Place | None:
-    """The place that this rank's are in, on this layout."""
+    """Returns the place of this rank's generators on this layout."""
     found = next((place for place in _places() if place.of(None).unique_key in stored), None)
     if found is None:
         log.warning("the checkpoint has no random number generators for this layout: they stay as they are")

@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 from moe_ckpt.engine.comm import make_communicator
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop import weights
-from moe_ckpt.megatron.inventory import take_inventory
+from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.megatron.topology import data_parallel_groups, expert_rank, require_groups, stage
-from moe_ckpt.megatron.world import exchange
+from moe_ckpt.megatron.topology import bind, require_groups
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 
@@ -47,13 +45,10 @@ def load_weights(
         ConfigError: Process groups are not set up.
     """
     require_groups()
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    state = MegatronTrainingState(take_inventory(chunks), optimizer)
+    state = MegatronTrainingState(take_inventory(chunks_of(model_chunks)), optimizer)
     comm = make_communicator(timeout_secs)
     try:
-        world = exchange(state.holding(stage(), expert_rank()), comm)
-        world.catalog  # noqa: B018  the proof that ranks together hold the model
-        state.settle(world, comm.rank, data_parallel_groups())
+        bind(state, comm)
         loaded = load_into(weights_from, state, comm, strict=strict)
         if comm.rank == 0:
             announce("loaded %s", loaded)
@@ -68,34 +63,7 @@ def load_into(
     *,
     strict: bool = True,
 ) -> weights.Loaded:
-    """Loads weights into a state that knows its world, and refreshes master weights from them.
-
-    Raises:
-        MoECheckpointError: As ``load_weights``.
-    """
+    """Loads weights into a bound state, and sets master weights from them. Raises as ``load_weights``."""
     loaded = weights.load_weights(weights_from, state, comm, state.live_buffers(), strict=strict)
     state.refresh_masters()
     return loaded
-
-
-def begin_with_weights(path: str, begun_at: int, state: MegatronTrainingState, comm: Communicator) -> None:
-    """Lets a new run begin with the weights at ``path``, and says so once. A collective, before training.
-
-    Args:
-        path: ``weights_from`` of the options.
-        begun_at: Iteration that the run begins at; above 0 if something else was loaded already.
-        state: Of the model and its optimizer.
-        comm: Of all ranks.
-
-    Raises:
-        ConfigError: Something else was loaded already.
-        MoECheckpointError: As ``load_weights``.
-    """
-    if begun_at:
-        raise ConfigError(
-            f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which begins at "
-            f"iteration {begun_at}, contradict each other: give one of them"
-        )
-    loaded = load_into(path, state, comm)
-    if comm.rank == 0:
-        announce("a new run begins with %s; iteration, optimizer, schedules and data begin anew", loaded)

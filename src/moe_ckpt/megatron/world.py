@@ -1,8 +1,7 @@
-"""The whole model out of what each rank holds of it: operators, who has copies of what, and who writes which copy.
+"""The whole model, from what each rank holds of it: operators, holders of each block, and who writes it.
 
-Ranks tell each other once, when training starts. Ranks that hold the same tell it once: first everybody's digest goes
-round (16 bytes each), then one rank of each kind describes what it holds. So the bytes that go round grow with the
-number of different parts of the model, not with the number of data-parallel copies.
+Ranks exchange this once, when training starts: first a digest of each rank (16 bytes), then one description for each
+distinct digest. So the bytes grow with the number of different parts of the model, not of data-parallel copies.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,22 +33,25 @@ from moe_ckpt.ports import Communicator
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, shape) in a whole tensor."""
+Owner = tuple[str | None, int | str | None]
+"""(MoE layer, expert) of an expert, (MoE layer, None) of a router, (None, group) of any other tensor."""
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """What one rank holds of one whole tensor, and facts about it that must be alike wherever it is held.
+    """What one rank holds of one whole tensor; all but ``blocks`` is equal on every rank that holds it.
 
-    owner: (name of the MoE layer, expert) of an expert, (name, None) of a router, (None, group) of anything else.
-    trained: the optimizer updates it. master: dtype of the master weights beside it, None if there are none.
+    Attributes:
+        trained: The optimizer updates it.
+        master: Dtype of its master weights, None if it has none.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    owner: tuple[str | None, int | str | None]
+    owner: Owner
     trained: bool
     master: str | None
     blocks: tuple[Block, ...]
@@ -56,8 +59,14 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds. layers: (name, E, k) of its MoE layers. stage, expert_rank: its ranks in pipeline and expert
-    parallelism. updates: the optimizer updates something here."""
+    """What one rank holds.
+
+    Attributes:
+        stage: Its rank in pipeline parallelism.
+        layers: (name, E, k) of its MoE layers.
+        expert_rank: Its rank in expert parallelism.
+        updates: The optimizer updates something here.
+    """
 
     stage: int
     layers: tuple[tuple[str, int, int], ...]
@@ -85,7 +94,7 @@ def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
 
 
 def exchange(own: Holding, comm: Communicator) -> World:
-    """What all ranks hold, on every rank. A collective of the training thread."""
+    """Returns what all ranks hold, on every rank. A collective of the training thread."""
     raw = own.encode()
     digests = all_digests(hashlib.sha256(raw).digest(), comm)
     kinds: dict[tuple[int, ...], list[int]] = {}
@@ -95,7 +104,7 @@ def exchange(own: Holding, comm: Communicator) -> World:
 
 
 def all_digests(digest: bytes, comm: Communicator) -> list[tuple[int, ...]]:
-    """The first 16 bytes of every rank's digest, as two whole numbers each. A collective of the training thread."""
+    """Returns the first 16 bytes of every rank's digest, as two int64 each. A collective of the training thread."""
     words = np.frombuffer(digest[:16], dtype=np.int64)
     slots = np.full((comm.world_size, len(words)), np.iinfo(np.int64).min, dtype=np.int64)
     slots[comm.rank] = words
@@ -105,12 +114,15 @@ def all_digests(digest: bytes, comm: Communicator) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class World:
-    """Every tensor of the model with its holders. Alike on every rank.
+    """Every tensor of the model with its holders; equal on every rank.
 
-    tensors: name -> facts, ``blocks`` being those of all ranks.
-    holders: (name, block) -> the ranks that hold it, ascending.
-    layers: MoE layers in the order of their numbers. stages: pipeline stage of each rank. expert_ranks: rank in expert
-    parallelism of each rank. idle: ranks on which the optimizer updates nothing.
+    Attributes:
+        tensors: By name; ``blocks`` are those of all ranks.
+        holders: (name, block) -> the ranks that hold it, ascending.
+        layers: MoE layers by number.
+        stages: Rank -> pipeline stage.
+        expert_ranks: Rank -> rank in expert parallelism.
+        idle: Ranks on which the optimizer updates nothing.
     """
 
     tensors: Mapping[str, HeldTensor]
@@ -122,8 +134,8 @@ class World:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """Raises ``CoverageError`` naming the experts that no rank holds, a tensor that is held in part, and what ranks
-        hold under one name that cannot be copies of one another."""
+        """Raises ``CoverageError``, which names experts that no rank holds, tensors that are held in part, and tensors
+        of one name that cannot be copies of one another."""
         self._require_whole()
         groups: dict[str, list[str]] = {}
         for tensor in self.tensors.values():
@@ -152,21 +164,20 @@ class World:
             lacking = [e for e in range(layer.experts) if expert_id(layer.index, e) not in held]
             problems += [f"expert {e} of {layer.name} is on no rank" for e in lacking]
         for name, tensor in self.tensors.items():
-            elements = sum(_volume(shape) for _, shape in tensor.blocks)
-            if elements != _volume(tensor.shape):
+            elements = sum(prod(shape) for _, shape in tensor.blocks)
+            if elements != prod(tensor.shape):
                 problems.append(
-                    f"{name}: ranks hold {elements} of {_volume(tensor.shape)} elements, or some of them twice"
+                    f"{name}: ranks hold {elements} of {prod(tensor.shape)} elements, or some of them twice"
                 )
         problems += self._false_copies()
         if problems:
             raise CoverageError("what the ranks hold of the model", tuple(problems))
 
     def _false_copies(self) -> list[str]:
-        """Sentences on what has one name on ranks between which nothing keeps it equal.
+        """Returns a sentence on each tensor that has one name on ranks that nothing keeps equal.
 
-        Data-parallel ranks hold copies. Expert-parallel ranks have no expert in common, pipeline stages no layer; of
-        two that say they have, one would be saved and both would get it back. Parameters outside of layers (tied
-        embeddings) are shared between stages.
+        Data-parallel ranks hold copies, and stages share parameters outside of layers (tied embeddings). Two
+        expert-parallel ranks with the same expert, or stages with the same layer, would both get back one of the two.
         """
         found: dict[str, str] = {}
         for name, tensor in self.tensors.items():
@@ -180,9 +191,9 @@ class World:
         return list(found.values())
 
     def require_updates(self) -> None:
-        """Raise ``UnsupportedError`` if the optimizer updates something on some ranks only.
+        """Raises ``UnsupportedError`` if the optimizer updates something on some ranks only.
 
-        Which state tensors exist, each rank sees by its own: one that has none would take all other ranks' for wrong.
+        A rank derives which state tensors exist from its own; without any, it would refuse those of other ranks.
         """
         if self.idle and len(self.idle) < len(self.stages):
             raise UnsupportedError(
@@ -192,18 +203,18 @@ class World:
             )
 
     def holders_of(self, name: str) -> tuple[int, ...]:
-        """Ranks that hold any of a tensor, ascending."""
+        """Returns the ranks that hold any block of a tensor, ascending."""
         return tuple(sorted({r for block in self.tensors[name].blocks for r in self.holders[name, block]}))
 
     def expert_writer(self, name: str, block: Block) -> int:
-        """Who writes one expert's block, of the ranks that hold copies of it: they share a rank's experts evenly."""
+        """Returns the rank that writes an expert's block. Ranks that hold the same experts share them evenly."""
         ranks = self.holders[name, block]
         owner = self.tensors[name].owner
         return self._sharers[str(owner[0]), ranks][owner[1]]
 
     @cached_property
     def _sharers(self) -> Mapping[tuple[str, tuple[int, ...]], Mapping[Any, int]]:
-        """(MoE layer, ranks that hold the same experts of it) -> expert -> the one that writes it."""
+        """(MoE layer, ranks that hold the same experts of it) -> expert -> the rank that writes it."""
         experts: dict[tuple[str, tuple[int, ...]], set[Any]] = {}
         for (name, _), ranks in self.holders.items():
             owner = self.tensors[name].owner
@@ -215,8 +226,10 @@ class World:
         }
 
     def placement(self, peers: Sequence[int], *, experts_apart: bool) -> Placement:
-        """peers, experts_apart: see ``Placement``. Where experts are not apart, a distributed optimizer divides each
-        over all ranks that hold it, and the first of them stands for them all."""
+        """Returns the placement; ``peers`` and ``experts_apart`` are its own.
+
+        Unless ``experts_apart``, a distributed optimizer divides each expert over its holders; the first is its owner.
+        """
         owners = [[0] * layer.experts for layer in self.layers]
         numbers = {layer.name: layer.index for layer in self.layers}
         stage_of: dict[str, int] = {}
@@ -237,10 +250,10 @@ class World:
 
 
 def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
-    """(ranks, what each of them holds) of all kinds of ranks, as one world.
+    """Merges (ranks, what each of them holds), of all distinct holdings, into one world.
 
     Raises:
-        ConfigError: two ranks disagree on a tensor or a layer that both hold.
+        ConfigError: Two ranks disagree on a tensor or a layer that both hold.
     """
     tensors: dict[str, HeldTensor] = {}
     holders: dict[tuple[str, Block], list[int]] = {}
@@ -264,7 +277,7 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
         blocks.setdefault(name, []).append(block)
     ordered = [layers[name] for name in sorted(layers, key=natural)]
     return World(
-        {name: _with_blocks(tensors[name], blocks[name]) for name in sorted(tensors, key=natural)},
+        {name: replace(tensors[name], blocks=tuple(sorted(blocks[name]))) for name in sorted(tensors, key=natural)},
         {key: tuple(sorted(ranks)) for key, ranks in holders.items()},
         tuple(MoELayer(index, name, experts, top_k) for index, (name, experts, top_k) in enumerate(ordered)),
         stages,
@@ -274,14 +287,8 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
 
 
 def natural(name: str) -> tuple[Any, ...]:
-    """Sort key: numbers in a name count as numbers, so that layer 10 comes after layer 9."""
+    """Returns a sort key by which layer 10 comes after layer 9."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name))
-
-
-def _with_blocks(tensor: HeldTensor, blocks: Sequence[Block]) -> HeldTensor:
-    return HeldTensor(
-        tensor.name, tensor.dtype, tensor.shape, tensor.owner, tensor.trained, tensor.master, tuple(sorted(blocks))
-    )
 
 
 def _facts(tensor: HeldTensor) -> tuple[Any, ...]:
@@ -304,7 +311,3 @@ def _operator_id(tensor: HeldTensor, numbers: Mapping[str, int]) -> str:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-def _volume(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) if shape else 1

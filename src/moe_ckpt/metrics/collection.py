@@ -7,8 +7,9 @@ from typing import Any
 
 from torchmetrics import Metric, MetricCollection
 
-from moe_ckpt.engine.books import Books
+from moe_ckpt.engine.events import Observer, SessionEvent, StepEnded, TrainingEnded
 from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.metrics.cost import BytesByFidelity, CheckpointBytes, CheckpointStall
 from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
 from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens
@@ -37,10 +38,12 @@ def _parts(metric: Any, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> CheckpointMetrics:
-    """One of each, by name: ``collection.update(**facts)`` gives each what it asks for.
+    """Returns one of each, by name: ``collection.update(**facts)`` gives each what it asks for.
 
-    experts: number of experts of each MoE layer; None if all have the same.
-    kwargs: of ``torchmetrics.Metric``, for each; ``sync_on_compute=False`` makes ``compute`` this rank's own affair.
+    Args:
+        experts: Number of experts of each MoE layer; None if all have the same.
+        **kwargs: Of ``torchmetrics.Metric``, for each; ``sync_on_compute=False`` makes ``compute`` this rank's own
+            affair.
     """
     metrics: dict[str, Metric | MetricCollection] = {
         "plt": PortionOfLostTokens(**kwargs),
@@ -59,24 +62,38 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
     return CheckpointMetrics(metrics, compute_groups=False)
 
 
-def facts(record: StepRecord, books: Books) -> dict[str, Any]:
+def facts(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
     """What the metrics ask for, of the step that ``record`` is about; not for steps that are computed again."""
     return {
         "lost_tokens": record.lost_tokens,
         "routed_tokens": record.routed_tokens,
-        "at_risk_tokens": books.at_risk_tokens,
+        "at_risk_tokens": run_ledger.ledger.at_risk_tokens,
         "k": record.k,
-        "popularity": books.popularity,
+        "popularity": run_ledger.popularity,
         "nbytes": record.nbytes,
         "frozen_nbytes": record.frozen_nbytes,
         "stall_secs": record.stall_secs,
         "oldest_expert_steps": record.oldest_expert_steps,
-        "ages": books.expert_ages(record.step),
-        "unsaved": books.tokens.unsaved(),
+        "ages": run_ledger.ledger.expert_ages(record.step),
+        "unsaved": run_ledger.tokens.unsaved(),
         "window_age": window_age(record),
         "window_size": record.window,
         "window_slot": record.slot,
     }
+
+
+def feeding(metrics: CheckpointMetrics) -> Observer:
+    """Returns an observer that updates ``metrics`` at each new step, and those of the ledger once training ended."""
+
+    def note(event: SessionEvent) -> None:
+        if isinstance(event, StepEnded):
+            metrics.update(**facts(event.record, event.run_ledger))
+        elif isinstance(event, TrainingEnded):  # the ranks have agreed on the last step only now
+            found = facts(event.record, event.run_ledger)
+            for name in ("plt", "at_risk", "unsaved_tokens"):
+                metrics[name].update(**metrics[name]._filter_kwargs(**found))
+
+    return note
 
 
 def window_age(record: StepRecord) -> int | None:

@@ -24,7 +24,9 @@ class CheckpointBytes(StepMetric):
         self._state("bytes_iterations", torch.tensor(0), "max")  # the same iterations on every rank
 
     def update(self, nbytes: Any) -> None:
-        """nbytes: of this rank in one iteration; 0 if nothing was saved."""
+        """Args:
+            nbytes: Of this rank in one iteration; 0 if nothing was saved.
+        """
         self.bytes_total = self.bytes_total + self._tensor(nbytes, torch.int64)
         self.bytes_iterations = self.bytes_iterations + 1
 
@@ -54,7 +56,10 @@ class BytesByFidelity(StepMetric):
         self._state("fidelity_iterations", torch.tensor(0), "max")
 
     def update(self, nbytes: Any, frozen_nbytes: Any) -> None:
-        """Of this rank in one iteration. frozen_nbytes: of ``nbytes``, what is saved at compute fidelity."""
+        """Args:
+            nbytes: Of this rank in one iteration.
+            frozen_nbytes: Of ``nbytes``, what is saved at compute fidelity.
+        """
         frozen = self._tensor(frozen_nbytes, torch.int64)
         self.full_total = self.full_total + self._tensor(nbytes, torch.int64) - frozen
         self.compute_total = self.compute_total + frozen
@@ -88,7 +93,9 @@ class CheckpointStall(StepMetric):
         self._state("stall_iterations", torch.tensor(0), "max")
 
     def update(self, stall_secs: Any) -> None:
-        """stall_secs: of this rank in one iteration."""
+        """Args:
+            stall_secs: Of this rank in one iteration.
+        """
         nanos = self._tensor(round(float(stall_secs) * 1e9), torch.int64)
         self.stall_total = self.stall_total + nanos
         self.stall_worst = torch.maximum(self.stall_worst, nanos)

@@ -1,4 +1,4 @@
-"""Which experts a failure would throw back how far."""
+"""Staleness per expert: how far a failure would set it back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ class ExpertAges(ExpertMap):
         self._state("ages", torch.zeros(0, 0, dtype=torch.int64), "max")
 
     def update(self, ages: Any) -> None:
-        """ages: ``[L, E]``, the newest. Raises ``ConfigError`` for another shape."""
+        """Args:
+            ages: ``[L, E]``, the newest.
+
+        Raises:
+            ConfigError: Another shape than before.
+        """
         self.ages = self._table(ages)
 
     def compute(self) -> torch.Tensor:
@@ -59,7 +64,12 @@ class UnsavedTokens(ExpertMap):
         self._state("unsaved", torch.zeros(0, 0, dtype=torch.int64), "max")
 
     def update(self, unsaved: Any) -> None:
-        """unsaved: ``[L, E]``, summed over ranks, the newest. Raises ``ConfigError`` for another shape."""
+        """Args:
+            unsaved: ``[L, E]``, summed over ranks, the newest.
+
+        Raises:
+            ConfigError: Another shape than before.
+        """
         self.unsaved = self._table(unsaved)
 
     def compute(self) -> torch.Tensor:

@@ -32,7 +32,10 @@ class PortionOfLostTokens(StepMetric):
         self._state("lost_routed_total", torch.tensor(0), "max")
 
     def update(self, lost_tokens: Any, routed_tokens: Any) -> None:
-        """lost_tokens, routed_tokens: token-expert pairs since the run began, summed over ranks."""
+        """Args:
+            lost_tokens: Token-expert pairs since the run began, summed over ranks.
+            routed_tokens: Likewise.
+        """
         self.lost_total = self._tensor(lost_tokens, torch.int64)
         self.lost_routed_total = self._tensor(routed_tokens, torch.int64)
 
@@ -55,7 +58,10 @@ class PortionAtRisk(StepMetric):
         self._state("at_risk_routed_total", torch.tensor(0), "max")
 
     def update(self, at_risk_tokens: Any, routed_tokens: Any) -> None:
-        """Token-expert pairs that the experts of the newest committed step lack, and all since the run began."""
+        """Args:
+            at_risk_tokens: Token-expert pairs that the experts of the newest committed step lack, summed over ranks.
+            routed_tokens: All since the run began.
+        """
         self.at_risk_total = self._tensor(at_risk_tokens, torch.int64)
         self.at_risk_routed_total = self._tensor(routed_tokens, torch.int64)
 
@@ -75,7 +81,9 @@ class ExpertsPerLayer(StepMetric):
         self._state("experts_per_layer", torch.tensor(torch.nan), "max")
 
     def update(self, k: Any) -> None:
-        """k: of the newest plan; None if the policy has none."""
+        """Args:
+            k: Of the newest plan; None if the policy has none.
+        """
         self.experts_per_layer = self._tensor(torch.nan if k is None else k, torch.float32)
 
     def compute(self) -> torch.Tensor:
@@ -85,10 +93,12 @@ class ExpertsPerLayer(StepMetric):
 class ExpertLoadSkewness(StepMetric):
     """How unevenly tokens fall on experts: normalised HHI, mean over layers (MoEvement, appendix D).
 
-    0: every expert gets the same; 1: one expert gets everything. Over all updates since ``reset``; ``forward``
-    gives that of one step. Layers without tokens count as 0.
+    0: every expert gets the same; 1: one expert gets everything. Over all updates since ``reset``; ``forward`` gives
+    that of one step. Layers without tokens count as 0.
 
-    experts: number of experts of each layer, where they differ.
+    Args:
+        experts: Number of experts of each layer; None if all have the same.
+        **kwargs: Of ``torchmetrics.Metric``.
     """
 
     higher_is_better = False
@@ -103,7 +113,12 @@ class ExpertLoadSkewness(StepMetric):
         self._state("load", torch.zeros(0, 0, dtype=torch.int64), "sum")
 
     def update(self, popularity: Any) -> None:
-        """popularity: ``[L, E]`` tokens per expert of one step. Raises ``ConfigError`` if the shape has changed."""
+        """Args:
+            popularity: ``[L, E]`` tokens per expert of one step.
+
+        Raises:
+            ConfigError: Another shape than before.
+        """
         counts = self._tensor(popularity, torch.int64)
         if self.load.numel() and counts.shape != self.load.shape:
             raise ConfigError(

@@ -27,7 +27,9 @@ class WindowAge(StepMetric):
         self._state("age_of_window", torch.tensor(torch.nan), "max")  # equal on every rank: a commit is agreed on
 
     def update(self, window_age: Any) -> None:
-        """window_age: of the newest step; None before the first window is complete."""
+        """Args:
+            window_age: Of the newest step; None before the first window is complete.
+        """
         self.age_of_window = self._tensor(torch.nan if window_age is None else window_age, torch.float32)
 
     def compute(self) -> torch.Tensor:
@@ -53,7 +55,10 @@ class WindowPlace(StepMetric):
         self._state("slot_of_window", torch.tensor(0), "max")
 
     def update(self, window_size: Any, window_slot: Any) -> None:
-        """window_size: 0 without a window."""
+        """Args:
+            window_size: W; 0 without a window.
+            window_slot: The step's place in it.
+        """
         self.size_of_window = self._tensor(window_size, torch.int64)
         self.slot_of_window = self._tensor(window_slot, torch.int64)
 

@@ -50,6 +50,16 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
+def block_in(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory it is: a DTensor's local block, or itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def layout_of(tensor: torch.Tensor) -> object:
+    """How a DTensor lies over its mesh, another object when that changes; None for any other tensor."""
+    return tensor._spec if is_dtensor(tensor) else None  # type: ignore[attr-defined]
+
+
 def block_of(tensor: torch.Tensor, what: str) -> Block:
     """This rank's block of ``tensor``; ``what`` names it in messages.
 

@@ -14,26 +14,28 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.blocks import block_of
-from moe_ckpt.modeling.names import clean_name, unwrap
+from moe_ckpt.modeling.walk import Walk
 
 
-def read(model: nn.Module) -> dict[str, Any]:
-    """{"buffers": {name: live tensor}, "extra_state": {module name: value}, "own_state": {...}}."""
-    extra: dict[str, Any] = {}
-    for name, module in _modules(model):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            extra[name] = module.get_extra_state()
-    return {"buffers": buffers(model), "extra_state": extra, "own_state": _own_state(model)}
+def read(model: nn.Module, walk: Walk | None = None) -> dict[str, Any]:
+    """Returns {"buffers": {name: live tensor}, "extra_state": {module name: value}, "own_state": {...}}.
+
+    Costs as much as there is of these. walk: of the model, if it is known and current.
+    """
+    walk = walk or Walk(model)
+    extra = {name: module.get_extra_state() for name, module in walk.with_extra}
+    return {"buffers": dict(_buffers(walk)), "extra_state": extra, "own_state": _own_state(walk)}
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns {name: live tensor} of the persistent buffers; of a sharded one this rank's part."""
-    return dict(_buffers(model))
+    return dict(_buffers(Walk(model)))
 
 
 def check(model: nn.Module, stored: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` naming what the model and the checkpoint do not share."""
-    here, there = dict(_buffers(model)), stored["buffers"]
+    walk = Walk(model)
+    here, there = dict(_buffers(walk)), stored["buffers"]
     _require_same("buffers", set(here), set(there))
     for name, buffer in here.items():
         if tuple(buffer.shape) != tuple(there[name].shape):
@@ -41,31 +43,29 @@ def check(model: nn.Module, stored: Mapping[str, Any]) -> None:
                 f"buffer {name!r} has shape {tuple(there[name].shape)} in the checkpoint, "
                 f"{tuple(buffer.shape)} in the model"
             )
-    keeps = {n for n, m in _modules(model) if type(m).set_extra_state is not nn.Module.set_extra_state}
-    _require_same("modules with extra state", keeps, set(stored["extra_state"]))
+    _require_same("modules with extra state", {name for name, _ in walk.settable}, set(stored["extra_state"]))
 
 
 def write(model: nn.Module, stored: Mapping[str, Any]) -> None:
     """Copy buffers in place and hand extra state back. ``check`` has passed."""
+    walk = Walk(model)
     with torch.no_grad():
-        for name, buffer in _buffers(model):
+        for name, buffer in _buffers(walk):
             buffer.copy_(stored["buffers"][name])
-    for name, module in _modules(model):
+    for name, module in walk.named:
         if name in stored["extra_state"]:
             module.set_extra_state(stored["extra_state"][name])
         if name in stored.get("own_state", {}):
             module.load_state_dict(stored["own_state"][name], strict=False)
 
 
-def _own_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+def _own_state(walk: Walk) -> dict[str, dict[str, Any]]:
     """Module name -> entries that it adds to its state_dict beside parameters and buffers (torchmetrics' states).
 
     Only modules with a ``state_dict`` of their own can do that, so only those are asked.
     """
     own: dict[str, dict[str, Any]] = {}
-    for name, module in _modules(model):
-        if type(module).state_dict is nn.Module.state_dict:
-            continue
+    for name, module in walk.with_own:
         known = {id(t) for t in (*module.parameters(), *module.buffers())}
         entries = module.state_dict(keep_vars=True)
         rest = {k: v for k, v in entries.items() if id(v) not in known and not k.endswith("_extra_state")}
@@ -74,16 +74,10 @@ def _own_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     return own
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for raw, module in model.named_modules():
-        if unwrap(module) is module:
-            yield clean_name(raw), module
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(walk: Walk) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, this rank's part) of each persistent buffer, tied ones once."""
     seen: set[int] = set()
-    for prefix, module in _modules(model):
+    for prefix, module in walk.buffered:
         for key, buffer in module._buffers.items():
             if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue

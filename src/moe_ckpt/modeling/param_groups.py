@@ -7,20 +7,21 @@ a checkpoint of a GPU run must open on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnencodableStateError
+from moe_ckpt.format.fragment import FixedStrings
 
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 
-def read(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """The groups of optimizer number ``index``, with names for parameters.
+def read(index: int, optimizer: Optimizer, names: Sequence[FixedStrings]) -> list[dict[str, Any]]:
+    """The groups of optimizer number ``index``, with the names of each one's parameters.
 
     Raises:
         UnencodableStateError: names the group and key of a value that is no plain data.
@@ -30,7 +31,7 @@ def read(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> list[dic
         entry: dict[str, Any] = {}
         for key, value in group.items():
             if key == "params":
-                entry[key] = [names[id(p)] for p in value]
+                entry[key] = names[number]
             else:
                 require_plain(value, f"optimizers/{index}/param_groups/{number}/{key}")
                 entry[key] = value
@@ -50,16 +51,18 @@ def require_plain(value: Any, path: str) -> None:
         raise UnencodableStateError(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
 
-def check(index: int, optimizer: Optimizer, names: Mapping[int, str], stored: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ConfigError`` unless the groups hold the same parameters, group by group."""
+def check(
+    index: int, optimizer: Optimizer, names: Sequence[Collection[str]], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ``ConfigError`` unless the groups hold the same parameters, group by group. names: as for ``read``."""
     groups = optimizer.param_groups
     if len(groups) != len(stored):
         raise ConfigError(
             f"optimizer {index}: the checkpoint has {len(stored)} param groups, this run has {len(groups)}; "
             "build the optimizer with the same groups"
         )
-    for number, (group, entry) in enumerate(zip(groups, stored, strict=True)):
-        here, there = {names[id(p)] for p in group["params"]}, set(entry["params"])
+    for number, entry in enumerate(stored):
+        here, there = set(names[number]), set(entry["params"])
         if here != there:
             only_here, only_there = sorted(here - there)[:3], sorted(there - here)[:3]
             raise ConfigError(

@@ -52,20 +52,26 @@ def register_moe(
 ) -> type[nn.Module]:
     """Tell moe_ckpt how the MoE layers of ``layer_class`` (and its subclasses) are built.
 
-    experts: names, relative to the layer, of what holds the experts: a ModuleList or ModuleDict with one
-        submodule per expert, a submodule with stacked parameters ``[E, ...]``, or such parameters
-        themselves. Several names when a layer keeps its experts in several places.
-    router: name of the submodule or parameter that routes, None if there is none; its parameters form the
-        layer's gate operator.
-    assignments: gives the experts chosen in one forward call, see ``Assignments``. Without it they are
-        taken from the forward pass as for recognised layers: an index or tokens-per-expert argument of
-        the stacked module, the rows that reach each submodule, or the one integer tensor that the router
-        returns.
-    on: the module whose forward call ``assignments`` is shown: the router, the experts or the layer.
-    flat: stacked parameters have shape ``[E * F, ...]``, with expert e in rows ``[e*F, (e+1)*F)``; the
-        layer, or the module that holds them, then has an integer attribute ``num_experts``.
+    Call it before training starts. A later call for the same class replaces the earlier one.
 
-    Returns ``layer_class``. A later call for the same class replaces the earlier one.
+    Args:
+        layer_class: Class of the MoE layer.
+        experts: Names, relative to the layer, of what holds the experts: a ModuleList or ModuleDict with one submodule
+            per expert, a submodule with stacked parameters ``[E, ...]``, or such parameters themselves. Several names
+            when a layer keeps its experts in several places.
+        router: Name of the submodule or parameter that routes, None if there is none; its parameters form the layer's
+            gate operator.
+        assignments: ``(module, args, kwargs, output)`` of one forward call -> integer tensor of the chosen experts, of
+            any shape; entries outside ``[0, E)`` are not counted. It runs on the training thread and must not wait for
+            the device. None: read from the forward pass as for recognised layers, that is an index or tokens-per-expert
+            argument of the stacked module, the rows that reach each submodule, or the one integer tensor that the
+            router returns.
+        on: The module whose forward call ``assignments`` is shown: the router, the experts or the layer.
+        flat: Stacked parameters have shape ``[E * F, ...]``, with expert e in rows ``[e*F, (e+1)*F)``; the layer, or
+            the module that holds them, then has an integer attribute ``num_experts``.
+
+    Returns:
+        ``layer_class``.
 
     Raises:
         ConfigError: ``layer_class`` is no module class, or ``experts`` names nothing.

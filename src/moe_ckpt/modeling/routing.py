@@ -1,8 +1,8 @@
 """Counts, per layer and expert, the token assignments of the training forward passes.
 
 A count is one (token, chosen expert) pair, so a token with top-k routing counts k times. Entries outside
-``[0, E)`` (padding, dropped tokens, zero-computation experts) are not counted. Counting adds two small
-kernels per layer and never waits for the device; only ``take`` and ``peek`` do.
+``[0, E)`` (padding, dropped tokens, zero-computation experts) are not counted. Counting adds a few
+small kernels per layer, or none where it goes by the rows that each expert is given. Nothing here waits for the device.
 
 On request the gate's weights are added up likewise (soft counts), where a module shows them beside the indices.
 """
@@ -12,25 +12,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
 from moe_ckpt.modeling.registry import Assignments
 
 _NOT_IN_BACKWARD = -1
 SOFT_UNIT = 1 << 16
-"""Soft counts are told in whole numbers, so many to one token."""
+"""Fixed-point scale of gate weights: soft counts are whole numbers, this many to one token."""
+
+
+def _entries(experts: torch.Tensor, entries: int) -> torch.Tensor:
+    """Flat, with the last of ``entries`` for what is dropped; by few kernels, which are launched for each layer."""
+    return experts.reshape(-1).to(torch.int64).clamp(-1, entries - 1).remainder_(entries)
 
 
 def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
     """Add the indices ``experts`` (any shape) to ``counts`` [E + 1], whose last entry takes what is dropped."""
     if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
         return  # activation checkpointing runs the forward pass again, inside backward
-    dropped = counts.shape[0] - 1
-    flat = experts.reshape(-1).to(torch.int64)
-    flat = torch.where((flat < 0) | (flat > dropped), dropped, flat)
+    flat = _entries(experts, counts.shape[0])
     counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
@@ -38,9 +46,7 @@ def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Te
     """Add ``weights``, one for each of ``experts``, to ``counts`` [E + 1], which is float64."""
     if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
         return
-    dropped = counts.shape[0] - 1
-    flat = experts.reshape(-1).to(torch.int64)
-    flat = torch.where((flat < 0) | (flat > dropped), dropped, flat)
+    flat = _entries(experts, counts.shape[0])
     counts.scatter_add_(0, flat, weights.reshape(-1).to(counts.dtype))
 
 
@@ -78,6 +84,48 @@ _count_tokens = _operator(count_tokens)
 _count_rows = _operator(count_rows)
 
 
+def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[NDArray[Any]]:
+    """Tables [E + 1] as the rows of one array [L, E], 0 where there is none. Nobody waits before ``result()``.
+
+    Each device joins its tables and copies them once, in the order of its work: they may be changed at once. The host
+    memory is torch's, which does not lend it again before the copy is done.
+
+    Args:
+        tables: By layer; all of one type.
+        shape: L, and E of the layer that has most.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for at, table in tables.items():
+        by_device.setdefault(table.device, []).append(at)
+    sizes = {at: table.shape[0] - 1 for at, table in tables.items()}
+    joined, events = [], []
+    for device, layers in by_device.items():
+        there = torch.cat([tables[at][:-1] for at in layers])
+        if there.is_cuda:
+            here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        else:
+            here = there.cpu()
+        joined.append((layers, here))
+
+    def rows() -> NDArray[Any]:
+        found = [(layers, here.numpy()) for layers, here in joined]
+        total = np.zeros(shape, dtype=found[0][1].dtype if found else np.int64)
+        for layers, flat in found:
+            for at in layers:
+                total[at, : sizes[at]], flat = flat[: sizes[at]], flat[sizes[at] :]
+        return total
+
+    return Deferred(rows, events)
+
+
+def soft_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[Counts]:
+    """Likewise of gate weights, in units of 2**-16: sums of whole numbers over ranks do not depend on their order."""
+    return counts_on_host(tables, shape).then(lambda found: np.rint(found * SOFT_UNIT).astype(np.int64))
+
+
 class RoutingCounter:
     """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
 
@@ -96,37 +144,29 @@ class RoutingCounter:
         self._layers = tuple(layers)
         self._width = max((layer.info.experts for layer in layers), default=0)
         self._counts = [torch.zeros(layer.info.experts + 1, dtype=torch.int64, device=device) for layer in layers]
+        self._rows = [[0] * layer.info.experts for layer in layers]
         self._soft = [c.to(torch.float64) for c in self._counts] if soft else []
         self._handles = [handle for at, layer in enumerate(layers) for handle in self._attach(at, layer)]
 
-    def peek(self) -> torch.Tensor:
-        """Counts since the last ``take`` or ``discard``: int64 ``[L, E_max]`` on the CPU. Waits for the device."""
-        total = torch.zeros(len(self._counts), self._width, dtype=torch.int64)
-        by_device: dict[torch.device, list[int]] = {}
-        for at, counts in enumerate(self._counts):
-            by_device.setdefault(counts.device, []).append(at)
-        for rows in by_device.values():
-            # One transfer per device, however many layers there are.
-            joined = torch.cat([self._counts[at][:-1] for at in rows]).cpu()
-            for at in rows:
-                experts = self._layers[at].info.experts
-                total[at, :experts], joined = joined[:experts], joined[experts:]
-        return total
+    def peek(self) -> Deferred[StepTokens]:
+        """Counts since the last ``take`` or ``discard``, ``[L, E_max]``. Nobody waits before ``result()``.
 
-    def take_soft(self) -> torch.Tensor | None:
-        """The gate's weights since the last call, in units of 2**-16: int64 ``[L, E_max]``; None if not asked for.
-
-        Whole numbers, so that sums over ranks do not depend on their order. 0 for layers that do not show them.
+        Soft counts are 0 for layers that do not show weights.
         """
-        if not self._soft:
-            return None
-        total = torch.zeros(len(self._soft), self._width, dtype=torch.int64)
-        for at, weights in enumerate(self._soft):
-            total[at, : weights.shape[0] - 1] = (weights[:-1] * SOFT_UNIT).round().to("cpu", torch.int64)
-            weights.zero_()
-        return total
+        rows = [(at, list(of_layer)) for at, of_layer in enumerate(self._rows) if any(of_layer)]
+        shape = len(self._rows), self._width
+        counts = counts_on_host(dict(enumerate(self._counts)), shape)
+        soft = soft_on_host(dict(enumerate(self._soft)), shape) if self._soft else None
 
-    def take(self) -> torch.Tensor:
+        def found() -> StepTokens:
+            total = counts.result()
+            for at, of_layer in rows:
+                total[at, : len(of_layer)] += of_layer
+            return StepTokens(total, None if soft is None else soft.result())
+
+        return Deferred(found)
+
+    def take(self) -> Deferred[StepTokens]:
         """Like ``peek``, then starts again from zero."""
         total = self.peek()
         self.discard()
@@ -136,6 +176,7 @@ class RoutingCounter:
         """Start again from zero: what was counted did not lead to an optimizer step."""
         for counts in (*self._counts, *self._soft):
             counts.zero_()
+        self._rows = [[0] * len(rows) if any(rows) else rows for rows in self._rows]
 
     def close(self) -> None:
         """Remove all hooks. May be called twice."""
@@ -182,10 +223,18 @@ class RoutingCounter:
         return hook
 
     def _row_hook(self, at: int, expert: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """Called once per expert and pass: the host knows how many rows there are, so no kernel adds them up."""
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module.training:
+            if not module.training:
+                return
+            rows = args[0] if args else None
+            if not isinstance(rows, torch.Tensor):
                 rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            if torch.compiler.is_compiling():
                 _count_rows(self._table(at, rows.device), rows.detach(), expert)
+            elif torch._C._current_graph_task_id() == _NOT_IN_BACKWARD and rows.numel():
+                self._rows[at][expert] += rows.numel() // rows.size(-1)
 
         return hook
 

@@ -6,9 +6,8 @@ Optimizer state is discovered, not assumed. Tensors become ``StateTensor`` s, ev
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from operator import is_not
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from torch.optim import Optimizer
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.modeling import module_state, param_groups, pretrained
-from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded
-from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of
+from moe_ckpt.modeling.held_state import HeldState, scalars_of
 from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
+from moe_ckpt.modeling.walk import Walk
+from moe_ckpt.modeling.watching import Memory
 from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
@@ -57,57 +58,55 @@ class TorchTrainingState:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._kept: dict[str, tuple[torch.Tensor, StateTensor]] = {}
         self._mixed: set[str] = set()
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._listed: list[StateTensor] | None = None
         self._pretrained = pretrained.read(model)
         self._sharded_modules = tuple(fsdp_modules(model))
-        self._refresh()
+        self._walk: Walk | None = None
+        self._held: tuple[HeldState, ...] = ()
+        self._listing: _Listing | None = None
+        self._prepared = True
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._specs_of: tuple[StateTensor, ...] = ()
+        _, held = self._refresh()
         for index, optimizer in enumerate(self._optimizers):
             if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
                 raise UnsupportedError(
                     f"optimizer {index} is a {type(optimizer).__name__}, which spreads its state over ranks behind "
                     "the parameters' back. Use FSDP2 (ModelParallelStrategy), or another optimizer under DDP."
                 )
-            names = self._names_in(index)
             if type(optimizer) not in _ELEMENTWISE:
-                self._mixed.update(names)
+                self._mixed.update(held[index].parameters)
 
-    def tensors(self) -> list[StateTensor]:
+    def tensors(self) -> tuple[StateTensor, ...]:
         """All parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
-        names = self._refresh()
-        found = [self._state_tensor(f"model/{name}", name, p, p) for name, p in self._parameters.items()]
-        for index in range(len(self._optimizers)):
-            for name, parameter, state in self._states(index, names):
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        found.append(self._state_tensor(f"optim/{index}/{name}/{key}", name, parameter, value))
-        self._listed = found
-        return found
+        walk, held = self._refresh()
+        listing = self._listing
+        if listing is None or not listing.is_of(walk, held):
+            listing = self._listing = self._list(walk, held, listing)
+        self._prepared = False
+        return listing.tensors
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Alike on every rank, since all hold every tensor, or a part of it."""
-        found = specs_of(self.tensors() if self._listed is None else self._listed)
-        if len(found) != len(self._specs) or any(map(is_not, found, self._specs)):
-            self._specs = found
+        tensors = self.tensors() if self._listing is None or self._prepared else self._listing.tensors
+        if tensors is not self._specs_of:
+            known = dict(zip(map(id, self._specs_of), self._specs, strict=True))
+            found = tuple(known.get(id(tensor)) or _spec_of(tensor) for tensor in tensors)
+            self._specs = self._specs if found == self._specs else found
+            self._specs_of = tensors
         return self._specs
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, *, described: bool = False) -> dict[str, Any]:
         """Buffers, hyperparameters, scalar optimizer state, extra state. Tensors in it are live: copy at once."""
-        names = self._refresh()
+        known = self._walk if described else None
+        walk, states = self._refresh() if known is None else (known, self._held)
         optimizers = []
-        for index, optimizer in enumerate(self._optimizers):
-            scalars: dict[str, dict[Any, Any]] = {}
-            for name, _, state in self._states(index, names):
-                rest = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-                if rest:
-                    scalars[name] = rest
-            groups = param_groups.read(index, optimizer, names)
+        for index, (optimizer, held) in enumerate(zip(self._optimizers, states, strict=True)):
+            scalars = {name: scalars_of(state) for name, state in held.scalars}
+            groups = param_groups.read(index, optimizer, held.groups)
             optimizers.append({"class": class_name(optimizer), "param_groups": groups, "scalars": scalars})
-        described = {"pretrained": self._pretrained} if self._pretrained else {}
-        return {**module_state.read(self._model), "optimizers": optimizers, **described}
+        pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
+        return {**module_state.read(self._model, walk), "optimizers": optimizers, **pretrained_models}
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """Make the optimizers hold exactly the tensors that ``wanted`` names; new ones are zero.
@@ -118,11 +117,11 @@ class TorchTrainingState:
             ConfigError: a key names an optimizer or parameter that this run does not have.
             UnsupportedError: state of a sharded parameter in another shape than the parameter's.
         """
-        self._refresh()
-        self._listed = None
-        missing = self._check_wanted(wanted)
+        _, held = self._refresh()
+        self._prepared = True
+        missing = self._check_wanted(wanted, held)
         for index, optimizer in enumerate(self._optimizers):
-            for name, parameter in self._names_in(index).items():
+            for name, parameter in held[index].parameters.items():
                 metas = missing.get((index, name), {})
                 self._prepare_one(optimizer, name, parameter, metas)
 
@@ -134,9 +133,10 @@ class TorchTrainingState:
         """
         self.require_loadable(plain, ())
         module_state.write(self._model, plain)
-        for index, (optimizer, entry) in enumerate(zip(self._optimizers, plain["optimizers"], strict=True)):
+        _, states = self._refresh()
+        for optimizer, held, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
             param_groups.write(optimizer, entry["param_groups"])
-            for name, parameter in self._names_in(index).items():
+            for name, parameter in held.parameters.items():
                 _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
 
     def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
@@ -146,7 +146,7 @@ class TorchTrainingState:
             OptimizerChangedError: an optimizer is of another class.
             ConfigError: buffers, optimizers, groups or their parameters are not the stored ones.
         """
-        names = self._refresh()
+        _, held = self._refresh()
         stored = plain.get("optimizers")
         if stored is None:
             raise ConfigError(
@@ -167,52 +167,49 @@ class TorchTrainingState:
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
             groups = entry["param_groups"]
             require_same_class(f"optimizer {index}", optimizer, entry.get("class"), groups, found[index])
-            param_groups.check(index, optimizer, names, groups)
+            param_groups.check(index, optimizer, held[index].groups, groups)
 
-    def _refresh(self) -> dict[int, str]:
-        """Parameter id -> name of the parameters that the model has now.
+    def _refresh(self) -> tuple[Walk, tuple[HeldState, ...]]:
+        """What model and optimizers consist of now; the very same objects, as long as that is what it was.
 
         After a forward pass without a backward pass (validation), FSDP2 leaves whole tensors in the place
         of some sharded parameters. Those are not what the optimizers hold, so the sharded ones are put
         back first; the next forward pass gathers again.
         """
+        walk = self._walked()
+        same = walk is self._walk and len(self._held) == len(self._optimizers)
+        if not same or not all(held.is_current() for held in self._held):
+            self._held = tuple(HeldState(at, optimizer, walk.names) for at, optimizer in enumerate(self._optimizers))
+            self._walk = walk
+        return walk, self._held
+
+    def _walked(self) -> Walk:
+        walk = self._walk
+        if walk is not None and walk.is_current():
+            return walk
         for module in self._sharded_modules:
             module.reshard()
-        self._parameters = dict(parameters_of(self._model))
-        return {id(parameter): name for name, parameter in self._parameters.items()}
+        if walk is not None and self._sharded_modules and walk.is_current():
+            return walk
+        return Walk(self._model)
 
-    def _states(self, index: int, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor, dict[Any, Any]]]:
-        """(name, parameter, state) in the order of the param groups: the order of ``state`` is that of first use."""
-        optimizer = self._optimizers[index]
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in optimizer.state:
-                    yield self._name(names, parameter, index), parameter, optimizer.state[parameter]
+    def _list(self, walk: Walk, states: tuple[HeldState, ...], before: _Listing | None) -> _Listing:
+        """before: the listing until now, whose tensors are used again where they are the same."""
+        known, views = _Views() if before is None else before.views, _Views()
+        for name, parameter in walk.parameters.items():
+            self._view(views, known, f"model/{name}", name, parameter, parameter)
+        for index, held in enumerate(states):
+            for name, of, state in held.states:
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        self._view(views, known, f"optim/{index}/{name}/{key}", name, of, value)
+        return _Listing(walk, states, views, before)
 
-    def _names_in(self, index: int) -> dict[str, torch.Tensor]:
-        """Name -> parameter for all parameters of one optimizer."""
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        optimizer = self._optimizers[index]
-        return {self._name(names, p, index): p for group in optimizer.param_groups for p in group["params"]}
-
-    def _name(self, names: Mapping[int, str], parameter: torch.Tensor, index: int) -> str:
-        name = names.get(id(parameter))
-        if name is None:
-            raise UnsupportedError(
-                f"optimizer {index} ({type(self._optimizers[index]).__name__}) holds a parameter of shape "
-                f"{tuple(parameter.shape)} that is not among the model's named_parameters(). Assign what it belongs to "
-                "as an attribute of the module, and build optimizers after sharding or replacing parameters."
-            )
-        return name
-
-    def _state_tensor(self, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor) -> StateTensor:
-        """The view of one tensor; that of a plain one is kept as long as it is of the same memory."""
-        if is_dtensor(parameter) or is_dtensor(value):
-            return self._describe(key, name, parameter, value)
-        kept = self._kept.get(key)
-        if kept is None or kept[0] is not value or kept[1].local.data_ptr() != value.data_ptr():
-            kept = self._kept[key] = (value, self._describe(key, name, parameter, value))
-        return kept[1]
+    def _view(
+        self, views: _Views, known: _Views, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Add the view of one tensor to ``views``; the one in ``known``, if that is of the same memory."""
+        views.add(key, value, known.of(key, parameter, value) or self._describe(key, name, parameter, value))
 
     def _describe(self, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor) -> StateTensor:
         block = block_of(value, key)
@@ -232,9 +229,11 @@ class TorchTrainingState:
             mixes_rows=value is parameter and name in self._mixed,
         )
 
-    def _check_wanted(self, wanted: Mapping[str, TensorMeta]) -> dict[tuple[int, str], dict[str, TensorMeta]]:
+    def _check_wanted(
+        self, wanted: Mapping[str, TensorMeta], states: Sequence[HeldState]
+    ) -> dict[tuple[int, str], dict[str, TensorMeta]]:
         """The wanted optimizer tensors by (optimizer, parameter), refused where this run has no place for them."""
-        parameters = [self._names_in(index) for index in range(len(self._optimizers))]
+        parameters = [held.parameters for held in states]
         by_parameter: dict[tuple[int, str], dict[str, TensorMeta]] = {}
         for key, meta in wanted.items():
             if not key.startswith("optim/"):
@@ -271,14 +270,69 @@ class TorchTrainingState:
             optimizer.state.pop(parameter, None)
 
 
-@lru_cache(maxsize=1 << 16)
-def _spec_of(key: str, parameter: str, dtype: torch.dtype, shape: tuple[int, ...], mixes_rows: bool) -> TensorSpec:
-    return TensorSpec(key, parameter, dtype_name(dtype), shape, mixes_rows)
+class _Views:
+    """What is handed out of live tensors, and where their memory was then. In lists: an object for each would be one
+    more for the garbage collector to look at."""
+
+    def __init__(self) -> None:
+        self.tensors: list[StateTensor] = []
+        self._places: dict[str, int] = {}
+        self._values: list[torch.Tensor] = []
+        self._blocks: list[torch.Tensor] = []
+        self._layouts: list[object] = []
+
+    def add(self, key: str, value: torch.Tensor, tensor: StateTensor) -> None:
+        """tensor: the view of ``value``."""
+        self._places[key] = len(self.tensors)
+        self.tensors.append(tensor)
+        self._values.append(value)
+        self._blocks.append(block_in(value))
+        self._layouts.append(layout_of(value))
+
+    def of(self, key: str, parameter: torch.Tensor, value: torch.Tensor) -> StateTensor | None:
+        """The view that was added by this key, if it still is that of ``value``. parameter: whose that is."""
+        at = self._places.get(key)
+        if at is None:
+            return None
+        tensor, block = self.tensors[at], self._blocks[at]
+        same = (
+            self._values[at] is value
+            and block is block_in(value)
+            and self._layouts[at] is layout_of(value)
+            and tensor.local.data_ptr() == block.data_ptr()
+            and tensor.on_param_device == (tensor.local.device == parameter.device)
+        )
+        return tensor if same else None
+
+
+class _Listing:
+    """What ``tensors()`` gave, and what it was made of.
+
+    before: the listing until now; it lends its sequence if nothing has changed.
+    """
+
+    def __init__(self, walk: Walk, states: tuple[HeldState, ...], views: _Views, before: _Listing | None) -> None:
+        self.views = views
+        self._walk = walk
+        self._states = states
+        self._memory = Memory([*walk.parameters.values(), *(tensor for held in states for tensor in held.tensors)])
+        self.tensors: tuple[StateTensor, ...] = tuple(views.tensors)
+        given = () if before is None else before.tensors
+        if len(given) == len(self.tensors) and all(map(is_, given, self.tensors)):
+            self.tensors = given
+
+    def is_of(self, walk: Walk, states: tuple[HeldState, ...]) -> bool:
+        return self._walk is walk and self._states is states and self._memory.same()
+
+
+def _spec_of(tensor: StateTensor) -> TensorSpec:
+    dtype = dtype_name(tensor.local.dtype)
+    return TensorSpec(tensor.key, tensor.parameter, dtype, tensor.global_shape, tensor.mixes_rows)
 
 
 def specs_of(tensors: Iterable[StateTensor]) -> tuple[TensorSpec, ...]:
-    """``TrainingState.specs`` where every rank holds ``tensors``, or a part of each. Same tensors, same specs."""
-    return tuple(_spec_of(t.key, t.parameter, t.local.dtype, t.global_shape, t.mixes_rows) for t in tensors)
+    """``TrainingState.specs`` where every rank holds ``tensors``, or a part of each."""
+    return tuple(map(_spec_of, tensors))
 
 
 def _state_device(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: TensorMeta) -> torch.device:

@@ -7,27 +7,33 @@ docs/own_policy.md.
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, expert_id, gate_id, non_expert_id
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full, save_nothing
 from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.policies.base import Activity, Measured, Policy, PolicyContext
+from moe_ckpt.policies.any_of import AnyOf
+from moe_ckpt.policies.base import Activity, Measured, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.policies.checkfreq import CheckFreq
 from moe_ckpt.policies.dense import Dense
+from moe_ckpt.policies.gemini import Gemini
 from moe_ckpt.policies.guard import Guarded
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moetion import MoEtion
 from moe_ckpt.policies.moevement import MoEvement
+from moe_ckpt.policies.wrapper import Wrapper
 
 __all__ = [
     "Activity",
+    "AnyOf",
     "Catalog",
     "CheckFreq",
     "Dense",
     "FaultRecord",
     "Fidelity",
+    "Gemini",
     "Guarded",
     "Measured",
     "MoC",
     "MoELayer",
     "MoEtion",
     "MoEvement",
+    "Needs",
     "Operator",
     "OperatorKind",
     "PlanItem",
@@ -35,8 +41,10 @@ __all__ = [
     "PolicyContext",
     "SnapshotPlan",
     "Tier",
+    "Wrapper",
     "expert_id",
     "gate_id",
+    "needs_of",
     "non_expert_id",
     "save_full",
     "save_nothing",

@@ -1,4 +1,4 @@
-"""The one-method Protocol of a policy, and the frozen facts it decides from.
+"""The Protocol of a policy, what it may need besides, and the frozen facts it decides from.
 
 A policy is a frozen value: same context, same plan, on every rank and in the simulator. It keeps no
 state; what it must remember across steps and restarts (checkpoints begun, versions held, tokens lost)
@@ -7,13 +7,14 @@ comes in through the context.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier
@@ -28,13 +29,14 @@ Floats = npt.NDArray[np.float64]
 class Measured:
     """What this run's clock has shown so far, the maximum over ranks. None until known.
 
-    iteration_secs: median of iterations with no checkpoint work beside them.
-    recent_iteration_secs: median of the last iterations, whatever ran beside them, less what training waited.
-    checkpoint_cost_secs: time one checkpoint adds to training: stalls plus the slowdown of the
-    iterations that ran beside it.
-    persist_secs: from the start of a snapshot to its commit.
-    copy_bytes_per_sec, persist_bytes_per_sec: of the slowest rank: from live tensors to host memory, and from there to
-    a commit. Not the maximum but the minimum over ranks.
+    Attributes:
+        iteration_secs: Median of iterations with no checkpoint work beside them.
+        checkpoint_cost_secs: Time that one checkpoint adds to training: stalls plus the slowdown of the iterations that
+            ran beside it.
+        persist_secs: From the start of a snapshot to its commit.
+        copy_bytes_per_sec: From live tensors to host memory; the minimum over ranks.
+        persist_bytes_per_sec: From host memory to a commit; the minimum over ranks.
+        recent_iteration_secs: Median of the last iterations, whatever ran beside them, less what training waited.
     """
 
     iteration_secs: float | None = None
@@ -59,9 +61,10 @@ def _nothing() -> Counts:
 class Activity:
     """How much work each expert got, ``[L, E]`` each, summed over ranks; columns beyond a layer's E are 0.
 
-    hard: tokens routed since the newest window began, or since the run's start.
-    soft: gate weights, summed likewise, in a unit of their own; all 0 where the router does not tell them.
-    decayed: tokens per step, ``A <- 0.9 A + 0.1 count`` at each step.
+    Attributes:
+        hard: Tokens routed since the newest window began, or since the run's start.
+        soft: Gate weights, summed likewise, in a unit of their own; all 0 where the router does not tell them.
+        decayed: Tokens per step, ``A <- 0.9 A + 0.1 count`` at each step.
     """
 
     hard: Counts = field(default_factory=_nothing)
@@ -73,26 +76,31 @@ class Activity:
 class PolicyContext:
     """Everything a policy may know at one step. All counts are already reduced over ranks.
 
-    step: optimizer steps done (the state to be saved is the one after this step).
-    last_step: step of the newest checkpoint that was begun, or None.
-    nothing_safe: checkpoints were begun, but none is committed or under way: they failed, or are in another store.
-    index: checkpoints begun so far in this run, across restarts.
-    chosen_at: ``[L, E]`` step of the newest checkpoint, committed or under way, that holds the expert; -1 if none.
-    ranks: of the run.
-    placement: who holds what; None where every rank holds everything.
-    missing: operators that no committed or running checkpoint of the storage tier holds.
-    unsaved: per tier, ``U[l][e]`` as of what is committed. A fault that leaves this tier loses these tokens.
-    expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
-    popularity: ``A[l][e]``, tokens assigned in this step.
-    faults, lost_tokens, routed_tokens: history of the run.
-    window, next_slot: the newest sparse window, as long as no snapshot of it failed or was left out, and how many of
-        its slots have begun; None and 0 if there is none.
-    sizes: bytes of every operator, as its tensors are now.
-    inseparable: groups of operators that must be anchored in the same slot of a window, because the optimizer lets rows
-        of a parameter that they share act on one another.
-    activity: what popularity orders go by.
-    dense_step: step of the newest dense checkpoint, begun or committed; None where nobody keeps track of it.
-    snapshot_bytes: most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
+    Attributes:
+        step: Optimizer steps done (the state to be saved is the one after this step).
+        catalog: The model's operators.
+        last_step: Step of the newest checkpoint that was begun, or None.
+        index: Checkpoints begun so far in this run, across restarts.
+        ranks: Number of ranks of the run.
+        placement: Who holds what; None where every rank holds everything.
+        missing: Operators that no committed or running checkpoint of the storage tier holds.
+        chosen_at: ``[L, E]`` step of the newest checkpoint, committed or under way, that holds the expert; -1 if none.
+        unsaved: Per tier, ``U[l][e]`` as of what is committed. A fault that leaves this tier loses these tokens.
+        expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
+        popularity: ``A[l][e]``, tokens assigned in this step.
+        measured: Times and rates.
+        faults: Recoveries of the run so far.
+        lost_tokens: Token-expert pairs that were lost in them.
+        routed_tokens: Token-expert pairs since the run began.
+        window: The newest sparse window, as long as no snapshot of it failed or was left out; None if there is none.
+        next_slot: How many slots of ``window`` have begun; 0 if there is none.
+        sizes: Bytes of every operator, as its tensors are now.
+        coupled_operators: Groups of operators that must be anchored in the same slot of a window, because the
+            optimizer lets rows of a parameter that they share act on one another.
+        activity: What popularity orders go by.
+        snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
+        nothing_safe: Checkpoints were begun, but none is committed or under way: they failed, or are in another store.
+        dense_step: Step of the newest dense checkpoint, begun or committed; None where nobody keeps track of it.
     """
 
     step: int
@@ -113,7 +121,7 @@ class PolicyContext:
     window: Window | None = None
     next_slot: int = 0
     sizes: Mapping[str, OperatorBytes] = field(default_factory=dict)
-    inseparable: tuple[frozenset[str], ...] = ()
+    coupled_operators: tuple[frozenset[str], ...] = ()
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
     nothing_safe: bool = False
@@ -130,48 +138,132 @@ class Policy(Protocol):
     """Decides, after every optimizer step, what to snapshot.
 
     Called on every rank, on the training thread, before the next forward pass; must be fast and pure.
+
+    A policy that needs more than every policy is told has an attribute or property ``needs`` besides, of type
+    ``Needs``. It is no member of this protocol, so that three methods are enough; ``needs_of`` reads it.
     """
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        """What to save of the state after ``context.step``; an empty plan saves nothing."""
+        """Returns what to save of the state after ``context.step``; an empty plan saves nothing."""
         ...
 
     def check(self, catalog: Catalog) -> None:
-        """Called once, before training: raise ``ConfigError`` if this policy cannot serve this model."""
+        """Called once, before training.
+
+        Raises:
+            ConfigError: This policy cannot serve this model.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Name and parameters as plain data, written into every manifest."""
+        """Returns name and parameters as plain data, which are written into every manifest."""
         ...
 
 
-class SparsePolicy(Policy, Protocol):
-    """A policy that spreads checkpoints over sparse windows (MoEvement).
+@named_arguments
+@dataclass(frozen=True)
+class Needs:
+    """What a policy must be told beyond what all policies are told, and what it brings about. By default: nothing.
 
-    It must be told the sizes of operators and asked about step 0 too, and recovery is exact only where every step can
-    be computed again.
+    It is read when the policy is given to an adapter or a simulation, and must not change. A policy that wraps another
+    passes its needs on whole (``Wrapper``), changed by ``dataclasses.replace`` where it must.
+
+    Attributes:
+        sizes: It goes by ``PolicyContext.sizes``, which are only told to policies that say so.
+        windows: It spreads checkpoints over sparse windows (``SnapshotPlan.window``). It is told ``sizes``,
+            ``coupled_operators``, ``snapshot_bytes`` and ``dense_step`` and is asked about step 0 too; and training
+            must be such that each step can be computed again.
+        soft_counts: It goes by ``Activity.soft``, which costs a little to take.
+        decayed_counts: It goes by ``Activity.decayed``.
+        lost_tokens: It goes by ``lost_tokens``, ``routed_tokens`` or ``faults``, such as a policy with a budget: what
+            it saves changes as training goes on, though nothing else does.
+        gradients: It needs the gradients of each step to be recorded. Nothing records them yet, so adapters and
+            simulator refuse such a policy.
+        partial: It leaves experts at older versions, so that a failure loses tokens.
+        alone: No other policy may begin checkpoints beside it (``AnyOf``): it counts steps from the newest checkpoint,
+            whoever wanted that, or spreads one over several steps.
+        replicas: Its checkpoints are meant to lie in the memory of at least so many peers. Adapters and simulator
+            refuse it where memory keeps fewer.
+        period_steps: It has a rhythm of so many steps, counted from step 0: the same facts lead to the same plan at
+            steps that differ by a multiple of it. For the simulator, which steps through what repeats only once.
+        next_due: ``next_due(context)`` returns the first step from ``context.step`` on at which the policy may want a
+            checkpoint, if nothing else changes. None: it may want one at each step. For the simulator, which does not
+            call ``plan`` before.
+        explain: ``explain(context)`` returns the window of ``context.step`` with its costs, a
+            ``window_report.WindowReport``. None: nobody is told that a window takes longer than an iteration.
     """
 
-    sparse: bool
+    sizes: bool = False
+    windows: bool = False
+    soft_counts: bool = False
+    decayed_counts: bool = False
+    lost_tokens: bool = False
+    gradients: bool = False
+    partial: bool = False
+    alone: bool = False
+    replicas: int = 0
+    period_steps: int = 1
+    next_due: Callable[[PolicyContext], int] | None = None
+    explain: Callable[[PolicyContext], Any] | None = None
 
-    def explain(self, context: PolicyContext) -> Any:
-        """The window of ``context.step`` with its costs: a ``window_report.WindowReport``."""
-        ...
+    def __post_init__(self) -> None:
+        require_positive("Needs", period_steps=self.period_steps)
+        if isinstance(self.replicas, bool) or not isinstance(self.replicas, int) or self.replicas < 0:
+            raise ConfigError(f"Needs(replicas={self.replicas!r}): replicas must be a whole number of at least 0")
+        for name, value in vars(self).items():
+            if name in ("next_due", "explain"):
+                if value is not None and not callable(value):
+                    raise ConfigError(f"Needs({name}={value!r}): give a function that takes a PolicyContext, or None")
+            elif name not in ("period_steps", "replicas") and not isinstance(value, bool):
+                raise ConfigError(f"Needs({name}={value!r}): choose True or False")
+
+    def due(self, context: PolicyContext) -> int:
+        """Returns the first step from ``context.step`` on at which the policy is to be asked; see ``next_due``."""
+        return context.step if self.next_due is None else max(context.step, int(self.next_due(context)))
 
 
-def uses_windows(policy: Policy) -> TypeGuard[SparsePolicy]:
-    """Whether the policy is a ``SparsePolicy``."""
-    return bool(getattr(policy, "sparse", False))
+_OLD_NAMES = {
+    "sparse": "windows=True",
+    "soft": "soft_counts=True",
+    "sized": "sizes=True",
+    "plt_budget": "lost_tokens=True",
+    "next_due": "next_due=self.next_due",
+}
+"""Attributes by which policies said what they need before there was ``Needs``, and what says it now."""
 
 
-def uses_gate_weights(policy: Policy) -> bool:
-    """True for a policy that goes by soft counts (``Activity.soft``), which cost a little to take."""
-    return bool(getattr(policy, "soft", False))
+def needs_of(policy: Policy) -> Needs:
+    """Returns ``policy.needs``; ``Needs()`` for a policy that has none.
+
+    Raises:
+        ConfigError: ``needs`` is something else, or the policy says what it needs as policies did before ``Needs``.
+    """
+    # Of the class first: an AttributeError from within a property must not read as "no needs".
+    found = policy.needs if hasattr(type(policy), "needs") else getattr(policy, "needs", None)  # type: ignore[attr-defined]
+    name = type(policy).__name__
+    if found is None:
+        old = [said for attribute, said in _OLD_NAMES.items() if getattr(policy, attribute, None) not in (None, False)]
+        if old:
+            there = ", ".join(attribute for attribute, said in _OLD_NAMES.items() if said in old)
+            raise ConfigError(
+                f"{name} has {there}, but no needs, by which alone a policy says what it must be told: add a property "
+                f"'needs' that returns moe_ckpt.policies.Needs({', '.join(old)}), or Needs() if that is not what is "
+                "meant; a policy around another one is best a moe_ckpt.policies.Wrapper"
+            )
+        return Needs()
+    if not isinstance(found, Needs):
+        raise ConfigError(
+            f"{name}.needs is {found!r}: make it a property, or a ClassVar, that gives moe_ckpt.policies.Needs(...)"
+        )
+    return found
 
 
-def uses_sizes(policy: Policy) -> bool:
-    """True for a policy that is to be told ``PolicyContext.sizes`` though it has no windows (MoEtion)."""
-    return bool(getattr(policy, "sized", False))
+def require_served(policy: Policy) -> None:
+    """Raise ``ConfigError`` if the policy needs what no adapter and no simulation can give it."""
+    if needs_of(policy).gradients:
+        raise ConfigError(
+            f"{type(policy).__name__} needs the gradients of each step (Needs.gradients), which nothing records yet"
+        )
 
 
 def interval_passed(step: int, last_step: int | None, every_n_steps: int) -> bool:
@@ -188,13 +280,12 @@ def next_multiple(last_step: int | None, every_n_steps: int) -> int:
     return ((last_step or 0) // every_n_steps + 1) * every_n_steps
 
 
-def next_due(policy: Policy, context: PolicyContext) -> int:
-    """The first step from ``context.step`` on at which the policy may want a checkpoint, if nothing else changes.
-
-    Asked by the simulator, which need not call ``plan`` before. A policy that does not say is asked at every step.
-    """
-    due = getattr(policy, "next_due", None)
-    return context.step if due is None else max(context.step, int(due(context)))
+def due_as_measured(context: PolicyContext, interval: int | None, profile_steps: int, max_interval: int) -> int:
+    """The first step that is due where ``interval`` follows measurements; it is None while these are wanting."""
+    if interval is None:
+        # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
+        interval = max_interval if context.measured.iteration_secs is None else profile_steps
+    return (context.last_step or 0) + interval
 
 
 def require_positive(policy: str, **values: int) -> None:

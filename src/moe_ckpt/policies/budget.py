@@ -79,7 +79,7 @@ def at_risk(context: PolicyContext, stored: Collection[Expert]) -> int:
     return int(_unsaved_without(context, stored).sum())
 
 
-def top_up(context: PolicyContext, stored: Collection[Expert], budget: float) -> tuple[Expert, ...]:
+def top_up(context: PolicyContext, stored: Collection[Expert] | Counts, budget: float) -> tuple[Expert, ...]:
     """The wall: experts to save beside ``stored``, so that a fault that returns to this checkpoint keeps the budget.
 
     A fault returns to a committed checkpoint. If ``lost + unsaved tokens of the experts it does not hold <=
@@ -90,6 +90,8 @@ def top_up(context: PolicyContext, stored: Collection[Expert], budget: float) ->
     Early in a run few tokens were routed, and one round of unsaved tokens is a large share of them, so checkpoints
     are denser: for about ``every_n_steps * (ceil(E/K) - 1) / (2 * budget)`` steps, since ceil(E/K) checkpoints in turn
     leave (ceil(E/K) - 1) / 2 intervals' tokens unsaved on average.
+
+    stored: also as ``[n, 2]``, layer and expert.
     """
     unsaved = _unsaved_without(context, stored)
     excess = int(unsaved.sum()) - max(tokens_left(context, budget), 0)
@@ -102,9 +104,10 @@ def top_up(context: PolicyContext, stored: Collection[Expert], budget: float) ->
     return tuple(sorted(zip(rows.tolist(), experts.tolist(), strict=True)))
 
 
-def _unsaved_without(context: PolicyContext, stored: Collection[Expert]) -> Counts:
+def _unsaved_without(context: PolicyContext, stored: Collection[Expert] | Counts) -> Counts:
     counts = context.unsaved.get(Tier.STORAGE)
     unsaved = known(context, np.zeros((0, 0), dtype=np.int64) if counts is None else counts, 0).copy()
-    if stored:
-        unsaved[tuple(np.asarray(list(stored), dtype=np.int64).T)] = 0
+    listed = stored if isinstance(stored, np.ndarray) else np.asarray(list(stored), dtype=np.int64)
+    if len(listed):
+        unsaved[tuple(listed.T)] = 0
     return unsaved

@@ -6,21 +6,28 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
+from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Measured, PolicyContext, require_positive
+from moe_ckpt.policies.base import Measured, Needs, PolicyContext, due_as_measured, require_positive
 
 
+@named_arguments
 @dataclass(frozen=True)
 class CheckFreq:
     """Dense two-phase checkpoints at the smallest interval that keeps overhead within ``max_overhead``.
 
-    The first ``profile_steps`` steps run without checkpoints to learn the iteration time; one checkpoint
-    is then taken to learn its cost; from there on the interval follows the newest measurements.
+    The first ``profile_steps`` steps run without checkpoints to learn the iteration time; one checkpoint is then taken
+    to learn its cost; from there on the interval follows the newest measurements (CheckFreq, FAST '21).
 
-    max_overhead: share of training time, 0.03 in the paper.
-    max_interval: upper bound on the interval, so that one odd measurement cannot switch saving off.
+    Attributes:
+        max_overhead: Share of training time, 0.03 in the paper.
+        profile_steps: Steps before the first checkpoint.
+        max_interval: Upper bound on the interval in steps, so that one odd measurement cannot switch saving off.
+
+    Raises:
+        ConfigError: A value out of range.
     """
 
     max_overhead: float = 0.03
@@ -55,13 +62,13 @@ class CheckFreq:
             return save_full(context.step, tuple(op.id for op in context.catalog.operators))
         return save_nothing(context.step)
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(alone=True, next_due=self.next_due)
+
     def next_due(self, context: PolicyContext) -> int:
-        """The first step that is due by what ``context`` has measured. See ``policies.base.next_due``."""
-        interval = self.interval(context.measured)
-        if interval is None:
-            # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
-            interval = self.max_interval if context.measured.iteration_secs is None else self.profile_steps
-        return (context.last_step or 0) + interval
+        """The first step that is due by what ``context`` has measured. See ``Needs.next_due``."""
+        return due_as_measured(context, self.interval(context.measured), self.profile_steps, self.max_interval)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "checkfreq", **asdict(self)}

@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
-from moe_ckpt.policies.base import PolicyContext, interval_passed, next_multiple, require_positive
+from moe_ckpt.policies.base import Needs, PolicyContext, interval_passed, next_multiple, require_positive
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Dense:
     """Save every operator at full fidelity every ``every_n_steps`` optimizer steps.
 
-    With ``sync=True`` training waits until the checkpoint is committed; otherwise the copy hides behind
-    the next forward and backward pass and the write behind the steps after it.
+    Attributes:
+        every_n_steps: Steps from one checkpoint to the next.
+        sync: True: training waits until the checkpoint is committed. False: the copy runs beside the next forward and
+            backward pass, and the write beside the steps after it.
+
+    Raises:
+        ConfigError: ``every_n_steps`` is below 1.
     """
 
     every_n_steps: int = 1
@@ -32,8 +39,12 @@ class Dense:
             return save_nothing(context.step)
         return save_full(context.step, context.catalog.everything, wait=self.sync)
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(period_steps=self.every_n_steps, next_due=self.next_due)
+
     def next_due(self, context: PolicyContext) -> int:
-        """See ``policies.base.next_due``."""
+        """See ``Needs.next_due``."""
         return next_multiple(context.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:

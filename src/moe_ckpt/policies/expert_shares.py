@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +38,17 @@ def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: i
     left = total
     sharing = [layer for layer, size in enumerate(sizes) if size]
     while left and sharing:
-        at_risk = sum(risk[layer] for layer in sharing)
-        weight = {layer: risk[layer] if at_risk else 1 for layer in sharing}
-        whole = at_risk or len(sharing)
-        full = [layer for layer in sharing if left * weight[layer] >= sizes[layer] * whole]
+        weights = [risk[layer] for layer in sharing]
+        whole = sum(weights)
+        if not whole:
+            weights, whole = [1] * len(sharing), len(sharing)
+        full = [layer for layer, weight in zip(sharing, weights, strict=True) if left * weight >= sizes[layer] * whole]
         if not full:
-            for layer in sharing:
-                shares[layer] = left * weight[layer] // whole
-            by_fraction = sorted(
-                sharing,
-                key=lambda layer: (-(left * weight[layer] % whole), -weight[layer], (layer - first) % len(sizes)),
-            )
-            for layer in by_fraction[: left - sum(shares[layer] for layer in sharing)]:
+            fractions = []
+            for layer, weight in zip(sharing, weights, strict=True):
+                shares[layer], fraction = divmod(left * weight, whole)
+                fractions.append((-fraction, -weight, (layer - first) % len(sizes), layer))
+            for *_, layer in sorted(fractions)[: left - sum(shares[layer] for layer in sharing)]:
                 shares[layer] += 1
             break
         for layer in full:
@@ -80,15 +80,15 @@ class Taking:
     """Experts taken one after the other, as long as their owner has capacity left.
 
     Experts are numbers from 0 on. owners: the rank of each. capacity: experts per rank; None where it does not matter
-    who owns them.
+    who owns them. ranks: those that own any, where they are known already.
     count: how many were taken so far. is_taken: of each expert.
     """
 
-    def __init__(self, owners: Sequence[int], capacity: int | None) -> None:
+    def __init__(self, owners: Sequence[int], capacity: int | None, ranks: Iterable[int] | None = None) -> None:
         self.count = 0
         self.is_taken = bytearray(len(owners))
         self._owners = owners
-        self._room = dict.fromkeys(owners, len(owners) if capacity is None else capacity)
+        self._room = dict.fromkeys(owners if ranks is None else ranks, len(owners) if capacity is None else capacity)
 
     @property
     def mask(self) -> npt.NDArray[np.bool_]:
@@ -175,9 +175,14 @@ class Stage:
         return tuple(place for place, layer in enumerate(self.layers) for _ in range(layer.experts))
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Experts of each layer."""
+        return tuple(layer.experts for layer in self.layers)
+
+    @cached_property
     def starts(self) -> Counts:
         """The first expert of each layer."""
-        return np.cumsum([0, *(layer.experts for layer in self.layers[:-1])])
+        return np.cumsum([0, *self.sizes[:-1]])
 
     @cached_property
     def numbers(self) -> Mapping[int, int]:
@@ -217,10 +222,51 @@ class Stage:
         capacity = limit // each
         return min(together, owned_total(capacity, self.owned.values())), capacity
 
-    def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[int]:
-        """All experts: most unsaved tokens first, then the oldest, then by layer and index. Both of each expert."""
-        found: list[int] = np.lexsort((chosen_at, -unsaved)).tolist()  # stable: what is equal stays in order
-        return found
+
+class Together:
+    """Several stages, whose experts follow on one another: arrays of all of them are gone through once.
+
+    at, operators: as those of the stages. bounds: of each stage, its first expert and the one behind its last.
+    """
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.at, self.operators = (
+            np.concatenate([getattr(stage, name) for stage in stages]) for name in ("at", "operators")
+        )
+        self._totals = [stage.total for stage in stages]
+        self.bounds = tuple(pairwise(np.cumsum([0, *self._totals]).tolist()))
+        self._numbers = np.arange(len(self.at))
+        self._stage = self.spread(range(len(stages)))
+        firsts = [first for first, _ in self.bounds]
+        self._first = self.spread(firsts)
+        self._starts = np.concatenate([first + stage.starts for first, stage in zip(firsts, stages, strict=True)])
+        self._layers = tuple(pairwise(np.cumsum([0, *(len(stage.layers) for stage in stages)]).tolist()))
+
+    def spread(self, figures: Sequence[int]) -> Counts:
+        """One figure of each stage, as one of each expert."""
+        return np.repeat(np.asarray(figures, dtype=np.int64), self._totals)
+
+    def by_layer(self, counts: Counts) -> list[list[int]]:
+        """Stage by stage, the sum of each of its layers."""
+        sums = np.add.reduceat(counts, self._starts).tolist()
+        return [sums[first:end] for first, end in self._layers]
+
+    def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[list[int]]:
+        """Stage by stage, all experts: most unsaved tokens first, then the oldest, then by layer and index."""
+        most, oldest = int(unsaved.max()), int(chosen_at.min())
+        amounts, ages = most - int(unsaved.min()) + 1, int(chosen_at.max()) - oldest + 1
+        if len(self.bounds) * amounts * ages * len(self.at) < 1 << 63:
+            # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
+            keys = (self._stage * amounts + (most - unsaved)) * ages + (chosen_at - oldest)
+            found = np.sort(keys * len(self.at) + self._numbers) % len(self.at)
+        else:
+            found = np.lexsort((chosen_at, -unsaved, self._stage))  # stable: what is equal stays in order
+        numbers = (found - self._first).tolist()
+        return [numbers[first:end] for first, end in self.bounds]
+
+
+together = lru_cache(maxsize=8)(Together)
+"""Of the same stages, the same."""
 
 
 def stages_of(context: PolicyContext, *, weighed: bool) -> tuple[Stage, ...]:

@@ -5,38 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.arguments import named_arguments
+from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Policy, PolicyContext, uses_gate_weights, uses_sizes, uses_windows
+from moe_ckpt.policies.base import Needs, Policy, PolicyContext
 from moe_ckpt.policies.budget import at_risk, resolve_budget, tokens_left, top_up
 from moe_ckpt.policies.selection import Expert, experts_of
+from moe_ckpt.policies.wrapper import Wrapper
 
 ACTIONS = ("escalate", "dense", "stop")
 
 
+@named_arguments
 @dataclass(frozen=True)
-class Guarded:
+class Guarded(Wrapper):
     """``policy``, kept within a budget for lost tokens (PLT) whatever it plans.
 
     Where a fault that returns to the checkpoint planned would break the budget (``budget.top_up``), that checkpoint
     saves more experts than ``policy`` asked for. When it saves, and that it saves at all, stays the policy's decision.
 
-    budget: a number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
-    action: ``escalate``: the fewest experts that keep the budget are saved besides. ``dense``: all are, in that
-        checkpoint. ``stop``: all are, and training is asked to end, since the policy cannot keep the budget by itself;
-        not while no token was lost yet: every run starts with too few routed tokens for a budget, so it escalates.
+    Attributes:
+        policy: What decides within the budget.
+        budget: A number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
+        action: ``"escalate"``: the fewest experts that keep the budget are saved besides. ``"dense"``: all are, in that
+            checkpoint. ``"stop"``: all are, and training is asked to end, since the policy cannot keep the budget by
+            itself; not while no token was lost yet: every run starts with too few routed tokens for a budget, so it
+            escalates.
+
+    Raises:
+        ConfigError: No policy, no such action, or a budget that is no portion.
     """
 
-    policy: Policy
     budget: float | str = "default"
     action: str = "escalate"
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, type) or not isinstance(self.policy, Policy):
-            raise ConfigError(
-                f"Guarded(policy={self.policy!r}): give a policy, which has plan, check and describe, such as MoC()"
-            )
+        super().__post_init__()
         resolve_budget(self.budget, "Guarded: budget")
         if self.action not in ACTIONS:
             raise ConfigError(f"Guarded(action={self.action!r}): no such action; choose from {list(ACTIONS)}")
@@ -47,26 +52,8 @@ class Guarded:
         return resolve_budget(self.budget)
 
     @property
-    def sparse(self) -> bool:
-        """See ``policies.base.SparsePolicy``; such a policy loses nothing, so the guard has nothing to do."""
-        return uses_windows(self.policy)
-
-    @property
-    def soft(self) -> bool:
-        """See ``policies.base.uses_gate_weights``."""
-        return uses_gate_weights(self.policy)
-
-    @property
-    def sized(self) -> bool:
-        """See ``policies.base.uses_sizes``."""
-        return uses_sizes(self.policy)
-
-    def explain(self, context: PolicyContext) -> Any:
-        """Of the policy, if it has windows."""
-        return self.policy.explain(context) if uses_windows(self.policy) else None
-
-    def check(self, catalog: Catalog) -> None:
-        self.policy.check(catalog)
+    def needs(self) -> Needs:
+        return replace(super().needs, lost_tokens=True)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """The policy's plan; unchanged if it saves nothing, or all experts without counting in K (Dense)."""

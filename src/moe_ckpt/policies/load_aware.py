@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
@@ -61,8 +62,9 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
     """
     chosen_at = known(context, context.chosen_at, -1)
     sizes = [layer.experts for layer in context.catalog.layers]
-    orders = [np.lexsort((chosen_at[row, :size], -priority[row, :size])).tolist() for row, size in enumerate(sizes)]
-    at_stake = [priority[row, order[: request.k]].sum() for row, order in enumerate(orders)]
+    sorted_rows = [np.lexsort((chosen_at[row, :size], -priority[row, :size])) for row, size in enumerate(sizes)]
+    at_stake = [priority[row, order[: request.k]].sum() for row, order in enumerate(sorted_rows)]
+    orders = [order.tolist() for order in sorted_rows]
     turns = sorted(range(len(sizes)), key=lambda row: (-at_stake[row], -row))
     overdue = _overdue(context, chosen_at, sizes, request)
     stored: list[list[int]] = [[] for _ in sizes]
@@ -110,6 +112,19 @@ def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], reques
     return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
 
 
+@lru_cache(maxsize=32)
+def _numbered(
+    owners: tuple[tuple[int, ...], ...], rows: frozenset[int]
+) -> tuple[Mapping[int, Sequence[int]], Counts]:
+    """Owners of the experts of some layers, counted from 0; and ``[L, R]`` how many of each layer each owns."""
+    number = {rank: at for at, rank in enumerate(sorted({rank for row in rows for rank in owners[row]}))}
+    numbered = {row: [number[rank] for rank in owners[row]] for row in rows}
+    owned = np.zeros((len(owners), len(number)), dtype=np.int64)
+    for row, found in numbered.items():
+        owned[row] = np.bincount(found, minlength=len(number))
+    return numbered, owned
+
+
 class Dealer:
     """Takes experts layer by layer, in a given order, evenly over the ranks that own them.
 
@@ -127,13 +142,10 @@ class Dealer:
     def __init__(self, orders: list[list[int]], turns: list[int], owners: Sequence[Sequence[int]]) -> None:
         self.taken: list[list[int]] = [[] for _ in orders]
         self._orders, self._turns = orders, turns
-        number = {rank: at for at, rank in enumerate(sorted({rank for row in turns for rank in owners[row]}))}
-        self._owners = {row: [number[rank] for rank in owners[row]] for row in turns}
-        self._load = np.zeros(len(number), dtype=np.int64)
-        self._owned = np.zeros((len(orders), len(number)), dtype=np.int64)
+        self._owners, owned = _numbered(tuple(map(tuple, owners)), frozenset(turns))
+        self._load = np.zeros(owned.shape[1], dtype=np.int64)
+        self._owned = owned.copy()
         """``[L, R]`` experts not taken yet."""
-        for row in turns:
-            self._owned[row] = np.bincount(self._owners[row], minlength=len(number))
         self._supply = self._owned.sum(axis=0)
 
     def deal(self, per_layer: int, first: list[Expert] | None = None) -> None:
@@ -154,7 +166,8 @@ class Dealer:
         for row in self._turns:
             to_come -= self._owned[row]
             needed -= needs[row]
-            self._deal_layer(row, needs[row], capacity, to_come.copy(), needed)
+            if needs[row]:
+                self._deal_layer(row, needs[row], capacity, to_come.copy(), needed)
 
     def _smallest_capacity(self, wanted: int) -> int:
         """The smallest number of experts per rank with which ``wanted`` experts can be saved at all."""

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, compress
 from typing import Any
 
-from moe_ckpt.core.operators import Catalog, expert_id
+import numpy as np
+
+from moe_ckpt.core.arguments import named_arguments
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
-from moe_ckpt.policies.base import PolicyContext, interval_passed, next_multiple, require_positive
+from moe_ckpt.policies.base import Needs, PolicyContext, interval_passed, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
-from moe_ckpt.policies.selection import Request, experts_of
+from moe_ckpt.policies.selection import Expert, Request
 from moe_ckpt.policies.selectors import SELECTORS
 
 
+@named_arguments
 @dataclass(frozen=True)
 class MoC:
     """Save all gates and non-experts, and K experts of every MoE layer, at each checkpoint.
 
-    A checkpoint stays loadable as a whole: the other experts are taken from the checkpoint that saved
-    them last, and the tokens they have not seen are counted as lost (PLT) if a fault returns to it.
-    The first checkpoint of a run is dense, since there is no older copy to fall back on.
+    A checkpoint stays loadable as a whole: the other experts are taken from the checkpoint that saved them last, and
+    the tokens they have not seen are counted as lost (PLT) if a fault returns to it. The first checkpoint of a run is
+    dense, since there is no older copy to fall back on. Source: PEC, arXiv 2408.04307; MoC-System, ASPLOS '25.
 
-    k: experts saved per MoE layer, 1 <= k <= E.
-    selector: which ones: ``sequential`` (the oldest), ``load_aware`` (those with most unsaved tokens, the paper's rule)
-        or ``least_loss`` (unsaved tokens times age).
-    snapshot_k: experts per MoE layer that are copied to host memory, k <= snapshot_k <= E (two-level PEC). Those that
-        are not written stay there until the next checkpoint, for a recovery that finds this memory alive. None: k.
-    plt_budget: portion of lost tokens to stay within, a number or a name in ``policies.budget.PLT_BUDGETS``. K then
-        doubles as faults use it up, and falls as training goes on (``dynamic_k``), snapshot_k with it where it must;
-        and a checkpoint that would let one more fault break the budget saves more experts (``top_up``). None: K stays
-        as it is.
+    Attributes:
+        k: Experts saved per MoE layer, ``1 <= k <= E``.
+        every_n_steps: Steps from one checkpoint to the next.
+        selector: Which experts: ``"sequential"`` (the oldest), ``"load_aware"`` (those with most unsaved tokens, the
+            paper's rule) or ``"least_loss"`` (unsaved tokens times age).
+        snapshot_k: Experts per MoE layer that are copied to host memory, ``k <= snapshot_k <= E`` (two-level PEC).
+            Those that are not written stay there until the next checkpoint, for a recovery that finds this memory
+            alive. None: ``k``.
+        plt_budget: Portion of lost tokens to stay within, a number or a name in ``policies.budget.PLT_BUDGETS``. K then
+            doubles as faults use it up, and falls as training goes on (``dynamic_k``), ``snapshot_k`` with it where it
+            must; and a checkpoint that would let one more fault break the budget saves more experts (``top_up``). None:
+            K stays as it is.
+
+    Raises:
+        ConfigError: A value out of range, or no such selector.
     """
 
     k: int = 1
@@ -82,18 +95,34 @@ class MoC:
         k = self.current_k(context)
         request = Request(k, max(self.snapshot_k or k, k), self.every_n_steps)
         selection = SELECTORS[self.selector](context, request)
-        chosen = {expert_id(*expert) for expert in selection.stored} | set(context.missing)
-        if self.budget is not None:
-            chosen.update(expert_id(*expert) for expert in top_up(context, experts_of(context, chosen), self.budget))
-        chosen.update(op.id for op in context.catalog.always_saved)
-        stored = tuple(sorted(chosen, key=context.catalog.place.__getitem__))
-        held = tuple(op for op in (expert_id(*expert) for expert in selection.held) if op not in chosen)
-        return save_full(context.step, stored, host_only=held, k=k, plt_budget=self.budget)
+        catalog, budget = context.catalog, self.budget
+        chosen = np.zeros(len(catalog.everything), dtype=bool)
+        chosen[_places(catalog, selection.stored)] = True
+        chosen[[catalog.place[op] for op in context.missing]] = True
+        if budget is not None:
+            more = top_up(context, catalog.layer_and_expert[chosen & catalog.is_expert], budget)
+            chosen[_places(catalog, more)] = True
+        chosen |= ~catalog.is_expert
+        stored = tuple(compress(catalog.everything, chosen.tolist()))
+        held = tuple(catalog.everything[at] for at in _places(catalog, selection.held).tolist() if not chosen[at])
+        return save_full(context.step, stored, host_only=held, k=k, plt_budget=budget)
+
+    @property
+    def needs(self) -> Needs:
+        budgeted = self.plt_budget is not None
+        return Needs(partial=True, lost_tokens=budgeted, period_steps=self.every_n_steps, next_due=self.next_due)
 
     def next_due(self, context: PolicyContext) -> int:
-        """See ``policies.base.next_due``."""
+        """See ``Needs.next_due``."""
         return next_multiple(context.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:
         resolved = {"snapshot_k": self.snapshot_k or self.k, "plt_budget": self.budget}
         return {"name": "moc", **asdict(self), **resolved}
+
+
+def _places(catalog: Catalog, experts: Sequence[Expert]) -> Counts:
+    """Of each of ``experts``, its place in the catalog."""
+    flat = np.fromiter(chain.from_iterable(experts), dtype=np.int64, count=2 * len(experts))
+    found: Counts = catalog.expert_places[flat[::2], flat[1::2]]
+    return found

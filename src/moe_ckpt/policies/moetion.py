@@ -5,7 +5,7 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
 from math import ceil, isfinite
@@ -13,19 +13,24 @@ from typing import Any
 
 import numpy as np
 
+from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
-from moe_ckpt.policies.base import Measured, PolicyContext, interval_passed, next_multiple, require_positive
-from moe_ckpt.policies.expert_shares import Stage, Taking, layer_shares, stages_of
+from moe_ckpt.policies.base import Measured, Needs, PolicyContext, interval_passed, next_multiple, require_positive
+from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.selection import known
 from moe_ckpt.policies.window_report import time_limit_bytes
 
 SELECTIONS = ("popular", "round_robin")
 
+_Room = tuple[Stage, int, int | None]
+"""A stage, how many of its experts are saved, and how many of them any rank may own."""
 
+
+@named_arguments
 @dataclass(frozen=True)
 class MoEtion:
     """Save all gates and non-experts, and the experts that the rest of a budget buys, at each checkpoint.
@@ -44,14 +49,19 @@ class MoEtion:
     its last copy could never be deleted otherwise, and weight decay changes experts without tokens too; such experts
     get at most half of a checkpoint, for many become overdue at once.
 
-    It writes to storage only. Replication to peers (the remote budget, Algorithm 2) is not in the engine yet. A boosted
-    capacity for experts that came back stale is not there yet. Asynchronous optimizer recomputation (Algorithm 3) is
-    not there yet.
+    It writes to storage only. Replication to peers (the remote budget, Algorithm 2), a boosted capacity for experts
+    that came back stale, and asynchronous optimizer recomputation (Algorithm 3) are not there yet. Source: MoEtion,
+    arXiv 2412.15411 v1.
 
-    experts: per layer on average, ``S_total / L``, instead of what the budget gives; every owner rank then saves about
-        equally many. None: by the budget.
-    selection: ``popular`` (the paper), or ``round_robin``, its baseline: even shares, oldest experts first.
-    budget_fraction: portion of the time between checkpoints that saving may take.
+    Attributes:
+        every_n_steps: Steps from one checkpoint to the next.
+        experts: Per layer on average, ``S_total / L``, instead of what the budget gives; every owner rank then saves
+            about equally many. None: by the budget.
+        selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: even shares, oldest experts first.
+        budget_fraction: Portion of the time between checkpoints that saving may take.
+
+    Raises:
+        ConfigError: A value out of range, or no such selection.
     """
 
     every_n_steps: int = 1
@@ -76,9 +86,9 @@ class MoEtion:
             )
 
     @property
-    def sized(self) -> bool:
-        """See ``policies.base.uses_sizes``."""
-        return self.experts is None
+    def needs(self) -> Needs:
+        sizes = self.experts is None
+        return Needs(sizes=sizes, partial=True, period_steps=self.every_n_steps, next_due=self.next_due)
 
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
@@ -109,70 +119,78 @@ class MoEtion:
             return save_nothing(context.step)
         limit = self.budget_bytes(context.measured) if self.experts is None else None
         stages = stages_of(context, weighed=limit is not None)
-        total = sum(self._room(stage, limit)[0] for stage in stages)
+        rooms = [(stage, *self._room(stage, limit)) for stage in stages]
+        total = sum(most for _, most, _ in rooms)
         fits = total >= len(context.catalog.experts)
-        stored = context.catalog.everything if fits else self._stored(context, stages, limit)
+        stored = context.catalog.everything if fits else self._stored(context, rooms)
         return save_full(context.step, stored, k=total // max(len(context.catalog.layers), 1))
 
     def _room(self, stage: Stage, limit: int | None) -> tuple[int, int | None]:
         """As ``Stage.most``, which remembers it."""
         return stage.most(limit, len(stage.layers) * (self.experts or 1))
 
-    def _stored(self, context: PolicyContext, stages: Sequence[Stage], limit: int | None) -> tuple[str, ...]:
-        """In the catalog's order. limit: bytes of one rank; None: no budget."""
+    def _stored(self, context: PolicyContext, rooms: Sequence[_Room]) -> tuple[str, ...]:
+        """In the catalog's order."""
         catalog = context.catalog
-        missing = [catalog.place[op] for op in context.missing]
-        counts = known(context, context.expected_unsaved, 0).ravel(), known(context, context.chosen_at, -1).ravel()
         chosen = ~catalog.is_expert
-        for stage in stages:
-            most, capacity = self._room(stage, limit)
-            if most >= stage.total:
-                chosen[stage.operators] = True
-                continue
-            forced = [stage.numbers[place] for place in missing if place in stage.numbers]
-            unsaved, chosen_at = (each[stage.at] for each in counts)
-            taking = Taking(stage.owners, capacity)
-            self._choose(context, stage, taking, most, forced, unsaved, chosen_at)
-            chosen[stage.operators] = taking.mask
+        for stage in (stage for stage, most, _ in rooms if most >= stage.total):
+            chosen[stage.operators] = True
+        rooms = [room for room in rooms if room[1] < room[0].total]
+        if rooms:
+            all_of_them = together(tuple(stage for stage, *_ in rooms))
+            taken = b"".join(self._taken(context, all_of_them, rooms))
+            chosen[all_of_them.operators] = np.frombuffer(taken, dtype=np.bool_)
         return tuple(compress(catalog.everything, chosen.tolist()))
 
-    def _choose(
-        self,
-        context: PolicyContext,
-        stage: Stage,
-        taking: Taking,
-        most: int,
-        forced: Sequence[int],
-        unsaved: Counts,
-        chosen_at: Counts,
-    ) -> None:
-        """Take experts of ``stage``. unsaved, chosen_at: of each of them."""
+    def _taken(self, context: PolicyContext, stages: Together, rooms: Sequence[_Room]) -> Iterator[bytearray]:
+        """Stage by stage, whether each of its experts is saved."""
         popular = self.selection == "popular"
-        taking.force(forced)
-        if popular:
-            taking.take(self._overdue(context, stage, chosen_at, most), -(-most // 2))
-        left = ~taking.mask
-        sizes = np.add.reduceat(left, stage.starts, dtype=np.int64).tolist()
-        risk = np.add.reduceat(unsaved * left, stage.starts).tolist() if popular else [0] * len(sizes)
-        # Where all layers get alike, what cannot be divided goes on from where it ended last time.
-        first = context.index * most % len(sizes)
-        shares = layer_shares(risk, sizes, max(0, most - taking.count), first)
-        ordered = stage.ordered(chosen_at, unsaved if popular else np.zeros_like(unsaved))
-        taking.take(taking.take_shares(ordered, most, stage.groups, shares), most)
+        missing = [context.catalog.place[op] for op in context.missing]
+        unsaved = known(context, context.expected_unsaved, 0).ravel()[stages.at]
+        chosen_at = known(context, context.chosen_at, -1).ravel()[stages.at]
+        if not popular:
+            unsaved = np.zeros_like(unsaved)
+        orders, risks = stages.ordered(chosen_at, unsaved), stages.by_layer(unsaved)
+        overdue = self._overdue(context, stages, rooms, chosen_at) if popular else [()] * len(rooms)
+        for number, (stage, most, capacity) in enumerate(rooms):
+            taking, risk, sizes = Taking(stage.owners, capacity, stage.owned), risks[number], stage.sizes
+            if missing:
+                taking.force(stage.numbers[place] for place in missing if place in stage.numbers)
+            if overdue[number]:
+                taking.take(overdue[number], -(-most // 2))
+            if taking.count:
+                left = ~taking.mask
+                sizes = tuple(np.add.reduceat(left, stage.starts, dtype=np.int64).tolist())
+                risk = np.add.reduceat(unsaved[slice(*stages.bounds[number])] * left, stage.starts).tolist()
+            # Where all layers get alike, what cannot be divided goes on from where it ended last time.
+            first = context.index * most % len(sizes)
+            shares = layer_shares(risk, sizes, max(0, most - taking.count), first)
+            passed_over = taking.take_shares(orders[number], most, stage.groups, shares)
+            if taking.count < most:
+                taking.take(passed_over, most)
+            yield taking.is_taken
 
-    def _overdue(self, context: PolicyContext, stage: Stage, chosen_at: Counts, most: int) -> list[int]:
+    def _overdue(
+        self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], chosen_at: Counts
+    ) -> list[Sequence[int]]:
         """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
 
         As in ``load_aware``, rounds are counted in steps, at the run's own mean interval.
         """
         interval_steps = max(self.every_n_steps, ceil(context.step / (context.index + 1)))
-        patience = STALE_ROUNDS * ceil(stage.total / most) * interval_steps
-        late = np.flatnonzero((chosen_at >= 0) & (chosen_at < context.step - patience))
-        oldest: list[int] = late[np.argsort(chosen_at[late], kind="stable")].tolist()
-        return oldest
+        rounds = [ceil(stage.total / most) for stage, most, _ in rooms]
+        due = context.step - STALE_ROUNDS * interval_steps * stages.spread(rounds)
+        late = np.flatnonzero((chosen_at >= 0) & (chosen_at < due))
+        if not len(late):
+            return [()] * len(rooms)
+        found: list[Sequence[int]] = []
+        for first, end in stages.bounds:
+            mine = late[np.searchsorted(late, first) : np.searchsorted(late, end)]
+            found.append((mine[np.argsort(chosen_at[mine], kind="stable")] - first).tolist())
+        return found
 
     def next_due(self, context: PolicyContext) -> int:
-        """See ``policies.base.next_due``."""
+        """See ``Needs.next_due``."""
         return next_multiple(context.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:

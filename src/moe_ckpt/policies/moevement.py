@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import filterfalse
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any
 
+from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
 from moe_ckpt.core.window import (
@@ -18,15 +20,15 @@ from moe_ckpt.core.window import (
     OperatorBytes,
     Window,
     balance,
-    glue,
     lanes_of,
+    merge_coupled,
     pack,
     share_bytes,
     side_by_side,
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import PolicyContext, require_positive
+from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
 from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
 from moe_ckpt.policies.window_report import WindowReport, time_limit_bytes
 
@@ -39,6 +41,7 @@ FIRST_SLOTS = 4
 Slots = tuple[tuple[str, ...], ...]
 
 
+@named_arguments
 @dataclass(frozen=True)
 class MoEvement:
     """Save at every step: windows of W steps, each of which is one checkpoint.
@@ -48,17 +51,30 @@ class MoEvement:
     since its ranks can save nothing of the others'. It is decided anew at each window's start. Before training (step 0)
     everything is saved, since the first window has no older state to fall back on. Unless ``window`` is given, a first
     one of at most ``FIRST_SLOTS`` slots begins as soon as iteration time and rates were measured once, which is after
-    the second step; the next one begins after ``PROFILE_STEPS`` steps, when there are enough measurements.
+    the second step; the next one begins after ``PROFILE_STEPS`` steps, when there are enough measurements. Source:
+    MoEvement, NSDI '26.
 
-    window: W, or None to size it as above. Of the windows with at most W slots, one whose heaviest slot is lightest.
-    max_window: no window is longer. If even that does not fit in an iteration, training stalls: ``explain`` says by
-        how much. Not for a ``window`` that is given.
-    order, non_experts, reorder_change, reorder_experts: see ``popularity.Ordering``.
-    budget_fraction: portion of an iteration that a snapshot may take.
-    dense_overhead: portion of training time that dense checkpoints between windows may cost; 0 for none. A window can
-        only be opened by as many ranks with the same parallel degrees, a dense checkpoint by any. It weighs about as
-        much as the W slots of a window, so that training may wait for W - 1 iterations: one is due every
-        ``(W - 1) / dense_overhead`` steps. None is made where host memory has no room for it.
+    Attributes:
+        window: W, or None to size it as above. Of the windows with at most W slots, one whose heaviest slot is
+            lightest.
+        max_window: No window is longer. If even that does not fit in an iteration, training stalls: ``explain`` says by
+            how much. Not for a ``window`` that is given.
+        order: Which experts are anchored last, for they are frozen longest while a window is replayed: those that are
+            most popular by ``"hard_count"`` (tokens since the newest window began), ``"soft_count"`` (gate
+            probabilities likewise), ``"time_decayed"`` (tokens per step, older ones weigh less),
+            ``"capacity_normalised"`` (tokens over the expert's even share); or ``"round_robin"``, by turns.
+        budget_fraction: Portion of an iteration that a snapshot may take.
+        non_experts: ``"last"``: gates and non-experts behind all experts, since every token uses them. ``"spread"``:
+            dealt out evenly among the experts.
+        reorder_change: An expert counts as changed when its activation frequency did by more than this portion.
+        reorder_experts: The order is made anew when at least this portion of the experts changed.
+        dense_overhead: Portion of training time that dense checkpoints between windows may cost; 0 for none. A window
+            can only be opened by as many ranks with the same parallel degrees, a dense checkpoint by any. It weighs
+            about as much as the W slots of a window, so that training may wait for W - 1 iterations: one is due every
+            ``(W - 1) / dense_overhead`` steps. None is made where host memory has no room for it.
+
+    Raises:
+        ConfigError: A value out of range, or no such order.
     """
 
     window: int | None = None
@@ -69,8 +85,6 @@ class MoEvement:
     reorder_change: float = 0.10
     reorder_experts: float = 0.25
     dense_overhead: float = 0.01
-
-    sparse: ClassVar[bool] = True  # see ``policies.base.uses_windows``
 
     def __post_init__(self) -> None:
         require_positive("MoEvement", max_window=self.max_window)
@@ -93,9 +107,16 @@ class MoEvement:
             raise ConfigError(f"MoEvement({name}={value!r}): {name} must be a number {bounds}, {meaning}")
 
     @property
-    def soft(self) -> bool:
-        """See ``policies.base.uses_gate_weights``."""
-        return self.order == "soft_count"
+    def needs(self) -> Needs:
+        return Needs(
+            sizes=True,
+            windows=True,
+            soft_counts=self.order == "soft_count",
+            decayed_counts=self.order == "time_decayed",
+            alone=True,
+            next_due=self.next_due,
+            explain=self.explain,
+        )
 
     @property
     def ordering(self) -> Ordering:
@@ -141,7 +162,7 @@ class MoEvement:
         )
 
     def next_due(self, context: PolicyContext) -> int:
-        """The first step that is not between the first window and the others. See ``policies.base.next_due``.
+        """The first step that is not between the first window and the others. See ``Needs.next_due``.
 
         Once windows follow one another there is a snapshot beside every iteration, so iterations that are slow to
         start, or that ran beside one, must not be all that was measured.
@@ -171,13 +192,15 @@ class MoEvement:
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)
-        unknown = [op for op in order if op not in context.sizes]
+        unknown = list(filterfalse(context.sizes.__contains__, order))
         if unknown:
             raise ConfigError(
                 f"{self._name()}: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are "
                 f"not there, such as {unknown[0]}"
             )
-        units, sizes, members = glue(order, context.sizes, context.inseparable)
+        if not context.coupled_operators:
+            return Window(context.step, self._slots(order, context), frequencies)
+        units, sizes, members = merge_coupled(order, context.sizes, context.coupled_operators)
         slots = self._slots(units, replace(context, sizes=sizes))
         whole = tuple(tuple(op for unit in slot for op in members[unit]) for slot in slots)
         return Window(context.step, whole, frequencies)
@@ -197,10 +220,10 @@ class MoEvement:
             if context.last_step == 0 and len(slots) > FIRST_SLOTS:
                 few = _balanced(lanes, context.sizes, FIRST_SLOTS)
                 slots = few if room is None or max(share_bytes(few, context.sizes, lanes)) <= room else slots
-        whole = (tuple(op for lane in lanes for op in lane.order),)
-        fits = room is None or max(share_bytes(whole, context.sizes, lanes)) <= room
-        if fits and self._dense_due(context, len(slots)):
-            return whole
+        if self._dense_due(context, len(slots)):
+            whole = (tuple(op for lane in lanes for op in lane.order),)
+            if room is None or max(share_bytes(whole, context.sizes, lanes)) <= room:
+                return whole
         if room is not None and (heaviest := max(share_bytes(slots, context.sizes, lanes))) > room:
             raise ConfigError(self._too_large(lanes, context, len(slots), heaviest))
         return slots

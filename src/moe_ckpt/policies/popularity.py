@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import fsum
 from typing import Any
 
-from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
 from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import Activity, PolicyContext
@@ -73,7 +74,8 @@ class Ordering:
         if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
             return former.order, former.frequencies
         # A stable sort keeps between equals the order of layers, and in each the experts of one owner after another's.
-        return self._with_others(catalog, sorted(_in_turns(context), key=values.__getitem__)), now or None
+        in_turns = _in_turns(catalog.layers, context.owners)
+        return self._with_others(catalog, sorted(in_turns, key=values.__getitem__)), now or None
 
     def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
         """True when so much has changed that the order should be made anew.
@@ -125,10 +127,11 @@ def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
     return {op: values[op] / sums[layer] for op, layer, _ in catalog.experts_by_layer if sums[layer] > 0}
 
 
-def _in_turns(context: PolicyContext) -> list[str]:
+@lru_cache(maxsize=8)
+def _in_turns(layers: tuple[MoELayer, ...], owners: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
     """Experts layer by layer, one of each owner rank in turn, so that a run of them loads the ranks evenly."""
-    rows = zip(context.catalog.layers, context.owners, strict=True)
-    return [expert_id(layer.index, expert) for layer, owners in rows for expert in interleaved_order(owners)]
+    rows = zip(layers, owners, strict=True)
+    return tuple(expert_id(layer.index, expert) for layer, row in rows for expert in interleaved_order(row))
 
 
 def _table(catalog: Catalog, values: Any) -> list[list[float]]:

@@ -10,6 +10,9 @@ from typing import Any
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.window import OperatorBytes, Window, balance, lanes_of, share_bytes, slot_bytes
 
+_NOTICED = 0.01
+"""Stall that is told, as a portion of an iteration."""
+
 
 @dataclass(frozen=True)
 class SlotCost:
@@ -134,17 +137,23 @@ class WindowReport:
 
     @property
     def warning(self) -> str | None:
-        """One sentence if this window's snapshots take longer than they may; None if they do not, or if unknown."""
+        """One sentence if this window's snapshots take longer than they may; None if they do not, or if unknown.
+
+        Without the portion of an iteration being set, an excess that nobody would notice is not worth a sentence.
+        """
         if self.fits is not False or self.iteration_secs is None:
+            return None
+        stall, mean = self.stall_secs or 0.0, self.mean_stall_secs or 0.0
+        noticed = stall >= _NOTICED * self.iteration_secs
+        if not noticed and self.budget_fraction >= 1:
             return None
         what = f"snapshots of a window of W = {self.size} do not fit in {_part(self.budget_fraction)}an iteration"
         heaviest = max(slot.rank_bytes for slot in self.slots)
         numbers = f"{heaviest:,} bytes per rank at most, {self.limit_bytes or 0:,} would fit"
-        stall, mean = self.stall_secs or 0.0, self.mean_stall_secs or 0.0
         cost = (
             f"training stalls by up to {stall:.3g} s per iteration ({stall / self.iteration_secs:.0%}), "
             f"{mean:.3g} s on average"
-            if stall
+            if noticed
             else "they still end within the iteration"
         )
         return f"{what} ({numbers}); {cost}"
@@ -173,7 +182,7 @@ class WindowReport:
         )
         limit = self.limit_bytes
         if limit is not None and self.bytes_per_sec is not None:
-            verdict = self.warning or "every slot fits"
+            verdict = self.warning or ("every slot fits" if self.fits else "no slot takes noticeably longer")
             yield (
                 f"limit per rank and iteration: {human(limit)} ({_part(self.budget_fraction)}{self.iteration_secs:g} s "
                 f"at {human(int(self.bytes_per_sec))}/s, {self.ranks} rank{'s' * (self.ranks > 1)}); {verdict}"

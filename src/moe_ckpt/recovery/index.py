@@ -1,13 +1,12 @@
 """The index of one checkpoint: which bytes of which shard hold which block of which tensor.
 
-Built from a manifest and the headers of the shards it names, without reading a single slice. A slice
-counts only where the manifest's record of its operator names the shard it lies in: a shard may also hold
-operators that a later checkpoint superseded.
+Built from a manifest and the headers of its shards, without reading slices. A slice is live only if the manifest's
+record of its operator names its shard: a shard may also hold operators that a later checkpoint superseded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -18,10 +17,12 @@ from moe_ckpt.format.manifest import FileRecord, Manifest
 from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry
 from moe_ckpt.ports import TensorMeta
 
+_SHOWN = 4
+
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """One slice and the shard it lies in."""
+    """One slice and its shard."""
 
     entry: SliceEntry
     file: FileRecord
@@ -32,7 +33,7 @@ class StoredSlice:
 
     @property
     def offset(self) -> int:
-        """First byte of the slice, counted from the start of the file."""
+        """First byte of the slice in the file."""
         return self.file.header_nbytes + self.entry.begin
 
     @property
@@ -40,17 +41,14 @@ class StoredSlice:
         return self.entry.end - self.entry.begin
 
     def damaged(self, reason: str) -> DamagedError:
-        """An error that names the file, its step and rank, and this slice."""
+        """Returns an error that names the file, its step and rank, and this slice."""
         what = f"slice {self.entry.name}" + (f" of {self.entry.operator}" if self.entry.operator else "")
         return DamagedError(self.path, f"{what}: {reason}", step=self.file.step, rank=self.file.rank)
 
 
 @dataclass(frozen=True)
 class StateKey:
-    """A tensor key taken apart: ``model/<fqn>``, or ``optim/<index>/<fqn>/<state>``.
-
-    ``optimizer`` and ``state`` are None for the parameter itself.
-    """
+    """A parsed tensor key: ``model/<fqn>``, without ``optimizer`` and ``state``, or ``optim/<index>/<fqn>/<state>``."""
 
     fqn: str
     optimizer: int | None = None
@@ -58,7 +56,7 @@ class StateKey:
 
 
 def split_key(key: str) -> StateKey:
-    """Raises ``ValueError`` for a key of another form."""
+    """Returns a tensor key's parts. Raises ``ValueError`` for a key of another form."""
     kind, _, rest = key.partition("/")
     if kind == "model" and rest:
         return StateKey(rest)
@@ -71,9 +69,12 @@ def split_key(key: str) -> StateKey:
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """tensors: key -> its live slices, sorted by offsets. side: key -> side tensor of one rank.
+    """The slices of one checkpoint.
 
-    replay: what only brings a sparse window together, by the shard's step; keys without ``replay/``.
+    Attributes:
+        tensors: Key -> its live slices, sorted by offsets.
+        side: Key -> side tensor of one rank.
+        replay: Step of a sparse window -> compute weights for its replay, by key without ``replay/``.
     """
 
     tensors: Mapping[str, tuple[StoredSlice, ...]]
@@ -81,52 +82,54 @@ class TensorIndex:
     replay: Mapping[int, Mapping[str, tuple[StoredSlice, ...]]] = field(default_factory=dict)
 
     def meta(self, key: str) -> TensorMeta:
-        """Dtype (as named in headers, see ``format.dtypes``) and global shape of a tensor."""
+        """Returns dtype (as in headers, see ``format.dtypes``) and global shape of a tensor."""
         entry = self.tensors[key][0].entry
         return TensorMeta(entry.dtype, entry.global_shape, entry.on_param_device)
 
     @property
     def live(self) -> Iterator[StoredSlice]:
-        """Every slice of model and optimizers that a full restore of all ranks reads."""
+        """Yields every slice of model and optimizers that a restore of all ranks reads."""
         for groups in (self.tensors, *self.replay.values()):
             for group in groups.values():
                 yield from group
 
 
 def overlapping(slices: Iterable[StoredSlice], box: Box) -> Iterator[tuple[StoredSlice, Box]]:
-    """Those that share elements with ``box``, each with the common block."""
+    """Yields the slices that share elements with ``box``, each with the common block."""
     for stored in slices:
         common = stored.entry.box.overlap(box)
         if common is not None:
             yield stored, common
 
 
-def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
-    """The live slices of a manifest.
+def blocks_of(index: TensorIndex, operators: Collection[str]) -> dict[str, dict[str, list[Box]]]:
+    """Returns operator -> key -> its blocks, of these operators."""
+    found: dict[str, dict[str, list[Box]]] = {op: {} for op in operators}
+    for key, group in index.tensors.items():
+        for stored in group:
+            if stored.entry.operator in found and stored.entry.box.volume:
+                found[stored.entry.operator].setdefault(key, []).append(stored.entry.box)
+    return found
 
-    Raises:
-        DamagedError: the header of a shard contradicts the manifest.
-    """
-    holders = {
-        (op, manifest.files[index].path): record.step
-        for op, record in manifest.operators.items()
-        for index in record.files
-    }
+
+def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
+    """Returns the index of a manifest. Raises ``DamagedError`` if the header of a shard contradicts it."""
+    held = {id(record): frozenset(record.files) for record in manifest.distinct_records}
     tensors: dict[str, list[StoredSlice]] = {}
     side: dict[str, StoredSlice] = {}
     replay: dict[int, dict[str, list[StoredSlice]]] = {}
-    for record in manifest.files:
+    for number, record in enumerate(manifest.files):
         own = record.path.startswith(f"{manifest.directory}/")
         for entry in headers[record.path].slices:
             stored = StoredSlice(entry, record)
             if entry.key.startswith(REPLAY):
                 replay.setdefault(record.step, {}).setdefault(entry.key.removeprefix(REPLAY), []).append(stored)
             elif entry.operator:
-                version = holders.get((entry.operator, record.path))
-                if version is None:
+                version = manifest.operators.get(entry.operator)
+                if version is None or number not in held[id(version)]:
                     continue
-                if version != record.step:
-                    raise stored.damaged(f"the manifest has {entry.operator} at step {version}")
+                if version.step != record.step:
+                    raise stored.damaged(f"the manifest has {entry.operator} at step {version.step}")
                 tensors.setdefault(entry.key, []).append(stored)
             elif own and entry.key.startswith(f"side/{record.rank}/"):
                 side[entry.key] = _checked_side(stored)
@@ -149,7 +152,7 @@ def _checked_side(stored: StoredSlice) -> StoredSlice:
 
 
 def _check_same_tensor(group: tuple[StoredSlice, ...]) -> None:
-    """All slices of one tensor must agree on what the tensor is."""
+    """Raises ``DamagedError`` unless all slices of a tensor have its dtype and shape."""
     first = group[0].entry
     for stored in group[1:]:
         entry = stored.entry
@@ -161,13 +164,10 @@ def _check_same_tensor(group: tuple[StoredSlice, ...]) -> None:
 
 
 def prove(manifest: Manifest, index: TensorIndex) -> None:
-    """Prove that a checkpoint is whole: every element of every tensor exactly once, no operator absent.
+    """Raises ``CoverageError``, which names what is missing or doubled, unless the checkpoint is whole.
 
-    Since each tensor must be filled to its global shape, all rows of a stack of experts have the same
-    kinds of optimizer state.
-
-    Raises:
-        CoverageError: names every tensor or operator that is missing in part, or doubled.
+    It is whole if it has every element of every tensor exactly once, and every operator. So all rows of a stack of
+    experts have the same kinds of optimizer state.
     """
     where = f"checkpoint {manifest.directory}"
     problems = [*_absent_operators(manifest, index), *_orphans(index)]
@@ -184,7 +184,7 @@ def prove(manifest: Manifest, index: TensorIndex) -> None:
 
 
 def _prove_replay(where: str, step: int, index: TensorIndex) -> None:
-    """Prove that the weights of all that is anchored later than ``step`` are there as of ``step``."""
+    """Raises unless the window has the weights, as of ``step``, of all that is anchored later."""
     for key, group in index.replay.get(step, {}).items():
         if key not in index.tensors:
             raise group[0].damaged("is of a tensor that the checkpoint does not have")
@@ -201,8 +201,9 @@ def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:
     present = {stored.entry.operator for group in index.tensors.values() for stored in group}
     for op, record in manifest.operators.items():
         if op not in present:
-            paths = ", ".join(manifest.files[i].path for i in record.files)
-            yield f"{op} should be in {paths}, but is not"
+            paths = ", ".join(manifest.files[i].path for i in record.files[:_SHOWN])
+            more = f" or {len(record.files) - _SHOWN} more files" if len(record.files) > _SHOWN else ""
+            yield f"{op} should be in {paths}{more}, but is not"
     for number, layer in enumerate(manifest.model.layers):
         for expert in range(layer.experts):
             op = expert_id(number, expert)
@@ -211,7 +212,7 @@ def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:
 
 
 def _orphans(index: TensorIndex) -> Iterator[str]:
-    """Optimizer state whose parameter is not there."""
+    """Yields optimizer state without its parameter."""
     for key in index.tensors:
         try:
             parts = split_key(key)

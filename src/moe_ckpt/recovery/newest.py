@@ -1,16 +1,14 @@
-"""What a directory holds, asked before anything is opened or built."""
+"""The newest checkpoint of a store, and the newest dense one."""
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Callable, Iterator
 
-from moe_ckpt.errors import DamagedError, NoCheckpointError, StoreError
-from moe_ckpt.format.manifest import parse_step_dir
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.errors import NoCheckpointError, SparseWindowError, StoreError
+from moe_ckpt.format.manifest import Manifest, parse_step_dir
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, usable
 from moe_ckpt.storage import open_storage
-
-log = logging.getLogger("moe_ckpt")
 
 
 def newest_step(dirpath: str | os.PathLike[str]) -> int | None:
@@ -31,15 +29,11 @@ def newest_step(dirpath: str | os.PathLike[str]) -> int | None:
         StoreError: The directory cannot be read, or belongs to something else.
     """
     reader = StoreReader(open_storage(os.fspath(dirpath)))
-    problems = []
+    problems: list[str] = []
     try:
-        names = [name for name in reader.storage.list() if parse_step_dir(name) is not None]
-        for directory in reader.directories() if names else ():
-            try:
-                return reader.manifest(directory).step
-            except DamagedError as error:
-                log.warning("checkpoint %s is passed over: %s", directory, error)
-                problems.append(f"{directory} ({error})")
+        if any(parse_step_dir(name) is not None for name in reader.storage.list()):
+            for manifest in usable(reader, problems):
+                return manifest.step
     except OSError as error:
         if isinstance(error, StoreError):
             raise
@@ -50,3 +44,45 @@ def newest_step(dirpath: str | os.PathLike[str]) -> int | None:
             "directory away or choose another dirpath."
         )
     return None
+
+
+def require_dense(manifest: Manifest) -> None:
+    """Raises ``SparseWindowError`` for a checkpoint that is a sparse window."""
+    if manifest.window:
+        raise SparseWindowError(manifest.directory, manifest.window[0].step, manifest.step)
+
+
+def dense_checkpoints(
+    reader: StoreReader, check: Callable[[Manifest], object] = lambda manifest: None
+) -> Iterator[tuple[Manifest, tuple[str, ...]]]:
+    """Yields each dense checkpoint with the directories of the sparse windows newer than it, all newest first.
+
+    Args:
+        reader: Of the store. Only manifests are read; damaged ones are passed over with a warning.
+        check: Raises for a dense checkpoint that is to be passed over, as for ``usable``.
+
+    Raises:
+        SparseWindowError: There are only sparse windows.
+        NoCheckpointError: There are no checkpoints, or all dense ones are damaged.
+    """
+    windows: list[Manifest] = []
+    problems: list[str] = []
+    found = False
+    for manifest in usable(reader, problems, lambda each: each.window or check(each)):
+        if manifest.window:
+            windows.append(manifest)
+        else:
+            found = True
+            yield manifest, tuple(window.directory for window in windows)
+    if found:
+        return
+    if windows and not problems:
+        require_dense(windows[0])
+    raise NoCheckpointError(
+        f"no dense checkpoint in {reader.storage.root} can be used: {'; '.join(problems[:4]) or 'there is none yet'}"
+    )
+
+
+def newest_dense(reader: StoreReader) -> tuple[Manifest, tuple[str, ...]]:
+    """Returns the newest good dense checkpoint, and the directories of newer sparse windows. Raises as above."""
+    return next(dense_checkpoints(reader, lambda manifest: check_checkpoint(reader, manifest, slices=False)))

@@ -1,22 +1,21 @@
-"""Opening a store: identity, committed steps, manifests, headers, tensors and state, all checked on the way.
+"""Reading a store: identity, committed steps, manifests, headers, tensors and state, all verified.
 
-Trust goes downwards: a manifest is sealed, it holds the checksum of every shard's header and of every
-state file, and a header holds the checksum of every slice. Nothing is used before its checksum matched,
-nothing is unpickled, and no size is believed before it was compared with the file's.
+A manifest is sealed and has the checksum of every part, a part those of shard headers and state files, a header those
+of slices. Nothing is used before its checksum matched, nothing is unpickled, and sizes are compared with the files'.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from moe_ckpt.engine.documents import read_header, read_manifest, read_sealed
+from moe_ckpt.engine.documents import read_commit, read_header, read_part, read_parts, read_sealed
 from moe_ckpt.errors import CoverageError, DamagedError, ForeignStoreError, NoCheckpointError
 from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
@@ -26,19 +25,22 @@ from moe_ckpt.format.manifest import (
     STORE_NAME,
     FileRecord,
     Manifest,
+    PartRecord,
     StateRecord,
     check_version,
     parse_step_dir,
     state_path,
 )
+from moe_ckpt.format.part import Part, composed
 from moe_ckpt.format.schema import require, shown
 from moe_ckpt.format.sealed import digest, unseal
 from moe_ckpt.format.shard import ShardHeader
 from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.recovery import index as indexing
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex
-from moe_ckpt.recovery.slices import BadSlice, find_damage, read_slices, reported
+from moe_ckpt.recovery.slices import BadSlice, block, find_damage, read_slices, reported
 from moe_ckpt.storage import Storage, open_storage
+from moe_ckpt.storage.base import Chunk
 from moe_ckpt.storage.patience import PATIENCE_SECS, PatientStorage
 from moe_ckpt.storage.steps import each_step
 
@@ -47,37 +49,35 @@ STATE_KIND = "moe_ckpt.state"
 _READERS = 4
 _log = logging.getLogger("moe_ckpt")
 
-OnDamage = Callable[[str, Exception], None]
-"""(directory that is passed over, what is wrong with it)."""
-
 
 class StoreReader:
-    """Reads one store. Not for use by two threads at once; keeps what it has checked.
+    """Reads one store, and keeps what it has verified. Not thread-safe.
 
-    Methods raise ``DamagedError`` when bytes are missing or are not those that were written. When storage fails, it is
-    asked again for up to ``patience_secs`` in all; then they raise ``StoreUnreadableError``, or at once
-    ``StoreForbiddenError``.
+    Methods raise ``DamagedError`` for bytes that are missing or not those that were written, ``StoreForbiddenError``,
+    and ``StoreUnreadableError`` if storage still fails after retries of ``patience_secs`` in all.
 
-    identity_damage: what is wrong with ``store.json``, once ``identity`` had to do without it.
+    Attributes:
+        identity_damage: What is wrong with ``store.json``, if ``identity`` did without it.
+        verified: Slices that lie in memory, and need not be verified twice.
     """
 
     def __init__(self, storage: Storage, patience_secs: float = PATIENCE_SECS) -> None:
         self.storage: Storage = PatientStorage(storage, patience_secs)
         self.identity_damage: DamagedError | None = None
+        self.verified: set[StoredSlice] = set()
+        self._in_memory: Collection[str] = ()
         self._identity: Identity | None = None
         self._manifests: dict[str, Manifest] = {}
+        self._parts: dict[PartRecord, Part] = {}
         self._headers: dict[FileRecord, ShardHeader] = {}
         self._index: tuple[Manifest, TensorIndex] | None = None
 
     def identity(self) -> Identity:
-        """Whose store this is.
-
-        A damaged or lost ``store.json`` does not make the checkpoints unusable: every manifest repeats
-        what it says, so the identity is taken from them where they agree, with a warning.
+        """Returns the run of this store; if ``store.json`` is damaged or lost, from the manifests, with a warning.
 
         Raises:
-            ForeignStoreError: there is neither a ``store.json`` of this package nor a readable manifest.
-            FormatVersionError: the store is in a version that this package does not read.
+            ForeignStoreError: There is neither a ``store.json`` of this package nor a readable manifest.
+            FormatVersionError: The store has a version that this package does not read.
             DamagedError: ``store.json`` is damaged and the manifests do not agree.
         """
         if self._identity is None:
@@ -100,7 +100,8 @@ class StoreReader:
         found: dict[tuple[str, str], Manifest] = {}
         for directory in self.directories():
             try:
-                manifest = self._decode_manifest(directory)
+                with reported(f"{directory}/{MANIFEST_NAME}"):
+                    manifest = read_commit(self.storage, directory)
             except DamagedError:
                 continue
             found[manifest.run_id, manifest.model.fingerprint] = manifest
@@ -117,37 +118,44 @@ class StoreReader:
         return Identity(run_id, fingerprint, oldest.created_unix_secs)
 
     def directories(self) -> list[str]:
-        """Committed step directories, newest first by (generation, step)."""
+        """Returns the committed step directories, newest first by (generation, step)."""
         with reported(self.storage.root):
             committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
         return [name for name in reversed(committed) if committed[name]]
 
     def manifest(self, directory: str) -> Manifest:
-        """The commit record of one step directory.
-
-        Raises:
-            DamagedError: its bytes are damaged, or it belongs to another directory or run.
-        """
+        """Returns the manifest of a step directory. Raises ``DamagedError`` if it is of another directory or run."""
         if directory not in self._manifests:
-            manifest = self._decode_manifest(directory)
-            identity = self.identity()
             path = f"{directory}/{MANIFEST_NAME}"
+            with reported(path, _step_of(directory)):
+                manifest = read_commit(self.storage, directory)
+            identity = self.identity()
             if manifest.run_id != identity.run_id:
                 raise DamagedError(
                     path, f"belongs to run {manifest.run_id}, but the store to {identity.run_id}", step=manifest.step
                 )
             if manifest.model.fingerprint != identity.fingerprint:
                 raise DamagedError(path, "is of another model than the store", step=manifest.step)
-            self._manifests[directory] = manifest
+            self._manifests[directory] = composed(manifest, read_parts(manifest, self._parts, self._part))
         return self._manifests[directory]
 
-    def _decode_manifest(self, directory: str) -> Manifest:
-        place = parse_step_dir(directory)
-        with reported(f"{directory}/{MANIFEST_NAME}", place[0] if place else None):
-            return read_manifest(self.storage, directory)
+    def add(self, manifest: Manifest, headers: Mapping[FileRecord, ShardHeader]) -> None:
+        """Know a checkpoint that lies in memory: its manifest, and headers of those of its files that do."""
+        self._manifests[manifest.directory] = manifest
+        self._headers |= headers
+        self._in_memory = {record.path for record in headers}
+
+    def note_verified(self, stored: StoredSlice) -> None:
+        """The bytes of a slice are as they were written. What is read from storage may be read differently again."""
+        if stored.path in self._in_memory:
+            self.verified.add(stored)
+
+    def _part(self, record: PartRecord) -> Chunk:
+        with reported(record.path, _step_of(record.directory)):
+            return read_part(self.storage, record)
 
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
-        """Path -> checked header, of every shard that the manifest names."""
+        """Returns path -> header, of every shard that the manifest names."""
         todo = [record for record in manifest.files if record not in self._headers]
         if todo:
             with ThreadPoolExecutor(min(_READERS, len(todo)), thread_name_prefix="moe_ckpt-headers") as pool:
@@ -161,45 +169,38 @@ class StoreReader:
         return headers
 
     def header(self, record: FileRecord) -> ShardHeader:
-        """One shard's header, after its size and checksum were compared with the manifest's."""
+        """Returns one shard's header."""
         with reported(record.path, record.step, record.rank):
             return read_header(self.storage, record)
 
     def index(self, manifest: Manifest) -> TensorIndex:
-        """Which slices make up this checkpoint. Kept for the manifest asked for last."""
+        """Returns the index of a checkpoint; the last one is kept."""
         if self._index is None or self._index[0] is not manifest:
             self._index = (manifest, indexing.build_index(manifest, self.headers(manifest)))
         return self._index[1]
 
     def prove(self, manifest: Manifest) -> None:
-        """Raise ``CoverageError`` unless the checkpoint holds every element of every tensor exactly once."""
+        """Raises ``CoverageError`` unless the checkpoint has every element of every tensor exactly once."""
         indexing.prove(manifest, self.index(manifest))
 
-    def read(self, stored: StoredSlice) -> torch.Tensor:
-        """The verified values of one slice."""
-        return next(iter(read_slices(self.storage, [stored])))[1]
-
     def read_many(self, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-        """The verified values of many slices, in the order in which they lie on disk."""
-        return read_slices(self.storage, wanted)
+        """Yields many slices with their values, in file order."""
+        return read_slices(self.storage, wanted, self.verified)
 
     def tensor(self, manifest: Manifest, key: str) -> torch.Tensor:
-        """One whole tensor, put together from its slices. Prove the checkpoint first."""
+        """Returns a whole tensor, assembled from its slices. Prove the checkpoint first."""
         index = self.index(manifest)
         meta = index.meta(key)
         whole = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype])
         for stored, values in self.read_many(index.tensors[key]):
-            block = whole
-            for dim, (start, length) in enumerate(zip(stored.entry.offsets, stored.entry.shape, strict=True)):
-                block = block.narrow(dim, start, length)
-            block.copy_(values)
+            block(whole, (0,) * whole.dim(), stored.entry.box).copy_(values)
         return whole
 
     def state(self, manifest: Manifest, rank: int) -> dict[str, Any]:
-        """One rank's plain training state (loops, schedulers, buffers, RNG), with its tensors verified.
+        """Returns one rank's plain training state (loops, schedulers, buffers, RNG).
 
         Raises:
-            CoverageError: the checkpoint was written by fewer ranks.
+            CoverageError: The checkpoint was written by fewer ranks.
         """
         record = next((r for r in manifest.states if r.rank == rank), None)
         if record is None:
@@ -236,15 +237,22 @@ class StoreReader:
         return body
 
 
-def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = True) -> None:
-    """Raise unless everything that this checkpoint needs is there and undamaged.
+def _step_of(directory: str) -> int | None:
+    place = parse_step_dir(directory)
+    return place[0] if place else None
 
-    With ``slices=False`` model and optimizer slices are not read (a restore checks them anyway); sizes,
-    headers, coverage and every rank's state are.
+
+def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = True) -> None:
+    """Raises unless everything that a checkpoint needs is there and undamaged.
+
+    Args:
+        reader: Of the store.
+        manifest: The checkpoint.
+        slices: False to leave slices of model and optimizer to the restore that follows.
 
     Raises:
-        DamagedError: names the file, its step and rank, and the slice.
-        CoverageError: parts are missing.
+        DamagedError: Bytes are damaged; names the file, its step and rank, and the slice.
+        CoverageError: Parts are missing.
     """
     reader.prove(manifest)
     for slot in manifest.slots:
@@ -267,33 +275,41 @@ def _first_damage(storage: Storage, slices: list[StoredSlice]) -> BadSlice | Non
     return next((error for _, error in find_damage(storage, slices) if error is not None), None)
 
 
-def newest_good(
-    reader: StoreReader, on_damage: OnDamage | None = None, *, deep: bool = True, skip: Collection[str] = ()
-) -> Manifest | None:
-    """The newest checkpoint that verifies, or None when the store has none at all.
+def usable(
+    reader: StoreReader, problems: list[str], check: Callable[[Manifest], object] = lambda manifest: None
+) -> Iterator[Manifest]:
+    """Yields the checkpoints whose manifest is undamaged, newest first.
 
-    Each one passed over is logged and told to ``on_damage``. With ``deep=False`` slices are left to the
-    restore that follows; if that finds damage, ask again with the directory added to ``skip``.
-
-    Raises:
-        NoCheckpointError: there are checkpoints, but every one is damaged. (None would make the caller
-            start from nothing and, by retention, delete what a person might still save.)
+    Args:
+        reader: Of the store.
+        problems: Gets a text for each checkpoint that is passed over; the log gets a warning.
+        check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be passed over.
     """
-    problems: list[str] = []
     for directory in reader.directories():
-        if directory in skip:
-            problems.append(f"{directory} (skipped)")
-            continue
         try:
             manifest = reader.manifest(directory)
-            check_checkpoint(reader, manifest, slices=deep)
+            check(manifest)
         except (DamagedError, CoverageError) as error:
             _log.warning("checkpoint %s is passed over: %s", directory, error)
             problems.append(f"{directory} ({error})")
-            if on_damage is not None:
-                on_damage(directory, error)
         else:
-            return manifest
+            yield manifest
+
+
+def newest_good(reader: StoreReader, *, deep: bool = True) -> Manifest | None:
+    """Returns the newest checkpoint that verifies, or None when the store has none at all.
+
+    Args:
+        reader: Of the store.
+        deep: False leaves slices to the restore that follows.
+
+    Raises:
+        NoCheckpointError: There are checkpoints, but every one is damaged. (After None, the caller would start from
+            nothing, and retention would delete what a person might still save.)
+    """
+    problems: list[str] = []
+    for manifest in usable(reader, problems, lambda each: check_checkpoint(reader, each, slices=deep)):
+        return manifest
     if problems:
         raise NoCheckpointError(
             f"no checkpoint in {reader.storage.root} is usable: {'; '.join(problems[:8])}. To start over, move the "
@@ -303,13 +319,13 @@ def newest_good(
 
 
 def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
-    """The checkpoint at a path or URL: a step directory, a link to one, or a whole store (its newest good step).
+    """Returns the checkpoint at a path or URL: a step directory, a link to one, or a store (its newest good step).
 
-    Only manifest, headers and state are checked here; slices are when they are read.
+    Manifest, headers and state are verified here, slices when they are read.
 
     Raises:
-        NoCheckpointError: nothing of this package, or nothing committed, is there; says what is.
-        DamagedError: the named step is damaged. For a whole store the newest usable step is taken instead.
+        NoCheckpointError: There is no committed checkpoint; says what is there.
+        DamagedError: The named step is damaged.
     """
     storage, directory = locate(path)
     reader = StoreReader(storage)
@@ -328,9 +344,9 @@ def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:
-    """(the store's storage, name of the step directory) of a path; no name when it is not named like a step.
+    """Returns (the store's storage, name of the step directory or None) of a path.
 
-    Local links are followed first, so that a link named "last" will do; so will the path of a manifest.
+    Local links are followed, so that a link named "last" is a step; the path of a manifest is one, too.
     """
     text = os.fspath(path)
     if "://" not in text:
@@ -343,7 +359,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:
 
 
 def require_store(reader: StoreReader, path: str | os.PathLike[str]) -> None:
-    """Raise ``NoCheckpointError``, saying what is there instead, unless the place looks like a store."""
+    """Raises ``NoCheckpointError``, which says what is there, unless the place looks like a store."""
     if not reader.storage.exists(STORE_NAME) and not reader.directories():
         raise NoCheckpointError(
             f"{path} is neither a step directory nor a store of moe_ckpt: {_describe(reader.storage)}. "
@@ -352,7 +368,7 @@ def require_store(reader: StoreReader, path: str | os.PathLike[str]) -> None:
 
 
 def _describe(storage: Storage) -> str:
-    """What a directory holds, in a few words."""
+    """Returns what a directory holds, in a few words."""
     names = storage.list()
     if not names:
         return "there is nothing, or it is a file"

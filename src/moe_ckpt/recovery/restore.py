@@ -1,9 +1,8 @@
-"""Writing a checkpoint back into live training state, from any sharding to any sharding.
+"""Writes a checkpoint into live training state, from any sharding to any sharding.
 
-Two passes over the slices that this rank needs. The first only verifies, before anything of the training
-state is touched, so that a damaged file is found while the next older checkpoint can still be taken. The
-second reads again, verifies again what it read, and copies. (Keeping the bytes of the first pass instead
-would need host memory for a second copy of the state.)
+In two passes over the slices that this rank needs. The first verifies, before training state is touched, while an older
+checkpoint can still be taken. The second reads and verifies again, and copies; keeping the bytes of the first pass
+would need host memory for another copy of the state.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex, overlapping, split_key
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slices import find_damage
+from moe_ckpt.recovery.slices import block, find_damage
 
 StoredByKey = Mapping[str, Sequence[StoredSlice]]
 """Tensor key -> its stored slices."""
@@ -33,51 +32,65 @@ def restore(
     manifest: Manifest,
     state: TrainingState,
     *,
-    verified: bool = False,
     model_only: bool = False,
     plain: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make ``state.tensors()`` what the checkpoint says, whatever sharding wrote it.
+    """Loads a checkpoint into ``state.tensors()``. Called on every rank, on the training thread.
 
-    Called on every rank, on the training thread. ``plain()`` is not touched: the caller decodes it first
-    with ``reader.state`` and loads it afterwards. ``state.prepare`` gets the optimizer tensors only.
-
-    verified: this process has just verified every slice (``newest_good(deep=True)``): skip the first pass.
-
-    model_only: leave optimizer state where it is, in the checkpoint and in ``state`` (evaluation).
-
-    plain: what the caller will load afterwards; refused before anything is written if ``state`` cannot take it.
+    Args:
+        reader: Of the store.
+        manifest: The checkpoint.
+        state: Its tensors are written; the caller loads its plain state afterwards.
+        model_only: Load no optimizer state (evaluation).
+        plain: The plain state to be loaded; refused before anything is written if ``state`` cannot take it.
 
     Raises:
-        DamagedError: a slice is damaged. Nothing was written, unless it broke between the two passes.
-        CoverageError: the checkpoint is not whole, or its tensors are not those of the model.
-        ConfigError: a tensor has another dtype than the checkpoint's, or as ``state.require_loadable`` says.
+        DamagedError: A slice is damaged. Nothing was written, unless it broke between the two passes.
+        CoverageError: The checkpoint is not whole, or its tensors are not those of the model.
+        ConfigError: A tensor has another dtype than the checkpoint's, or ``state.require_loadable`` refuses.
     """
+    require_fitting(reader, manifest, state, plain)
+    index, parameters = reader.index(manifest), parameters_of(state)
+    if not model_only:
+        verify_needed(reader, index.tensors, parameters)
+        prepare(manifest, index, state)
+        copy_slices(reader, index.tensors, state.tensors())
+        return
+    verify_needed(reader, {key: group for key, group in index.tensors.items() if key.startswith(_MODEL)}, parameters)
+    copy_slices(reader, index.tensors, parameters)
+
+
+def require_fitting(
+    reader: StoreReader, manifest: Manifest, state: TrainingState, plain: Mapping[str, Any] | None
+) -> None:
+    """Raises unless the checkpoint is whole and ``state`` can take it; reads no slice. Arguments: see ``restore``."""
     reader.prove(manifest)
     index = reader.index(manifest)
-    parameters = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     weights = [key for key in index.tensors if key.startswith(_MODEL)]
     check_match(manifest, index, weight_specs(state.specs()), weights)
     if plain is not None:
         state.require_loadable(plain, index.tensors.keys())
-    if not verified:
-        verify_needed(reader, {key: index.tensors[key] for key in weights} if model_only else index.tensors, parameters)
-    if model_only:
-        copy_slices(reader, index.tensors, parameters)
-        return
+
+
+def prepare(manifest: Manifest, index: TensorIndex, state: TrainingState) -> None:
+    """Creates the optimizer state that the checkpoint has."""
     state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(_MODEL)})
-    tensors = state.tensors()
+    state.tensors()
     check_match(manifest, index, state.specs(), index.tensors)
-    copy_slices(reader, index.tensors, tensors)
+
+
+def parameters_of(state: TrainingState) -> list[StateTensor]:
+    """Returns the parameters among ``state.tensors()``."""
+    return [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
 
 
 def weight_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Those of parameters."""
+    """Returns the specs of parameters."""
     return [spec for spec in specs if spec.key.startswith(_MODEL)]
 
 
 def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpec], stored: Iterable[str]) -> None:
-    """Raise unless the live tensors, those of all ranks, are exactly the stored ones, in shape and dtype."""
+    """Raises unless the live tensors of all ranks are exactly the stored ones, in shape and dtype."""
     keys = {spec.key for spec in live}
     problems = [f"{key} of the model is not in the checkpoint" for key in sorted(keys - set(index.tensors))]
     problems += [f"{key} of the checkpoint is not in the model" for key in sorted(set(stored) - keys)]
@@ -99,12 +112,12 @@ def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpe
         raise CoverageError(f"restoring checkpoint {manifest.directory}", tuple(problems))
 
 
-def _needed(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
-    """The slices that this rank will read, told before its optimizer state exists.
+def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
+    """Yields the slices that this rank will read, before its optimizer state exists.
 
-    State shaped like its parameter lies where the parameter is updated on this rank (``StateTensor.updated_here``). All
-    slices of other state are named: it is small (step counts, row and column factors). Parameters that only other ranks
-    hold are theirs to verify.
+    State shaped like its parameter is needed where this rank updates the parameter (``StateTensor.updated_here``),
+    other state (step counts, row and column factors), which is small, always. Other ranks verify parameters that only
+    they have.
     """
     held: dict[str, list[Box]] = {}
     updated: dict[str, list[Box]] = {}
@@ -127,18 +140,19 @@ def _needed(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterat
 
 
 def verify_needed(reader: StoreReader, stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> None:
-    """Raise ``DamagedError`` unless what this rank will read of ``stored_of`` is as it was written.
+    """Raises ``DamagedError`` if a slice of ``stored_of`` that this rank will read is damaged.
 
-    parameters: the model's, as they are sharded now.
+    parameters: The model's, as they are sharded now.
     """
-    for _, error in find_damage(reader.storage, _needed(stored_of, parameters)):
+    for stored, error in find_damage(reader.storage, needed_slices(stored_of, parameters)):
         if error is not None:
             raise error
+        reader.note_verified(stored)
 
 
 @torch.no_grad()
 def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> None:
-    """Write what is stored into the live tensors, each rank its own part."""
+    """Writes this rank's part of the stored slices into the live tensors."""
     targets: dict[StoredSlice, list[tuple[StateTensor, Box]]] = {}
     for tensor in tensors:
         for stored, common in overlapping(stored_of.get(tensor.key, ()), box_of(tensor)):
@@ -151,12 +165,5 @@ def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[S
 
 
 def box_of(tensor: StateTensor) -> Box:
-    """The block of the whole tensor that this rank holds."""
+    """Returns the block of the whole tensor that this rank holds."""
     return Box(tuple(tensor.offsets), tuple(tensor.local.shape))
-
-
-def block(tensor: torch.Tensor, offsets: tuple[int, ...], wanted: Box) -> torch.Tensor:
-    """View of the part of ``tensor``, itself placed at ``offsets`` of a whole, that ``wanted`` names."""
-    for dim, (start, length, offset) in enumerate(zip(wanted.offsets, wanted.shape, offsets, strict=True)):
-        tensor = tensor.narrow(dim, start - offset, length)
-    return tensor

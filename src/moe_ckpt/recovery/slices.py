@@ -1,17 +1,14 @@
-"""Reading slices: never a byte is handed out before its checksum has been compared.
-
-Neighbouring slices of a file are read in one call (a stack of experts is usually one run of bytes), so
-that object stores see few large requests.
-"""
+"""Reads and verifies slices. Neighbours in a file, such as a stack of experts, are read in one call."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 import xxhash
 
+from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import DamagedError, StoreError, StoreForbiddenError, StoreUnreadableError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.recovery.index import StoredSlice
@@ -19,16 +16,23 @@ from moe_ckpt.storage.base import Storage
 
 BadSlice = DamagedError | StoreUnreadableError
 RUN_NBYTES = 64 << 20
-"""Neighbours are joined up to this size; it bounds the memory that a read needs beside the largest slice."""
+"""Neighbours are joined up to this size, which bounds the memory of a read beside the largest slice."""
 
 
-def read_slices(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-    """Each slice with its verified values, in file order. Duplicates are read once.
+def read_slices(
+    storage: Storage, wanted: Iterable[StoredSlice], verified: Collection[StoredSlice] = frozenset()
+) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+    """Yields each slice with its verified values, in file order, duplicates once.
 
     The tensors share memory with the other slices of their run: copy what is to be kept.
 
+    Args:
+        storage: Of the store.
+        wanted: What to read.
+        verified: What need not be compared once more.
+
     Raises:
-        DamagedError: at the first slice whose bytes are missing or differ from what was written.
+        DamagedError: At the first slice whose bytes are missing or differ from what was written.
     """
     for run in _runs(wanted):
         first = run[0]
@@ -38,15 +42,13 @@ def read_slices(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tup
             with memoryview(raw) as view, view[begin : begin + stored.nbytes] as part:
                 if len(part) < stored.nbytes:
                     raise stored.damaged(f"truncated: {len(part):,} of {stored.nbytes:,} bytes are there")
-                _compare(stored, xxhash.xxh3_64_hexdigest(part))
+                if stored not in verified:
+                    _compare(stored, xxhash.xxh3_64_hexdigest(part))
             yield stored, _as_tensor(stored, raw, begin)
 
 
 def find_damage(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
-    """Check every slice, going on after a bad one, in bounded memory; values are not kept.
-
-    Yields each slice with its error, or None for a good one. Raises ``StoreForbiddenError``.
-    """
+    """Yields each slice with its error, or None for a good one, in bounded memory. Raises ``StoreForbiddenError``."""
     for stored in sorted(set(wanted), key=_place):
         try:
             _check(storage, stored)
@@ -75,23 +77,22 @@ def _compare(stored: StoredSlice, found: str) -> None:
         raise stored.damaged(f"checksum mismatch: {found}, written was {stored.entry.checksum}")
 
 
-def _read(storage: Storage, stored: StoredSlice, offset: int, nbytes: int) -> bytearray:
+def _read(storage: Storage, stored: StoredSlice, offset: int, nbytes: int) -> bytearray | memoryview:
     with reported(stored.path, stored.file.step, stored.file.rank):
         raw = storage.read(stored.path, offset, nbytes)
-    return raw if isinstance(raw, bytearray) else bytearray(raw)
+    return bytearray(raw) if isinstance(raw, bytes) else raw
 
 
 @contextlib.contextmanager
 def reported(path: str, step: int | None = None, rank: int | None = None) -> Iterator[None]:
-    """Turn what storage raises into what a reader is told: ``path``, its step and rank, and what it means.
+    """Turns errors of storage into errors that name ``path``, its step and rank.
 
-    A refused permission or a dead network is no damage: falling back to an older checkpoint because of
-    it would throw work away.
+    A refused permission or a dead network is no damage, for which an older checkpoint would be taken.
 
     Raises:
-        DamagedError: the file is missing, or is not what was written.
-        StoreForbiddenError: this user may not read it.
-        StoreUnreadableError: the storage does not give it.
+        DamagedError: The file is missing, or is not what was written.
+        StoreForbiddenError: This user may not read it.
+        StoreUnreadableError: The storage does not give it.
     """
     try:
         yield
@@ -118,7 +119,7 @@ def _place(stored: StoredSlice) -> tuple[str, int, int]:
 
 
 def _runs(wanted: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
-    """Slices that follow each other in one file, in file order, as lists of bounded size."""
+    """Yields slices that follow each other in one file, in file order, as lists of bounded size."""
     run: list[StoredSlice] = []
     nbytes = 0
     for stored in sorted(set(wanted), key=_place):
@@ -132,11 +133,18 @@ def _runs(wanted: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
         yield run
 
 
-def _as_tensor(stored: StoredSlice, raw: bytearray, begin: int) -> torch.Tensor:
-    """A tensor over bytes of ``raw``, which it keeps alive."""
+def _as_tensor(stored: StoredSlice, raw: bytearray | memoryview, begin: int) -> torch.Tensor:
+    """Returns a tensor over bytes of ``raw``, which it keeps alive."""
     entry = stored.entry
     dtype = TORCH_DTYPES[entry.dtype]
     if not stored.nbytes:
         return torch.empty(entry.shape, dtype=dtype)
     flat = torch.frombuffer(raw, dtype=torch.uint8, offset=begin, count=stored.nbytes)
     return flat.view(dtype).reshape(entry.shape)
+
+
+def block(tensor: torch.Tensor, offsets: tuple[int, ...], wanted: Box) -> torch.Tensor:
+    """Returns the view of ``tensor``, which lies at ``offsets`` of a whole, that is block ``wanted`` of the whole."""
+    for dim, (start, length, offset) in enumerate(zip(wanted.offsets, wanted.shape, offsets, strict=True)):
+        tensor = tensor.narrow(dim, start - offset, length)
+    return tensor

@@ -1,11 +1,13 @@
-"""Reading a whole store through, and naming everything in it that is damaged."""
+"""Checks every byte of a store, and names everything in it that is damaged."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 from moe_ckpt.errors import CoverageError, DamagedError, StoreForbiddenError, StoreUnreadableError
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, FileRecord, Manifest
@@ -22,10 +24,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong.
+    """One thing that is damaged.
 
-    affects: the committed steps that cannot be loaded because of it; none when only superseded bytes are
-    hit, or ``store.json``, which the manifests replace.
+    Attributes:
+        affects: The committed steps that cannot be loaded because of it; none if it is superseded bytes, or
+            ``store.json``, which the manifests replace.
     """
 
     path: str
@@ -40,7 +43,7 @@ class Damage:
 
 @dataclass
 class _Findings:
-    """What was found so far: good headers, errors, and which checkpoints each slice matters to."""
+    """Good headers, errors, and the checkpoints that use each slice."""
 
     headers: dict[FileRecord, ShardHeader] = field(default_factory=dict)
     users: dict[StoredSlice, list[str]] = field(default_factory=dict)
@@ -50,18 +53,32 @@ class _Findings:
         affects = self.errors.setdefault((error.path, error.reason, error.step, error.rank), [])
         affects.extend(directory for directory in directories if directory not in affects)
 
+    @contextmanager
+    def noting(self, directory: str, only: str | None = None) -> Iterator[None]:
+        """Adds damage that is raised inside; if ``only`` is given, only that of this path."""
+        try:
+            yield
+        except StoreForbiddenError:
+            raise
+        except (DamagedError, StoreUnreadableError) as error:
+            if only is None or error.path == only:
+                self.add(error, [directory])
+
 
 def verify_store(
     storage: Storage, directories: Collection[str] | None = None, progress: Progress | None = None
 ) -> list[Damage]:
-    """Check every byte that the committed steps name, going on after damage; each file is read once.
+    """Returns all damage in what the committed steps name. Each file is read once.
 
-    directories: only these steps, and the files of older steps that they need; by default all.
+    Args:
+        storage: Of the store.
+        directories: Only these steps, and the files of older steps that they need; None for all.
+        progress: Called with bytes checked and bytes in all.
 
     Raises:
-        ForeignStoreError, FormatVersionError: this is no store that this package reads.
-        StoreForbiddenError: this user may not read a file.
-        OSError: storage failed, so that nothing can be said.
+        ForeignStoreError, FormatVersionError: This is no store that this package reads.
+        StoreForbiddenError: This user may not read a file.
+        OSError: The storage failed.
     """
     reader = StoreReader(storage)
     reader.identity()
@@ -73,26 +90,18 @@ def verify_store(
             _check_step(reader, directory, found)
     for directory in set(directories or ()) - set(reader.directories()):
         found.add(DamagedError(f"{directory}/{MANIFEST_NAME}", "is missing"), [directory])
-    _check_slices(reader.storage, found, progress or _quiet)
+    _check_slices(reader.storage, found, progress or (lambda done, total: None))
     damages = (Damage(*key, tuple(sorted(affects))) for key, affects in found.errors.items())
     return sorted(damages, key=lambda damage: (damage.path != STORE_NAME, damage.path, damage.reason))
 
 
-def _quiet(done: int, total: int) -> None:
-    """Nobody watches."""
-
-
 def _check_step(reader: StoreReader, directory: str, found: _Findings) -> None:
-    """Manifest, headers, coverage and states of one step."""
-    try:
+    """Checks manifest, headers, coverage and states of one step."""
+    manifest: Manifest | None = None
+    with found.noting(directory):
         manifest = reader.manifest(directory)
-    except StoreForbiddenError:
-        raise
-    except (DamagedError, StoreUnreadableError) as error:
-        found.add(error, [directory])
-        return
-    index = _index(reader, manifest, found)
-    if index is None:
+    index = None if manifest is None else _index(reader, manifest, found)
+    if manifest is None or index is None:
         return
     for stored in index.live:
         found.users.setdefault(stored, []).append(directory)
@@ -112,40 +121,28 @@ def _check_step(reader: StoreReader, directory: str, found: _Findings) -> None:
 
 
 def _check_states(reader: StoreReader, slot: Manifest, directory: str, found: _Findings) -> None:
-    """The ranks' plain states of one step, and the side tensors that they consist of."""
+    """Checks the ranks' plain states of one step; damage in their side tensors is found with the other slices."""
     for stored in reader.index(slot).side.values():
         found.users.setdefault(stored, []).append(directory)
     for record in slot.states:
-        try:
+        with found.noting(directory, only=record.path):
             reader.state(slot, record.rank)
-        except StoreForbiddenError:
-            raise
-        except (DamagedError, StoreUnreadableError) as error:
-            if error.path == record.path:  # damage in its side tensors is found with the other slices
-                found.add(error, [directory])
 
 
 def _index(reader: StoreReader, manifest: Manifest, found: _Findings) -> TensorIndex | None:
-    """The index of a step, or None after noting which of its shards cannot be used."""
-    whole = True
+    """Returns the index of a step, or None after noting which of its shards cannot be used."""
     for record in manifest.files:
-        try:
+        with found.noting(manifest.directory):
             if record not in found.headers:
                 found.headers[record] = reader.header(record)
-        except StoreForbiddenError:
-            raise
-        except (DamagedError, StoreUnreadableError) as error:
-            found.add(error, [manifest.directory])
-            whole = False
-    try:
-        return build_index(manifest, reader.headers(manifest)) if whole else None
-    except DamagedError as error:
-        found.add(error, [manifest.directory])
-        return None
+    if all(record in found.headers for record in manifest.files):
+        with found.noting(manifest.directory):
+            return build_index(manifest, reader.headers(manifest))
+    return None
 
 
 def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> None:
-    """Every slice of every shard with a good header, superseded ones too."""
+    """Checks every slice of every shard with a good header, superseded ones too."""
     groups = [[StoredSlice(entry, record) for entry in header.slices] for record, header in found.headers.items()]
     total = sum(stored.nbytes for group in groups for stored in group)
     lock = threading.Lock()
@@ -163,12 +160,5 @@ def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> Non
         return bad
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="moe_ckpt-verify") as pool:
-        for stored, error in _flat(pool.map(check, groups)):
+        for stored, error in chain.from_iterable(pool.map(check, groups)):
             found.add(error, found.users.get(stored, ()))
-
-
-def _flat(
-    results: Iterable[list[tuple[StoredSlice, BadSlice]]],
-) -> Iterator[tuple[StoredSlice, BadSlice]]:
-    for result in results:
-        yield from result

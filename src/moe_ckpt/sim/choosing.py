@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion, MoEvement
-from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies import CheckFreq, Dense, Gemini, MoC, MoEtion, MoEvement
+from moe_ckpt.policies.base import Policy, needs_of
 from moe_ckpt.sim.racing import Runner
+from moe_ckpt.sim.system import DURABLE, System
 
 CLOSE = 0.005
-"""ETTR this close counts as alike: then what loses no tokens goes first, and among these the simpler policy."""
+"""ETTR this close counts as alike: then what loses no tokens goes first, then what needs no memory, then what is
+simpler."""
 
-KINDS: tuple[type, ...] = (Dense, CheckFreq, MoC, MoEtion, MoEvement)
+KINDS: tuple[type, ...] = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement)
 """What is compared, the simplest first. Each is in the config group of the name that it describes itself by."""
 
 OPEN = "not known yet"
@@ -34,13 +36,13 @@ Tell = Callable[[Leg, float], None]
 
 def exact(policy: Policy) -> bool:
     """Whether it loses no tokens by design."""
-    return not isinstance(policy, (MoC, MoEtion))
+    return not needs_of(policy).partial
 
 
-def preference(policy: Policy) -> tuple[bool, int]:
-    """Of several that are alike, the least is chosen."""
-    simple = next((number for number, kind in enumerate(KINDS) if isinstance(policy, kind)), len(KINDS))
-    return not exact(policy), simple
+def preference(system: System) -> tuple[bool, int, int]:
+    """Of several that are alike, the least is chosen: exact, with least memory, simple."""
+    simple = next((number for number, kind in enumerate(KINDS) if isinstance(system.policy, kind)), len(KINDS))
+    return not exact(system.policy), DURABLE.index(system.durable), simple
 
 
 def best(usable: Sequence[Runner]) -> Runner | None:
@@ -49,7 +51,7 @@ def best(usable: Sequence[Runner]) -> Runner | None:
         return None
     top = max(one.ettr for one in usable)
     close = [one for one in usable if one.ettr >= top - CLOSE]
-    return min(close, key=lambda one: (*preference(one.system.policy), -one.ettr))
+    return min(close, key=lambda one: (*preference(one.system), -one.ettr))
 
 
 def why_not(runner: Runner, most_plt: float) -> str:
@@ -67,7 +69,7 @@ def why_not(runner: Runner, most_plt: float) -> str:
     if not runner.done and not exact(runner.system.policy):
         if runner.lost.high <= most_plt:
             return ""
-        if runner.lost.low <= most_plt or getattr(runner.system.policy, "plt_budget", None) is not None:
+        if runner.lost.low <= most_plt or runner.system.needs.lost_tokens:
             return OPEN  # a budget makes a policy lose less later on
     plt = max(one.plt for one in outcomes)
     return f"loses {plt:.2%} of all tokens, more than {most_plt:.2%}" if plt > most_plt else ""
@@ -104,7 +106,7 @@ class Choice:
         """Whether ``other`` changes nothing, however it goes on. sure: who can be used, or else will not lead."""
         if leader.done and other.done:
             return True
-        mine, its = preference(leader.system.policy), preference(other.system.policy)
+        mine, its = preference(leader.system), preference(other.system)
         if its < mine:
             return any(one.ahead_of(other).low >= CLOSE for one in sure if one is not other)
         return leader.ahead_of(other).low >= (0.0 if its == mine else -CLOSE)

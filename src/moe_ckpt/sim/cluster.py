@@ -25,6 +25,8 @@ class Cluster:
     detect_secs: from a failure to its notice. restart_secs: from there to ranks that can load a checkpoint; a spare
         has taken the place of the dead node by then. repair_secs: until a dead node is a spare again; None for never.
     spare_nodes: at the start; None: there is always one, as the papers have it.
+    nodes_per_domain: neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie in
+        other domains than their source (``core.replica_placement``).
     """
 
     name: str
@@ -43,10 +45,11 @@ class Cluster:
     restart_secs: float = 15.0
     repair_secs: float | None = 3600.0
     spare_nodes: int | None = None
+    nodes_per_domain: int = 1
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
-        whole(owner, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        whole(owner, nodes=self.nodes, gpus_per_node=self.gpus_per_node, nodes_per_domain=self.nodes_per_domain)
         whole(owner, 0, **given(spare_nodes=self.spare_nodes))
         above_zero(owner, pcie_bytes_per_sec=self.pcie_bytes_per_sec, nic_bytes_per_sec=self.nic_bytes_per_sec)
         above_zero(owner, nvlink_bytes_per_sec=self.nvlink_bytes_per_sec, flops_per_sec=self.flops_per_sec)
@@ -130,6 +133,16 @@ class Layout:
     @property
     def ranks_per_node(self) -> int:
         return min(self.cluster.gpus_per_node, self.parallel.ranks)
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.cluster.gpus_per_node
+
+    @cached_property
+    def domains(self) -> tuple[tuple[str, ...], ...]:
+        """Per rank its node and, where several nodes share one, its failure domain."""
+        shared = self.cluster.nodes_per_domain
+        nodes = [self.node_of(rank) for rank in range(self.parallel.ranks)]
+        return tuple((f"node {node}", *([f"domain {node // shared}"] if shared > 1 else [])) for node in nodes)
 
     def stages_of(self, node: int) -> range:
         """Pipeline stages that have a rank on ``node``."""

@@ -114,11 +114,12 @@ class Costs:
 
     @cached_property
     def move_rate(self) -> float:
-        """Bytes per second of one rank from host memory to where a snapshot outlives a failure."""
+        """Bytes per second of one rank from host memory to where a snapshot outlives a failure; where that is host
+        memory itself, as fast as it gets there."""
         cluster, layout = self.layout.cluster, self.layout
         if self.system.durable == "storage":
             return cluster.storage_bytes_per_sec / layout.parallel.ranks
-        return self.nic_rate / self.system.replicas
+        return self.copy_rate if self.system.durable == "node" else self.nic_rate / self.system.replicas
 
     @property
     def nic_rate(self) -> float:
@@ -130,6 +131,8 @@ class Costs:
 
     def move_secs(self, snapshot: Snapshot) -> float:
         """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
+        if self.system.durable == "node":
+            return 0.0
         return self.storage_secs(snapshot) if self.system.durable == "storage" else snapshot.rank / self.move_rate
 
     def storage_secs(self, snapshot: Snapshot) -> float:

@@ -11,11 +11,12 @@ from math import inf
 
 import numpy as np
 
+from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Event
-from moe_ckpt.sim.recovery import Recoveries, Repair, host_nodes, peers_lost, segments
+from moe_ckpt.sim.recovery import Copies, Recoveries, Repair, host_nodes, segments
 from moe_ckpt.sim.stepping import State
 from moe_ckpt.sim.track import Durable
 
@@ -72,23 +73,27 @@ class Spares:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Nodes that fail at one moment: one failure, however many they are."""
+    """What fails at one moment: one failure, however many nodes it takes.
+
+    nodes: with their memory. restarted: those that stay, whose processes end.
+    """
 
     at_secs: float
     nodes: tuple[int, ...]
+    restarted: tuple[int, ...] = ()
 
 
 def _failures(events: Iterator[Event], spares: Spares) -> Iterator[_Failure]:
     """Nodes that join become spares as they pass by, up to the failure that is asked for."""
     for at, together in groupby(events, key=lambda event: on_clock(event.at_secs)):
-        nodes: list[int] = []
+        nodes, restarted = list[int](), list[int]()
         for event in together:
             if event.joins:
                 spares.add(at)
             else:
-                nodes.append(event.node)
-        if nodes:
-            yield _Failure(at, tuple(nodes))
+                (restarted if event.process else nodes).append(event.node)
+        if nodes or restarted:
+            yield _Failure(at, tuple(nodes), tuple(restarted))
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,12 @@ class Failing:
     def __init__(self, costs: Costs, recoveries: Recoveries, events: Iterator[Event], spares: Spares) -> None:
         self._costs, self._recoveries, self._spares = costs, recoveries, spares
         self._layout, self._host_nodes = costs.layout, host_nodes(costs.layout)
+        self._copies = Copies(costs.layout, costs.system.replicas if costs.system.durable == "peers" else 0)
         self._upcoming = _failures(events, spares)
         self._next = next(self._upcoming, None)
-        self.failures = self.fallbacks = 0
+        self.fallbacks = 0
+        self.recovered = dict.fromkeys(Tier, 0)
+        """Recoveries, by the farthest tier that a rank loaded from."""
         self.stranded = self.hopeless = False
 
     @property
@@ -147,16 +155,18 @@ class Failing:
         attempts, local, begun = list[_Attempt](), self._costs.system.rollback == "localized", 0
         while (failure := self._next) is not None and not self.hopeless:
             self._next = next(self._upcoming, None)
-            self.failures += 1
+            state.failures += 1
             begun += 1
             state.failed_nodes.update(failure.nodes)
+            if self._costs.system.durable == "storage":  # host memory is private to the processes then
+                state.failed_nodes.update(failure.restarted)
             ready = self._ready(failure)
-            source, from_storage = self._source(state)
-            local = local and source is not None and source.window is not None and not from_storage
+            source, tier = self._source(state)
+            local = local and source is not None and source.window is not None and tier is not Tier.STORAGE
             if local and source is not None and source.window is not None:
-                attempts = self._local(attempts, state, source, source.window, failure, ready)
+                attempts = self._local(attempts, state, source, source.window, tier, failure, ready)
             else:
-                attempts = [self._whole(state, source, from_storage, failure, ready)]
+                attempts = [self._whole(state, source, tier, failure, ready)]
             longest = max(attempts, key=lambda one: one.end)
             waits = longest.end == inf
             disturbed = inf if waits and not self._spares.joins else self.next_secs
@@ -168,10 +178,12 @@ class Failing:
                 break
             begun = 0 if waits else begun
             self.hopeless = begun >= FUTILE_FAILURES
+        source, tier = self._source(state)
+        self.recovered[tier] += source is not None
         if local:
             state.track.drop()
         else:
-            self._go_back(state)
+            self._go_back(state, source, tier)
 
     def _ready(self, failure: _Failure) -> tuple[tuple[str, float], ...]:
         """From a failure to ranks that can load: noticed, spares found, restarted."""
@@ -181,26 +193,27 @@ class Failing:
         there = self._spares.replace(failure.nodes, noticed)
         return ("down", detect_secs), ("idle", there - noticed), ("down", on_clock(cluster.restart_secs))
 
-    def _source(self, state: State) -> tuple[Durable | None, bool]:
-        """What to go back to, and whether it must come from storage though the system has peers."""
-        system, newest = self._costs.system, state.track.newest
-        if system.durable == "storage":
-            return newest, False
-        lost = state.peers_empty or peers_lost(state.failed_nodes, self._layout.nodes, system.replicas)
-        return (newest, False) if newest is not None and not lost else (state.track.backup, True)
+    def _source(self, state: State) -> tuple[Durable | None, Tier]:
+        """What to go back to, and the farthest tier that some rank takes it from: own memory, a peer's, storage."""
+        newest = state.track.newest
+        if self._costs.system.durable == "storage":
+            return newest, Tier.STORAGE
+        if newest is None or state.memory_empty or self._copies.lost(state.failed_nodes):
+            return state.track.backup, Tier.STORAGE
+        return newest, Tier.PEER if state.failed_nodes else Tier.HOST
 
     def _whole(
         self,
         state: State,
         source: Durable | None,
-        from_storage: bool,
+        tier: Tier,
         failure: _Failure,
         ready: tuple[tuple[str, float], ...],
     ) -> _Attempt:
         """All ranks; with nothing to go back to they begin anew at once."""
         repair = Repair(0.0, 0.0)
         if source is not None:
-            repair = self._recoveries.whole(source.window, state.counts, from_storage=from_storage)
+            repair = self._recoveries.whole(source.window, state.counts, tier)
         return _attempt(0, self._layout.parallel.pp - 1, failure.at_secs, ready, repair)
 
     def _local(
@@ -209,34 +222,37 @@ class Failing:
         state: State,
         source: Durable,
         window: Window,
+        tier: Tier,
         failure: _Failure,
         ready: tuple[tuple[str, float], ...],
     ) -> list[_Attempt]:
         """The recoveries under way and those of the stages of ``failure``: neighbours recover together, anew, and
         others go on by themselves (MoEvement, appendix A)."""
         at, steps = failure.at_secs, state.step - source.step
-        for first, last in segments(stage for node in failure.nodes for stage in self._layout.stages_of(node)):
+        hit = (*failure.nodes, *failure.restarted)
+        for first, last in segments(stage for node in hit for stage in self._layout.stages_of(node)):
             joined = [one for one in attempts if one.end > at and one.touches(first, last)]
             first, last = min([first, *(one.first for one in joined)]), max([last, *(one.last for one in joined)])
-            repair = self._recoveries.local(window, state.counts, steps, last - first + 1)
+            repair = self._recoveries.local(window, state.counts, steps, last - first + 1, tier)
             apart = [one for one in attempts if one not in joined]
             attempts = [*apart, _attempt(first, last, at, ready, repair)]
         return attempts
 
-    def _go_back(self, state: State) -> None:
+    def _go_back(self, state: State, source: Durable | None, tier: Tier) -> None:
         """All ranks: to the newest durable checkpoint whose copies are still there, or to the very beginning."""
-        source, from_storage = self._source(state)
+        in_memory = tier is not Tier.STORAGE
         if source is not state.track.newest:
             self.fallbacks += 1
-        if from_storage:
+        if not in_memory and self._costs.system.durable != "storage":
             state.failed_nodes.clear()
-            state.peers_empty = True
+            state.memory_empty = True
         step = 0 if source is None else source.step
         state.lost += (state.step - step) * self._costs.iteration.secs
         state.step = step
         # What a process kept in memory is there where its node is (two-level PEC).
         gone = np.isin(self._host_nodes, list(state.failed_nodes)).any(axis=2)
-        state.track.fail(source, None if from_storage else np.logical_not(gone))
+        kept = in_memory or self._costs.system.durable == "storage"
+        state.track.fail(source, np.logical_not(gone) if kept else None)
 
 
 def _attempt(first: int, last: int, at: float, ready: tuple[tuple[str, float], ...], repair: Repair) -> _Attempt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -12,17 +12,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import above_zero, at_least, whole
+from moe_ckpt.sim.checks import above_zero, at_least, portion, whole
 from moe_ckpt.sim.formulas import Component, system_mtbf_hours
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to one node. at_secs: since the start of the job. joins: it comes back, as a spare."""
+    """What happens to one node. at_secs: since the start of the job. joins: it comes back, as a spare.
+
+    process: only a process on it dies, with which its launcher restarts the others there; the node and its memory stay.
+    """
 
     at_secs: float
     node: int
     joins: bool = False
+    process: bool = False
 
 
 class Failures(Protocol):
@@ -68,12 +72,26 @@ class Poisson:
 
     The same seed gives the same failures on another scale of time: with half the MTBF each comes at half its time, on
     the same node.
+
+    process_share: portion of failures that end processes only (``Event.process``). domain_share: portion that takes all
+        of the ``domain_nodes`` neighbours that share a rack or a switch with the node. The rest takes the node alone.
     """
 
     mtbf_secs: float
+    process_share: float = field(default=0.0, kw_only=True)
+    domain_share: float = field(default=0.0, kw_only=True)
+    domain_nodes: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        above_zero(type(self).__name__, mtbf_secs=self.mtbf_secs)
+        owner = type(self).__name__
+        above_zero(owner, mtbf_secs=self.mtbf_secs)
+        portion(owner, process_share=self.process_share, domain_share=self.domain_share)
+        whole(owner, domain_nodes=self.domain_nodes)
+        if self.process_share + self.domain_share > 1:
+            raise ConfigError(
+                f"{owner}(process_share={self.process_share!r}, domain_share={self.domain_share!r}): together they are "
+                "more than all failures"
+            )
 
     @property
     def tells_joins(self) -> bool:
@@ -91,7 +109,17 @@ class Poisson:
         at = 0.0
         while True:
             at += self._between(_waiting(rng))
-            yield Event(_whole_micros(at), _below(rng, nodes))
+            node, place = divmod(rng.random() * nodes, 1.0)  # one draw: the place in the node's share says what dies
+            yield from self._at(_whole_micros(at), int(node), place, nodes)
+
+    def _at(self, secs: float, node: int, place: float, nodes: int) -> Iterator[Event]:
+        if place < self.process_share:
+            yield Event(secs, node, process=True)
+        elif place >= 1 - self.domain_share:
+            first = node - node % self.domain_nodes
+            yield from (Event(secs, one) for one in range(first, min(first + self.domain_nodes, nodes)))
+        else:
+            yield Event(secs, node)
 
     def _between(self, waiting: float) -> float:
         """Seconds between two failures, from an exponential draw of mean 1."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import floor, fsum, sqrt
+from math import floor, fsum
 
+from moe_ckpt.core.intervals import daly_secs, young_secs
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import above_zero, at_least, given, whole
 
@@ -64,22 +65,15 @@ def component_mtbf_hours(*, system_mtbf_hours: float, count: int) -> float:
 
 
 def young_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Training time between two checkpoints that costs least, to first order: ``sqrt(2 d M)`` (Young, 1974)."""
+    """Training time between two checkpoints that costs least, to first order: ``core.intervals.young_secs``."""
     above_zero("young_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
-    return sqrt(2 * checkpoint_secs * mtbf_secs)
+    return young_secs(checkpoint_secs, mtbf_secs)
 
 
 def daly_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Likewise, of higher order, for checkpoints that are not short beside the MTBF (Daly, FGCS 2006).
-
-    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d`` for ``d < 2M``, else ``M``. The two do not quite meet: at
-    ``d = 2M`` the first gives eight ninths of M.
-    """
+    """Likewise, of higher order: ``core.intervals.daly_secs``."""
     above_zero("daly_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
-    if checkpoint_secs >= 2 * mtbf_secs:
-        return mtbf_secs
-    part = checkpoint_secs / (2 * mtbf_secs)
-    return sqrt(2 * checkpoint_secs * mtbf_secs) * (1 + sqrt(part) / 3 + part / 9) - checkpoint_secs
+    return daly_secs(checkpoint_secs, mtbf_secs)
 
 
 def whole_iterations(*, interval_secs: float, iteration_secs: float) -> int:

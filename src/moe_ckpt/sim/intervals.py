@@ -11,7 +11,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.formulas import daly_interval_secs, young_interval_secs
 from moe_ckpt.sim.scenario import Scenario
-from moe_ckpt.sim.track import MovingBooks
+from moe_ckpt.sim.track import MovingRunLedger
 
 ORACLE_STEPS = 16
 """Intervals that the oracle tries at first, from 1 to all, and then as many between the best one's neighbours."""
@@ -58,9 +58,9 @@ class Usual:
 def usual(scenario: Scenario) -> Usual:
     """A checkpoint of ``scenario.system``, whose policy has ``every_n_steps``, without regard to lost tokens."""
     costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
-    books = MovingBooks(scenario.layout.model.catalog)
+    run_ledger = MovingRunLedger(scenario.layout.model.catalog)
     context = replace(
-        books.context(1, scenario.layout.parallel.ranks, books.popularity, costs.measured),
+        run_ledger.context(1, scenario.layout.parallel.ranks, run_ledger.popularity, costs.measured),
         missing=(),
         placement=scenario.layout.placement,
         sizes=costs.sizes,

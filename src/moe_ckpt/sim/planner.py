@@ -151,6 +151,19 @@ def _candidate(runner: Runner, leader: Runner | None, most_plt: float) -> Candid
     )
 
 
+def memory_overrides(system: System) -> str:
+    """The Hydra overrides that put its checkpoints into memory, in an app with the group ``moe_ckpt/memory``."""
+    if system.durable == "storage":
+        return ""
+    said = ["moe_ckpt/memory=local"]
+    if system.durable == "peers":
+        said = ["moe_ckpt/memory=replicated", f"moe_ckpt.memory.replicas={system.replicas}"]
+    for name in ("storage_every_n_steps", "storage_every_secs"):
+        if (value := getattr(system, name)) is not None:
+            said.append(f"moe_ckpt.memory.{name}={value}")
+    return " ".join(said)
+
+
 def overrides(policy: Policy, defaults: Mapping[str, Any] | None = None) -> str:
     """The Hydra overrides that make ``policy`` in an app with the group ``moe_ckpt/policy``.
 

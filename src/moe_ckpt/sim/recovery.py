@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.replica_placement import place_replicas
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.cluster import Layout
@@ -33,18 +36,22 @@ class Recoveries:
         self._costs, self._micro_batches = costs, micro_batches
         self._model = costs.layout.model
 
-    def whole(self, window: Window | None, counts: Counts, *, from_storage: bool) -> Repair:
-        """All ranks go back: load, and compute a window again. Iterations after it are trained as usual."""
-        replay = self._replay_secs(window, counts, self._costs.iteration.secs) if window else 0.0
-        return Repair(self._load_secs(window, from_storage), replay)
+    def whole(self, window: Window | None, counts: Counts, tier: Tier) -> Repair:
+        """All ranks go back: load, and compute a window again. Iterations after it are trained as usual.
 
-    def local(self, window: Window, counts: Counts, steps: int, stages: int) -> Repair:
+        tier: the farthest that some rank loads from.
+        """
+        replay = self._replay_secs(window, counts, self._costs.iteration.secs) if window else 0.0
+        return Repair(self._load_secs(window, tier), replay)
+
+    def local(self, window: Window, counts: Counts, steps: int, stages: int, tier: Tier) -> Repair:
         """Some neighbouring stages go back, and come up to the others by their logs.
 
-        steps: iterations since the window's end. stages: how many; they are a short pipeline of their own.
+        steps: iterations since the window's end. stages: how many; they are a short pipeline of their own. tier: where
+            their memory is, own or peers'.
         """
         alone = self.alone_secs(stages)
-        return Repair(self._node_secs(window), self._replay_secs(window, counts, alone) + steps * alone)
+        return Repair(self._memory_secs(window, tier), self._replay_secs(window, counts, alone) + steps * alone)
 
     def alone_secs(self, stages: int) -> float:
         """One iteration of some neighbouring stages: (M + n - 1) / M as long as one of them, never over a whole one."""
@@ -81,23 +88,37 @@ class Recoveries:
         first = {op: layer < 0 for op, layer in model.stage_layer.items()}
         return np.array([0.0 if first[op] else float(model.elements[op]) for op in model.catalog.everything])
 
-    def _load_secs(self, window: Window | None, from_storage: bool) -> float:
+    def _load_secs(self, window: Window | None, tier: Tier) -> float:
         """A checkpoint: from storage, or from each node's own memory, and that of the dead node from its peers."""
         costs, held = self._costs, self._costs.held(window)
-        if from_storage or costs.system.durable == "storage":
+        if tier is Tier.STORAGE:
             return costs.copy_secs(held) + costs.storage_secs(held)
-        return max(costs.copy_secs(held), self._node_secs(window))
+        return self._memory_secs(window, tier)
 
-    def _node_secs(self, window: Window | None) -> float:
-        """What one node's ranks have of a checkpoint, from peers."""
+    def _memory_secs(self, window: Window | None, tier: Tier) -> float:
+        """What the ranks of one node have of a checkpoint, from its own memory, or into that from peers' before."""
         costs, held = self._costs, self._costs.held(window)
-        return held.rank / costs.nic_rate + costs.copy_secs(held)
+        from_peers = held.rank / costs.nic_rate if tier is Tier.PEER else 0.0
+        return from_peers + costs.copy_secs(held)
 
 
-def peers_lost(failed: Iterable[int], nodes: int, replicas: int) -> bool:
-    """Whether some node and all nodes that hold its replicas have failed. Node n's are on the next ones."""
-    gone = set(failed)
-    return any(all((node + at) % nodes in gone for at in range(replicas + 1)) for node in gone)
+class Copies:
+    """Where the copies of a layout's ranks lie, by the placement that a trainer uses (``core.replica_placement``)."""
+
+    def __init__(self, layout: Layout, replicas: int) -> None:
+        """replicas: of each rank; 0: none but its own.
+
+        Raises:
+            ConfigError: there are no other nodes or domains for so many.
+        """
+        self._holders = defaultdict[int, set[frozenset[int]]](set)
+        for rank, peers in enumerate(place_replicas(layout.domains, replicas).peers_of):
+            self._holders[layout.node_of(rank)].add(frozenset(map(layout.node_of, peers)))
+
+    def lost(self, nodes: Collection[int]) -> bool:
+        """Whether no memory is left of some rank, when the memory of all these nodes is gone."""
+        gone = set(nodes)
+        return any(holders <= gone for node in gone for holders in self._holders[node])
 
 
 def host_nodes(layout: Layout) -> Counts:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
+from moe_ckpt.core.cadence import StorageCadence, StorageFacts
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.scenario import Outcome, Scenario
 
@@ -48,11 +50,10 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
     peers = system.durable == "peers"
     copied, total = outcome.rank_bytes_per_step, outcome.total_bytes_per_step
     sent = copied * system.replicas if peers else 0.0
-    stored = 0.0 if peers else total
-    if peers and system.backup_every_secs:
+    stored = total if system.durable == "storage" else 0.0
+    if system.cadence is not None:
         held = total * (outcome.window or 1) if system.sparse else costs.dense.total
-        apart = max(system.backup_every_secs, held / layout.cluster.storage_bytes_per_sec)
-        stored = held * scenario.iteration.secs / apart
+        stored = held * scenario.iteration.secs / _flushes_apart_secs(scenario, outcome, system.cadence, held)
     host = host_bytes(costs, outcome)
     secs = scenario.iteration.secs
     utilisation = {
@@ -63,6 +64,16 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
         "host_memory": host / layout.cluster.host_memory_bytes,
     }
     return Use(utilisation, copied, sent, stored, host, copied * scenario.iteration.drag_secs_per_byte / secs)
+
+
+def _flushes_apart_secs(scenario: Scenario, outcome: Outcome, cadence: StorageCadence, held: float) -> float:
+    """From one flush to storage to the next, each of ``held`` bytes, as it is by the end of the run."""
+    layout, iteration_secs = scenario.layout, scenario.iteration.secs
+    flush_secs = held / layout.cluster.storage_bytes_per_sec
+    facts = StorageFacts(0, 0, 0.0, flush_secs, iteration_secs, outcome.failures, outcome.spent.total)
+    step, secs = cadence.next_step(facts), cadence.next_secs(facts)
+    least = max(flush_secs, iteration_secs * (outcome.window or outcome.interval or 1))
+    return max(least, min(inf if secs is None else secs, inf if step is None else step * iteration_secs))
 
 
 def host_bytes(costs: Costs, outcome: Outcome) -> float:

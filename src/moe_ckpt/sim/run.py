@@ -131,7 +131,7 @@ class Run:
             self._verdict = "training does not advance: at the end not one iteration was left"
 
     def _sample(self, state: State) -> None:
-        tokens = state.track.books.tokens
+        tokens = state.track.run_ledger.tokens
         window = None if state.window is None else state.window.size
         saved = state.saved_bytes / max(self._costs.dense.total, 1)
         self._history.append(Sample(state.now, state.step, tokens.lost_tokens, tokens.plt, state.k, window, saved))
@@ -145,7 +145,7 @@ class Run:
     def outcome(self) -> Outcome:
         """Of the run so far."""
         scenario, state = self._scenario, self._stepper.state
-        tokens = state.track.books.tokens
+        tokens = state.track.run_ledger.tokens
         useful = state.step * self._costs.iteration.secs
         trained = max(1, state.step + round(state.lost / self._costs.iteration.secs))
         spent = Spent(useful, state.stall, state.lost, state.down, state.idle, state.retrieve, state.replay)
@@ -155,8 +155,9 @@ class Run:
             spent=spent,
             steps=state.step,
             iteration_secs=scenario.iteration.secs,
-            failures=self._failing.failures,
+            failures=state.failures,
             fallbacks=self._failing.fallbacks,
+            recovered={tier.value: count for tier, count in self._failing.recovered.items()},
             advances=not self._verdict,
             verdict=self._verdict,
             interval=None if scenario.system.sparse else state.interval,

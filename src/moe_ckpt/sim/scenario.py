@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moe_ckpt.core.replica_placement import place_replicas
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, at_least, whole
 from moe_ckpt.sim.clock import MOST_SECS
@@ -79,7 +80,7 @@ class Scenario:
         """Whoever simulates it calls this; a scenario alone may be there for its other parts.
 
         Raises:
-            ConfigError: the system keeps copies on more other nodes than there are.
+            ConfigError: the system keeps copies on more other nodes, or domains, than there are.
         """
         system, nodes, cluster = self.system, self.layout.nodes, self.layout.cluster
         if system.durable == "peers" and system.replicas >= nodes:
@@ -89,6 +90,8 @@ class Scenario:
                 f"ranks are on {nodes} of Cluster {cluster.name!r}; use {fewer}more nodes, or durable: storage "
                 "(with rollback: global)"
             )
+        if system.durable == "peers":
+            place_replicas(self.layout.domains, system.replicas)
 
     @property
     def tokens_per_step(self) -> int:
@@ -151,6 +154,8 @@ class Outcome:
     interval: iterations between checkpoints, the newest; None for windows. window: W of the newest window.
     mean_stall_secs: per iteration. rank_bytes_per_step, total_bytes_per_step: of snapshots, mean over all iterations,
         on the rank that has most, and on all. heaviest_bytes: of one snapshot, on one rank.
+    fallbacks: recoveries that could not return to the newest checkpoint. recovered: recoveries by the farthest tier
+        that some rank loaded from: "host", its own memory; "peer"; "storage".
     lost_tokens, plt: over all failures. reorders: windows in another order than the one before.
     plans: how often the policy was asked. Not part of what is predicted: a measure of the simulation's own work.
     """
@@ -162,6 +167,7 @@ class Outcome:
     iteration_secs: float
     failures: int
     fallbacks: int = 0
+    recovered: Mapping[str, int] = field(default_factory=dict)
     advances: bool = True
     verdict: str = ""
     interval: int | None = None

@@ -9,14 +9,15 @@ from math import ceil, inf
 import numpy as np
 import xxhash
 
+from moe_ckpt.core.cadence import StorageFacts
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
-from moe_ckpt.policies.base import PolicyContext, next_due, uses_windows
+from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs, Snapshot
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.track import Track
+from moe_ckpt.sim.track import Durable, Track
 
 _WINDOWS_KEPT = 128
 
@@ -51,9 +52,10 @@ class State:
     rank_bytes: int = 0
     total_bytes: int = 0
     heaviest_bytes: int = 0
+    failures: int = 0
     failed_nodes: set[int] = field(default_factory=set)
     """Since something last became durable: what they held for others is not there again before."""
-    peers_empty: bool = False
+    memory_empty: bool = False
     """Everything came from storage, or from nowhere, since something last became durable."""
     halt: str | None = None
 
@@ -76,11 +78,10 @@ class Stepper:
         self._popularity = load.draw(rng, len(self._experts), max(self._experts, default=0))
         self._drift_secs = on_clock(load.drift_secs) if load.drifts else inf
         self._drift_at = self._drift_secs
-        self._backup_at = self._next_backup(0.0, None)
+        self._cadence = self._system.cadence
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows: dict[bytes, Window] = {}
-        self._budgeted = getattr(self._policy, "plt_budget", None) is not None
-        self._decays = getattr(self._policy, "order", None) == "time_decayed"
+        self._needs = costs.system.needs
         self.state = State(Track(self._catalog), tokens_of(self._popularity, assignments, self._experts))
 
     # --- between failures ---
@@ -97,10 +98,8 @@ class Stepper:
         self._settle()
 
     def interrupted(self) -> None:
-        """A failure: what was regular is no more, and a backup that was under way is begun again."""
+        """A failure: what was regular is no more."""
         self._rounds.clear()
-        if self.state.track.backup_lost:
-            self._backup_at = self.state.now
 
     def _housekeeping(self) -> bool:
         """What is looked at between rounds only. Whether the load has changed."""
@@ -112,30 +111,62 @@ class Stepper:
                 self._drift_at += self._drift_secs
             state.counts = tokens_of(self._popularity, self._assignments, self._experts)
             self._rounds.clear()
-        if state.now >= self._backup_at:
-            newest = state.track.newest
-            held = self._costs.held(newest.window if newest else None)
-            state.track.back_up(state.now + on_clock(self._costs.storage_secs(held)))
-            self._backup_at = self._next_backup(state.now, held)
+        if self._flush_is_due():
+            state.track.back_up(state.now, on_clock(self._flush_secs))
             self._rounds.clear()
         return drifts
 
     def _settle(self) -> None:
-        if self.state.track.settle(self.state.now):
+        if self.state.track.resolve(self.state.now):
             self.state.failed_nodes.clear()
-            self.state.peers_empty = False
+            self.state.memory_empty = False
 
-    def _next_backup(self, now: float, under_way: Snapshot | None) -> float:
-        """One after the other."""
-        every = self._system.backup_every_secs
-        if every is None or self._system.durable == "storage":
-            return inf
-        return now + on_clock(max(every, self._costs.storage_secs(under_way) if under_way else 0.0))
+    # --- from memory to storage ---
+
+    @property
+    def _flush_secs(self) -> float:
+        """To write what memory holds complete. Of a window all slots, of a partial checkpoint all that it stands on."""
+        newest = self.state.track.newest
+        return self._costs.storage_secs(self._costs.held(newest.window if newest else None))
+
+    def _facts(self, newest: Durable) -> StorageFacts:
+        """Of what is complete in memory. What a run begins with is taken to be on storage."""
+        state, track = self.state, self.state.track
+        return StorageFacts(
+            step=newest.step,
+            last_step=track.flushed_step,
+            secs_since=state.now - track.flushed_secs,
+            flush_secs=self._flush_secs,
+            iteration_secs=self._costs.iteration.secs,
+            failures=state.failures,
+            run_secs=state.now,
+        )
+
+    def _flush_is_due(self) -> bool:
+        """One after the other, and what a failure cut off is begun again at once."""
+        track, newest = self.state.track, self.state.track.newest
+        if self._cadence is None or newest is None or newest.step <= track.flushed_step:
+            return False
+        return track.flush_ends_secs is None and (track.backup_lost or self._cadence.due(self._facts(newest)))
 
     @property
     def _undisturbed_secs(self) -> float:
         """Until then there is nothing to look at between rounds."""
-        return min(self._drift_at, self._backup_at)
+        track, newest = self.state.track, self.state.track.newest
+        if self._cadence is None or newest is None:
+            return self._drift_at
+        if track.flush_ends_secs is not None:
+            return min(self._drift_at, track.flush_ends_secs)
+        secs = self._cadence.next_secs(self._facts(newest))
+        return self._drift_at if secs is None else min(self._drift_at, track.flushed_secs + on_clock(secs))
+
+    def _undisturbed_steps(self) -> float:
+        """Likewise, in steps from here."""
+        newest = self.state.track.newest
+        if self._cadence is None or newest is None or self.state.track.flush_ends_secs is not None:
+            return inf
+        due = self._cadence.next_step(self._facts(newest))
+        return inf if due is None else due - 1 - newest.step
 
     # --- what repeats ---
 
@@ -144,15 +175,17 @@ class Stepper:
         if self._stepwise:
             return False
         state = self.state
-        pattern = _digest(*state.track.pattern(state.step, state.now))
-        here = (state.step, state.now, state.stall, state.track.books.index, state.rank_bytes, state.total_bytes)
+        phase = state.step % self._needs.period_steps
+        pattern = _digest(phase, *state.track.pattern(state.step, state.now))
+        here = (state.step, state.now, state.stall, state.track.run_ledger.index, state.rank_bytes, state.total_bytes)
         before = self._rounds.get(pattern)
         self._rounds[pattern] = here
         if before is None:
             return False
         steps, secs, stall, begun, rank_bytes, total_bytes = (new - old for new, old in zip(here, before, strict=True))
         rounds = int((min(until, self._undisturbed_secs) - state.now) // secs)
-        if self._budgeted:  # what may be lost, and with it K, grows with the tokens routed
+        rounds = int(min(rounds, self._undisturbed_steps() // steps))
+        if self._needs.lost_tokens:  # what may be lost, and with it K, grows with the tokens routed
             rounds = min(rounds, state.step // (8 * int(steps)))
         if rounds < 1:
             return False
@@ -170,13 +203,13 @@ class Stepper:
     def _round(self, until: float) -> None:
         state = self.state
         context = self._context()
-        due = next_due(self._policy, context)
+        due = self._needs.due(context)
         if due > state.step:
             self._iterate(due - state.step, until)
-            if uses_windows(self._policy):  # the gap behind a run's first window is the only one
+            if self._needs.windows:  # the gap behind a run's first window is the only one
                 self._rounds.clear()
             return
-        if uses_windows(self._policy):
+        if self._needs.windows:
             self._sparse_round(context, until)
             return
         plan = self._policy.plan(context)
@@ -190,10 +223,9 @@ class Stepper:
             self._skip(until)
 
     def _context(self) -> PolicyContext:
-        state = self.state
-        ranks = self._costs.layout.parallel.ranks
-        known = state.track.books.context(state.step, ranks, state.counts, self._costs.measured)
-        return replace(known, placement=self._costs.layout.placement, sizes=self._costs.sizes)
+        state, costs = self.state, self._costs
+        placement, ranks = costs.layout.placement, costs.layout.parallel.ranks
+        return state.track.run_ledger.context(state.step, ranks, state.counts, costs.measured, placement, costs.sizes)
 
     def _admitted(self, until: float, skip: bool = True) -> bool:
         """Whether a buffer is free, now or after a wait. skip: do not wait if the system does not."""
@@ -227,8 +259,9 @@ class Stepper:
 
     def _begin(self, plan: SnapshotPlan, until: float) -> float:
         """Returns what the next iteration takes longer; a plan that is to be waited for is, before."""
-        state, copied, stored = self.state, self._costs.of_plan(plan), self._costs.stored(plan)
-        last = state.track.books.last_step
+        state, stored = self.state, self._costs.stored(plan)
+        copied = self._costs.of_plan(plan) if plan.operators(Tier.HOST) else stored
+        last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         ready = self._ready_secs(state.now, copied, stored)
         state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), ready, None)
@@ -256,7 +289,7 @@ class Stepper:
         first = iteration.secs + extra_secs
         left = until - state.now - first
         done = min(steps, 1 + int(left // iteration.secs)) if left >= 0 else 0
-        state.track.books.routed_often(state.counts, done)
+        state.track.run_ledger.routed_often(state.counts, done)
         state.step += done
         if done:
             state.now += first + (done - 1) * iteration.secs
@@ -283,7 +316,7 @@ class Stepper:
         state = self.state
         # The order goes by shares: a load that was the same all the time gives the same one, however long it was.
         hard = context.activity.hard // max(1, int(np.gcd.reduce(context.activity.hard, axis=None)))
-        decayed = context.activity.decayed.tobytes() if self._decays else b""
+        decayed = context.activity.decayed.tobytes() if self._needs.decayed_counts else b""
         before = None if context.window is None else state.track.order_of(context.window)
         first = context.last_step == 0  # which is made of first measurements, for a trainer has no others
         key = _digest(hard.tobytes(), decayed, before, context.step == 0, context.last_step is None, first)
@@ -308,7 +341,7 @@ class Stepper:
         """One iteration after the other, each beside the copy of one slot."""
         state, snapshots = self.state, self._costs.of_window(window)
         state.saved_bytes = max(snapshot.total for snapshot in snapshots)
-        state.track.books.window_begins()
+        state.track.run_ledger.activity.begin_window()
         for slot, snapshot in enumerate(snapshots):
             if not self._admitted(until, skip=False):
                 return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Policy, uses_windows
+from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt.sim.checks import above_zero, flag, given, one_of, portion, whole
 
-DURABLE = ("storage", "peers")
+DURABLE = ("storage", "node", "peers")
 ROLLBACKS = ("global", "localized")
 INTERVALS = ("policy", "young", "daly", "oracle")
 
@@ -18,9 +19,10 @@ class System:
     """One system to simulate.
 
     policy: decides what to save, at each step. The very object that a Trainer would be given.
-    durable: where a snapshot must be to outlive a failure: on "storage", or in the memory of ``replicas`` "peers".
-    backup_every_secs: systems with peers also write to storage this often, for when a node and its peers all fail;
-        None: never, and training begins anew.
+    durable: where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
+        process, or in that of ``replicas`` "peers" besides.
+    storage_every_n_steps, storage_every_secs: which of those in memory go on to storage, for when memory is lost
+        (``core.cadence``); both None: none, and training then begins anew.
     when_busy, max_in_flight: as ``engine.settings.Settings``.
     rollback: who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages keep
         what they sent each other, upstream logging, MoEvement, section 3.4).
@@ -34,26 +36,38 @@ class System:
     policy: Policy
     durable: str = "storage"
     replicas: int = 2
-    backup_every_secs: float | None = None
+    storage_every_secs: float | str | None = None
     when_busy: str = "wait"
     max_in_flight: int = 2
     rollback: str = "global"
     freeze: bool = True
     interval: str = "policy"
     max_overhead: float | None = None
+    storage_every_n_steps: int | str | None = None
 
     def __post_init__(self) -> None:
         owner = f"System {self.name!r}"
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"{owner}(policy={self.policy!r}): not a policy: it has no plan(), check() or describe()")
+        require_served(self.policy)
         one_of(owner, DURABLE, durable=self.durable)
         one_of(owner, ROLLBACKS, rollback=self.rollback)
         one_of(owner, INTERVALS, interval=self.interval)
         one_of(owner, ("skip", "wait"), when_busy=self.when_busy)
         whole(owner, replicas=self.replicas, max_in_flight=self.max_in_flight)
-        above_zero(owner, **given(backup_every_secs=self.backup_every_secs, max_overhead=self.max_overhead))
+        above_zero(owner, **given(max_overhead=self.max_overhead))
+        try:
+            _ = self.cadence
+        except ConfigError as error:
+            raise ConfigError(f"{owner}: {error}") from error
         portion(owner, **given(max_overhead=self.max_overhead))
         flag(owner, freeze=self.freeze)
+        kept = self.replicas if self.durable == "peers" else 0
+        if self.needs.replicas > kept:
+            raise ConfigError(
+                f"{owner}(durable={self.durable!r}, replicas={kept}): {type(self.policy).__name__} is for checkpoints "
+                f"in the memory of at least {self.needs.replicas} peers; use durable: peers, or policy Dense"
+            )
         if self.rollback == "localized" and not self.sparse:
             raise ConfigError(
                 f"{owner}(rollback='localized'): only a policy with sparse windows (MoEvement) takes a snapshot at "
@@ -71,10 +85,41 @@ class System:
             )
 
     @property
+    def cadence(self) -> StorageCadence | None:
+        """Which checkpoints in memory go on to storage; None where none does, or where all are there anyway."""
+        cadence = StorageCadence(self.storage_every_n_steps, self.storage_every_secs)
+        asked = self.storage_every_n_steps is not None or self.storage_every_secs is not None
+        return cadence if asked and self.durable != "storage" else None
+
+    @property
+    def needs(self) -> Needs:
+        """Of the policy."""
+        return needs_of(self.policy)
+
+    @property
     def sparse(self) -> bool:
-        return uses_windows(self.policy)
+        return self.needs.windows
 
     @property
     def in_trainer(self) -> bool:
-        """Whether a Trainer can run all of it today: replicas on peers and localized rollback are simulated only."""
-        return self.durable == "storage" and self.rollback == "global"
+        """Whether a Trainer can run all of it today: localized rollback is simulated only."""
+        return self.rollback == "global"
+
+
+@dataclass(frozen=True)
+class MemoryTier:
+    """The group ``memory``: memory as a Trainer has it by ``moe_ckpt.Memory``, in place of what the system says itself.
+
+    durable, replicas: as in ``System``. storage_every_n_steps, storage_every_secs: as in ``moe_ckpt.Memory``; with both
+        None each checkpoint goes on to storage.
+    """
+
+    durable: str
+    replicas: int = 2
+    storage_every_n_steps: int | str | None = None
+    storage_every_secs: float | str | None = None
+
+    def applied_to(self, system: System) -> System:
+        """The same system on this memory. Raises ``ConfigError`` where the two do not go together."""
+        each = self.storage_every_n_steps is None and self.storage_every_secs is None
+        return replace(system, **{**vars(self), **({"storage_every_n_steps": 1} if each else {})})

@@ -7,8 +7,8 @@
     412.5,remove,7
     1030,add,7
 
-time: seconds since the start, never falling. event: ``remove`` when a node fails, ``add`` when it is back. node: from 0
-up to one less than training runs on; all are there at the start.
+time: seconds since the start, never falling. event: ``remove`` when a node fails, ``add`` when it is back, ``kill``
+when only a process on it dies. node: from 0 up to one less than training runs on; all are there at the start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import csv
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -103,8 +103,9 @@ class Trace:
         while True:
             away: set[int] = set()
             for _, event in self._rows():
-                (away.discard if event.joins else away.add)(event.node)
-                yield Event(_micros(start + event.at_secs), event.node, event.joins)
+                if not event.process:
+                    (away.discard if event.joins else away.add)(event.node)
+                yield replace(event, at_secs=_micros(start + event.at_secs))
             if not self.repeat:
                 return
             start += self._period
@@ -200,11 +201,11 @@ def _event(where: str, fields: list[str]) -> Event:
     time, event, node = fields
     if not _TIME.fullmatch(time):
         raise ConfigError(f"{where}: time {time!r} is not a number of seconds")
-    if event not in ("remove", "add"):
-        raise ConfigError(f"{where}: event {event!r} must be 'remove' or 'add'")
+    if event not in ("remove", "add", "kill"):
+        raise ConfigError(f"{where}: event {event!r} must be 'remove', 'add' or 'kill'")
     if not _NODE.fullmatch(node):
         raise ConfigError(f"{where}: node {node!r} is not a whole number from 0 on")
-    return Event(float(time), int(node), joins=event == "add")
+    return Event(float(time), int(node), joins=event == "add", process=event == "kill")
 
 
 def _in_order(rows: Iterable[tuple[str, Event]]) -> Iterator[tuple[str, Event]]:
@@ -217,8 +218,10 @@ def _in_order(rows: Iterable[tuple[str, Event]]) -> Iterator[tuple[str, Event]]:
             raise ConfigError(f"{where}: time {event.at_secs!r} is before {latest!r} of an earlier row; sort by time")
         if event.joins != (event.node in away):
             told = "is added, but is there" if event.joins else "is removed, but is away already"
+            told = "has a process killed, but is away" if event.process else told
             raise ConfigError(f"{where}: node {event.node} {told}")
-        (away.discard if event.joins else away.add)(event.node)
+        if not event.process:
+            (away.discard if event.joins else away.add)(event.node)
         latest = event.at_secs
         yield where, event
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.books import Books, Pending
+from moe_ckpt.engine.run_ledger import Pending, RunLedger
 
 
-class MovingBooks(Books):
+class MovingRunLedger(RunLedger):
     """A trainer's books that can be told of many steps at once, and moved ahead in time.
 
     Steps told together route alike, and time-decayed activity is taken at the limit to which that brings it.
@@ -24,43 +24,27 @@ class MovingBooks(Books):
 
     def routed_often(self, counts: Counts, steps: int) -> None:
         """``steps`` optimizer steps, each of which routed ``counts`` [L, E]."""
-        if steps < 1:
-            return
-        self.routed(counts * steps, soft=counts * steps)
-        self._decayed = counts.astype(np.float64)
-        self.popularity = counts
+        if steps >= 1:
+            self.tokens.apply(counts * steps)
+            self.activity.add_often(counts, steps)
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
         """The first checkpoint of a run is dense, whatever the policy: after it, nothing is."""
         return self.catalog.everything if self.last_step is None else ()
 
-    def _hold(self, pending: Pending) -> None:
-        """As in a trainer, but for the ledger, which only says what is missing."""
-        self._committed_at[tuple(pending.experts.T)] = pending.step
-
-    def window_begins(self) -> None:
-        """What is counted since a window's first slot, which ``begun`` is not told of, begins anew."""
-        self._hard, self._soft = np.zeros_like(self._hard), np.zeros_like(self._soft)
-
     def return_to(self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None) -> FaultRecord:
-        """As ``adopt``, from a checkpoint that was never written. alive: see ``Track.fail``."""
-        tokens = book_of(checkpoint.tokens.applied.copy(), checkpoint.tokens)
-        kept = tokens.saved.get(Tier.HOST)
-        held = None if alive is None or kept is None else np.where(alive, kept, 0)
-        fault = self._go_on(tokens, checkpoint.step, checkpoint.index, held)
+        """As ``resume_from``, from a checkpoint that was never written. alive: see ``Track.fail``."""
+        self.ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
+        self.index, self.last_step = checkpoint.index + 1, checkpoint.step
         self.committed_step = checkpoint.step
-        self._committed_at = checkpoint.copies.copy()
-        return fault
+        return self.ledger.recover(checkpoint.step, alive)
 
     def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` later, in a run that does all the time what it did before.
 
         checkpoints: begun in that time.
         """
-        tokens = self.tokens
-        tokens.applied = tokens.applied + counts * steps
-        tokens.saved = {tier: saved + counts * steps for tier, saved in tokens.saved.items()}
-        self._committed_at = np.where(self._committed_at < 0, self._committed_at, self._committed_at + steps)
+        self.ledger.move(steps, counts)
         self.index += checkpoints
         self.last_step = None if self.last_step is None else self.last_step + steps
         self.committed_step = None if self.committed_step is None else self.committed_step + steps
@@ -72,8 +56,7 @@ class MovingBooks(Books):
         """Everything that policies go by, as seen from ``step``: alike at two steps if the run repeats itself."""
         tiers = sorted(self.tokens.saved)
         unsaved = [(self.tokens.applied - self.tokens.saved[tier]).tobytes() for tier in tiers]
-        ages = np.where(self._committed_at < 0, -1, step - self._committed_at)
-        return ages.tobytes(), self._hard.tobytes(), *unsaved
+        return self.ledger.expert_ages(step).tobytes(), self.activity.described().hard.tobytes(), *unsaved
 
 
 def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
@@ -86,30 +69,20 @@ def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
 class Durable:
     """A checkpoint that outlives a failure.
 
-    step: of the state it holds. tokens: the book as of ``step``, with what its experts have seen. copies: ``[L, E]``
-        step of each expert's copy.
+    step: of the state it holds. ledger: as of ``step``, with what its experts have seen.
     """
 
     step: int
-    tokens: TokenBook
-    copies: Counts
+    ledger: Ledger
     index: int
     window: Window | None
 
     def moved(self, steps: int, counts: Counts) -> Durable:
         """As it would be ``steps`` later."""
-        tokens = book_of(self.tokens.applied + counts * steps, self.tokens)
-        tokens.saved = {tier: saved + counts * steps for tier, saved in self.tokens.saved.items()}
+        ledger = self.ledger.as_of(self.ledger.tokens.applied)
+        ledger.move(steps, counts)
         window = None if self.window is None else replace(self.window, start=self.window.start + steps)
-        copies = np.where(self.copies < 0, self.copies, self.copies + steps)
-        return Durable(self.step + steps, tokens, copies, self.index, window)
-
-
-def book_of(applied: Counts, like: TokenBook) -> TokenBook:
-    """A token book with the same faults and saved counts, and other tokens applied."""
-    book = TokenBook(like.layers, like.experts)
-    book.applied, book.saved, book.faults = applied, dict(like.saved), list(like.faults)
-    return book
+        return Durable(self.step + steps, ledger, self.index, window)
 
 
 @dataclass
@@ -131,14 +104,16 @@ class Track:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self.books = MovingBooks(catalog)
+        self.run_ledger = MovingRunLedger(catalog)
         self.under_way: deque[UnderWay] = deque()
         self.moving: deque[float] = deque()
         self.newest: Durable | None = None
         self.backup: Durable | None = None
+        self.flushed_secs = 0.0
+        """When the newest flush to storage began."""
         self._backing: tuple[float, Durable] | None = None
         self.backup_lost = False
-        """A failure cut off a backup, and none was begun since."""
+        """A failure cut off a flush, and none was begun since."""
         self.mover_free_secs = 0.0
         self._sequence = 0
         self._generation = 0
@@ -161,12 +136,12 @@ class Track:
         """A snapshot of ``step`` begins; of a window, only its last slot is told, which makes it a checkpoint."""
         self._sequence += 1
         slot = window.size - 1 if window else 0
-        applied = self.books.tokens.applied.copy()
+        applied = self.run_ledger.tokens.applied.copy()
         pending = Pending(self._catalog, step, self._generation, operators, held, applied, {}, window, slot)
-        self.under_way.append(UnderWay(self._sequence, pending, ready_secs, self.books.index))
-        self.books.begun(self._sequence, pending)
+        self.under_way.append(UnderWay(self._sequence, pending, ready_secs, self.run_ledger.index))
+        self.run_ledger.begun(self._sequence, pending)
 
-    def settle(self, now_secs: float) -> bool:
+    def resolve(self, now_secs: float) -> bool:
         """What has become durable by ``now_secs`` counts from now on; True if a checkpoint has."""
         before = self.newest
         while self.moving and self.moving[0] <= now_secs:
@@ -175,22 +150,32 @@ class Track:
             self.backup, self._backing = self._backing[1], None
         while self.under_way and self.under_way[0].ready_secs <= now_secs:
             done = self.under_way.popleft()
-            pending = self.books.resolved(done.sequence, committed=True)
-            tokens = book_of(pending.applied, self.books.tokens)
-            tokens.saved = {tier: counts.copy() for tier, counts in tokens.saved.items()}
-            self.newest = Durable(pending.step, tokens, self.books.expert_steps(), done.index, pending.window)
+            pending = self.run_ledger.resolved(done.sequence, committed=True)
+            versions = self.run_ledger.ledger.as_of(pending.applied)
+            self.newest = Durable(pending.step, versions, done.index, pending.window)
         return self.newest is not before
 
-    def back_up(self, ready_secs: float) -> None:
-        """What is durable now is on storage, too, from ``ready_secs`` on."""
+    def back_up(self, now_secs: float, takes_secs: float) -> None:
+        """What is durable now is written to storage, too."""
         if self.newest is not None:
-            self._backing = ready_secs, self.newest
+            self._backing, self.flushed_secs = (now_secs + takes_secs, self.newest), now_secs
         self.backup_lost = False
+
+    @property
+    def flush_ends_secs(self) -> float | None:
+        """When what is on its way from memory to storage is there; None where nothing is."""
+        return None if self._backing is None else self._backing[0]
+
+    @property
+    def flushed_step(self) -> int:
+        """Of the newest checkpoint that is on storage or on its way there."""
+        newest = self._backing[1] if self._backing is not None else self.backup
+        return 0 if newest is None else newest.step
 
     def drop(self) -> None:
         """Snapshots under way are lost, but training goes on from where it is."""
         while self.under_way:
-            self.books.resolved(self.under_way.pop().sequence, committed=False)
+            self.run_ledger.resolved(self.under_way.pop().sequence, committed=False)
         self._stop_moving()
 
     def _stop_moving(self) -> None:
@@ -203,18 +188,18 @@ class Track:
 
         alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
         """
-        self.books = MovingBooks(self._catalog)
+        self.run_ledger = MovingRunLedger(self._catalog)
         self.under_way.clear()
         self._stop_moving()
         self._generation += 1
         self.newest = to
-        return None if to is None else self.books.return_to(to, alive)
+        return None if to is None else self.run_ledger.return_to(to, alive)
 
     def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""
-        self.books.move(steps, checkpoints, counts)
+        self.run_ledger.move(steps, checkpoints, counts)
         for one in self.under_way:
-            one.pending, one.ready_secs = self.books.pending[one.sequence], one.ready_secs + secs
+            one.pending, one.ready_secs = self.run_ledger.pending[one.sequence], one.ready_secs + secs
             one.index += checkpoints
         self.moving = deque(ready + secs for ready in self.moving)
         if self.newest is not None:
@@ -225,10 +210,10 @@ class Track:
         """Alike at two decisions if the run repeats itself."""
         pending = tuple((step - one.pending.step, one.ready_secs - now_secs) for one in self.under_way)
         chosen = b"".join(one.pending.experts.tobytes() for one in self.under_way)
-        held = tuple(one.pending.held for one in self.under_way)
+        held = tuple(one.pending.host_only for one in self.under_way)
         moving = tuple(ready - now_secs for ready in self.moving)
         idle = max(self.mover_free_secs - now_secs, 0.0)
-        window = None if self.books.window is None else self.order_of(self.books.window)
+        window = None if self.run_ledger.window is None else self.order_of(self.run_ledger.window)
         behind = None if self.newest is None else step - self.newest.step
-        last = None if self.books.last_step is None else step - self.books.last_step
-        return (*self.books.pattern(step), chosen, pending, held, moving, idle, window, behind, last)
+        last = None if self.run_ledger.last_step is None else step - self.run_ledger.last_step
+        return (*self.run_ledger.pattern(step), chosen, pending, held, moving, idle, window, behind, last)

@@ -26,13 +26,17 @@ def open_storage(
     access: str = "private",
     **storage_options: Any,
 ) -> LocalStorage | RemoteStorage:
-    """The storage for a directory, a ``file://`` URL, or any other URL that fsspec knows. Touches nothing yet.
+    """Returns the storage for a directory, a ``file://`` URL, or any other URL that fsspec knows. Touches nothing yet.
 
-    on_phase, access, storage_options: see ``LocalStorage`` and ``RemoteStorage``. ``access`` has no effect behind a
-    URL, where who may read is the bucket's business; that is said as a warning.
+    Args:
+        path_or_url: Where the store is, or will be.
+        on_phase: See ``LocalStorage`` and ``RemoteStorage``.
+        access: See ``LocalStorage``. Without effect behind a URL, where who may read is the bucket's business; that is
+            said as a warning.
+        **storage_options: See ``RemoteStorage``.
 
     Raises:
-        ConfigError: the URL's protocol is unknown.
+        ConfigError: The URL's protocol is unknown.
         MissingPackageError: fsspec needs another package for it.
     """
     text = os.fspath(path_or_url)

@@ -8,54 +8,93 @@ Paths are POSIX-style and relative to the store's root ("step_00000012/MANIFEST.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 Chunk = bytes | bytearray | memoryview
+
+
+class Stamp(NamedTuple):
+    """Of a directory: another one whenever a name in it has come or gone. changed_unix_ns: by the storage's clock."""
+
+    changed_unix_ns: int
+    rest: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class Stamped(Protocol):
+    """A storage that can tell more cheaply than by a listing that a directory has not changed. Optional."""
+
+    def stamp(self, path: str) -> Stamp | None:
+        """Returns that of the directory as it is now, not as some cache has it; None if there is none to go by."""
+        ...
 
 
 @runtime_checkable
 class Storage(Protocol):
     """Durable bytes under one root. Methods raise ``OSError`` (or a subclass) when storage fails.
 
-    Called from the persist thread of each rank and, before training, from the main thread; never
-    from two threads at once for the same path.
+    Called from the persist thread of each rank and, before training, from the main thread; never from two threads at
+    once for the same path.
+
+    Attributes:
+        root: Directory or URL.
     """
 
     root: str
 
     def probe(self) -> None:
-        """Create the root if need be and prove that it can be written.
+        """Create the root if need be and prove that it can be written. Called before training starts.
 
-        Raises ``StoreUnwritableError`` naming the root and the reason.
+        Raises:
+            StoreUnwritableError: Names the root and the reason.
         """
         ...
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> int:
-        """Durably create the file ``path``, all or nothing, and return its size in bytes.
+        """Durably create a file, all or nothing.
 
-        When it returns, the bytes survive a power loss and the name is visible. Until it returns, no
-        reader sees the name. Parent directories are made as needed. After an error nothing is left
-        behind. Never overwrites: raises ``FileExistsError`` if ``path`` exists.
+        When it returns, the bytes survive a power loss and the name is visible. Until it returns, no reader sees the
+        name. Parent directories are made as needed. After an error nothing is left behind.
+
+        Args:
+            path: POSIX-style, relative to the root.
+            chunks: The bytes, one after the other.
+
+        Returns:
+            The file's size in bytes.
+
+        Raises:
+            FileExistsError: ``path`` exists: files are never overwritten.
         """
         ...
 
-    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes | bytearray:
-        """Bytes ``[offset, offset + nbytes)``; all from ``offset`` on when ``nbytes`` is None.
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
+        """Returns bytes ``[offset, offset + nbytes)``, fewer when the file ends early.
 
-        Shorter than asked when the file ends early. Raises ``FileNotFoundError``.
+        Args:
+            path: Of the file.
+            offset: In bytes.
+            nbytes: None: all from ``offset`` on.
+
+        Raises:
+            FileNotFoundError: There is no such file.
         """
         ...
 
     def size(self, path: str) -> int:
-        """Size in bytes. Raises ``FileNotFoundError``."""
+        """Returns a file's size in bytes.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
         ...
 
     def list(self, path: str = "") -> list[str]:
-        """Names (not paths) directly under the directory ``path``, sorted; [] if there is none."""
+        """Returns the names (not paths) directly under the directory ``path``, sorted; [] if there is none."""
         ...
 
     def exists(self, path: str) -> bool:
-        """True if a file or directory of that name exists."""
+        """Returns whether there is a file or directory of that name."""
         ...
 
     def delete(self, path: str) -> None:
@@ -67,5 +106,5 @@ class Storage(Protocol):
         ...
 
     def clean_temporaries(self, path: str) -> int:
-        """Remove half-written files of this format left in the directory by a dead writer; returns how many."""
+        """Removes half-written files of this format that a dead writer left in the directory; returns how many."""
         ...

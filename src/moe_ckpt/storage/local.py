@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from moe_ckpt.errors import DamagedError, StoreUnwritableError
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.storage.access import ACCESS, PRIVATE, Access
-from moe_ckpt.storage.base import Chunk
+from moe_ckpt.storage.base import Chunk, Stamp
 from moe_ckpt.storage.paths import split_path
 
 log = logging.getLogger("moe_ckpt")
@@ -39,13 +39,13 @@ _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 class LocalStorage:
     """Implements ``storage.base.Storage`` below one directory.
 
-    access: a name in ``storage.access.ACCESS``. "private": files are created with mode 0600 and directories with 0700
-        (less the umask), for weights are private data. "group": with 0640 and 0750, whatever the umask. "umask": as the
-        umask says.
-
-    on_phase: called with "manifest" before a commit record is written, and with "write", "fsync" (of the
-    file, then of its directory), "rename" and "gc" (each deletion) just before the respective action.
-    Tests kill the process there.
+    Args:
+        root: The directory; it need not exist.
+        on_phase: Called with "manifest" before a commit record is written, and with "write", "fsync" (of the file, then
+            of its directory), "rename" and "gc" (each deletion) just before the respective action. Tests kill the
+            process there.
+        access: "private": files are created with mode 0600 and directories with 0700 (less the umask), for weights are
+            private data. "group": with 0640 and 0750, whatever the umask. "umask": as the umask says.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LocalStorage:
         """Create the root if need be, and write and delete a small file in it.
 
         Raises:
-            StoreUnwritableError: names the directory and the reason. Call before training starts.
+            StoreUnwritableError: Names the directory and the reason. Call before training starts.
         """
         temporary = os.path.join(self.root, _temporary_name("probe"))
         try:
@@ -146,6 +146,20 @@ class LocalStorage:
             return sorted(os.listdir(directory))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def stamp(self, path: str) -> Stamp | None:
+        """See ``Stamped.stamp``; None for a link. It is opened, for which network file systems ask their server."""
+        target = "/".join((self.root, *split_path(path, self.root)))
+        try:
+            descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # whoever then lists the directory learns why
+            return None
+        try:
+            found = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        changed = max(found.st_mtime_ns, found.st_ctime_ns)
+        return Stamp(changed, (found.st_mtime_ns, found.st_ino, found.st_dev, found.st_size, found.st_nlink))
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(self._locate(path))
@@ -260,7 +274,7 @@ def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
         FileNotFoundError: a level cannot be made although its parent exists (below /proc, for instance).
     """
     created: list[str] = []
-    missing = [directory]
+    missing, refused = [directory], ""
     while missing:
         try:
             access.make_directory(missing[-1])
@@ -271,9 +285,12 @@ def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
             missing.pop()
         except FileNotFoundError:
             parent = os.path.dirname(missing[-1])
-            if os.path.isdir(parent):
+            if not os.path.isdir(parent):
+                missing.append(parent)
+            elif missing[-1] == refused:
                 raise
-            missing.append(parent)
+            else:  # once more: another process may have made the parent just now
+                refused = missing[-1]
     return created
 
 

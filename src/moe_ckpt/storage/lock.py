@@ -45,10 +45,13 @@ class StoreLock:
 
     Taken by rank 0 only, before the first write of the run.
 
-    owner: what names this run to others, and over restarts (a job id): a lease left by a killed process
-        of the same owner is taken over at once.
-    access: of the lock's file, see ``LocalStorage``.
-    ttl_secs: a lease not renewed for so long is considered dead. Call ``refresh`` several times as often.
+    Args:
+        storage: Of the store.
+        owner: What names this run to others, and over restarts (a job id): a lease left by a killed process of the same
+            owner is taken over at once.
+        ttl_secs: A lease not renewed for so long is considered dead. Call ``refresh`` several times as often.
+        clock: Seconds since the epoch, for leases.
+        access: Of the lock's file, see ``LocalStorage``.
     """
 
     def __init__(
@@ -77,8 +80,8 @@ class StoreLock:
         """Take the lock without waiting.
 
         Raises:
-            StoreInUseError: names the holder.
-            StoreUnwritableError: the lock cannot be written.
+            StoreInUseError: Names the holder.
+            StoreUnwritableError: The lock cannot be written.
         """
         self._register()
         try:
@@ -99,8 +102,8 @@ class StoreLock:
         """Renew a lease; nothing to do for a lock that the kernel keeps.
 
         Raises:
-            StoreInUseError: another run has taken the lease: stop writing.
-            OSError: the store did not answer; try again before ``ttl_secs`` are over.
+            StoreInUseError: Another run has taken the lease: stop writing.
+            OSError: The store did not answer; try again before ``ttl_secs`` are over.
         """
         if self._leased:
             self._lease.renew()

@@ -56,7 +56,7 @@ class PatientStorage:
         self._sleep = sleep
         self._guard = threading.Lock()
 
-    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes | bytearray:
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
         return self._patiently(path, lambda: self.inner.read(path, offset, nbytes))
 
     def size(self, path: str) -> int:

@@ -24,11 +24,13 @@ from moe_ckpt.storage.paths import split_path
 class RemoteStorage:
     """Implements ``storage.base.Storage`` below one fsspec URL.
 
-    Each file is handed to the file system in one piece, so an upload needs the file's size in host memory
-    once more. (A streamed upload would be completed, truncated, by fsspec when the writer fails half way.)
+    Each file is handed to the file system in one piece, so an upload needs the file's size in host memory once more. (A
+    streamed upload would be completed, truncated, by fsspec when the writer fails half way.)
 
-    url: such as ``s3://bucket/runs/1``. storage_options: passed to the fsspec file system as they are.
-    on_phase: as for ``LocalStorage``, with "manifest", "write" and "gc" only.
+    Args:
+        url: Such as ``s3://bucket/runs/1``.
+        on_phase: As for ``LocalStorage``, with "manifest", "write" and "gc" only.
+        **storage_options: Passed to the fsspec file system as they are.
     """
 
     def __init__(self, url: str, on_phase: Callable[[str], None] | None = None, **storage_options: Any) -> None:
@@ -43,7 +45,7 @@ class RemoteStorage:
         """Write and delete a small object.
 
         Raises:
-            StoreUnwritableError: names the URL and the reason. Call before training starts.
+            StoreUnwritableError: Names the URL and the reason. Call before training starts.
         """
         name = "probe.tmp"
         try:

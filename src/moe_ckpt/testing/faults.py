@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError, StoreUnwritableError
-from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.storage.base import Chunk, Stamp, Stamped, Storage
 
 PHASES = ("compute", "copy", "write", "fsync", "rename", "manifest", "gc")
 """Where a process can be killed: in the forward or backward pass, while the snapshot is copied, before a
@@ -38,15 +38,21 @@ RANK_0_PHASES = frozenset({"manifest", "gc"})
 
 
 class FaultyStorage:
-    """A storage that works until its N-th call.
+    """A storage that works until its N-th call. May be used from several threads.
 
-    fail_at: the call that fails, counted from 1; None for no failure (counts only).
-    error: what is raised; a fresh instance each time.
-    persistent: all later calls fail, too (a dead disk); else just that one (a hiccup).
-    verbs: count only calls of these methods; None counts all of them.
+    Args:
+        inner: The real one.
+        fail_at: The call that fails, counted from 1; None for no failure (counts only).
+        error: What is raised; a fresh instance each time. None: an ``OSError`` with EIO.
+        persistent: All later calls fail, too (a dead disk); else just that one (a hiccup).
+        verbs: Count only calls of these methods; None counts all of them.
 
-    ``calls`` lists (verb, path) of the calls counted so far and ``failures`` is how many failed. May be
-    used from several threads.
+    Attributes:
+        calls: ``(verb, path)`` of the calls counted so far.
+        failures: How many of them failed.
+
+    Raises:
+        ConfigError: ``fail_at`` is below 1.
     """
 
     def __init__(
@@ -80,7 +86,7 @@ class FaultyStorage:
         self._count("write", path)
         return self.inner.write(path, chunks)
 
-    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes | bytearray:
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
         self._count("read", path)
         return self.inner.read(path, offset, nbytes)
 
@@ -91,6 +97,10 @@ class FaultyStorage:
     def list(self, path: str = "") -> list[str]:
         self._count("list", path)
         return self.inner.list(path)
+
+    def stamp(self, path: str) -> Stamp | None:
+        self._count("stamp", path)
+        return self.inner.stamp(path) if isinstance(self.inner, Stamped) else None
 
     def exists(self, path: str) -> bool:
         self._count("exists", path)
@@ -128,10 +138,15 @@ def kill_process() -> None:
 
 
 def crash_at(phase: str, n: int = 1, kill: Callable[[], None] = kill_process) -> Callable[[str], None]:
-    """An ``on_phase`` callable that kills the process the n-th time (from 1) that ``phase`` is reached.
+    """Returns an ``on_phase`` callable that kills the process the n-th time that ``phase`` is reached.
+
+    Args:
+        phase: One of ``PHASES``.
+        n: Counted from 1.
+        kill: What is called then.
 
     Raises:
-        ConfigError: unknown phase, or n < 1.
+        ConfigError: Unknown phase, or n < 1.
     """
     _require_phases((phase,))
     if n < 1:
@@ -179,12 +194,18 @@ class KillSchedule:
         last_step: int,
         phases: Sequence[str] = PHASES,
     ) -> KillSchedule:
-        """Random kills, the same for the same arguments: at most one per step, steps in [first_step, last_step].
+        """Returns random kills, the same for the same arguments: at most one per step.
 
-        Phases that only rank 0 goes through are given to rank 0.
+        Args:
+            seed: Of the drawing.
+            kills: How many.
+            ranks: Of the run. Phases that only rank 0 goes through are given to rank 0.
+            first_step: First step in which a rank may die.
+            last_step: Last one.
+            phases: To draw from.
 
         Raises:
-            ConfigError: unknown phase, no ranks, or more kills than steps.
+            ConfigError: Unknown phase, no ranks, or more kills than steps.
         """
         _require_phases(phases)
         steps = range(first_step, last_step + 1)
@@ -206,7 +227,11 @@ class KillSchedule:
 
     @classmethod
     def from_json(cls, text: str) -> KillSchedule:
-        """Raises ``ConfigError`` for a text that ``to_json`` did not write."""
+        """Inverse of ``to_json``.
+
+        Raises:
+            ConfigError: ``to_json`` did not write the text.
+        """
         try:
             return cls(tuple(Kill(**row) for row in json.loads(text)))
         except (TypeError, json.JSONDecodeError) as error:
@@ -215,7 +240,13 @@ class KillSchedule:
     def hook(
         self, rank: int, memory_path: str | os.PathLike[str], kill: Callable[[], None] = kill_process
     ) -> KillHook:
-        """What carries out this rank's kills. ``memory_path``: see ``KillHook``; one file serves all ranks."""
+        """Returns what carries out this rank's kills.
+
+        Args:
+            rank: Whose.
+            memory_path: See ``KillHook``; one file serves all ranks.
+            kill: See ``KillHook``.
+        """
         return KillHook(tuple(k for k in self.kills if k.rank == rank), Path(memory_path), kill)
 
     def fired(self, memory_path: str | os.PathLike[str]) -> tuple[Kill, ...]:
@@ -227,12 +258,15 @@ class KillSchedule:
 class KillHook:
     """Kills this process where its schedule says, each kill once over all restarts.
 
-    memory_path: a file with one line of JSON per kill that has happened, written and synced before the
-    process dies, so that the restarted job is not killed again at the same place.
+    Call ``on_step`` on the training thread when the step's forward pass begins, and give ``on_phase`` to the storage
+    and the engine. A kill fires as soon as its phase is reached in its step or a later one (a phase need not occur in
+    every step).
 
-    Call ``on_step`` on the training thread when the step's forward pass begins, and give ``on_phase`` to
-    the storage and the engine. A kill fires as soon as its phase is reached in its step or a later one
-    (a phase need not occur in every step).
+    Attributes:
+        kills: This rank's.
+        memory_path: A file with one line of JSON per kill that has happened, written and synced before the process
+            dies, so that the restarted job is not killed again at the same place.
+        kill: What is called.
     """
 
     kills: tuple[Kill, ...]

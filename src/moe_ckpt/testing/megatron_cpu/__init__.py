@@ -35,7 +35,7 @@ def install() -> None:
     A second call does nothing. Imports ``megatron.core`` itself.
 
     Raises:
-        ConfigError: this machine has a GPU, or ``megatron.core`` is imported already.
+        ConfigError: This machine has a GPU, or ``megatron.core`` is imported already.
         MissingPackageError: Megatron-Core is not installed.
     """
     global _installed

@@ -1,0 +1,123 @@
+"""What training waits for at each step, with few ranks and many, and with messages that are slow.
+
+Real processes and gloo on one machine. Each computes an iteration (a sleep, and a barrier that stands for the reduction
+of gradients), then takes what the ranks agreed on at the step before and begins to agree on this one, as the trainer
+does. Beside it two all-reduces that are waited for. ``--delay-ms`` is really added to every message of ours; an
+all-reduce of gloo sends 2 (R - 1) messages one after the other, for which the same is added by that formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from moe_ckpt.core.tree import hops
+from moe_ckpt.engine.agreement import Standing, StepAgreement, StepTokens
+from moe_ckpt.engine.comm import GlooCommunicator
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.policies.base import Measured
+
+_EXAMPLE = "example: python benchmarks/agreement_stall.py --ranks 2,4 --delay-ms 0,20 --iteration-ms 300"
+_SHAPE = (48, 128)
+
+
+def measure(ranks: int, delay_secs: float, iteration_secs: float, steps: int) -> dict[str, float]:
+    """Median seconds that rank 0 waited at a step: "late", as the trainer agrees now, and "waited for"."""
+    with tempfile.TemporaryDirectory() as scratch:
+        case = json.dumps([scratch, ranks, delay_secs, iteration_secs, steps])
+        command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
+        started = [subprocess.Popen([*command, str(rank), "--case", case]) for rank in range(ranks)]
+        try:
+            codes = [process.wait(60 + 4 * ranks + 4 * steps * (iteration_secs + ranks)) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}")
+        found: dict[str, float] = json.loads(Path(scratch, "result.json").read_text())
+        return found
+
+
+def _rank(rank: int, scratch: str, ranks: int, delay_secs: float, iteration_secs: float, steps: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=ranks)
+    send = dist.isend
+
+    def slow(*args: Any, **kwargs: Any) -> dist.Work | None:
+        time.sleep(delay_secs)
+        return send(*args, **kwargs)
+
+    dist.isend = slow
+    comm = GlooCommunicator(120.0)
+    agreement, counts, numbers = StepAgreement(comm), np.ones(_SHAPE, dtype=np.int64), np.ones(12, dtype=np.int64)
+    late, waited = [], []
+    for step in range(steps):
+        time.sleep(iteration_secs)
+        dist.barrier()
+        began = time.perf_counter()
+        agreement.receive()
+        agreement.send(step, Deferred(lambda: StepTokens(counts)), Standing(False), Measured(0.1, 0.1, 0.1))
+        late.append(time.perf_counter() - began)
+    agreement.receive()
+    for _ in range(steps):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(torch.from_numpy(counts))
+        dist.all_reduce(torch.from_numpy(numbers), dist.ReduceOp.MAX)
+        waited.append(time.perf_counter() - began + 2 * 2 * (ranks - 1) * delay_secs)
+    if rank == 0:
+        found = {"late": median(late[2:]), "waited for": median(waited[2:])}
+        Path(scratch, "result.json").write_text(json.dumps(found))
+    dist.barrier()
+    comm.close()
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", default="2,16", help="numbers of processes (default: %(default)s)")
+    parser.add_argument("--delay-ms", default="0,50", help="added to every message (default: %(default)s)")
+    parser.add_argument("--iteration-ms", type=float, default=600.0, help="of computing (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="per case (default: %(default)s)")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.rank is not None:
+        _rank(given.rank, *json.loads(given.case))
+        return
+    table = Table(title=f"ms that rank 0 waits at a step; iteration {given.iteration_ms:g} ms", title_justify="left")
+    for column in ("ranks", "added per message", "hops", "now", "all-reduces waited for"):
+        table.add_column(column, justify="right")
+    console = Console()
+    for ranks in map(int, given.ranks.split(",")):
+        for delay_ms in map(float, given.delay_ms.split(",")):
+            with console.status(f"{ranks} ranks, {delay_ms:g} ms added"):
+                found = measure(ranks, delay_ms / 1e3, given.iteration_ms / 1e3, given.steps)
+            waits = [f"{found[name] * 1e3:.1f}" for name in ("late", "waited for")]
+            table.add_row(str(ranks), f"{delay_ms:g} ms", str(hops(ranks)), *waits)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Memory slots: copy into one beside memcpy, and coming back from own memory beside storage, after ``kill -9``.
+
+Every life is a process of its own on the same synthetic MoE, dense checkpoints, storage in the page cache. What is
+timed is ``resume_newest`` of the second life: from its call to the live tensors being what they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+import numpy as np
+import torch
+import xxhash
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.synthetic import synthetic
+from moe_ckpt import Memory
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.modeling.training_state import specs_of
+from moe_ckpt.policies import Dense
+from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.storage import LocalStorage
+
+_EXAMPLE = "example: python benchmarks/memory_slots.py --mib 256 --rounds 5 --write"
+_STEPS, _LAYERS, _EXPERTS = 3, 6, 8
+
+
+def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
+    """Name -> seconds of each round, in turns."""
+    nbytes = mib << 20
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    warm = Slot.create(directory / "warm", nbytes)
+    found: dict[str, list[float]] = {}
+
+    def move(into: torch.Tensor) -> None:
+        ctypes.memmove(into.data_ptr(), source.data_ptr(), nbytes)
+
+    def cold() -> None:
+        slot = Slot.create(directory / "cold", nbytes)
+        move(slot.memory)
+        slot.remove()
+
+    move(warm.memory)
+    contestants: dict[str, Callable[[], object]] = {
+        "memcpy, warm": lambda: move(target),
+        "into a warm slot": lambda: move(warm.memory),
+        "reserve a slot and copy into it": cold,
+        "XXH3-64 of it": lambda: xxhash.xxh3_64_digest(warm.memory.numpy().data),
+    }
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            began = time.perf_counter()
+            run()
+            found.setdefault(name, []).append(time.perf_counter() - began)
+    warm.remove()
+    return found
+
+
+class _State:
+    """What a session asks of a training state, around tensors that nobody trains."""
+
+    def __init__(self, mib: int) -> None:
+        state = synthetic(_LAYERS, _EXPERTS, (mib << 20) // (3 * 4 * _LAYERS * _EXPERTS))
+        self.catalog, self._tensors = state.catalog, state.tensors()
+        self._specs = specs_of(self._tensors)
+
+    def tensors(self) -> Sequence[StateTensor]:
+        return self._tensors
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def plain(self, *, described: bool = False) -> Mapping[str, Any]:
+        return {}
+
+    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
+        """They exist already."""
+
+    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+        """There is nothing else."""
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        """Likewise."""
+
+
+def _session(store: str, memory: str | None, mib: int) -> tuple[CheckpointSession, _State]:
+    state = _State(mib)
+    session = CheckpointSession(
+        storage=LocalStorage(store),
+        policy=Dense(),
+        catalog=state.catalog,
+        state=state,
+        comm=SoloCommunicator(),
+        settings=Settings(when_busy="wait", memory=None if memory is None else Memory(directory=memory)),
+    )
+    session.open()
+    return session, state
+
+
+def first_life(store: str, memory: str | None, mib: int) -> None:
+    """Saves a few steps, waits until they are durable, and dies."""
+    session, state = _session(store, memory, mib)
+    tokens = StepTokens(np.ones((_LAYERS, _EXPERTS), dtype=np.int64))
+    for step in range(1, _STEPS + 1):
+        session.before_update()
+        session.after_update(step, Deferred(lambda: tokens), state.plain)
+    session.drain(_STEPS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def second_life(store: str, memory: str | None, mib: int, sender: Any) -> None:
+    """Comes back, and tells how long that took."""
+    session, state = _session(store, memory, mib)
+    for tensor in state.tensors():
+        tensor.local.zero_()
+    began = time.perf_counter()
+    restored = resume_newest(session._run.storage, session.comm, state, session.tier)
+    secs = time.perf_counter() - began
+    sender.send((secs, None if restored is None else restored.manifest.step))
+    session.close()
+
+
+def recovery_secs(mib: int, directory: Path, *, memory: bool) -> float:
+    """Seconds of one recovery, of a process that was killed."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        slots = str(Path(place, "memory")) if memory else None
+        if slots is not None:
+            os.mkdir(slots)
+        store = str(Path(place, "store"))
+        first = context.Process(target=first_life, args=(store, slots, mib))
+        first.start()
+        first.join()
+        receiver, sender = context.Pipe(duplex=False)
+        second = context.Process(target=second_life, args=(store, slots, mib, sender))
+        second.start()
+        secs, step = receiver.recv()
+        second.join()
+        if first.exitcode != -signal.SIGKILL or step != _STEPS:
+            raise RuntimeError(f"the first life ended with {first.exitcode}, the second came back to step {step}")
+        return float(secs)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], epilog=_EXAMPLE)
+    parser.add_argument("--mib", type=int, default=256, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for slots and store")
+    parser.add_argument("--write", action="store_true", help="keep every measurement in benchmarks/results")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=args.directory) as place:
+        found = copies(args.mib, args.rounds, Path(place))
+        recoveries: dict[str, list[float]] = {"own memory": [], "storage in the page cache": []}
+        for _ in range(args.rounds):
+            for name, secs in recoveries.items():
+                secs.append(recovery_secs(args.mib, Path(place), memory=name == "own memory"))
+    console = Console()
+    _show(console, f"{args.mib} MiB, median of {args.rounds}", found, found["memcpy, warm"])
+    _show(console, "resume_newest after kill -9", recoveries, recoveries["storage in the page cache"])
+    if args.write:
+        facts = {"machine": report.machine(), "mib": args.mib, "copies": found, "recoveries": recoveries}
+        (report.RESULTS / "memory_slots.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+def _show(console: Console, title: str, found: dict[str, list[float]], reference: list[float]) -> None:
+    table = Table(title=title)
+    for head in ("", "ms", "of the reference"):
+        table.add_column(head, justify="left" if not head else "right")
+    for name, secs in found.items():
+        table.add_row(name, f"{1000 * median(secs):.1f}", f"{median(secs) / median(reference):.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""What memory that outlives the process costs a step, and how soon it brings a run back, beside storage.
+
+Two processes, each a node of its own, take a dense checkpoint at every step; a sleep stands for the work of
+accelerators. Each round measures every way of saving in turn, then kills both ranks and starts them again: with their
+memory, with one node's memory gone (its peer's copy), and with none (storage, in the page cache).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.memory_tiers_rank import RANKS, STEPS
+
+_EXAMPLE = "example: python benchmarks/memory_tiers.py --mib 256 --rounds 5 --write"
+IDLE, PRIVATE, STORAGE = "no checkpoint", "private memory, storage", "storage in the page cache"
+WAYS: dict[str, dict[str, Any] | None] = {
+    PRIVATE: None,
+    "Memory(), storage": {"storage_every_n_steps": 1},
+    "Memory(), no storage": {"storage_every_n_steps": 1000},
+    "Memory(replicas=1), storage": {"storage_every_n_steps": 1, "replicas": 1},
+    "Memory(replicas=1), no storage": {"storage_every_n_steps": 1000, "replicas": 1},
+}
+LOST: dict[str, tuple[int, ...]] = {"own memory": (), "a peer's memory": (1,), STORAGE: (0, 1)}
+"""Source of what comes back -> nodes whose memory is lost."""
+SPANS = ("imports", "model", "open", "resume")
+"""Start of the process and imports; process group and model; ``session.open``; ``resume_newest``, ``resume_from``."""
+BACK = "open + resume"
+_TIMEOUT_SECS = 300.0
+
+Stalls = dict[str, list[dict[str, float]]]
+Recoveries = dict[str, list[dict[str, float]]]
+
+
+def run_ranks(scratch: Path, order: Mapping[str, Any], *, killed: bool = False) -> tuple[float, list[Any]]:
+    """Returns when the processes were started, and what each rank found.
+
+    killed: They are to end by ``kill -9``, and find nothing.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as place:
+        meet, out = Path(place, "meet"), Path(place, "out")
+        text = json.dumps({**order, "meet": str(meet), "out": str(out)})
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.memory_tiers_rank", text]
+        began = time.monotonic()
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(RANKS))
+            codes = [process.wait(_TIMEOUT_SECS) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        if codes != [-signal.SIGKILL if killed else 0] * RANKS:
+            raise RuntimeError(f"the ranks ended with {codes}")
+        return began, [] if killed else [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(RANKS)]
+
+
+def turned(names: Sequence[str], turn: int) -> list[str]:
+    """Each round begins with another one."""
+    at = turn % len(names)
+    return [*names[at:], *names[:at]]
+
+
+def stalls(scratch: Path, args: argparse.Namespace, turn: int) -> Mapping[str, dict[str, float]]:
+    """Of rank 0, of one round."""
+    root = scratch / "stalls"
+    root.mkdir()
+    order = {
+        "job": "stalls",
+        "root": str(root),
+        "mib": args.mib,
+        "compute_secs": args.compute_ms / 1e3,
+        "iterations": args.iterations,
+        "idle": IDLE,
+        "ways": [(name, WAYS[name]) for name in turned(list(WAYS), turn)],
+    }
+    found: Mapping[str, dict[str, float]] = run_ranks(scratch, order)[1][0]
+    shutil.rmtree(root)
+    return found
+
+
+def recoveries(scratch: Path, mib: int, turn: int) -> dict[str, dict[str, float]]:
+    """Source -> seconds of each span, of the slower rank: a life that is killed, and one for each source."""
+    root, kept = scratch / "life", scratch / "kept"
+    root.mkdir()
+    order = {"root": str(root), "mib": mib, "memory": WAYS["Memory(replicas=1), no storage"]}
+    run_ranks(scratch, {**order, "job": "first"}, killed=True)
+    root.rename(kept)
+    found = {}
+    for name in turned(list(LOST), turn):
+        shutil.copytree(kept, root)
+        for node in LOST[name]:
+            shutil.rmtree(root / f"node_{node}")
+        began, ranks = run_ranks(scratch, {**order, "job": "second"})
+        wanted = 1 if name == STORAGE else STEPS  # storage has the first step only, so that the step tells the source
+        if any(each["step"] != wanted for each in ranks):
+            raise RuntimeError(f"{name}: came back to steps {[each['step'] for each in ranks]}, not {wanted}")
+        marks = [began, *(max(reached) for reached in zip(*(each["marks"] for each in ranks), strict=True))]
+        spans = dict(zip(SPANS, (after - before for before, after in pairwise(marks)), strict=True))
+        found[name] = {**spans, BACK: spans["open"] + spans["resume"], "total": marks[-1] - marks[0]}
+        shutil.rmtree(root)
+    shutil.rmtree(kept)
+    return found
+
+
+def _median(samples: Sequence[Mapping[str, float]], key: str) -> float:
+    return median(each[key] for each in samples)
+
+
+def stall_table(found: Stalls, title: str) -> Table:
+    """Ratios against private memory; CPU beyond that of no checkpoint."""
+    idle = _median(found[IDLE], "cpu_secs")
+    reference = _median(found[PRIVATE], "stall_secs"), _median(found[PRIVATE], "cpu_secs") - idle
+    table = _table(title, "stall ms", "of private", "CPU ms", "beyond none", "of private", "to storage")
+    for name, samples in found.items():
+        stall, cpu = _median(samples, "stall_secs"), _median(samples, "cpu_secs")
+        row = [f"{stall * 1e3:.2f}", "-", f"{cpu * 1e3:.1f}", f"{(cpu - idle) * 1e3:.1f}", "-"]
+        if name != IDLE:
+            row[1], row[4] = _ratio(stall, reference[0]), _ratio(cpu - idle, reference[1])
+        table.add_row(name, *row, f"{_median(samples, 'to_storage'):g}")
+    return table
+
+
+def recovery_table(found: Recoveries, title: str) -> Table:
+    """Milliseconds of each span; ratios against storage."""
+    keys, ratios = (*SPANS, "total"), ("resume", BACK)
+    table = _table(title, *(f"{key} ms" for key in keys), *(f"{key} of storage" for key in ratios))
+    for name, samples in found.items():
+        of_storage = (_ratio(_median(samples, key), _median(found[STORAGE], key)) for key in ratios)
+        table.add_row(name, *(f"{_median(samples, key) * 1e3:.0f}" for key in keys), *of_storage)
+    return table
+
+
+def _ratio(value: float, reference: float) -> str:
+    return f"{value / reference:.2f}" if reference > 0 else "-"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=96, help="that each rank saves at a step (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=6, help="of each way and round (default: %(default)s)")
+    parser.add_argument("--compute-ms", type=float, default=150.0, help="of an iteration (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for memory and store")
+    parser.add_argument("--write", action="store_true", help="keep every measurement in --out")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    args = parser.parse_args(argv)
+    stalled: Stalls = {name: [] for name in (IDLE, *WAYS)}
+    recovered: Recoveries = {name: [] for name in LOST}
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="memory_tiers_") as place:
+        for turn in range(args.rounds):
+            for name, cost in stalls(Path(place), args, turn).items():
+                stalled[name].append(cost)
+            for name, spans in recoveries(Path(place), args.mib, turn).items():
+                recovered[name].append(spans)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    size = f"{args.mib} MiB per rank, {RANKS} ranks, medians of {args.rounds}"
+    console.print(stall_table(stalled, f"a dense checkpoint at each iteration of {args.compute_ms:g} ms; {size}"))
+    console.print(recovery_table(recovered, f"from kill -9 to the restored state; {size}"))
+    if args.write:
+        options = {name: getattr(args, name) for name in ("mib", "rounds", "iterations", "compute_ms")}
+        facts = {"machine": report.machine(), **options, "stalls": stalled, "recoveries": recovered}
+        report.write_json(args.out / "memory_tiers.json", facts)
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what lies in memory is removed then, too
+    sys.exit(main())

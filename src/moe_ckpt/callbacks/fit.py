@@ -1,0 +1,288 @@
+"""One fit of a trainer: its driver, its token counter, and what each hook does, in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from moe_ckpt.callbacks.data_position import DataPosition
+from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
+from moe_ckpt.callbacks.host import LightningHost
+from moe_ckpt.callbacks.lightning_state import validation_due
+from moe_ckpt.callbacks.step_log import StepLog
+from moe_ckpt.callbacks.support import inexact
+from moe_ckpt.callbacks.update_watch import UpdateWatch
+from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed
+from moe_ckpt.driver.run import Driver
+from moe_ckpt.driver.states import Event, State
+from moe_ckpt.engine.comm import make_communicator
+from moe_ckpt.engine.options import Options
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.names import tied_aliases
+from moe_ckpt.modeling.routing import RoutingCounter
+from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.recovery.resume import other_ranks
+from moe_ckpt.storage import open_storage
+
+log = logging.getLogger("moe_ckpt")
+
+_WITHOUT_START = "MoECheckpoint: training started without on_train_start; do not call its hooks by hand"
+_OVER = "MoECheckpoint: training goes on after it ended; do not call its hooks by hand"
+_ADVICE = {
+    **dict.fromkeys((State.NEW, State.OPEN, State.READY, State.WINDOW), _WITHOUT_START),
+    **dict.fromkeys((State.ENDED, State.CLOSED), _OVER),
+}
+
+
+class Fit:
+    """One fit, from ``on_fit_start`` until ``teardown``. The constructor opens the store.
+
+    Args:
+        trainer: Of the fit.
+        module: The model.
+        options: The user's.
+        isolate_validation: The user's.
+        k: Experts per layer that the run saved before; None if unknown.
+    """
+
+    def __init__(
+        self, trainer: Any, module: pl.LightningModule, options: Options, isolate_validation: bool, k: int | None
+    ) -> None:
+        layers = find_moe_layers(module)
+        catalog = build_catalog(module, layers)
+        options.policy.check(catalog)
+        self.host = LightningHost(trainer, module, options)
+        self.driver = Driver(self.host, options, "step", _ADVICE)
+        self._policy = type(options.policy).__name__
+        self._isolate_validation = isolate_validation
+        on_device = trainer.strategy.root_device.type == "cuda"
+        self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
+        self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts)
+        try:
+            self.driver.open(
+                make_communicator(options.timeout_secs, late=on_device),
+                catalog,
+                self.host.state,
+                aliases=tied_aliases(module),
+                observers=[self.step_log],
+                pinned=on_device,
+                local_ranks=getattr(trainer.strategy, "num_processes", 1),
+            )
+        except BaseException:
+            self._counter.close()
+            raise
+        if options.needs.windows:
+            self.host.windows = Windows(trainer, module, catalog)
+        after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
+        self._watch = UpdateWatch(trainer, module, lambda: self.join(update=True), after_batch)
+
+    @property
+    def session(self) -> CheckpointSession:
+        return self.driver.session
+
+    # --- before training ---
+
+    def resume(self, previous: Fit | None) -> None:
+        """Resumes from the checkpoint that ``ckpt_path`` names, from the newest one, or starts a new run.
+
+        Args:
+            previous: The callback's previous fit. If its trainer fits on, memory already holds the state of the newest
+                checkpoint, with no stale expert, and Lightning's loops must not be set back.
+        """
+        driver, host = self.driver, self.host
+        if previous is not None:
+            driver.last = previous.driver.last
+        if previous is not None and previous.session.run_ledger.committed_step == host.step > 0:
+            driver.resume_elsewhere()
+            newest, before = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
+            manifest = open_step(os.path.join(driver.options.dirpath, str(newest)))[1]
+            driver.session.resume_from(manifest, tokens_from_host=before)
+        elif (named := given_path(host.trainer)) is not None:
+            driver.resume_elsewhere()
+            if driver.comm.rank == 0:
+                _warn_of_ignored(driver, named)
+        else:
+            driver.resume()
+        if driver.replaying is not None and host.windows is None:
+            host.windows = Windows(host.trainer, host.module, self.session.catalog)
+
+    def begin(
+        self,
+        given: Mapping[str, Any] | None,
+        run_ledger: Mapping[str, Any] | None,
+        data: DataPosition,
+        ours: Collection[Callback],
+    ) -> None:
+        """Training begins.
+
+        Args:
+            given: The ``RESUME_KEY`` entry of the step that Lightning loaded; None if it loaded none of ours.
+            run_ledger: State of ``MoECheckpoint`` in a checkpoint of another kind that was loaded.
+            data: Data positions of the checkpoint.
+            ours: Callbacks that do not read gradients.
+        """
+        driver, host = self.driver, self.host
+        if given is not None:
+            self._resume_from(given)
+            host.generators.take(given["rng"])
+        elif run_ledger is not None:
+            self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
+        self._watch.begin(host.step)
+        if host.windows is not None:
+            host.windows.check(self._policy, self._isolate_validation, driver.replaying)
+        for reason in inexact(host.trainer, self._isolate_validation) if host.trainer.is_global_zero else ():
+            log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
+        data.put_back(host.trainer, resumed=host.generators.due)
+        host.generators.put_back()
+        if host.windows is not None and driver.replaying is not None:
+            driver.replaying.begin(host.windows.step_source(ours))
+        new = host.step == 0 and driver.restored_step is None
+        if new:
+            host.generators.note()
+        driver.begin(new=new)
+
+    def _resume_from(self, given: Mapping[str, Any]) -> None:
+        """Resume bookkeeping and log message for the step that Lightning has loaded."""
+        driver, trainer = self.driver, self.host.trainer
+        reader, manifest = open_step(f"{given['root']}/{given['directory']}")
+        say_inexact(other_ranks(manifest, trainer.world_size), trainer.global_rank)
+        fault = self.session.resume_from(
+            manifest, same_store=_is_same_place(reader.storage.root, driver.options.dirpath)
+        )
+        plt = self.session.run_ledger.tokens.plt
+        root = str(given["root"])
+        say_resumed("step", manifest.step, manifest.directory, fault, plt, root, trainer.global_rank)
+        driver.restored_step = manifest.step
+
+    # --- every step ---
+
+    def join(self, *, update: bool) -> None:
+        """Joins the copy before parameters change. Does nothing when evaluating after a fit.
+
+        Args:
+            update: Parameters change by an optimizer's update, so that the agreement is received as well.
+        """
+        if self.driver.lifecycle.allows(Event.JOIN):
+            self.driver.before_update(receive=update)
+
+    def before_backward(self) -> None:
+        """A backward pass begins."""
+        if self.host.windows is not None and self._watch.unbooked:
+            self.host.windows.refuse_backward(self._policy)
+
+    def before_callbacks(self) -> None:
+        """A batch ended; runs before any callback that may read weights."""
+        if self.driver.replaying is not None and self._watch.unbooked:
+            self.driver.replaying.put_back(self.host.step)
+
+    def after_batch(self) -> None:
+        """A batch ended; runs after every batch-end hook, when the step of the batch, if any, is final."""
+        began = time.perf_counter()
+        driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
+        self.host.generators.note()
+        last_for_now = trainer.is_last_batch or validation_due(trainer)
+        if last_for_now:
+            driver.before_update(receive=False)  # what follows may swap or average weights
+        stepped, updates = self._watch.book(self.host.step)
+        if not updates:
+            if stepped:
+                self._counter.discard()
+            return
+        if windows is not None:
+            windows.check_updates(self._policy, updates)
+        record = driver.after_update(began, self._counter.take())
+        if windows is not None:
+            windows.step_ends(self.session)
+            if driver.replaying is None and not driver.options.needs.windows:  # the replay is done
+                windows.close()
+                self.host.windows = None
+        if record.halt is not None:
+            last_for_now = trainer.should_stop = True
+        if driver.replaying is None:
+            self._leave_last(last_for_now)
+        if record.halt is not None:
+            self._halt(record.halt)
+
+    def _leave_last(self, last_for_now: bool) -> None:
+        """Saves the state of this batch if training ends with it; keeps the plain state if it may end."""
+        driver, last = self.driver, will_stop(self.host.trainer)
+        if driver.options.save_last and last:
+            # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
+            # callbacks may have put other weights in.
+            driver.save(wait=False)
+        if last_for_now:
+            driver.before_update(receive=False)
+            if driver.options.save_last and not last:  # what follows may yet decide to
+                self.host.keep()
+
+    def _halt(self, reason: str) -> None:
+        """Ends training as the policy asks, on every rank; ``trainer.should_stop`` is set."""
+        trainer = self.host.trainer
+        say_halted("step", self.host.step, reason, trainer.global_rank)
+        if not may_stop(trainer):
+            self.driver.finish(moved=True, ended=False)
+            raise ConfigError(refusal(trainer, reason))
+
+    # --- the end ---
+
+    def finish(self) -> None:
+        """Training ended; runs after all other callbacks' ``on_train_end``."""
+        self.driver.finish(moved=self._watch.moved)
+
+    def close(self, grace_secs: float | None) -> None:
+        """Releases threads, lock and hooks. Safe to call twice."""
+        self._watch.close()
+        self._counter.close()
+        self.driver.close(grace_secs)
+        windows, self.host.windows = self.host.windows, None
+        if windows is not None:
+            windows.close()
+
+
+def given_path(trainer: Any) -> str | os.PathLike[str] | None:
+    """Returns the path that Lightning loads: the argument of ``fit``, or what "last" or "hpc" stand for.
+
+    Called in ``on_fit_start``. Most strategies have loaded by then, and ``trainer.ckpt_path`` is set. One with
+    ``restore_checkpoint_after_setup`` (ModelParallelStrategy) loads later; until then the property holds the path of an
+    earlier ``fit``, so the argument is read from the frame of ``Trainer._run``, which calls every hook of a fit. If no
+    such frame is found, the property is returned: the resume is right, but loads the newest checkpoint first.
+    """
+    named: str | os.PathLike[str] | None = trainer.ckpt_path
+    frame: FrameType | None = sys._getframe(1) if trainer.strategy.restore_checkpoint_after_setup else None
+    while frame is not None:
+        names = frame.f_locals
+        if frame.f_code.co_name == "_run" and names.get("self") is trainer and "ckpt_path" in names:
+            named = names["ckpt_path"]
+            break
+        frame = frame.f_back
+    return named
+
+
+def _warn_of_ignored(driver: Driver, named: str | os.PathLike[str]) -> None:
+    """Warns of checkpoints and weights that are not loaded because the user gave ``ckpt_path``."""
+    dirpath = driver.options.dirpath
+    if driver.session.generation and not _is_same_place(named, dirpath):
+        log.warning(
+            "ckpt_path=%s is loaded as asked, although %s holds checkpoints that automatic resume would take; "
+            "a restarted job should not give ckpt_path",
+            named,
+            dirpath,
+        )
+    if driver.options.weights_from is not None:
+        log.warning("ckpt_path=%s is loaded, and weights_from= is not", named)
+
+
+def _is_same_place(path: str | os.PathLike[str], dirpath: str) -> bool:
+    """Returns whether ``path``, which need not be a store, is the store ``dirpath``."""
+    return os.path.realpath(os.path.expanduser(path)) == os.path.realpath(open_storage(dirpath).root)

@@ -1,0 +1,175 @@
+"""``driver.run.Host`` of a Lightning trainer: its step, its plain state, and how that is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+
+from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
+from moe_ckpt.callbacks.lightning_state import (
+    HYPER_PARAMETERS,
+    capture_checkpoint,
+    check_state,
+    plain_hparams,
+    restore_checkpoint,
+)
+from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.driver.changes import Change, differing, plain_values
+from moe_ckpt.driver.generators import Generators
+from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.replaying import Repeated
+from moe_ckpt.driver.run import End, Host
+from moe_ckpt.engine.options import Options
+from moe_ckpt.format.finished import Finished
+from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.interop.weights import Loaded, load_weights
+from moe_ckpt.modeling import module_state
+from moe_ckpt.modeling.names import clean_name, tied_aliases
+from moe_ckpt.modeling.rng import capture_rng, restore_rng
+from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.resume import Restored, other_ranks, rank_of_state
+
+_Plain = Mapping[str, Any]
+
+
+class LightningHost(Host):
+    """One fit's trainer, from ``on_fit_start`` on.
+
+    Attributes:
+        windows: What sparse windows need besides; None where they are neither written nor replayed.
+    """
+
+    def __init__(self, trainer: Any, module: pl.LightningModule, options: Options) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.state = TorchTrainingState(module, trainer.optimizers)
+        self.generators = Generators(capture_rng, restore_rng)
+        self.windows: Windows | None = None
+        self._options = options
+        self._configured: _Plain = configured(trainer)
+        self._kept: tuple[int, _Plain] | None = None
+
+    @property
+    def step(self) -> int:
+        return int(self.trainer.global_step)
+
+    def admits(self, manifest: Manifest, plain: _Plain) -> None:
+        rank = rank_of_state(manifest, self.trainer.global_rank)
+        check_state(self.trainer, plain, state_path(manifest.slots[0].directory, rank))
+
+    def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
+        plain = restored.plain
+        found = changes(self.trainer, plain, self._configured)
+        self._configured = plain.get("configured", self._configured)
+        with handing_back("the model and its optimizers", restored.path):
+            self.state.load_plain(plain["plain"])
+        restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
+        self.generators.take(plain["rng"])
+        return found, other_ranks(restored.manifest, self.trainer.world_size)
+
+    def load_weights(self, path: str, comm: Communicator) -> Loaded:
+        module = self.module
+        return load_weights(
+            path,
+            self.state,
+            comm,
+            module_state.buffers(module),
+            strict=module.strict_loading,  # if False, names may be missing on either side, as for Lightning's own
+            aliases=tied_aliases(module),
+            others={clean_name(name) for name in module.state_dict()},
+        )
+
+    def go_on_from_end(
+        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
+    ) -> tuple[bool, str]:
+        dirpath, extend = self._options.dirpath, self._options.resume == "extend"
+        until = go_on_from_end(self.trainer, dirpath, manifest, finished, found, extend=extend)
+        say_finished(finished, plt, until, dirpath, self.trainer.global_rank)
+        return until is not None, ""
+
+    def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
+        return _REPEATED
+
+    def capture(self, *, described: bool = False) -> _Plain:
+        if self._kept is not None and self._kept[0] == self.step:
+            return self._kept[1]
+        recorded = {} if self.windows is None else {"replay": self.windows.recorded()}
+        return recorded | {
+            "framework": "lightning",
+            "checkpoint": capture_checkpoint(self.trainer),
+            "plain": self.state.plain(described=described),
+            "rng": self.generators.state,
+            "configured": self._configured,
+        }
+
+    def keep(self) -> None:
+        """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""
+        self._kept = self.step, deepcopy(self.capture())
+
+    def end(self) -> End | None:
+        return ended(self.trainer)
+
+
+_REPEATED: tuple[Repeated, ...] = (
+    ("the state of the random number generators", lambda state: state["rng"]),
+    ("the hyperparameters of the optimizers", lambda state: _groups(state["plain"]["optimizers"])),
+    ("the state of the learning rate schedulers", lambda state: state["checkpoint"]["lr_schedulers"]),
+    ("the number of batches", lambda state: _batches(state["checkpoint"]["loops"]["fit_loop"])),
+)
+
+
+def _groups(optimizers: list[_Plain]) -> list[Any]:
+    return [optimizer["param_groups"] for optimizer in optimizers]
+
+
+def _batches(loop: _Plain) -> Any:
+    return loop["epoch_loop.batch_progress"]["current"]["processed"]
+
+
+def configured(trainer: Any) -> dict[str, Any]:
+    """Returns the script's hyperparameters of optimizers and schedulers, as plain data.
+
+    Called before a checkpoint's replace them; to be compared with the result when the run began.
+    """
+    return {
+        "optimizers": [[plain_values(group) for group in opt.param_groups] for opt in trainer.optimizers],
+        "schedulers": [plain_values(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+    }
+
+
+def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Returns the differences between a checkpoint and this script, in the script's order.
+
+    Args:
+        trainer: Of this script.
+        stored: Plain state of the checkpoint; in checkpoints of earlier releases without optimizers.
+        now: Result of ``configured``.
+    """
+    found: list[Change] = []
+    checkpoint = stored.get("checkpoint", {})
+    for name, owner, key in zip(
+        ("module", "datamodule"), (trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True
+    ):
+        if owner is not None and key in checkpoint:
+            found += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), kept=False)
+    before = stored.get("configured")
+    if before is None:
+        return found
+    for number, (old, new) in enumerate(zip(before["optimizers"], now["optimizers"], strict=False)):
+        found += _of_groups(f"optimizer {number} " if len(now["optimizers"]) > 1 else "optimizer ", old, new)
+    for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
+        old, new = ({key: value for key, value in each.items() if key != "base_lrs"} for each in (old, new))
+        found += differing("scheduler ", old, new, kept=True, decides=False)
+    return found
+
+
+def _of_groups(name: str, before: list[Mapping[str, Any]], now: list[Mapping[str, Any]]) -> Iterable[Change]:
+    """Returns each change once, also where several groups have it, or a scheduler repeats it as ``initial_lr``."""
+    pairs = zip(before, now, strict=False)
+    found = (change for old, new in pairs for change in differing(name, old, new, kept=True))
+    return dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in found)

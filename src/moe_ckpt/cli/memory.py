@@ -1,0 +1,120 @@
+"""``moe-ckpt memory``: what runs keep, or left, in this node's memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_ckpt.memory.survey import RankFacts
+
+ACTIONS = ("list", "explain", "clear")
+EPILOG = """\
+examples:
+  moe-ckpt memory                              every run of yours on this node, by rank
+  moe-ckpt memory explain                      every slot: what it holds, and whether each byte is as it was written
+  moe-ckpt memory clear                        free what no living process holds
+  moe-ckpt memory clear --run 3f0c             one run's, by the beginning of its name
+  moe-ckpt memory --directory /mnt/tmpfs --json
+
+exit code: 0 done, 1 damage found (explain), 2 the directory cannot be used
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "memory",
+        help="list, explain or free snapshots in this node's memory",
+        description="Look at the slots of Memory(directory=...) on this node. Nothing that a process uses is touched.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", nargs="?", default="list", choices=ACTIONS, help="what to do; without it: list")
+    parser.add_argument("--directory", default="/dev/shm", help="as in Memory(directory=...); default /dev/shm")
+    parser.add_argument("--run", default="", metavar="ID", help="only runs whose name begins so")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """0, or 1 if ``explain`` found damage."""
+    from moe_ckpt.memory.survey import survey
+
+    found = survey(args.directory, verify=args.action == "explain")
+    found = [each for each in found if each.run_id.startswith(args.run)]
+    if args.action == "clear":
+        return _clear(args, found)
+    damaged = any(slot.problem for each in found for slot in each.slots)
+    if args.json:
+        print(json.dumps({"directory": args.directory, "ranks": [_told(each) for each in found]}, indent=2))
+    elif not found:
+        print(f"nothing of yours lies in {args.directory}")
+    elif args.action == "list":
+        _list(found)
+    else:
+        _explain(found)
+    return int(damaged)
+
+
+def _told(facts: RankFacts) -> dict[str, object]:
+    return {**asdict(facts), "nbytes": facts.nbytes}
+
+
+def _list(found: Sequence[RankFacts]) -> None:
+    from moe_ckpt.cli.output import print_table
+    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.memory.directory import said_holder
+
+    rows = []
+    for each in found:
+        steps = [slot.step for slot in each.slots if slot.step is not None]
+        newest = str(max(steps)) if steps else "-"
+        holder = said_holder(each.pid)
+        cells = [str(each.generation), str(each.rank), holder, str(len(each.slots)), newest, human_bytes(each.nbytes)]
+        rows.append([each.run_id[:12], *cells, each.owner.store])
+    print_table(["run", "life", "rank", "held by", "slots", "newest step", "size", "store"], rows)
+
+
+def _explain(found: Sequence[RankFacts]) -> None:
+    from moe_ckpt.cli.output import wrapped
+    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.memory.directory import said_holder
+
+    for each in found:
+        holder = f"held by {said_holder(each.pid)}" + ("" if each.pid else ", the run's next start takes it over")
+        print(wrapped(f"run {each.run_id} of {each.owner.store}, life {each.generation}, rank {each.rank}: {holder}"))
+        for slot in each.slots:
+            said = {
+                "sealed": f"step {slot.step}, {slot.slices} slices, every byte as it was written",
+                "open": "being written, or was when its process died: never read",
+                "set aside": "damage was found in it: never read again",
+                "damaged": slot.problem,
+            }[slot.state]
+            print(wrapped(f"  {slot.path.rpartition('/')[2]} ({human_bytes(slot.nbytes)}): {said}"))
+
+
+def _clear(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
+    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.memory.directory import user_directory
+    from moe_ckpt.memory.files import remove_run
+
+    freed: dict[str, int] = {}
+    kept: list[str] = []
+    for run_id in dict.fromkeys(each.run_id for each in found):
+        mine = [each for each in found if each.run_id == run_id]
+        if remove_run(user_directory(args.directory) / run_id):
+            freed[run_id] = sum(each.nbytes for each in mine)
+        else:
+            kept.append(run_id)
+    if args.json:
+        print(json.dumps({"directory": args.directory, "freed": freed, "kept": kept}, indent=2))
+        return 0
+    for run_id, nbytes in freed.items():
+        print(f"run {run_id}: {human_bytes(nbytes)} freed")
+    for run_id in kept:
+        print(f"run {run_id}: a living process holds it, it is left alone")
+    if not found:
+        print(f"nothing of yours lies in {args.directory}")
+    return 0

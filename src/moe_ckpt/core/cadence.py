@@ -1,0 +1,107 @@
+"""Which of the checkpoints that memory holds go on to storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from moe_ckpt.core.intervals import expected_mtbf_secs, young_secs
+from moe_ckpt.core.quantities import parse_secs
+from moe_ckpt.errors import ConfigError
+
+AUTO = "auto"
+LONGEST_AUTO_SECS = 3 * 3600.0
+"""However rarely a run fails, "auto" goes to storage this often, as BLOOM's training did (Gemini, SOSP '23)."""
+UNMEASURED_SECS = 600.0
+"""As long as "auto" has no measurements, it goes to storage this often: the shortest MTBF that papers report."""
+_LONGEST_SECS = 30 * 86400.0
+
+
+@dataclass(frozen=True)
+class StorageFacts:
+    """What ``StorageCadence`` decides from. Every field is the same number on all ranks.
+
+    Attributes:
+        step: Of the snapshot that is about to begin. Of a sparse window that of its slot 0, whose answer holds for all
+            of its slots.
+        last_step: The same of the newest snapshot that went to storage and did not fail there; None if none did.
+        secs_since: Since that one began, by the clock of rank 0. Means nothing where ``last_step`` is None.
+        flush_secs: What writing a checkpoint to storage took, from its first byte to its commit; None until known.
+        iteration_secs: Of an iteration with no checkpoint work beside it; None until known.
+        failures: Of the run so far, over all restarts.
+        run_secs: Of the run so far, over all restarts.
+    """
+
+    step: int
+    last_step: int | None = None
+    secs_since: float = 0.0
+    flush_secs: float | None = None
+    iteration_secs: float | None = None
+    failures: int = 0
+    run_secs: float = 0.0
+
+
+@dataclass(frozen=True)
+class StorageCadence:
+    """How often a checkpoint that memory holds is written to storage too: by steps or by seconds, what comes first.
+
+    The first one always is. What does not go to storage survives what memory survives, no more.
+
+    Attributes:
+        every_n_steps: With 1, every checkpoint goes. With n, one does if a multiple of n lies after the last that went
+            and up to this one. With "auto", after Young's interval ``sqrt(2 d M)`` (Young, CACM 1974), where d is
+            ``flush_secs`` and M is ``core.intervals.expected_mtbf_secs``; never sooner than ``flush_secs``, so that one
+            is written before the next begins, and never later than ``LONGEST_AUTO_SECS``. With None, by ``every_secs``
+            alone; where that is None too, it is 1.
+        every_secs: A number of seconds, or text such as "10min"; None: by steps alone.
+
+    Raises:
+        ConfigError: A value that cannot be.
+    """
+
+    every_n_steps: int | str | None = None
+    every_secs: float | str | None = None
+
+    def __post_init__(self) -> None:
+        n = self.every_n_steps
+        if n is not None and n != AUTO and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise ConfigError(
+                f"storage_every_n_steps={n!r}: must be a whole number of at least 1, or {AUTO!r} to choose it from the "
+                "failures seen and what writing costs"
+            )
+        if self.every_secs is not None:
+            secs = parse_secs(self.every_secs, "storage_every_secs", _LONGEST_SECS)
+            object.__setattr__(self, "every_secs", secs)
+        elif n is None:
+            object.__setattr__(self, "every_n_steps", 1)
+
+    def due(self, facts: StorageFacts) -> bool:
+        """Returns whether the snapshot of ``facts.step`` goes to storage."""
+        step, secs = self.next_step(facts), self.next_secs(facts)
+        return (step is not None and facts.step >= step) or (secs is not None and facts.secs_since >= secs)
+
+    def next_step(self, facts: StorageFacts) -> int | None:
+        """Returns the first step after ``last_step`` that is due by its number, without one ``facts.step``.
+
+        None: only seconds count.
+        """
+        last = facts.last_step
+        if last is None:
+            return facts.step
+        if isinstance(self.every_n_steps, int):
+            return (last // self.every_n_steps + 1) * self.every_n_steps
+        steps = self._auto_steps(facts) if self.every_n_steps == AUTO else None
+        return None if steps is None else last + steps
+
+    def next_secs(self, facts: StorageFacts) -> float | None:
+        """Returns how long after the last one a snapshot is due by the clock; None: only steps count."""
+        secs = None if self.every_secs is None else float(self.every_secs)  # text was parsed in __post_init__
+        if self.every_n_steps == AUTO and self._auto_steps(facts) is None:
+            return UNMEASURED_SECS if secs is None else min(secs, UNMEASURED_SECS)
+        return secs
+
+    def _auto_steps(self, facts: StorageFacts) -> int | None:
+        if facts.flush_secs is None or not facts.iteration_secs:
+            return None
+        best = young_secs(facts.flush_secs, expected_mtbf_secs(facts.failures, facts.run_secs))
+        return max(1, ceil(max(facts.flush_secs, min(best, LONGEST_AUTO_SECS)) / facts.iteration_secs))

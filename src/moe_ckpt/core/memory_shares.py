@@ -1,0 +1,127 @@
+"""Which checkpoints the memory of a restarted job's nodes holds, and who gives each rank's share: pure.
+
+A share is what one rank sealed of one snapshot. After a restart it may lie on any node, under any rank: its own node's,
+or, as a replica, a peer's. Ranks of the life that wrote it are called writers here, ranks of this life holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Share:
+    """One slot that a holder offers.
+
+    Attributes:
+        holder: Rank of this life.
+        node: Of the holder: ranks of one node reach each other's slots as files.
+        number: Among the holder's slots.
+        life: That wrote it.
+        generation: Of that life.
+        sequence: Of the snapshot in that life.
+        step: Of its state.
+        writer: Rank of that life.
+        writers: Ranks of that life.
+        window: (first step, steps, place) of the sparse window that it is a step of; None if it stands by itself.
+        base: Directory of the newest checkpoint on storage when it began; empty if there was none.
+    """
+
+    holder: int
+    node: str
+    number: int
+    life: str
+    generation: int
+    sequence: int
+    step: int
+    writer: int
+    writers: int
+    window: tuple[int, int, int] | None
+    base: str
+
+
+Snapshot = Mapping[int, tuple[Share, ...]]
+"""Writer -> those who hold its share."""
+
+
+@dataclass(frozen=True)
+class MemoryCheckpoint:
+    """A checkpoint of which memory has something.
+
+    Attributes:
+        generation: Of the life that wrote it.
+        step: That it stands for.
+        writers: Ranks of that life.
+        base: As of ``Share``.
+        snapshots: One, or those of a sparse window in order.
+    """
+
+    generation: int
+    step: int
+    writers: int
+    base: str
+    snapshots: tuple[Snapshot, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Every writer's share of every snapshot is there."""
+        return all(len(snapshot) == self.writers for snapshot in self.snapshots)
+
+    @property
+    def is_window(self) -> bool:
+        """It is a sparse window."""
+        return next(iter(self.snapshots[-1].values()))[0].window is not None
+
+
+def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
+    """All of which memory has every step, or parts of the only one, the newest first."""
+    by_snapshot: dict[tuple[str, int], list[Share]] = {}
+    for share in shares:
+        by_snapshot.setdefault((share.life, share.sequence), []).append(share)
+    windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
+    found: list[tuple[int, MemoryCheckpoint]] = []
+    for (life, sequence), group in by_snapshot.items():
+        window = group[0].window
+        if window is None:
+            found.append((sequence, _checkpoint([group])))
+        else:
+            windows.setdefault((life, window[0]), {})[window[2]] = group
+    for slots in windows.values():
+        groups = [slots[place] for place in sorted(slots)]
+        if len(groups) == next(iter(groups[0])).window[1]:  # type: ignore[index]  # it is a window's
+            found.append((groups[-1][0].sequence, _checkpoint(groups)))
+    return [made for _, made in sorted(found, key=lambda e: (e[1].generation, e[1].step, e[0]), reverse=True)]
+
+
+def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
+    last = groups[-1][0]
+    snapshots = []
+    for group in groups:
+        by_writer: dict[int, list[Share]] = {}
+        for share in sorted(group, key=lambda each: (each.writer, each.holder, each.number)):
+            by_writer.setdefault(share.writer, []).append(share)
+        snapshots.append({writer: tuple(those) for writer, those in by_writer.items()})
+    return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots))
+
+
+def nearest(shares: Sequence[Share], rank: int, node: str) -> Share:
+    """Whom ``rank``, on ``node``, takes a share from: its own memory, its node's, any other's."""
+    return min(shares, key=lambda share: (share.holder != rank, share.node != node, share.holder, share.number))
+
+
+def base_of(checkpoint: MemoryCheckpoint, stored: Sequence[tuple[int, int, str]]) -> list[str]:
+    """Checkpoints on storage that an incomplete state of the model may be completed from, best first.
+
+    Only what the same life wrote, or came from: another branch of the run has other states at the same steps.
+
+    Args:
+        checkpoint: In memory.
+        stored: (generation, step, directory) of those on storage, newest first.
+    """
+    mine = [
+        directory
+        for generation, step, directory in stored
+        if generation == checkpoint.generation and step <= checkpoint.step
+    ]
+    return mine + [directory for *_, directory in stored if directory == checkpoint.base and directory not in mine]

@@ -1,0 +1,134 @@
+"""Which copy of every operator a recovery takes: decided from inventories alone, before anything is read.
+
+A source is a place that outlives the failure: a step directory on storage, this process's memory. Each says which
+operators it holds whole, as of which step. The plan takes the newest copy of each; among equals, that of the nearest
+source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import CoverageError
+
+ABSENT = -1
+"""Step of an operator that a source does not hold, or not whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inventory:
+    """What one source holds.
+
+    Attributes:
+        tier: Which kind of source.
+        place: Its name, for people: a directory, a rank's memory.
+        steps: ``[n]`` step of each operator's copy, in the order of the plan's operators; ``ABSENT`` where none is.
+        nbytes: ``[n]`` its bytes.
+    """
+
+    tier: Tier
+    place: str
+    steps: Counts
+    nbytes: Counts
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Operators that come from one source: those as of the plan's own step, or all that are older.
+
+    Attributes:
+        source: Which.
+        oldest: Step of the oldest of them.
+        newest: Step of the newest.
+        operators: How many there are.
+        experts: How many of them are experts.
+        nbytes: Of all together.
+    """
+
+    source: Inventory
+    oldest: int
+    newest: int
+    operators: int
+    experts: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecoveryPlan:
+    """Where each operator comes from. Equal on every rank.
+
+    Attributes:
+        checkpoint: Directory of the checkpoint that the run returns to.
+        step: Where the run stands when the plan is carried out.
+        first: The step whose state is loaded; the steps from there to ``step`` are computed again. ``step`` if none.
+        operators: Ids.
+        sources: What was there to choose from, nearest first.
+        chosen: ``[n]`` index into ``sources``, for each operator.
+    """
+
+    checkpoint: str
+    step: int
+    first: int
+    operators: tuple[str, ...]
+    sources: tuple[Inventory, ...]
+    chosen: Counts
+
+    def from_source(self, source: Inventory) -> tuple[str, ...]:
+        """The operators that ``source`` gives."""
+        mine = self.chosen == self.sources.index(source)
+        return tuple(self.operators[at] for at in np.flatnonzero(mine))
+
+    def rows(self) -> Iterator[PlanRow]:
+        """Yields who gives how much, nearest source first, what is of the plan's own step before what is older."""
+        expert = np.fromiter((op.startswith(EXPERT) for op in self.operators), bool, len(self.operators))
+        for number, source in enumerate(self.sources):
+            for of_this_step in (True, False):
+                these = (self.chosen == number) & ((source.steps == self.step) == of_this_step)
+                if these.any():
+                    steps, nbytes = source.steps[these], int(source.nbytes[these].sum())
+                    counts = int(these.sum()), int((these & expert).sum())
+                    yield PlanRow(source, int(steps.min()), int(steps.max()), *counts, nbytes)
+
+
+def plan_recovery(
+    checkpoint: str,
+    step: int,
+    operators: tuple[str, ...],
+    inventories: Sequence[Inventory],
+    *,
+    first: int | None = None,
+) -> RecoveryPlan:
+    """Choose the source of every operator for a return to ``checkpoint``.
+
+    Args:
+        checkpoint: Its directory.
+        step: The state that it stands for. A copy that is newer is of another state, and is not taken.
+        operators: All of the model's.
+        inventories: Of the sources that are left, nearest first: own memory, peers' memory, storage.
+        first: First step of the checkpoint's sparse window, if it is one.
+
+    Returns:
+        The plan: for every operator the newest copy, of the nearest source that has it.
+
+    Raises:
+        CoverageError: An operator is nowhere.
+    """
+    sources = tuple(inventories)
+    steps = np.full((len(sources) + 1, len(operators)), ABSENT, dtype=np.int64)
+    for number, source in enumerate(sources):
+        steps[number] = np.where(source.steps > step, ABSENT, source.steps)
+    chosen: Counts = np.argmax(steps, axis=0)  # of equal ones the first
+    nowhere = np.flatnonzero(steps[chosen, np.arange(len(operators))] == ABSENT)
+    if len(nowhere):
+        names = [inventory.place for inventory in inventories]
+        raise CoverageError(
+            f"returning to {checkpoint}",
+            tuple(f"{operators[at]} is held by none of {', '.join(names) or 'no source'}" for at in nowhere),
+        )
+    return RecoveryPlan(checkpoint, step, step if first is None else first, operators, sources, chosen)

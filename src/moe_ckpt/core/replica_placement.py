@@ -1,0 +1,167 @@
+"""Which ranks hold copies of which rank's snapshots: a pure function of where the ranks are.
+
+A rank is in domains that fail as a whole: its node, and what holds that (a rack, a switch), where the user names it.
+Copies lie outside the widest domain of their source, each on a node of its own, and every rank holds as many as it has.
+
+Where all domains are alike, copy k goes to the rank at the same place of another domain, at a distance of k / (r + 1)
+of all domains. If r + 1 divides their number, that makes groups of r + 1 which hold one another's copies and nothing
+else: of all placements the one that the fewest sets of lost nodes destroy (Gemini, SOSP'23, section 4, Theorem 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ReplicaPlacement:
+    """Who holds copies of whom. Alike on every rank.
+
+    Attributes:
+        peers_of: Per rank, those that hold its copies.
+        sources_of: Per rank, those whose copies it holds, in ascending order.
+        short: Ranks with fewer copies than were asked for.
+    """
+
+    peers_of: tuple[tuple[int, ...], ...]
+    sources_of: tuple[tuple[int, ...], ...]
+    short: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _World:
+    """Ranks by domain and node: those of one domain follow one another, and in it those of one node.
+
+    Attributes:
+        order: All ranks.
+        domains: Per domain its nodes, each a list of ranks.
+    """
+
+    order: tuple[int, ...]
+    domains: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def nodes(self) -> int:
+        return sum(map(len, self.domains))
+
+    @property
+    def largest_domain(self) -> int:
+        """Its ranks."""
+        return max(sum(map(len, nodes)) for nodes in self.domains)
+
+    @property
+    def largest_node(self) -> int:
+        """Its ranks."""
+        return max(len(ranks) for nodes in self.domains for ranks in nodes)
+
+    @property
+    def is_even(self) -> bool:
+        """Domains have equally many nodes, and nodes equally many ranks."""
+        shapes = {(len(nodes), *{len(ranks) for ranks in nodes}) for nodes in self.domains}
+        return len(shapes) == 1 and len(shapes.pop()) == 2
+
+
+def place_replicas(domains: Sequence[Sequence[str]], replicas: int) -> ReplicaPlacement:
+    """Place ``replicas`` copies of every rank, in time proportional to ranks and copies.
+
+    Args:
+        domains: Per rank its domains, from its node outwards; of several the first and the last count.
+        replicas: Copies of each rank, not counting its own.
+
+    Raises:
+        ConfigError: There are no other nodes for so many copies, or no other domain.
+    """
+    if replicas <= 0:
+        nothing = ((),) * len(domains)
+        return ReplicaPlacement(nothing, nothing)
+    world = _world(domains)
+    others = world.nodes - 1
+    if replicas > others:
+        raise ConfigError(
+            f"Memory(replicas={replicas}): a copy lies on another node, and beside its own a rank of this run has "
+            f"{others} ({world.nodes} in all)"
+        )
+    if len(world.domains) == 1:
+        raise ConfigError(
+            f"Memory(replicas={replicas}, failure_domain={domains[0][-1]!r}): a copy lies outside the failure domain "
+            f"of its source, and all {world.nodes} nodes of this run are in this one"
+        )
+    peers = _rotated(world, replicas) or _shifted(world, replicas) or _dealt(world, replicas)
+    sources: list[list[int]] = [[] for _ in domains]
+    for rank, holders in enumerate(peers):
+        for holder in holders:
+            sources[holder].append(rank)
+    short = tuple(rank for rank, holders in enumerate(peers) if len(holders) < replicas)
+    return ReplicaPlacement(tuple(map(tuple, peers)), tuple(map(tuple, sources)), short)
+
+
+def _world(domains: Sequence[Sequence[str]]) -> _World:
+    """In the order in which domains and nodes first appear."""
+    found: dict[str, dict[str, list[int]]] = {}
+    outer: dict[str, str] = {}
+    for rank, names in enumerate(domains):
+        node, widest = names[0], names[-1]
+        if outer.setdefault(node, widest) != widest:
+            raise ConfigError(
+                f"Memory(failure_domain=...): rank {rank} says {widest!r}, and another rank of its node ({node}) says "
+                f"{outer[node]!r}"
+            )
+        found.setdefault(widest, {}).setdefault(node, []).append(rank)
+    grouped = tuple(tuple(map(tuple, nodes.values())) for nodes in found.values())
+    return _World(tuple(rank for nodes in grouped for ranks in nodes for rank in ranks), grouped)
+
+
+def _rotated(world: _World, replicas: int) -> list[list[int]]:
+    """Every copy at the same place of another domain, or one node further there; empty where domains differ."""
+    count, nodes = len(world.domains), len(world.domains[0])
+    if not world.is_even or replicas > (count - 1) * nodes:
+        return []
+    rounds, rest = divmod(replicas, count - 1)
+    turns = [(step, onward) for onward in range(rounds) for step in range(1, count)]
+    turns += [(copy * count // (rest + 1), rounds) for copy in range(1, rest + 1)]
+    peers: list[list[int]] = [[] for _ in world.order]
+    for domain, members in enumerate(world.domains):
+        for node, ranks in enumerate(members):
+            for step, onward in turns:
+                holders = world.domains[(domain + step) % count][(node + onward) % nodes]
+                for rank, holder in zip(ranks, holders, strict=True):
+                    peers[rank].append(holder)
+    return peers
+
+
+def _shifted(world: _World, replicas: int) -> list[list[int]]:
+    """Every copy so many ranks further in the order; empty where that leads into the same domain, or twice to a node.
+
+    Two ranks that are at least as far apart as the largest domain has ranks, both ways around, are in different ones.
+    """
+    ranks, widest = len(world.order), world.largest_domain
+    room = ranks - 2 * widest
+    between = room // (replicas - 1) if replicas > 1 else widest
+    if room < 0 or between < world.largest_node:
+        return []
+    shifts = [widest + between * copy for copy in range(replicas)] if replicas > 1 else [ranks // 2]
+    peers: list[list[int]] = [[] for _ in world.order]
+    for at, rank in enumerate(world.order):
+        peers[rank] = [world.order[(at + shift) % ranks] for shift in shifts]
+    return peers
+
+
+def _dealt(world: _World, replicas: int) -> list[list[int]]:
+    """As many copies as there are nodes outside of a rank's domain; no rank of a node has two more than another."""
+    nodes = [ranks for members in world.domains for ranks in members]
+    taken = [0] * len(nodes)
+    peers: list[list[int]] = [[] for _ in world.order]
+    after = 0
+    for members in world.domains:
+        after += len(members)  # the first node behind this domain
+        outside = len(nodes) - len(members)
+        copies = min(replicas, outside)
+        for at, rank in enumerate(rank for ranks in members for rank in ranks):
+            for copy in range(copies):
+                node = (after + (at + copy * outside // copies) % outside) % len(nodes)
+                peers[rank].append(nodes[node][taken[node] % len(nodes[node])])
+                taken[node] += 1
+    return peers

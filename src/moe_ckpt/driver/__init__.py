@@ -1,0 +1,1 @@
+"""What a run does around its checkpoints, whichever framework trains: open, resume, step, replay, finish."""

@@ -1,0 +1,104 @@
+"""Differences of hyperparameters between a checkpoint and a script, and whose values are used."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_ckpt.format.tree import encode_tree
+
+log = logging.getLogger("moe_ckpt")
+
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options of torch's optimizers that do not change the update."""
+_ABSENT = "(not set)"
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Change:
+    """One hyperparameter that differs.
+
+    Attributes:
+        where: For instance ``module.dropout``, ``optimizer 0 lr``.
+        before: Its value in the checkpoint, as text.
+        now: Its value in this script, as text.
+        kept: The checkpoint's value is used (optimizers, schedulers), not the script's (modules, datamodules).
+        decides: It makes another experiment, unlike what a scheduler computes from the length of training.
+    """
+
+    where: str
+    before: str
+    now: str
+    kept: bool
+    decides: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.before} -> {self.now}"
+
+
+def say_changes(found: Collection[Change], rank: int) -> None:
+    """Warns on rank 0 of hyperparameters that differ from the checkpoint's, and says whose are used."""
+    if rank or not found:
+        return
+    texts = []
+    for kept, whose in ((True, "the checkpoint's"), (False, "this script's")):
+        some = "; ".join(str(change) for change in found if change.kept is kept)
+        texts += [f"{some} (training goes on with {whose})"] if some else []
+    log.warning("hyperparameters differ from the checkpoint's: %s", "; ".join(texts))
+
+
+def plain_values(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns the hyperparameters in a param group or a scheduler's state: numbers, text, lists of those."""
+    found = {}
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if key not in _IMPLEMENTATION and not str(key).startswith("_") and _is_plain(value):
+            found[str(key)] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def differing(
+    name: str, before: Mapping[str, Any], now: Mapping[str, Any], *, kept: bool, decides: bool = True
+) -> Iterator[Change]:
+    """Yields a change for each value of ``now``, then of ``before``, that the other lacks or that differs."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    for key in (*new, *(key for key in old if key not in new)):
+        if not same(old.get(key, _ABSENT), new.get(key, _ABSENT)):
+            was, now_is = (_text(values[key]) if key in values else _ABSENT for values in (old, new))
+            yield Change(f"{name}{key}", was, now_is, kept, decides)
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether values are equal, also if a checkpoint changed their type: an enum is text, numpy's numbers."""
+    return _comparable(one) == _comparable(other)
+
+
+def _comparable(value: Any) -> str:
+    tree, tensors = encode_tree(value)
+    return json.dumps([tree, {name: tensor.tolist() for name, tensor in tensors.items()}], sort_keys=True)
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

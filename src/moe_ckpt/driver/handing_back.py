@@ -1,0 +1,27 @@
+"""Loading stored state into objects of others: trainers, callbacks, schedulers, a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moe_ckpt.errors import MoECheckpointError, StateRefusedError
+
+_REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+
+
+@contextmanager
+def handing_back(what: str, path: str, advice: str = "") -> Iterator[None]:
+    """Turns what ``load_state_dict`` of another's object raises into ``StateRefusedError``. Our own errors pass.
+
+    Args:
+        what: Whose state it is.
+        path: Of the state file.
+        advice: What to do, if not to restore the run's configuration.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        if isinstance(error, MoECheckpointError):
+            raise
+        raise StateRefusedError(path, what, f"{type(error).__name__}: {error}", advice) from error

@@ -1,0 +1,82 @@
+"""Messages to the user, from rank 0, the same for every framework. ``unit`` is its name for a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.interop.weights import Loaded
+from moe_ckpt.notices import announce
+
+log = logging.getLogger("moe_ckpt")
+
+
+def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
+    """A new run begins. generation: Of this life of the run; 0 if the store is new."""
+    if rank:
+        return
+    if resume == "never" and generation:
+        announce("training starts new, as resume='never' says, beside the checkpoints in %s", dirpath)
+    else:
+        announce("training starts new: %s holds no checkpoint yet", dirpath)
+
+
+def say_weights(unit: str, loaded: Loaded, rank: int) -> None:
+    """A new run begins with loaded weights."""
+    if rank == 0:
+        announce("a new run begins with %s; %ss, optimizer, schedules and data begin anew", loaded, unit)
+
+
+def say_resumed(
+    unit: str, step: int, place: str, fault: FaultRecord, plt: float, dirpath: str, rank: int, besides: str = ""
+) -> None:
+    """Where training resumes, and what was lost. place: ``Restored.place``. besides: A warning to add."""
+    if rank:
+        return
+    lost = f"every expert is of that {unit}"
+    if fault.stale_experts:
+        lost = f"{fault.stale_experts} experts are older than that, {fault.lost_tokens:,} tokens lost"
+    where = f"{unit} {step} from {_path(dirpath, place)}"
+    level = logging.WARNING if besides else logging.INFO
+    announce("resumed at %s: %s (PLT %s)%s", where, lost, f"{plt:.2%}", besides, level=level)
+
+
+def say_inexact(why: str | None, rank: int) -> None:
+    """Why the resumed run is inexact; None if it is exact."""
+    if why is not None and rank == 0:
+        log.warning("%s", why)
+
+
+def say_replayed(unit: str, first: int, last: int, place: str, dirpath: str, rank: int) -> None:
+    """A sparse window is replayed from step ``first``. place: ``Restored.place``."""
+    if rank == 0:
+        announce(
+            "resumed at %s %d from %s: the %ss of its sparse window, up to %d, are computed again",
+            *(unit, first, _path(dirpath, place), unit, last),
+        )
+
+
+def _path(dirpath: str, place: str) -> str:
+    """Of a checkpoint in the store, also where memory gave a part of it."""
+    *memory, directory = place.split(" ")
+    return place if directory == "memory" else " ".join([*memory, os.path.join(dirpath, directory)])
+
+
+def say_unfinished(unit: str, step: int, window: tuple[int, int], rank: int) -> None:
+    """Training ended before the replay of a sparse window. window: Its first and last step."""
+    if rank == 0:
+        log.warning(
+            "training ended at %s %d, before the sparse window of %ss %d to %d was computed again: nothing was saved, "
+            "and the optimizer state in memory is incomplete. The store is as it was; the next start goes on from that "
+            "window.",
+            *(unit, step, unit, *window),
+        )
+
+
+def say_halted(unit: str, step: int, reason: str, rank: int) -> None:
+    """The policy ends training."""
+    if rank == 0:
+        announce(
+            "training ends at %s %d, because the policy asks for it: %s", unit, step, reason, level=logging.WARNING
+        )

@@ -1,0 +1,139 @@
+"""The replay of a sparse window after a failure, as adapters drive it (see ``recovery.replay``).
+
+A ``StepSource`` computes each step again. What the window has of it is then loaded, and what does not depend on weights
+must be as recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from moe_ckpt.errors import ReplayDivergedError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.recovery.replay import Replay
+
+Plain = Mapping[str, Any]
+"""A rank's plain state."""
+
+Repeated = tuple[str, Callable[[Plain], Any]]
+"""(what it is, where it is found in an adapter's plain state): random numbers, schedules, positions in the data."""
+
+RepeatedOf = Callable[[Plain, Plain], Iterable[Repeated]]
+"""(state before a step, recorded state after it) -> the parts of the latter that a replay must repeat."""
+
+
+class StepSource:
+    """Computes the steps of a window. Each method does nothing by default."""
+
+    def prepare(self, replay: Replay, recorded: Plain) -> None:
+        """Called before each step. recorded: The plain state after it, the first time."""
+
+    def before_update(self) -> None:
+        """Called when gradients of a step are final, before clipping."""
+
+    def close(self) -> None:
+        """Called when no step is left, and when training ends."""
+
+
+class Recompute(StepSource):
+    """Training's own forward and backward pass, which continues from the window's first step."""
+
+
+class Replaying:
+    """The replay of one window, step by step.
+
+    Args:
+        replay: Of the window, whose first step is loaded.
+        plain: This rank's plain state at that step.
+        repeated: The parts of an adapter's plain state that must repeat.
+
+    Attributes:
+        source: Computes the steps.
+    """
+
+    def __init__(self, replay: Replay, plain: Plain, repeated: RepeatedOf) -> None:
+        self._replay = replay
+        self._repeated = repeated
+        self.source: StepSource = Recompute()
+        self._before = plain
+        self._recorded: Plain = {} if replay.done else replay.upcoming()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The window's checkpoint."""
+        return self._replay.manifest
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is that of the window's last step."""
+        return self._replay.done
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First and last step of the window."""
+        return self._replay.steps[0], self._replay.steps[-1]
+
+    def begin(self, source: StepSource) -> None:
+        """Training begins with ``source``."""
+        self.source = source
+        self._prepare()
+
+    def _prepare(self) -> None:
+        if self.done:
+            self.source.close()
+        else:
+            self.source.prepare(self._replay, self._recorded)
+
+    def put_back(self, step: int) -> None:
+        """Loads what the window has of ``step``, which was computed again. Called before anything reads weights.
+
+        Raises:
+            ReplayDivergedError: It is not the next step.
+        """
+        if self.done or step == self._replay.steps[self._replay.loaded - 1]:
+            return
+        expected = self._replay.steps[self._replay.loaded]
+        if step != expected:
+            raise ReplayDivergedError(step, f"it is computed now, and was skipped then (the run computed {expected})")
+        self._replay.advance(step)
+
+    def skip(self, step: int) -> None:
+        """Raises ``ReplayDivergedError`` if ``step``, which is skipped, was computed the first time."""
+        if not self.done and step >= self._replay.steps[self._replay.loaded]:
+            raise ReplayDivergedError(step, "it is skipped now, and was computed then")
+
+    def compare(self, step: int, captured: Plain) -> None:
+        """Raises ``ReplayDivergedError`` unless ``captured``, the plain state after ``step``, is as recorded."""
+        self.put_back(step)
+        self._replay.repeat()  # other callbacks or QK-clip may have changed weights since
+        require_repeated(step, self._repeated(self._before, self._recorded), self._recorded, captured)
+        self._before, self._recorded = self._recorded, {} if self.done else self._replay.upcoming()
+        self._prepare()
+
+
+def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain) -> None:
+    """Raises ``ReplayDivergedError``, which names the first of ``parts`` in which the two plain states differ."""
+    for name, part in parts:
+        try:
+            before = part(recorded)
+        except (LookupError, TypeError) as error:
+            raise ReplayDivergedError(step, f"{name} was not recorded ({type(error).__name__}: {error})") from error
+        if not same_plain(before, part(captured)):
+            raise ReplayDivergedError(step, f"{name} differs from what was recorded")
+
+
+def same_plain(one: Any, other: Any) -> bool:
+    """Returns whether two values of plain state are equal, tensors and arrays to the last bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_plain(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_plain, one, other))
+    if isinstance(one, (torch.Tensor, Mapping, list, tuple)) or isinstance(other, (torch.Tensor, Mapping, list, tuple)):
+        return False
+    found = one == other
+    return bool(found.all()) if hasattr(found, "all") else bool(found)

@@ -1,0 +1,331 @@
+"""One life of a run, as every adapter drives it: open, resume, begin, step or replay, finish.
+
+An adapter turns its framework's hooks into calls of a ``Driver``, and is its ``Host``: it knows where its framework
+keeps what is no tensor. Which call may come when is in ``driver.states``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.driver import messages
+from moe_ckpt.driver.changes import Change, say_changes
+from moe_ckpt.driver.replaying import Repeated, Replaying
+from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.events import Observer, StepReplayed, all_of
+from moe_ckpt.engine.finishing import read_finished, write_finished
+from moe_ckpt.engine.options import Options
+from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.errors import ConfigError, SaveFailedError
+from moe_ckpt.format.finished import Finished
+from moe_ckpt.format.manifest import Manifest, parse_step_dir
+from moe_ckpt.interop.weights import Loaded as LoadedWeights
+from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.recovery.resume import Restored, resume_newest
+from moe_ckpt.storage import StoreLock, open_storage
+from moe_ckpt.storage.lock import job_name
+
+
+class End(NamedTuple):
+    """How training ended; see ``format.finished.Finished``."""
+
+    reason: str
+    limits: Mapping[str, int] = {}
+    callbacks: Mapping[str, Any] = {}
+
+
+class Host(Protocol):
+    """What an adapter provides. Called alike on all ranks, on the training thread."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+
+    def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
+        """Raises if training cannot resume from this checkpoint (see ``recovery.executing.Admits``)."""
+
+    def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
+        """Restores plain state, after the tensors. Random number generators may follow later.
+
+        Returns:
+            Hyperparameters that differ; and why the resumed run is inexact, if it is.
+        """
+
+    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
+        """Loads the weights at ``path``, which a new run begins with."""
+
+    def go_on_from_end(
+        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
+    ) -> tuple[bool, str]:
+        """Decides on the start of a finished run.
+
+        Returns:
+            Whether training goes on; and what to add to the message about the resume.
+
+        Raises:
+            FinishedRunError: It must not go on.
+        """
+
+    def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
+        """Returns the parts of the plain state that a replayed step must repeat (see ``driver.replaying``)."""
+
+    def capture(self, *, described: bool = False) -> Mapping[str, Any]:
+        """Returns this rank's plain state. described: As of ``ports.TrainingState.plain``."""
+
+    def end(self) -> End | None:
+        """Returns how training ended; None if the next start continues it. Called on rank 0."""
+
+
+def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> None:
+    """Raises ``ConfigError`` if the plain state at ``path`` is of another framework than this adapter's."""
+    if plain.get("framework") != framework.lower():
+        raise ConfigError(
+            f"{path} was written by {plain.get('framework')!r}, not by {framework}: its optimizer, loops and schedules "
+            "cannot go on here"
+        )
+
+
+class Driver:
+    """Drives one ``CheckpointSession``.
+
+    Args:
+        host: The adapter.
+        options: The user's.
+        unit: What the framework calls a step: "step" or "iteration".
+        advice: Its advice for calls out of order.
+
+    Attributes:
+        last: What the newest step cost; None before the first.
+        restored_step: Step of the checkpoint that training resumed from; of a sparse window, its last one.
+        replaying: The replay of a sparse window, until it is done.
+    """
+
+    def __init__(self, host: Host, options: Options, unit: str, advice: Advice) -> None:
+        self.options = options
+        self.last: StepRecord | None = None
+        self.restored_step: int | None = None
+        self.replaying: Replaying | None = None
+        self.lifecycle = Lifecycle(advice)
+        self.session: CheckpointSession
+        self.comm: Communicator
+        self._host = host
+        self._unit = unit
+        self._undrained = False
+
+    # --- once, before training ---
+
+    def open(
+        self,
+        comm: Communicator,
+        catalog: Catalog,
+        state: TrainingState,
+        placement: Placement | None = None,
+        aliases: Mapping[str, str] | None = None,
+        observers: Sequence[Observer] = (),
+        **machine: Any,
+    ) -> None:
+        """Opens the store. Arguments and errors: see ``CheckpointSession.open``.
+
+        ``machine`` has the fields of ``engine.settings.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
+        """
+        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers])
+        storage = open_storage(self.options.dirpath, self.options.on_phase, access=self.options.access)
+        session = CheckpointSession(
+            storage=storage,
+            policy=self.options.policy,
+            catalog=catalog,
+            state=state,
+            comm=comm,
+            settings=replace(self.options, **machine),
+            placement=placement,
+            aliases=aliases,
+            lock=StoreLock(storage, job_name(), access=self.options.access),
+            on_phase=self.options.on_phase,
+            observers=[self._tell],
+        )
+        session.open()
+        self.session, self.comm, self._storage, self._state = session, comm, storage, state
+        self.lifecycle.move(Event.OPEN, "open()")
+
+    def resume(self, otherwise: Callable[[], object] | None = None) -> None:
+        """Resumes from the newest good checkpoint, or begins a new run, and says which.
+
+        Args:
+            otherwise: Loads what a new run begins with; None to begin with the model as it is.
+
+        Raises:
+            NoCheckpointError, ConfigError, FinishedRunError: Training cannot resume from the store.
+        """
+        self.lifecycle.require(Event.RESUME, "resume()")
+        options = self.options
+        if options.resume != "never":
+            restored = resume_newest(
+                self._storage, self.comm, self._state, self.session.tier, self._admits, **options.reading
+            )
+            if restored is not None:
+                self._go_on(restored)
+                return
+        if otherwise is not None:
+            otherwise()
+        if options.weights_from is not None:
+            messages.say_weights(self._unit, self._host.load_weights(options.weights_from, self.comm), self.comm.rank)
+        elif otherwise is None:
+            messages.say_new(options.dirpath, options.resume, self.session.generation, self.comm.rank)
+        self.lifecycle.move(Event.RESUME, "resume()")
+
+    def resume_elsewhere(self) -> None:
+        """The framework loads what training begins with."""
+        self.lifecycle.move(Event.RESUME, "resume()")
+
+    def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
+        self.session.run_ledger.check(manifest)
+        self._host.admits(manifest, plain)
+
+    def _go_on(self, restored: Restored) -> None:
+        """Restores all but the tensors, which are loaded."""
+        manifest, dirpath, rank = restored.manifest, self.options.dirpath, self.comm.rank
+        changes, inexact = self._host.load(restored)
+        self.restored_step = manifest.step
+        if restored.replay is not None:
+            self.replaying = Replaying(restored.replay, restored.plain, self._host.repeated)
+            self.lifecycle.move(Event.RESUME_WINDOW, "resume()")
+            self._restored = restored
+            messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.place, dirpath, rank)
+        else:
+            finished = read_finished(self._storage, self.comm, manifest)
+            fault = self.session.resume_from(manifest, **restored.going_on)
+            self.lifecycle.move(Event.RESUME, "resume()")
+            plt, goes_on, besides = self.session.run_ledger.tokens.plt, True, ""
+            if finished is not None:
+                goes_on, besides = self._host.go_on_from_end(manifest, finished, changes, plt)
+            if not goes_on:
+                return
+            messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)
+        messages.say_inexact(inexact, rank)
+        say_changes(changes, rank)
+
+    def begin(self, *, new: bool, wait: bool = True) -> None:
+        """Training begins: saves the initial state of a new run, if the policy has windows.
+
+        Args:
+            new: Nothing was restored.
+            wait: Wait until that is committed; False where ranks arrive one after the other.
+        """
+        self.lifecycle.move(Event.BEGIN, "begin_training()")
+        if new and self.options.needs.windows:
+            self.session.begin_run(self._host.capture, self._host.step, wait=wait)
+            self._undrained = not wait
+        self.session.training_begins()
+
+    # --- every step ---
+
+    def before_update(self, *, receive: bool = True) -> None:
+        """Joins the copy under way, before anything changes weights. receive: As of the session's."""
+        self.lifecycle.require(Event.JOIN, "before_update()")
+        self.session.before_update(receive=receive)
+        if self._undrained:
+            self.session.drain(self._host.step)
+            self._undrained = False
+
+    def after_update(self, began: float, tokens: Deferred[StepTokens]) -> StepRecord:
+        """The newest step is final: books its tokens and begins the next checkpoint, or continues the replay.
+
+        Args:
+            began: When the adapter's hook began (``perf_counter``).
+            tokens: See ``CheckpointSession.after_update``.
+
+        Raises:
+            SaveFailedError: Too many checkpoints failed in a row.
+            ReplayDivergedError: The replayed step differs from the recorded one.
+        """
+        self.lifecycle.move(Event.STEP, "after_update()")
+        step = self._host.step
+        if self.replaying is not None:
+            return self._replayed(self.replaying, step)
+        self.session.add_stall(time.perf_counter() - began)
+        self.last = self.session.after_update(step, tokens, lambda: self._host.capture(described=True))
+        return self.last
+
+    def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
+        """Compares a replayed step; after the last one the session resumes from the window."""
+        replaying.compare(step, self._host.capture())
+        if replaying.done:
+            self.replaying = None
+            self.lifecycle.move(Event.REPLAYED, "replay")
+            self.session.resume_from(replaying.manifest, **self._restored.going_on)
+        self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)
+        self._tell(StepReplayed(self.last, self.session.run_ledger))
+        return self.last
+
+    def save(self, *, wait: bool) -> bool:
+        """Saves everything as of the newest step, whatever the policy, unless the newest checkpoint is just that.
+
+        Returns:
+            Whether there is one (``wait``: committed); False in a replay.
+
+        Raises:
+            SaveFailedError: It could not be committed, or not in time.
+        """
+        if self.replaying is not None:
+            return False
+        self.lifecycle.require(Event.SAVE, "save()")
+        self.session.save_complete(self._host.step, self._host.capture)
+        ended = self.session.drain(self._host.step) if wait else ()
+        if ended and not ended[-1].committed:
+            raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
+        return True
+
+    # --- once, at the end ---
+
+    def catch_up(self) -> None:
+        """Training ended: completes ``last`` with what the ranks agreed on."""
+        self.lifecycle.require(Event.FINISH, "finish()")
+        self.last = self.last and self.session.catch_up(self.last)
+
+    def finish(self, *, moved: bool, ended: bool = True) -> None:
+        """Training ended well: saves a complete last checkpoint, and waits for it.
+
+        Args:
+            moved: Steps were done in this process, so that there is something to save.
+            ended: The run may be finished; the host says whether and how.
+
+        Raises:
+            SaveFailedError: It could not be committed.
+        """
+        self.lifecycle.move(Event.FINISH, "finish()")
+        window = self.replaying  # memory holds no state that ever was
+        if window is not None:
+            messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
+        self.session.finish(
+            self._host.step,
+            self._host.capture,
+            save_last=self.options.save_last and moved and window is None,
+            note_end=self._note_end if ended and window is None else None,
+        )
+        self.last = self.last and self.session.completed(self.last)
+
+    def _note_end(self, newest: str) -> None:
+        """Records that the run is finished, if its newest checkpoint is of its last step. On rank 0, lock held."""
+        end, place = self._host.end(), parse_step_dir(newest)
+        if end is not None and place is not None and place[0] == self._host.step:
+            storage = open_storage(self.options.dirpath, access=self.options.access)
+            write_finished(storage, newest, *end)
+
+    def close(self, timeout_secs: float | None = None) -> None:
+        """Releases threads and lock. Safe to call twice, and after ``finish``."""
+        self.lifecycle.move(Event.CLOSE, "close()")
+        if self.lifecycle.state is State.NEW:
+            return
+        if self.replaying is not None:
+            self.replaying.source.close()
+        self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
+        self.session.close(timeout_secs)

@@ -1,0 +1,97 @@
+"""Where a run stands, and what may be asked of it there: a transition table, as data.
+
+::
+
+    NEW ── open ──► OPEN ─┬─ resume ────────► READY ─── begin ──► TRAINING ◄─┐ step, save
+                          └─ resume window ─► WINDOW ── begin ──► REPLAYING ─┘ replayed
+    anywhere from OPEN on ── finish ──► ENDED, or close ──► CLOSED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from moe_ckpt.errors import ConfigError
+
+
+class State(Enum):
+    """Of one life of a run."""
+
+    NEW = "the store is not open"
+    OPEN = "the store is ours, and nobody has looked for a checkpoint"
+    READY = "memory holds the state that training begins with"
+    WINDOW = "memory holds the first step of a sparse window"
+    TRAINING = "steps are computed and saved"
+    REPLAYING = "steps of a sparse window are computed again, and memory holds no state of the run"
+    ENDED = "training ended, and the last state was saved"
+    CLOSED = "the store was let go of, with no end of the run"
+
+
+class Event(Enum):
+    """What an adapter asks for."""
+
+    OPEN = "open"
+    RESUME = "resume"
+    RESUME_WINDOW = "resume window"
+    BEGIN = "begin"
+    JOIN = "join"
+    STEP = "step"
+    REPLAYED = "replayed"
+    SAVE = "save"
+    FINISH = "finish"
+    CLOSE = "close"
+
+
+_ENDS = {Event.FINISH: State.ENDED, Event.CLOSE: State.CLOSED}
+TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
+    State.NEW: {Event.OPEN: State.OPEN, Event.CLOSE: State.NEW},
+    State.OPEN: {Event.RESUME: State.READY, Event.RESUME_WINDOW: State.WINDOW, **_ENDS},
+    State.READY: {Event.BEGIN: State.TRAINING, Event.JOIN: State.READY, Event.SAVE: State.READY, **_ENDS},
+    State.WINDOW: {Event.BEGIN: State.REPLAYING, Event.JOIN: State.WINDOW, **_ENDS},
+    State.TRAINING: dict.fromkeys((Event.JOIN, Event.STEP, Event.SAVE), State.TRAINING) | _ENDS,
+    State.REPLAYING: {
+        Event.JOIN: State.REPLAYING,
+        Event.STEP: State.REPLAYING,
+        Event.REPLAYED: State.TRAINING,
+        **_ENDS,
+    },
+    State.ENDED: {Event.CLOSE: State.ENDED},
+    State.CLOSED: {Event.CLOSE: State.CLOSED},
+}
+"""What may happen in each state, and the state after it."""
+
+Advice = Mapping[State, str]
+"""For each state in which an adapter may be called too early or too late: what was left out or done, and what to do."""
+
+
+class Lifecycle:
+    """The state of one run.
+
+    Args:
+        advice: In the adapter's words, for errors.
+    """
+
+    def __init__(self, advice: Advice) -> None:
+        self.state = State.NEW
+        self._advice = advice
+
+    def allows(self, event: Event) -> bool:
+        """Returns whether this may happen now."""
+        return event in TRANSITIONS[self.state]
+
+    def require(self, event: Event, call: str) -> None:
+        """Raises ``ConfigError`` unless ``event`` may happen now.
+
+        Args:
+            event: What is asked for.
+            call: By which call, for the message.
+        """
+        if not self.allows(event):
+            advice = self._advice.get(self.state, "it cannot be called now")
+            raise ConfigError(f"{call}: {advice} ({self.state.value})")
+
+    def move(self, event: Event, call: str) -> None:
+        """``event`` happens. Raises as ``require``."""
+        self.require(event, call)
+        self.state = TRANSITIONS[self.state][event]

@@ -1,0 +1,140 @@
+"""Keeps the books of a run in step with what the ranks agree on, and with how snapshots end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus, StepTokens
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.meter import Meter
+from moe_ckpt.engine.outcomes import FailureCount
+from moe_ckpt.engine.pipeline import Pipeline
+from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.ports import Communicator
+
+Booked = Callable[[Pending, bool], None]
+"""Called with each snapshot that was booked as ended, and whether it was committed."""
+
+
+class Bookkeeper:
+    """Sends the other ranks each step's numbers, receives theirs, and books them. For the training thread only.
+
+    Args:
+        catalog: Of the model.
+        comm: The ranks.
+        settings: The user's.
+        booked: See ``Booked``.
+
+    Attributes:
+        run_ledger: Equal on every rank, between two calls.
+        meter: What this rank measured.
+        failures: Checkpoints that failed.
+        committed_directory: Of the newest checkpoint; None before the first.
+    """
+
+    def __init__(self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked) -> None:
+        self.run_ledger = RunLedger(catalog, outlives_process=settings.memory is not None)
+        self.meter = Meter()
+        self.failures = FailureCount()
+        self.committed_directory: str | None = None
+        self._agreement = StepAgreement(comm)
+        self._max_failures = settings.most_failures
+        self._booked = booked
+        self._consensus = StepConsensus()
+        self._newest_ended = -1
+        self._awaited: Future[Counts] | None = None
+
+    @property
+    def late(self) -> bool:
+        """A step is agreed on a step later: see ``StepAgreement``."""
+        return self._agreement.late
+
+    def tokens_at(self, *, step_is_agreed: bool) -> Future[Counts]:
+        """``[L, E]`` tokens that experts have processed by the end of the step at hand, for a snapshot that begins now.
+
+        Args:
+            step_is_agreed: ``receive`` was called for the step, or there is nothing to agree on.
+                Else the tokens are there when the ranks have agreed on them; nobody need call ``receive`` for that.
+        """
+        tokens: Future[Counts] = Future()
+        if step_is_agreed:
+            tokens.set_result(self.run_ledger.tokens.applied.copy())
+        else:
+            self._awaited = tokens
+        return tokens
+
+    def send(self, step: int, tokens: Deferred[StepTokens], pipeline: Pipeline) -> None:
+        """Begin to agree on the end of ``step``. All ranks, once a step."""
+        before = self.run_ledger.tokens.applied.copy()
+        ended, memory = pipeline.resolutions(self._newest_ended), pipeline.memory
+        self.meter.record_transfers(ended)
+        in_memory = () if memory is None else memory.reports()
+        standing = Standing(pipeline.busy, pipeline.storage_busy, ended, in_memory)
+        applied = self._agreement.send(step, tokens, standing, self.meter.measured())
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            applied.add_done_callback(lambda found: _add(awaited, before, found))
+
+    def give_up(self) -> None:
+        """Training failed: a snapshot whose step was never sent gets no tokens, and must not wait for them."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            cause = "training failed before the ranks agreed on its tokens"
+            awaited.set_exception(SaveFailedError(self.run_ledger.last_step or 0, (cause,)))
+
+    def receive(self, pipeline: Pipeline) -> StepConsensus:
+        """Book what the ranks agreed on last, unless that is done. Returns the newest consensus.
+
+        Raises:
+            PeerLostError: A peer is gone.
+            SaveFailedError: Too many checkpoints failed in a row.
+        """
+        received = self._agreement.receive()
+        if received is not None:
+            tokens = received.tokens
+            self.run_ledger.routed(tokens.applied, tokens.soft, tokens.popularity)
+            self.run_ledger.exact(received.step)
+            if pipeline.memory is not None:
+                for sequence, complete in pipeline.memory.settle(received.consensus.in_memory):
+                    self.run_ledger.in_memory(sequence, complete=complete)
+            self._resolve(received.consensus, pipeline)
+            self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=())
+        return self._consensus
+
+    def _resolve(self, consensus: StepConsensus, pipeline: Pipeline) -> None:
+        """Book the snapshots that ended on rank 0, alike on every rank."""
+        for sequence, committed in consensus.resolved:
+            self._newest_ended = sequence
+            self.meter.resolved(consensus.persist_secs)
+            pending = self.book(sequence, committed)
+            if sequence in consensus.lost:
+                self.run_ledger.forget()
+                self.committed_directory = None
+            self.failures.note(pending.window, pending.slot, committed=committed)
+            if self.failures.in_row >= self._max_failures:
+                causes = [r.cause for r in pipeline.resolutions(-1) if r.sequence == sequence and r.cause]
+                raise SaveFailedError(pending.step, (f"{self.failures.in_row} checkpoints failed in a row", *causes))
+
+    def book(self, sequence: int, committed: bool) -> Pending:
+        """One snapshot ended."""
+        pending = self.run_ledger.resolved(sequence, committed=committed)
+        if committed and pending.is_checkpoint:
+            self.committed_directory = step_dir(pending.step, pending.generation)
+        self._booked(pending, committed)
+        return pending
+
+
+def _add(total: Future[Counts], before: Counts, step: Future[Counts]) -> None:
+    """Settle ``total``: ``before`` and the tokens of one more step. On the thread that agrees."""
+    error = step.exception()
+    if error is None:
+        total.set_result(before + step.result())
+    else:
+        total.set_exception(error)

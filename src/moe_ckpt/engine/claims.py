@@ -1,0 +1,100 @@
+"""What all ranks together must write for a plan: the other side of the coverage proof.
+
+Each of the N ranks answers for about an N-th of the tensors. What it must add up is a sum per operator, made once per
+set of tensors, and the claim of a plan is the sum of its operators'. So a plan that was never seen before costs what it
+names, not what the model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import repeat
+from math import prod
+from zlib import crc32
+
+from moe_ckpt.core.cover_sum import PRIME, cover_sum
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.engine.pieces import box_of_rows, wanted_boxes, wanted_replay
+from moe_ckpt.engine.shares import has_rows, holders, is_weight
+from moe_ckpt.format.shard import REPLAY
+from moe_ckpt.ports import TensorSpec
+
+_Scattered = tuple[str, frozenset[str], int]
+"""(home, operators with rows of the parameter, sum) of state without rows."""
+
+
+class Claims:
+    """What one rank answers for. For the persist thread only, but for making it.
+
+    Args:
+        catalog: Of the model.
+        specs: All tensors, of all ranks.
+        rank: Whose claims.
+        ranks: N.
+    """
+
+    def __init__(self, catalog: Catalog, specs: Sequence[TensorSpec], rank: int, ranks: int) -> None:
+        self._catalog = catalog
+        self._specs = specs
+        self._rank, self._ranks = rank, ranks
+
+    def own_sum(self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool) -> int:
+        """``cover_sum`` of what this rank answers for, of a plan that saves ``operators``.
+
+        Args:
+            operators: Are saved in full.
+            compute_only: Of which only compute weights are saved.
+            in_window: The plan is a slot of a sparse window: see ``wanted_replay``.
+        """
+        full, light, scattered = self._sums
+        total = sum(map(full.get, operators, repeat(0)))
+        if in_window:
+            total += sum(map(light.get, compute_only, repeat(0)))
+            chosen = frozenset(operators)
+            total += sum(part for home, parts, part in scattered if home not in chosen and not parts.isdisjoint(chosen))
+        return total % PRIME
+
+    def boxes(
+        self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool
+    ) -> Mapping[str, list[Box]]:
+        """What all ranks answer for, box by box: to say what is missing when sums differ."""
+        chosen = frozenset(operators)
+        wanted = wanted_boxes(self._catalog, chosen, self._specs)
+        if in_window:
+            wanted |= wanted_replay(self._catalog, chosen, frozenset(compute_only), self._specs)
+        return wanted
+
+    @cached_property
+    def operators(self) -> frozenset[str]:
+        """Those of which there is anything to save: not all, where parameters are empty."""
+        held = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
+        return frozenset(operator.id for those in held for operator, _ in those)
+
+    @cached_property
+    def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:
+        """Per operator, of all its state and of its compute weights; and state that any slot may have to repeat."""
+        full: dict[str, int] = {}
+        light: dict[str, int] = {}
+        scattered: list[_Scattered] = []
+        for spec in self._own():
+            rows, weight = has_rows(self._catalog, spec), is_weight(spec)
+            for operator, span in holders(self._catalog, spec):
+                box = box_of_rows(*span.rows(spec.global_shape), spec.global_shape)
+                full[operator.id] = full.get(operator.id, 0) + cover_sum([(spec.key, box)])
+                if not weight and rows:
+                    continue
+                again = cover_sum([(REPLAY + spec.key, box)])
+                if weight:
+                    light[operator.id] = light.get(operator.id, 0) + again
+                    continue
+                parts = frozenset(op.id for op, _ in self._catalog.spans_of[spec.parameter])
+                if parts - {operator.id}:
+                    scattered.append((operator.id, parts, again))
+        return full, light, scattered
+
+    def _own(self) -> Iterator[TensorSpec]:
+        for spec in self._specs:
+            if prod(spec.global_shape) and crc32(spec.key.encode()) % self._ranks == self._rank:
+                yield spec

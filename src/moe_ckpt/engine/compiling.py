@@ -1,0 +1,284 @@
+"""Compiles a snapshot request into what this rank does for it: which bytes go where, and what headers say of them.
+
+A dense checkpoint of a model with many experts has tens of thousands of slices, so nothing may take Python work for
+each of them at every step. What is known of an operator is worked out once (``engine.cuts``), and a plan that is new is
+joined from that. A plan that comes again, as every dense one does, is the very same as long as the live tensors are:
+what it costs is C: pointers compared, bytes copied, checksums.
+
+Legend: a plan's *key* is what is saved, not when: (operators, host-only, compute-only, part of a window or not).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter, is_
+
+import numpy as np
+
+from moe_ckpt.core.cover_sum import PRIME
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.engine.claims import Claims
+from moe_ckpt.engine.copying import CopyProgram
+from moe_ckpt.engine.cuts import (
+    NBYTES,
+    Cut,
+    Shelf,
+    Slices,
+    are_distinct,
+    frozen_nbytes,
+    numbers_of,
+    sorted_rows,
+    table_of_side,
+)
+from moe_ckpt.engine.pieces import LocalState, cut, cut_replay, shard_kind
+from moe_ckpt.engine.request import SnapshotRequest
+from moe_ckpt.engine.shares import Sharder
+from moe_ckpt.format.header_template import HeaderTemplate
+from moe_ckpt.format.shard import SliceEntry, in_a_row, moved, require_distinct
+from moe_ckpt.ports import StateTensor, TensorSpec
+
+ALIGNMENT = 64
+"""Bytes; where a part of a buffer may begin."""
+HELD = "held"
+"""Kind of the part that stays in host memory and goes into no shard."""
+_MOST_SLICES = 1 << 19
+"""Slices of all plans that are kept; the plans that were used longest ago go first."""
+
+_COVER_SUM: Callable[[Cut], int] = attrgetter("cover_sum")
+
+PlanKey = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool]
+
+
+class CompiledPart:
+    """One shard of a plan, or what the plan keeps in host memory only. Offsets count from the part's first byte.
+
+    Made on the training thread, but for what takes long and is not needed there.
+
+    Attributes:
+        kind: That of the shard it becomes (see ``shard_path``), or ``HELD``.
+        slices: What it holds, side tensors included, in the order of ``lay_out``.
+        ends: Where each ends; the next begins there.
+        side: Places in ``slices`` of the side tensors, in the order in which they were given.
+        copies: Copies all slices but the side tensors.
+        nbytes: Of all slices.
+        frozen_nbytes: Of the weights of operators that a window anchors later.
+    """
+
+    def __init__(self, kind: str, cuts: Sequence[Cut], side: Sequence[SliceEntry], at_once: Collection[str]) -> None:
+        self.kind = kind
+        self.cuts = tuple(cuts)
+        self.given_side = tuple(side)
+        self._shelf = shelf = cuts[0].shelf if cuts else Shelf()
+        numbers = numbers_of(cuts)
+        table, live = shelf.table(numbers), len(numbers)
+        if side:
+            numbers = np.concatenate([numbers, shelf.side_numbers(side)])
+            table = np.concatenate([table, table_of_side(side)])
+        order = sorted_rows(table)
+        table, numbers, copied = table[order], numbers[order], order < live
+        self.slices = Slices(shelf.entries, numbers)
+        self.ends = np.cumsum(table[:, NBYTES])
+        self.side = tuple(np.argsort(order)[live:].tolist()) if side else ()
+        begins = self.ends - table[:, NBYTES]
+        self.copies = CopyProgram(shelf, numbers[copied], table[copied], begins[copied], at_once)
+        self.nbytes = int(self.ends[-1]) if len(order) else 0
+        self.frozen_nbytes = frozen_nbytes(table)
+        self._table = table
+        self._header: HeaderTemplate | None = None
+        self._is_used = False
+
+    @property
+    def is_written(self) -> bool:
+        return self.kind != HELD
+
+    @property
+    def entries(self) -> tuple[SliceEntry, ...]:
+        """The slices, each with its byte range. Takes long."""
+        return in_a_row(self.slices.listed())
+
+    def side_entries(self) -> list[SliceEntry]:
+        """Those of ``entries`` that ``side`` says."""
+        given = zip(self.side, self.given_side, strict=True)
+        return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in given]
+
+    @cached_property
+    def operators(self) -> tuple[str, ...]:
+        """Operators of which the part holds more than what only replay needs."""
+        return tuple(sorted({cut.operator for cut in self.cuts if not cut.is_replay}))
+
+    @property
+    def boxes(self) -> tuple[tuple[str, Box], ...]:
+        """Key and block of every slice that the coverage proof is about."""
+        return tuple((entry.key, entry.box) for cut in self.cuts for entry in cut.entries)
+
+    @cached_property
+    def cover_sum(self) -> int:
+        """Of ``boxes``."""
+        return sum(map(_COVER_SUM, self.cuts)) % PRIME
+
+    def header(self, run_id: str, rank: int, step: int) -> HeaderTemplate:
+        """Kept from the second time on: it is large, and most plans never come again.
+
+        Raises:
+            CoverageError: Two of the slices are the same one.
+        """
+        if self._header is not None:
+            return self._header
+        if not are_distinct(self._table):
+            require_distinct(rank, step, self.slices.listed())
+        found = HeaderTemplate(run_id, rank, self._shelf.texts(), self.slices.numbers, self.ends)
+        self._header, self._is_used = found if self._is_used else None, True
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """What one rank copies and writes for one key.
+
+    Attributes:
+        parts: Of the buffer, with the byte at which each begins.
+        nbytes: Of the buffer.
+        key: What is saved.
+        claims: What all ranks together must write of it.
+    """
+
+    parts: tuple[tuple[int, CompiledPart], ...]
+    nbytes: int
+    key: PlanKey
+    claims: Claims
+
+    @cached_property
+    def own_claim(self) -> int:
+        """``cover_sum`` of what this rank answers for."""
+        operators, _, compute_only, in_window = self.key
+        return self.claims.own_sum(operators, compute_only, in_window=in_window)
+
+    def claimed_boxes(self) -> Mapping[str, list[Box]]:
+        """What all ranks answer for, box by box."""
+        operators, _, compute_only, in_window = self.key
+        return self.claims.boxes(operators, compute_only, in_window=in_window)
+
+
+def cover_difference(plan: CompiledPlan) -> int:
+    """What this rank writes less what it answers for. Added over all ranks, 0 modulo ``PRIME`` if the plan is tiled."""
+    found = sum(part.cover_sum for _, part in plan.parts if part.is_written)
+    return (found - plan.own_claim) % PRIME
+
+
+class PlanCompiler:
+    """Compiles requests for one rank, and keeps what it made. For the training thread only."""
+
+    def __init__(self, catalog: Catalog, placement: Placement, sharding: str, rank: int, ranks: int) -> None:
+        self._catalog = catalog
+        self._rank, self._ranks = rank, ranks
+        self._kinds = {op: shard_kind(catalog, op) for op in (*catalog.by_id, "")}
+        self._sharder = Sharder(catalog, placement, sharding)
+        self._local = LocalState(catalog, ())
+        self._tensors: Sequence[StateTensor] = ()
+        self._specs: Sequence[TensorSpec] = ()
+        self._claims = Claims(catalog, (), rank, ranks)
+        self._compute_types: Mapping[str, str] = {}
+        self._unstable: frozenset[str] = frozenset()
+        self._plans: OrderedDict[tuple[PlanKey, tuple[SliceEntry, ...]], CompiledPlan] = OrderedDict()
+        self._slices = 0
+        self._newest: dict[str, CompiledPart] = {}
+
+    def add_unstable(self, keys: Collection[str]) -> None:
+        """Others than the optimizer change these tensors: from now on they are copied before training goes on."""
+        self._unstable |= frozenset(keys)
+        self._forget()
+
+    def compile(
+        self,
+        request: SnapshotRequest,
+        tensors: Sequence[StateTensor],
+        specs: Sequence[TensorSpec],
+        side: Sequence[SliceEntry],
+    ) -> CompiledPlan:
+        """The plan for ``request``: the very same one again, if neither what is saved nor the tensors have changed.
+
+        Args:
+            request: What to save.
+            tensors: This rank's.
+            specs: Those of all ranks.
+            side: Tensors of no operator, which go into this rank's non-expert shard.
+        """
+        self._update(tensors, specs, request.compute_types)
+        key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
+        whole_key = (key, tuple(side))
+        plan = self._plans.pop(whole_key, None)
+        if plan is None:
+            plan = self._compile(key, request, side)
+            self._slices += _slices(plan)
+        self._plans[whole_key] = plan  # the newest, and so the last to go
+        while self._slices > _MOST_SLICES and len(self._plans) > 1:
+            self._slices -= _slices(self._plans.popitem(last=False)[1])
+        return plan
+
+    def _update(
+        self, tensors: Sequence[StateTensor], specs: Sequence[TensorSpec], compute_types: Mapping[str, str]
+    ) -> None:
+        if tensors is not self._tensors:
+            if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+                self._local = LocalState(self._catalog, tensors)
+                self._forget()
+            self._tensors = tensors
+        if specs is not self._specs or compute_types is not self._compute_types:
+            if specs is not self._specs:
+                self._claims = Claims(self._catalog, specs, self._rank, self._ranks)
+            self._specs, self._compute_types = specs, compute_types
+            self._forget()
+
+    def _forget(self) -> None:
+        self._plans.clear()
+        self._newest.clear()
+        self._slices = 0
+
+    def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
+        host_only = frozenset(request.host_only)
+        by_kind: dict[str, list[Cut]] = {"expert": [], "non_expert": [], HELD: []}
+        for found in self._cut(request):
+            by_kind[HELD if found.operator in host_only else self._kinds[found.operator]].append(found)
+        parts: list[tuple[int, CompiledPart]] = []
+        at = 0
+        for kind, cuts in by_kind.items():
+            part = self._part(kind, cuts, side if kind == "non_expert" else ())
+            if len(part.slices):
+                parts.append((at, part))
+                at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = parts[-1][0] + parts[-1][1].nbytes if parts else 0
+        return CompiledPlan(tuple(parts), nbytes, key, self._claims)
+
+    def _cut(self, request: SnapshotRequest) -> Sequence[Cut]:
+        """This rank's share of what is copied, as views of live tensors."""
+        if self._local.is_crowded:
+            self._local = LocalState(self._catalog, self._tensors)
+            self._newest.clear()
+        chosen, frozen = frozenset(request.operators), frozenset(request.compute_only)
+        copied = chosen | frozenset(request.host_only)
+        dealt = self._sharder.deal(copied, self._tensors, frozen, request.compute_types)
+        found = cut(self._local, (*request.operators, *request.host_only), dealt, self._rank)
+        if request.window is not None:
+            types = request.compute_types
+            found += cut_replay(self._local, chosen, request.compute_only, dealt, self._rank, types)
+        return found
+
+    def _part(self, kind: str, cuts: Sequence[Cut], side: Sequence[SliceEntry]) -> CompiledPart:
+        """A part of the same slices as the plan before is that plan's: what is no expert is saved by every plan."""
+        newest = self._newest.get(kind)
+        if newest is None or newest.given_side != tuple(side) or not _same(newest.cuts, cuts):
+            newest = self._newest[kind] = CompiledPart(kind, cuts, side, self._unstable)
+        return newest
+
+
+def _slices(plan: CompiledPlan) -> int:
+    return sum(len(part.slices) for _, part in plan.parts)
+
+
+def _same(one: Sequence[Cut], other: Sequence[Cut]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))

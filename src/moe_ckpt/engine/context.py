@@ -1,0 +1,54 @@
+"""What a session is given when it is made, in one record for all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.engine.events import Observer
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.format.manifest import LayerRecord, ModelRecord
+from moe_ckpt.policies.base import Policy
+from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.lock import StoreLock
+
+
+@dataclass(frozen=True, eq=False)
+class RunContext:
+    """The surroundings of one life of a run, on one rank.
+
+    Attributes:
+        storage: Of the store.
+        policy: What is saved when.
+        catalog: Of the model.
+        state: Live tensors.
+        comm: The ranks.
+        settings: How the machine may be used.
+        placement: Which rank holds what.
+        aliases: Names of tied parameters -> the name in the catalog.
+        lock: Of the store.
+        on_phase: See ``engine.options.Options``.
+        tell: The observers.
+    """
+
+    storage: Storage
+    policy: Policy
+    catalog: Catalog
+    state: TrainingState
+    comm: Communicator
+    settings: Settings
+    placement: Placement
+    aliases: Mapping[str, str]
+    lock: StoreLock
+    on_phase: Callable[[str], None] | None
+    tell: Observer
+
+    @cached_property
+    def model(self) -> ModelRecord:
+        """What manifests say of the model."""
+        layers = tuple(LayerRecord(layer.name, layer.experts, layer.top_k) for layer in self.catalog.layers)
+        return ModelRecord(self.catalog.fingerprint(), layers, dict(self.aliases))

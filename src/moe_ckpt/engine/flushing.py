@@ -1,0 +1,91 @@
+"""Decides, alike on every rank, which snapshots go on from memory to storage."""
+
+from __future__ import annotations
+
+import logging
+
+from moe_ckpt.core.cadence import StorageFacts
+from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.engine.agreement import StepConsensus
+from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.settings import Settings
+
+log = logging.getLogger("moe_ckpt")
+
+
+class StorageFlush:
+    """Without memory that outlives the process, every snapshot goes. For the training thread only.
+
+    Args:
+        settings: The user's.
+        windows: The policy has sparse windows; of those all steps go, or none.
+        rank: 0 tells the user.
+
+    Attributes:
+        skips: Snapshots that were due on storage, and stayed in memory because storage was behind.
+    """
+
+    def __init__(self, settings: Settings, *, windows: bool, rank: int) -> None:
+        memory = settings.memory
+        self.skips = 0
+        self._cadence = None if memory is None else memory.cadence
+        self._waits = settings.when_busy == "wait"
+        self._windows = windows
+        self._rank = rank
+        self._last: tuple[int, float] | None = None
+        self._window_goes = True
+        self._behind = False
+
+    def resumed(self, step: int | None, secs: float = 0.0) -> None:
+        """The run goes on, and the newest checkpoint on storage is of ``step``."""
+        self._last = None if step is None else (step, secs)
+
+    def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
+        """Whether the snapshot of ``plan``, which begins now, goes to storage."""
+        if self._cadence is None:
+            return True
+        if plan.slot:
+            return self._window_goes
+        goes = self._is_due(plan, consensus, ledger)
+        if goes and consensus.storage_busy and not (self._waits or plan.wait or plan.halt is not None):
+            goes = False
+            self.skips += 1
+            self._say_behind(plan.step)
+        elif goes:
+            self._last, self._behind = (plan.step, consensus.secs), False
+        self._window_goes = goes
+        return goes
+
+    def failed(self, pending: Pending) -> None:
+        """A snapshot did not get to storage: the next one is due."""
+        start = pending.step if pending.window is None else pending.window.start
+        if self._last is not None and self._last[0] >= start:
+            self._last = None
+
+    def _is_due(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
+        if self._cadence is None or plan.wait or plan.halt is not None:
+            return True
+        if self._windows and plan.window is None:  # windows are built upon dense checkpoints, which are rare
+            return True
+        measured = consensus.measured
+        step, secs = self._last or (None, 0.0)
+        return self._cadence.due(
+            StorageFacts(
+                plan.step,
+                step,
+                consensus.secs - secs,
+                measured.persist_secs,
+                measured.iteration_secs,
+                len(ledger.tokens.faults),
+                plan.step * (measured.iteration_secs or 0.0),
+            )
+        )
+
+    def _say_behind(self, step: int) -> None:
+        if not self._behind and self._rank == 0:
+            log.warning(
+                "step %d: storage has not taken the checkpoints before this one, so that it stays in memory only. "
+                "Training goes on; storage gets the next one when it answers again",
+                step,
+            )
+        self._behind = True

@@ -1,0 +1,108 @@
+"""Opens the host memory of a session: the pool that snapshots are copied into, and the tier that keeps them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
+from moe_ckpt.engine.comm import largest
+from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.host_tier import HostTier
+from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.replica_opening import open_replication
+from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
+from moe_ckpt.memory.directory import node_of
+from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.memory.preflight import say_file_system
+
+T = TypeVar("T")
+
+
+class HostMemory(NamedTuple):
+    """This rank's pool and tier, and the life of the run that they are of: newer than all that memory holds."""
+
+    pool: HostBufferPool
+    tier: HostTier | MemoryTier
+    generation: int
+
+
+def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
+    """Returns this rank's pool and tier. A collective.
+
+    Args:
+        run: The session's.
+        run_id: Of the store.
+        generation: Life of the run, as storage knows it: a life may have left something in memory only.
+
+    Raises:
+        ConfigError: Memory is on at some ranks only, or its directory cannot be used.
+        StoreUnwritableError: Its directory cannot be written.
+        StoreError: That of another rank cannot be used.
+    """
+    settings, memory = run.settings, run.settings.memory
+    _require_alike(run, memory)
+    if memory is None:
+        budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
+        pool = HostBufferPool(budget, pinned=settings.pinned)
+        return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
+    newest, budget = _together(run, memory, lambda: _prepared(run, memory, run_id))
+    [newest] = largest(run.comm, [newest])
+    generation = max(generation, newest + 1)
+    life = run.comm.broadcast(secrets.token_hex(8).encode()).decode()
+    files = _together(
+        run, memory, lambda: MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
+    )
+    try:
+        # First what each rank left itself, then, once all have theirs, what nobody has taken.
+        _together(run, memory, lambda: files.take_left(own=True))
+        left = _together(run, memory, lambda: files.take_left(own=False))
+        pool = HostBufferPool(budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
+        replicator = open_replication(run.comm, memory, run_id, generation, files.make, settings.timeout_secs)
+        tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, left, replicator)
+    except BaseException:
+        files.close(keep=True)
+        raise
+    host_tier.register(run.storage.root, run_id, tier)
+    return HostMemory(pool, tier, generation)
+
+
+def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
+    """(newest life of which memory has something, -1 for none; budget of this rank's buffers in bytes).
+
+    Before any rank takes anything over: the ranks of a node find the same there.
+    """
+    say_file_system(memory.root)
+    newest = newest_generation(memory.root, run_id)
+    sweep(memory.root, run_id)
+    budget = memory.budget_bytes or run.settings.host_memory_bytes
+    if budget is None:
+        left = left_bytes(memory.root, run_id, run.storage.root)
+        budget = default_budget_bytes(run.settings.local_ranks, left)
+    return newest, int(budget)
+
+
+def _require_alike(run: RunContext, memory: Memory | None) -> None:
+    on, off = largest(run.comm, [int(memory is not None), int(memory is None)])
+    if on and off:
+        raise ConfigError(f"memory={memory!r} on rank {run.comm.rank}, but others have it {'off' if memory else 'on'}")
+
+
+def _together(run: RunContext, memory: Memory, action: Callable[[], T]) -> T:
+    """What ``action`` gives; raises on every rank, if on one. A collective."""
+    trouble: Exception | None = None
+    try:
+        found = action()
+    except MoECheckpointError as error:
+        trouble = error
+    except OSError as error:
+        trouble = StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}")
+    [failed] = largest(run.comm, [int(trouble is not None)])
+    if trouble is not None:
+        raise trouble
+    if failed:
+        raise StoreError("another rank could not open its memory directory; its log says why")
+    return found

@@ -1,0 +1,207 @@
+"""One gloo group of our own and the one thread that uses it: messages in order, and nobody stuck behind a lost peer.
+
+Whoever wants something of the peers submits a job and waits for its future, so that ``abort`` sets everybody free at
+once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.core.tree import TreeNode
+from moe_ckpt.errors import PeerLostError, StaleGenerationError
+
+_CHUNK_NBYTES = 64 << 20
+_IDLE_SECS = 1.0
+"""Longest wait, at the end, for a thread that has nothing to do unless a peer is gone."""
+
+T = TypeVar("T")
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class Lane:
+    """Point-to-point messages and broadcasts between some ranks, each with the generation that it belongs to.
+
+    Made on all of these ranks at the same point. ``submit`` may be called on any thread; everything else only by jobs.
+
+    Args:
+        name: Of the thread.
+        ranks: Of the default process group; messages name their places in this list.
+        wait_timeout: Longest wait for a peer.
+        group_timeout: As given to torch, for making the group.
+
+    Attributes:
+        node: This rank's place in the tree of the ranks.
+        generation: Life of the run that messages belong to.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], wait_timeout: timedelta, group_timeout: timedelta) -> None:
+        self._ranks = tuple(ranks)
+        everybody = len(self._ranks) == dist.get_world_size()
+        self._group = dist.new_group(
+            None if everybody else list(self._ranks),
+            backend="gloo",
+            timeout=group_timeout,
+            use_local_synchronization=not everybody,
+        )
+        self.node = TreeNode(self._ranks.index(dist.get_rank()), len(self._ranks))
+        self.generation = 0
+        self._timeout = wait_timeout
+        self._lock = threading.Lock()
+        self._waited_for: set[Future[Any]] = set()
+        self._aborted: PeerLostError | None = None
+        self._jobs: _Jobs = queue.SimpleQueue()
+        # A daemon: a peer that is gone must not keep the process from ending.
+        self._thread = threading.Thread(target=_in_order, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Returns the future result of ``job``, which runs when those before it are done.
+
+        Raises:
+            PeerLostError: ``abort`` was called. A job that was submitted before raises it from its future.
+        """
+        found: Future[T] = Future()
+        with self._lock:
+            if self._aborted is not None:
+                raise self._aborted
+            self._waited_for.add(found)
+        self._jobs.put(lambda: self._carry_out(job, found))
+        return found
+
+    def _carry_out(self, job: Callable[[], T], found: Future[T]) -> None:
+        if found.done():  # aborted while it waited for its turn
+            return
+        try:
+            result = job()
+        except BaseException as error:  # the thread's boundary: raised where the result is waited for
+            self._complete(found, partial(found.set_exception, error))
+        else:
+            self._complete(found, partial(found.set_result, result))
+
+    def _complete(self, found: Future[Any], complete: Callable[[], None]) -> None:
+        with self._lock:
+            mine = found in self._waited_for
+            self._waited_for.discard(found)
+        if mine:
+            complete()
+
+    def abort(self, error: PeerLostError) -> None:
+        """Everybody who waits for this lane gets ``error`` now, and so does every later call. On any thread."""
+        with self._lock:
+            self._aborted = self._aborted or error
+            stuck, self._waited_for = self._waited_for, set()
+        for found in stuck:
+            found.set_exception(self._aborted)
+
+    def close(self) -> None:
+        """Ends the thread, unless it waits for a peer. The group ends with the default group: destroying it alone would
+        be one more collective, at a time when peers may be gone."""
+        self._jobs.put(None)
+        self._thread.join(_IDLE_SECS)
+
+    # --- by jobs ---
+
+    def send(self, payload: bytes, target: int) -> None:
+        """By point-to-point calls, because only they take a timeout of their own."""
+        for part in (self._head(payload), _tensor(payload)):
+            self._wait(dist.isend(part, dst=self._ranks[target], group=self._group))
+
+    def receive(self, source: int) -> bytes:
+        """Raises ``StaleGenerationError`` for a message of another life of the run."""
+        head = torch.zeros(2, dtype=torch.int64)
+        self._wait(dist.irecv(head, src=self._ranks[source], group=self._group))
+        body = torch.empty(int(head[0]), dtype=torch.uint8)
+        self._wait(dist.irecv(body, src=self._ranks[source], group=self._group))
+        self._require_own(int(head[1]), int(head[1]))
+        return body.numpy().tobytes()
+
+    def broadcast(self, payload: bytes, source: int) -> bytes:
+        """Rank ``source``'s payload, on every rank."""
+        mine = self.node.rank == source
+        head = self._head(payload)
+        dist.broadcast(head, src=self._ranks[source], group=self._group)
+        body = _tensor(payload) if mine else torch.empty(int(head[0]), dtype=torch.uint8)
+        if int(head[0]):
+            dist.broadcast(body, src=self._ranks[source], group=self._group)
+        self._require_own(int(head[1]), int(head[1]))
+        return body.numpy().tobytes()
+
+    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Sends and receives uint8 tensors, whose sizes both sides know, without copying them.
+
+        In as many rounds as there are ranks, in each of which a rank has at most one peer to send to, and one to
+        receive from.
+
+        Args:
+            given: Rank -> what it gets of this one.
+            expected: Rank -> where what it sends goes.
+        """
+        me, ranks = self.node.rank, len(self._ranks)
+        for distance in range(1, ranks):
+            target, source = (me + distance) % ranks, (me - distance) % ranks
+            works = [
+                dist.isend(part, dst=self._ranks[target], group=self._group)
+                for tensor in given.get(target, ())
+                for part in _chunks(tensor)
+            ] + [
+                dist.irecv(part, src=self._ranks[source], group=self._group)
+                for tensor in expected.get(source, ())
+                for part in _chunks(tensor)
+            ]
+            for work in works:
+                self._wait(work)
+
+    def reduce(self, numbers: torch.Tensor, summed: int) -> torch.Tensor:
+        """Element-wise over ranks, along the tree: the sum of the first ``summed`` numbers, the maximum of the rest."""
+        mine = torch.cat([numbers, torch.tensor([self.generation, -self.generation])])
+        theirs = torch.empty_like(mine)
+        for child in self.node.children:
+            self._wait(dist.irecv(theirs, src=self._ranks[child], group=self._group))
+            mine[:summed] += theirs[:summed]
+            torch.maximum(mine[summed:], theirs[summed:], out=mine[summed:])
+        if self.node.parent is not None:
+            self._wait(dist.isend(mine, dst=self._ranks[self.node.parent], group=self._group))
+            self._wait(dist.irecv(mine, src=self._ranks[self.node.parent], group=self._group))
+        for child in reversed(self.node.children):
+            self._wait(dist.isend(mine, dst=self._ranks[child], group=self._group))
+        self._require_own(-int(mine[-1]), int(mine[-2]))
+        return mine[:-2]
+
+    def _require_own(self, oldest: int, newest: int) -> None:
+        if not oldest == newest == self.generation:
+            raise StaleGenerationError(self.node.rank, self.generation, (oldest, newest))
+
+    def _head(self, payload: bytes) -> torch.Tensor:
+        return torch.tensor([len(payload), self.generation])
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is not None:  # None: this rank is not of the group
+            work.wait(self._timeout)
+
+
+def _in_order(jobs: _Jobs) -> None:
+    """Do one job after the other, until None. Holds no process group between two: none must outlive the interpreter."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for begin in range(0, tensor.numel(), _CHUNK_NBYTES):
+        yield tensor[begin : begin + _CHUNK_NBYTES]
+
+
+def _tensor(payload: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

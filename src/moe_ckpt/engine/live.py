@@ -1,0 +1,64 @@
+"""The training state as it is at this step: which tensors exist, and what operators weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from moe_ckpt.core.ledger import Ledger
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.window import OperatorBytes
+from moe_ckpt.engine.layout import Layout
+from moe_ckpt.engine.shares import ComputeTypes, coupled_operators, operator_bytes
+from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
+
+
+class LiveState:
+    """Lists the tensors once per step, and weighs operators when their tensors change. For the training thread only.
+
+    Attributes:
+        layout: Which tensors exist for each parameter.
+        placement: Who holds what.
+        compute_types: What kernels read of the parameters; see ``set_compute_types``.
+        sizes: Bytes of every operator, as ``weigh`` found them.
+        coupled: Operators whose rows an optimizer mixes, as ``weigh`` found them.
+    """
+
+    def __init__(self, ledger: Ledger, state: TrainingState, placement: Placement) -> None:
+        self.layout = Layout(ledger)
+        self.placement = placement
+        self.compute_types: ComputeTypes = {}
+        self.sizes: Mapping[str, OperatorBytes] = {}
+        self.coupled: tuple[frozenset[str], ...] = ()
+        self._catalog = ledger.catalog
+        self._state = state
+        self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
+        self._weighed_at = -1
+
+    def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
+        """Returns this rank's tensors and those of all; listed once per step, though a window asks twice."""
+        if self._described is None:
+            tensors = self._state.tensors()
+            self._described = tensors, self._state.specs()
+        return self._described
+
+    def forget(self) -> None:
+        """The tensors that ``describe`` listed may be others from now on."""
+        self._described = None
+
+    def set_compute_types(self, types: ComputeTypes) -> None:
+        """What kernels read of the parameters, alike on every rank; their own types until this is called."""
+        self.compute_types = dict(types)
+        self._weighed_at = -1
+
+    def weigh(self) -> int:
+        """Bring ``sizes`` up to date; returns how often the set of tensors has changed."""
+        tensors, specs = self.describe()
+        self.layout.update(specs)
+        if self._weighed_at != self.layout.changes:
+            self._weighed_at = self.layout.changes
+            if not all(tensor.replicated for tensor in tensors):  # FSDP2: experts are divided over all ranks
+                self.placement = replace(self.placement, experts_whole=False)
+            self.sizes = operator_bytes(self._catalog, specs, self.compute_types)
+            self.coupled = coupled_operators(self._catalog, specs)
+        return self.layout.changes

@@ -1,0 +1,280 @@
+"""This rank's snapshots in memory that outlives the process, from the copy until they are superseded.
+
+A snapshot passes through: begun (its slot is being copied into), sealed (this rank's share is safe from ``kill -9``),
+complete (every rank has sealed its share, which the ranks learn from a step's agreement), and is needed until a newer
+checkpoint is complete (``core.memory_retention``). Where it goes to storage, too, it stays until that has been tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint
+from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.replica_messages import SealedSlot
+from moe_ckpt.engine.replication import Replicator
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.writing import SealedShare
+from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.format.manifest import ModelRecord
+from moe_ckpt.memory.files import FoundSlot, MemoryFiles
+from moe_ckpt.memory.slot import Slot
+
+log = logging.getLogger("moe_ckpt")
+
+SEALED, NOT_YET, FAILED = 0, 1, 2
+"""What ranks tell each other of a snapshot, ascending: the maximum over ranks is what is true of all."""
+_AHEAD = 64
+"""So many snapshots a peer may be ahead of what all ranks have settled: its copies stay."""
+_PARTING_SECS = 5.0
+"""Longest wait, at a good end, for peers that still send."""
+REPORTED = 8
+"""Snapshots that ranks tell each other of at once; those after them wait for a later step."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One snapshot.
+
+    Attributes:
+        step: Which.
+        training_step: Of its state.
+        buffer: Its bytes; None once it was given up.
+        to_storage: It is to be written from the buffer still.
+        state: Of this rank's share.
+        told: The other ranks were told that it is sealed.
+        on_storage: A checkpoint on storage holds it.
+    """
+
+    step: HeldStep
+    training_step: int
+    buffer: HostBuffer | None
+    to_storage: bool
+    state: int = NOT_YET
+    told: bool = False
+    on_storage: bool = False
+
+
+class MemoryTier:
+    """Owns the slots of one rank while they are in use. ``begin``, ``settle`` and ``restored`` are called on the
+    training thread, ``sealed`` on the thread that seals, ``ended`` on the persist thread.
+
+    Args:
+        rank: This process's.
+        node: Names the machine whose memory this is.
+        model: That is trained, as manifests tell of it.
+        pool: That the buffers come from.
+        files: Where the slots lie.
+        left: What earlier lives left, which this process owns now. It does not count for the pool's budget.
+        replicator: Sends copies to peers, and holds theirs; None without.
+
+    Attributes:
+        complete_step: Step of the newest snapshot that every rank holds, in this life; None before the first.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        node: str,
+        model: ModelRecord,
+        pool: HostBufferPool,
+        files: MemoryFiles,
+        left: Sequence[FoundSlot],
+        replicator: Replicator | None = None,
+    ) -> None:
+        self.rank, self.node, self.model, self.files = rank, node, model, files
+        self.replicator = replicator
+        self.complete_step: int | None = None
+        self._pool = pool
+        self._left = list(left)
+        self._entries: dict[int, _Entry] = {}
+        self._settled = 0
+        self._is_restored = False
+        self._lock = threading.Lock()
+
+    @property
+    def left(self) -> tuple[FoundSlot, ...]:
+        """What earlier lives left."""
+        with self._lock:
+            return tuple(self._left)
+
+    def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
+        """Does nothing: the share was sealed before it went to storage."""
+
+    def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
+        """Storage needs the buffer no longer, whether it has the snapshot now or not."""
+        with self._lock:
+            entry = self._entries.get(snapshot.memory_sequence)
+            if entry is None:  # the session has ended
+                return
+            entry.to_storage = False
+            if committed and entry.step.slot + 1 == entry.step.size:
+                for each in self._entries.values():
+                    each.on_storage |= each is entry or (
+                        entry.step.window is not None and each.step.window == entry.step.window
+                    )
+            self._release_unneeded()
+
+    def restored(self, used: Collection[FoundSlot]) -> None:
+        """The run goes on from these slots, or from none: the others are of no use any more."""
+        self._is_restored = True
+        with self._lock:
+            over = [found for found in self._left if found not in used]
+            self._left = [found for found in self._left if found in used]
+        for found in over:
+            found.slot.remove()
+
+    def training_begins(self) -> None:
+        """Nothing was restored from here, if that was not said: a later life must not come back to it either."""
+        if not self._is_restored:
+            self.restored(())
+
+    def make(self, nbytes: int) -> Slot:
+        """A new slot, at the expense of what earlier lives left if there is no other room.
+
+        Raises:
+            MemoryFullError: There is none at all.
+            OSError: It cannot be made.
+        """
+        try:
+            return self.files.make(nbytes)
+        except MemoryFullError:
+            if not self._release_left():
+                raise
+            return self.files.make(nbytes)
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """A snapshot's buffer is being copied into."""
+        request = snapshot.request
+        window = request.window
+        step = HeldStep(
+            snapshot.memory_sequence,
+            None if window is None else window.start,
+            request.slot,
+            1 if window is None else window.size,
+        )
+        with self._lock:
+            self._entries[step.sequence] = _Entry(step, request.step, snapshot.buffer, request.stored)
+
+    def sealed(self, snapshot: Snapshot, header: bytes | None) -> None:
+        """This rank's share is sealed, and goes to peers; or, without a header, it never will be.
+
+        With peers it counts as sealed when all of them have answered, or are given up: one without room has said so.
+        """
+        slot, sequence = snapshot.buffer.slot, snapshot.memory_sequence
+        if self.replicator is None or header is None or slot is None:
+            self._sealed(sequence, good=header is not None and slot is not None)
+            return
+        end = max((begin + part.nbytes for begin, part in snapshot.plan.parts), default=0)
+        copies = self.replicator.submit(sequence, SealedSlot(snapshot.step, slot.memory[:end], header))
+        copies.add_done_callback(lambda done: self._sealed(sequence, good=True))
+
+    def _sealed(self, sequence: int, *, good: bool) -> None:
+        with self._lock:
+            entry = self._entries.get(sequence)  # none once the session has ended
+            if entry is not None:
+                entry.state = SEALED if good else FAILED
+                self._release_unneeded()
+
+    def reports(self) -> list[int]:
+        """What to tell the other ranks: the state of the next ``REPORTED`` snapshots that are not settled."""
+        with self._lock:
+            entries = [self._entries.get(self._settled + at) for at in range(REPORTED)]
+            for entry in entries:
+                if entry is not None:
+                    entry.told = entry.state == SEALED
+            return [NOT_YET if entry is None else entry.state for entry in entries]
+
+    def settle(self, told: Sequence[int]) -> list[tuple[int, bool]]:
+        """Take in what is true of all ranks, of the snapshots that ``reports`` was about when it was sent.
+
+        Returns:
+            Those whose fate is known now, and whether every rank has it, in order.
+        """
+        found: list[tuple[int, bool]] = []
+        with self._lock:
+            for state in told:
+                if state == NOT_YET:
+                    break
+                entry = self._entries[self._settled]
+                entry.step = replace(entry.step, complete=state == SEALED)
+                found.append((self._settled, state == SEALED))
+                self._settled += 1
+            newest = newest_checkpoint(entry.step for entry in self._entries.values())
+            if newest:
+                self.complete_step = self._entries[newest[-1].sequence].training_step
+            self._release_unneeded()
+            kept, settled = needed(entry.step for entry in self._entries.values()), self._settled
+        if newest:
+            self._release_left()
+        if self.replicator is not None and found:
+            self.replicator.release_except([*kept, *range(settled, settled + _AHEAD)])
+        return found
+
+    def _release_unneeded(self) -> None:
+        kept = needed(entry.step for entry in self._entries.values())
+        for sequence, entry in list(self._entries.items()):
+            if sequence in kept or entry.to_storage or entry.state == NOT_YET or entry.step.complete is None:
+                continue
+            del self._entries[sequence]
+            self._give_up(entry)
+
+    def _give_up(self, entry: _Entry) -> None:
+        buffer, entry.buffer = entry.buffer, None
+        if buffer is not None:
+            self._pool.give_back(buffer)
+
+    def _release_left(self) -> bool:
+        """Remove what earlier lives left; True if there was any. Never used again: its directories are theirs."""
+        with self._lock:
+            left, self._left = self._left, []
+        for found in left:
+            found.slot.remove()
+        return bool(left)
+
+    def drop(self) -> bool:
+        """Give up what a failure could do without, because there is no other room; True if there was any.
+
+        First what others may not have yet, then what storage has, too.
+        """
+        with self._lock:
+            idle = [entry for entry in self._entries.values() if not entry.to_storage and entry.state == SEALED]
+            for going in (
+                [entry for entry in idle if entry.step.complete is None and not entry.told],
+                [entry for entry in idle if entry.step.complete and entry.on_storage],
+            ):
+                for entry in going:
+                    entry.state, entry.step = FAILED, replace(entry.step, complete=False)
+                    self._give_up(entry)
+                if going:
+                    return True
+            return False
+
+    @property
+    def droppable_bytes(self) -> int:
+        """Host memory that ``drop`` would free, and that nobody will miss."""
+        with self._lock:
+            stored = [entry for entry in self._entries.values() if entry.step.complete and entry.on_storage]
+            return sum(entry.buffer.nbytes for entry in stored if entry.buffer is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is held."""
+        with self._lock:
+            buffers = [entry.buffer for entry in self._entries.values()]
+            left = sum(found.slot.memory.numel() for found in self._left)
+            copies = 0 if self.replicator is None else self.replicator.held_bytes
+            return left + copies + sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+    def retire(self, *, keep: bool) -> None:
+        """The session ended. keep: what is sealed stays for whoever starts the run again."""
+        if self.replicator is not None:
+            self.replicator.close(0.0 if keep else _PARTING_SECS)
+        with self._lock:
+            self._pool.retire()
+            self._left.clear()
+            self._entries.clear()  # whoever still uses their bytes keeps them
+            self.files.close(keep=keep)

@@ -1,0 +1,186 @@
+"""What goes over one connection: a copy is offered, accepted or refused, sent, verified, and acknowledged or not.
+
+An offer is a fixed record and the slot's header; the bytes follow only when the holder has reserved room for them. So
+nothing is allocated before its length was checked, and a refusal costs no bytes. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moe_ckpt.engine.replica_headers import HeaderReader
+from moe_ckpt.engine.replica_store import Incoming, ReplicaStore, decoded
+from moe_ckpt.engine.replica_wire import CHUNK_NBYTES, Link, Wire
+from moe_ckpt.errors import DamagedError, MemoryFullError
+from moe_ckpt.format.shard import MAX_HEADER_BYTES
+from moe_ckpt.format.slot import SlotHeader
+
+log = logging.getLogger("moe_ckpt")
+
+_MAGIC = b"mockcopy"
+_OFFER = struct.Struct("<8sQQQQ")
+_ANSWER = struct.Struct("<QIQQ")
+_MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
+_MOST_DATA_NBYTES = 1 << 44
+"""More than any host's memory; room is reserved anyhow before a byte is taken."""
+
+
+class Status(enum.IntEnum):
+    """What a holder says of a copy."""
+
+    SEND = 1
+    """Room is reserved."""
+    HELD = 2
+    """All slices arrived as they were, and the slot is sealed."""
+    FULL = 3
+    DAMAGED = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True, eq=False)
+class SealedSlot:
+    """A sealed slot, which must not change until its copies are acknowledged.
+
+    Attributes:
+        step: Of the state that it holds.
+        memory: ``[nbytes]`` uint8 on the host: the slot's bytes from the first to the end of the last slice.
+        header: Of the slot, as it was sealed.
+    """
+
+    step: int
+    memory: torch.Tensor
+    header: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a holder. needed, free: bytes, if its memory is full."""
+
+    status: Status
+    needed: int = 0
+    free: int = 0
+
+
+def send_copy(wire: Wire, sequence: int, share: SealedSlot) -> Answer:
+    """The source's part.
+
+    Raises:
+        OSError: The holder is gone, hangs, or answers something else.
+    """
+    nbytes = share.memory.numel()
+    wire.send(_OFFER.pack(_MAGIC, sequence, share.step, len(share.header), nbytes))
+    wire.send(share.header)
+    answer = _answer(wire, sequence)
+    if answer.status is not Status.SEND:
+        return answer
+    wire.send(share.memory.numpy().data)
+    return _answer(wire, sequence)
+
+
+def _answer(wire: Wire, sequence: int) -> Answer:
+    of, status, needed, free = _ANSWER.unpack(wire.receive(_ANSWER.size))
+    if of != sequence or status not in Status.__members__.values():
+        raise ConnectionAbortedError(f"an answer of {status} to {of} came for {sequence}")
+    return Answer(Status(status), needed, free)
+
+
+def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore) -> None:
+    """The holder's part, until the source ends the connection.
+
+    Args:
+        wire: The connection.
+        link: Whose copies come.
+        run_id: Of the store.
+        store: Takes them.
+
+    Raises:
+        OSError: The source is gone, hung in the middle of a copy, or sent something else.
+    """
+    newest, reader = -1, HeaderReader()
+    offer = bytearray(_OFFER.size)
+    while wire.receive_into(memoryview(offer), idle=True):
+        magic, sequence, step, header_nbytes, nbytes = _OFFER.unpack(offer)
+        if magic != _MAGIC or sequence <= newest or header_nbytes > _MOST_HEADER_NBYTES or nbytes > _MOST_DATA_NBYTES:
+            raise ConnectionAbortedError(
+                f"copy {sequence} (header {header_nbytes:,} bytes, {nbytes:,} in all) was offered after copy {newest}"
+            )
+        newest = sequence
+        answer = _receive(wire, link, run_id, store, reader, _Offer(sequence, step, header_nbytes, nbytes))
+        _say(wire, sequence, answer)
+
+
+def _say(wire: Wire, sequence: int, answer: Answer) -> None:
+    wire.send(_ANSWER.pack(sequence, answer.status, answer.needed, answer.free))
+
+
+class _Offer(NamedTuple):
+    """Of one copy. header_nbytes, nbytes: that follow."""
+
+    sequence: int
+    step: int
+    header_nbytes: int
+    nbytes: int
+
+
+def _receive(
+    wire: Wire, link: Link, run_id: str, store: ReplicaStore, reader: HeaderReader, offer: _Offer
+) -> Answer:
+    """One copy. Returns what the source is to hear of it."""
+    sequence, step = offer.sequence, offer.step
+    raw = wire.receive(offer.header_nbytes)
+    try:
+        header = decoded(raw, run_id, link.generation, link.source, step)
+        extents = reader.extents(header, f"the copy of rank {link.source}")
+        incoming = store.reserve(header, raw, extents, offer.nbytes)
+    except DamagedError as error:
+        log.warning("a copy was refused: %s", str(error))
+        return Answer(Status.DAMAGED)
+    except MemoryFullError as error:
+        return Answer(Status.FULL, error.needed_bytes, error.free_bytes)
+    except OSError as error:
+        log.warning("no copy of rank %d can lie here: %s", link.source, str(error))
+        return Answer(Status.FAILED)
+    try:
+        _say(wire, sequence, Answer(Status.SEND))
+        damaged = _take(wire, incoming)
+    except OSError:
+        store.discard(incoming)
+        raise
+    if damaged is not None:
+        store.discard(incoming)
+        log.warning(
+            "the copy of rank %d's step %d was refused: checksum mismatch in slice %s",
+            *(link.source, step, _name_at(header, damaged)),
+        )
+        return Answer(Status.DAMAGED)
+    try:
+        store.keep(link.source, sequence, incoming)
+    except OSError as error:
+        store.discard(incoming)
+        log.warning("the copy of rank %d's step %d cannot be kept: %s", link.source, step, str(error))
+        return Answer(Status.FAILED)
+    return Answer(Status.HELD)
+
+
+def _name_at(header: SlotHeader, begin: int) -> str:
+    """Of the slice that begins there."""
+    entries = ((part.begin + each.begin, each) for part in header.parts for each in header.slices(part, "a copy"))
+    return next((f"{each.name} of {each.operator}" for at, each in entries if at == begin and each.nbytes), "?")
+
+
+def _take(wire: Wire, incoming: Incoming) -> int | None:
+    """Receive all bytes of a copy. Returns where the first damaged slice begins; None if there is none."""
+    damaged: int | None = None
+    for begin in range(0, len(incoming.memory), CHUNK_NBYTES):
+        chunk = incoming.memory[begin : begin + CHUNK_NBYTES]
+        if not wire.receive_into(chunk):
+            raise ConnectionResetError("the connection ended in the middle of a copy")
+        if damaged is None:
+            damaged = incoming.verify(begin + len(chunk))
+    return damaged

@@ -1,0 +1,100 @@
+"""The beginning of copies on peers: who is on which node, who holds whose copies, and how to reach them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
+from moe_ckpt.engine.replica_wire import SECRET_NBYTES, Listener
+from moe_ckpt.engine.replication import Replicator, Roster
+from moe_ckpt.errors import ConfigError, StoreError
+from moe_ckpt.memory.directory import node_of
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.notices import announce
+from moe_ckpt.ports import Communicator
+
+_MOST_SHOWN = 8
+
+
+def open_replication(
+    comm: Communicator,
+    memory: Memory,
+    run_id: str,
+    generation: int,
+    make: Callable[[int], Slot],
+    timeout_secs: float,
+) -> Replicator | None:
+    """Returns this rank's replicator; None without replicas. A collective of the training thread.
+
+    Args:
+        comm: The ranks, all of which have memory on.
+        memory: What this rank's user chose.
+        run_id: Of the store.
+        generation: Life of the run, which ``comm`` has entered.
+        make: Makes a slot in this rank's memory directory. Raises ``MemoryFullError``.
+        timeout_secs: Longest time in which a peer takes or gives no byte.
+
+    Raises:
+        ConfigError: On every rank alike: settings differ, or there are no nodes for so many copies.
+        StoreError: A rank cannot listen; it says why.
+        PeerLostError: A peer did not come.
+    """
+    listener, trouble = None, ""
+    told: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
+    try:
+        told["node"] = node_of(memory.root)
+        if memory.replicas and comm.world_size > 1:
+            listener = Listener(timeout_secs)
+            told["address"] = list(listener.address)
+    except OSError as error:
+        trouble = f"rank {comm.rank} cannot take copies of peers: {error}"
+    try:
+        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**told, "trouble": trouble}).encode())]
+        secret = comm.broadcast(secrets.token_bytes(SECRET_NBYTES))
+        placement = _placement(ranks)
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    if listener is None:
+        return None
+    if comm.rank == 0 and placement.short:
+        _say_short(placement, memory.replicas)
+    addresses = tuple((str(each["address"][0]), int(each["address"][1])) for each in ranks)
+    roster = Roster(comm.rank, run_id, generation, placement, addresses, secret)
+    return Replicator(roster, listener, make, timeout_secs)
+
+
+def _placement(ranks: list[dict[str, Any]]) -> ReplicaPlacement:
+    """The same on every rank, or the same error."""
+    trouble = next((each["trouble"] for each in ranks if each["trouble"]), "")
+    if trouble:
+        raise StoreError(trouble)
+    for rank, each in enumerate(ranks):
+        if each["replicas"] != ranks[0]["replicas"]:
+            raise ConfigError(
+                f"Memory(replicas=...): rank 0 has {ranks[0]['replicas']}, and rank {rank} has {each['replicas']}"
+            )
+        if (each["domain"] is None) != (ranks[0]["domain"] is None):
+            raise ConfigError(
+                f"Memory(failure_domain=...): rank 0 has {ranks[0]['domain']!r}, and rank {rank} has "
+                f"{each['domain']!r}; all ranks name theirs, or none"
+            )
+    named = [(each["node"],) if each["domain"] is None else (each["node"], each["domain"]) for each in ranks]
+    return place_replicas(named, ranks[0]["replicas"])
+
+
+def _say_short(placement: ReplicaPlacement, replicas: int) -> None:
+    fewest = min(len(placement.peers_of[rank]) for rank in placement.short)
+    shown = ", ".join(map(str, placement.short[:_MOST_SHOWN])) + (", ..." if len(placement.short) > _MOST_SHOWN else "")
+    announce(
+        "Memory(replicas=%d): %d of %d ranks (%s) have fewer copies, at least %d: outside of their failure domain "
+        "there are no more nodes",
+        *(replicas, len(placement.short), len(placement.peers_of), shown, fewest),
+        level=logging.WARNING,
+    )

@@ -1,0 +1,320 @@
+"""Copies of sealed memory slots on peers: sent, verified and acknowledged while training goes on.
+
+A rank has one connection to each rank that holds its copies, and one from each whose copies it holds, each with a
+thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up nobody but the copies
+that are meant for it; when the timeout has passed, it is given up for the rest of this life of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from moe_ckpt.core.replica_placement import ReplicaPlacement
+from moe_ckpt.engine.replica_messages import Answer, SealedSlot, Status, receive_copies, send_copy
+from moe_ckpt.engine.replica_store import ReplicaStore
+from moe_ckpt.engine.replica_wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
+from moe_ckpt.errors import PeerLostError
+from moe_ckpt.memory.slot import Slot
+
+log = logging.getLogger("moe_ckpt")
+"""Gets errors as text: a record that is kept would keep the error, its frames, and the mapped bytes that they know."""
+
+_THREAD = "moe_ckpt-replicate"
+_CUT_SECS = 5.0
+"""Longest wait for a thread whose connection was cut."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part in one life of a run, alike on every rank but for ``rank``.
+
+    Attributes:
+        rank: This process's.
+        run_id: Of the store.
+        generation: This life.
+        placement: Who holds whose copies.
+        addresses: Of each rank's ``Listener``.
+        secret: Drawn for this life.
+    """
+
+    rank: int
+    run_id: str
+    generation: int
+    placement: ReplicaPlacement
+    addresses: tuple[tuple[str, int], ...]
+    secret: bytes
+
+
+class _Copies:
+    """The copies of one share, until all peers have answered or are given up."""
+
+    def __init__(self, sequence: int, share: SealedSlot, peers: int) -> None:
+        self.sequence = sequence
+        self.share = share
+        self.future: Future[int] = Future()
+        self._open = peers
+        self._held = 0
+        self._lost: PeerLostError | None = None
+        self._lock = threading.Lock()
+
+    def answered(self, *, held: bool, lost: PeerLostError | None = None) -> None:
+        """One peer's answer; ``lost``: there will be none."""
+        with self._lock:
+            self._open -= 1
+            self._held += held
+            self._lost = self._lost or lost
+            if self._open:
+                return
+        if self._lost is not None and not self._held:
+            self.future.set_exception(self._lost)
+        else:
+            self.future.set_result(self._held)
+
+
+class _Sender:
+    """Sends this rank's copies to one peer, one after the other, on a thread of its own."""
+
+    def __init__(self, roster: Roster, peer: int, timeout_secs: float, cutter: Cutter, lag: Callable[[], int]) -> None:
+        self.peer = peer
+        self.lost: PeerLostError | None = None
+        self.sent_bytes = 0
+        self._roster = roster
+        self._timeout_secs = timeout_secs
+        self._cutter = cutter
+        self._lag = lag
+        self._said: set[Status] = set()
+        self._queue: queue.SimpleQueue[_Copies | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=f"{_THREAD}-to-{peer}", daemon=True)
+        self.thread.start()
+
+    def put(self, copies: _Copies | None) -> None:
+        """None: no more follow."""
+        self._queue.put(copies)
+
+    def _run(self) -> None:
+        roster, wire = self._roster, None
+        link = Link(roster.generation, roster.rank, self.peer)
+        address = roster.addresses[self.peer]
+        try:
+            wire = connect(address, roster.secret, link, self._timeout_secs, lambda: self._cutter.is_over)
+            self._cutter.add(wire)
+        except OSError as error:
+            self._give_up(error)
+        while (copies := self._queue.get()) is not None:
+            if wire is not None and self.lost is None:
+                self._send(wire, copies)
+            else:
+                copies.answered(held=False, lost=self.lost)
+            del copies  # a slot that is removed takes room for as long as somebody knows its bytes
+        if wire is not None:
+            wire.close()
+
+    def _send(self, wire: Wire, copies: _Copies) -> None:
+        try:
+            answer = send_copy(wire, copies.sequence, copies.share)
+        except OSError as error:
+            wire.cut()
+            self._give_up(error, copies.share.step)
+            copies.answered(held=False, lost=self.lost)
+            return
+        if answer.status is Status.HELD:
+            self.sent_bytes += copies.share.memory.numel() + len(copies.share.header)
+        else:
+            self._say_refused(answer, copies.share.step)
+        copies.answered(held=answer.status is Status.HELD)
+
+    def _give_up(self, error: OSError, step: int | None = None) -> None:
+        what = "to connect" if step is None else f"to take the copy of step {step}"
+        self.lost = PeerLostError(
+            self._roster.rank, f"rank {self.peer} {what}", self._timeout_secs, f"{type(error).__name__}: {error}"
+        )
+        if not self._cutter.is_over:
+            log.warning(
+                "rank %d holds no copies of rank %d from here on, until the run is started again: %s (%d steps behind)",
+                *(self.peer, self._roster.rank, str(error), self._lag()),
+            )
+
+    def _say_refused(self, answer: Answer, step: int) -> None:
+        """Once for each reason."""
+        if answer.status in self._said:
+            return
+        self._said.add(answer.status)
+        if answer.status is Status.FULL:
+            log.warning(
+                "rank %d has no room for the copy of step %d of rank %d: %s bytes are needed in its memory directory, "
+                "%s are free. It has no copy there until there is room",
+                *(self.peer, step, self._roster.rank, f"{answer.needed:,}", f"{answer.free:,}"),
+            )
+        else:
+            log.warning("rank %d did not take the copy of step %d; its log says why", self.peer, step)
+
+
+class Replicator:
+    """One rank's part in the copies of one life of a run. Made by ``engine.replica_opening``.
+
+    ``submit`` is called on the persist thread, ``release`` and ``release_except`` on any, ``close`` last.
+
+    Args:
+        roster: Who takes part.
+        listener: Of this rank, whose address is in the roster.
+        make: Makes a slot in this rank's memory directory.
+        timeout_secs: Longest time in which a peer takes or gives no byte.
+    """
+
+    def __init__(
+        self, roster: Roster, listener: Listener, make: Callable[[int], Slot], timeout_secs: float
+    ) -> None:
+        self.roster = roster
+        self._timeout_secs = timeout_secs
+        self._cutter = Cutter()
+        self._newest_step: int | None = None
+        self._held_step: int | None = None
+        self._lock = threading.Lock()
+        sources = roster.placement.sources_of[roster.rank]
+        self._store = ReplicaStore(make, len(sources))
+        self._receivers: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept, args=(listener, sources), name=_THREAD, daemon=True)
+        self._accepting.start()
+        self._senders = [
+            _Sender(roster, peer, timeout_secs, self._cutter, lambda: self.lag_steps)
+            for peer in roster.placement.peers_of[roster.rank]
+        ]
+
+    # --- as a source ---
+
+    def submit(self, sequence: int, share: SealedSlot | None) -> Future[int]:
+        """Send a sealed slot to this rank's peers.
+
+        Args:
+            sequence: Of the snapshot; greater than all before, alike on every rank.
+            share: What to send; None if this rank has nothing, which ends at once.
+
+        Returns:
+            How many peers hold a verified, sealed copy. Its exception is ``PeerLostError`` where none does, and one is
+            given up. Until it is done, the slot must not change.
+        """
+        if share is None or not self._senders:
+            nothing: Future[int] = Future()
+            nothing.set_result(0)
+            return nothing
+        copies, step = _Copies(sequence, share, len(self._senders)), share.step
+        with self._lock:
+            self._newest_step = share.step
+            self._held_step = share.step - 1 if self._held_step is None else self._held_step
+        copies.future.add_done_callback(lambda done: self._note(done, step))
+        for sender in self._senders:
+            sender.put(copies)
+        return copies.future
+
+    def _note(self, done: Future[int], step: int) -> None:
+        if done.exception() is None and done.result() >= max(1, len(self._senders) - len(self.lost)):
+            with self._lock:
+                self._held_step = max(step, self._held_step or 0)
+
+    @property
+    def lag_steps(self) -> int:
+        """Steps between the newest that was submitted and the newest that all peers hold that are not given up."""
+        with self._lock:
+            return (self._newest_step or 0) - (self._held_step or 0)
+
+    @property
+    def lost(self) -> Mapping[int, PeerLostError]:
+        """Peers that were given up, each with the reason."""
+        return {sender.peer: sender.lost for sender in self._senders if sender.lost is not None}
+
+    @property
+    def sent_bytes(self) -> int:
+        """In copies that peers hold or held."""
+        return sum(sender.sent_bytes for sender in self._senders)
+
+    # --- as a holder ---
+
+    def release(self, sequence: int) -> None:
+        """Nobody needs copies any more that are older than those of ``sequence``."""
+        self._store.release(sequence)
+
+    def release_except(self, sequences: Collection[int]) -> None:
+        """Nobody needs any copies but those of these sequences."""
+        self._store.release_except(sequences)
+
+    @property
+    def held(self) -> Mapping[tuple[int, int], Slot]:
+        """(source, sequence) -> slot of the copies that lie here, verified and sealed."""
+        return self._store.held()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that copies of others take on this rank."""
+        return self._store.nbytes
+
+    def _accept(self, listener: Listener, sources: Collection[int]) -> None:
+        """Until all sources are here: then nobody can connect any more."""
+        roster = self.roster
+        awaited = {source: Link(roster.generation, source, roster.rank) for source in sources}
+        try:
+            while awaited:
+                try:
+                    found = listener.accept(roster.secret, roster.generation, awaited, lambda: self._cutter.is_over)
+                except StaleHelloError as error:
+                    log.warning("copies were refused of %s", str(error))
+                except OSError as error:
+                    log.info("a connection for copies was refused: %s", str(error))
+                else:
+                    if found is None:
+                        return
+                    wire, link = found
+                    del awaited[link.source]
+                    self._receive_from(self._cutter.add(wire), link)
+        finally:
+            listener.close()
+
+    def _receive_from(self, wire: Wire, link: Link) -> None:
+        name = f"{_THREAD}-from-{link.source}"
+        thread = threading.Thread(target=self._receive, args=(wire, link), name=name, daemon=True)
+        with self._lock:
+            self._receivers.append(thread)
+        thread.start()
+
+    def _receive(self, wire: Wire, link: Link) -> None:
+        try:
+            receive_copies(wire, link, self.roster.run_id, self._store)
+        except OSError as error:
+            if not self._cutter.is_over:
+                log.warning("rank %d takes no copies of rank %d any more: %s", link.holder, link.source, str(error))
+        finally:
+            wire.cut()
+            wire.close()
+
+    # --- the end ---
+
+    def close(self, timeout_secs: float = 0.0) -> bool:
+        """End all threads. Copies that lie here stay, and no file is touched afterwards.
+
+        Args:
+            timeout_secs: Longest wait for what was submitted, and for what sources still send: they end when they have
+                closed, too. 0: at once, as after a failure.
+
+        Returns:
+            False if a thread could not be ended; it is a daemon, and can do no harm.
+        """
+        for sender in self._senders:
+            sender.put(None)
+        if timeout_secs > 0:
+            self._join(timeout_secs)
+        self._cutter.cut_all()
+        self._store.close()
+        return self._join(_CUT_SECS)
+
+    def _join(self, timeout_secs: float) -> bool:
+        deadline = time.monotonic() + timeout_secs
+        with self._lock:
+            threads = [self._accepting, *(sender.thread for sender in self._senders), *self._receivers]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)

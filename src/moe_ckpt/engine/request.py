@@ -1,0 +1,56 @@
+"""What one snapshot is asked to save: decided once per step, and carried whole from the session to the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.window import Window
+from moe_ckpt.engine.shares import ComputeTypes
+from moe_ckpt.format.manifest import step_dir
+
+
+@dataclass(frozen=True, eq=False)
+class SnapshotRequest:
+    """Frozen facts of one step, alike on every rank.
+
+    Attributes:
+        step: Optimizer step whose state is saved.
+        generation: Life of the run; with ``step`` it names the directory.
+        index: Snapshots begun before this one in the run.
+        operators: Go to storage.
+        host_only: Are copied, but stay in host memory; none of ``operators``.
+        compute_only: Only their compute weights go to storage, in the types ``compute_types``, as a part of ``window``.
+        window, slot: The sparse window that the snapshot belongs to, and its place there (MoEvement); None and 0 for a
+            checkpoint that stands by itself.
+        applied: ``[L, E]`` tokens that experts had processed by ``step``, summed over ranks; to come, as long as the
+            ranks are agreeing on them.
+        faults: Recoveries of the run so far.
+        policy: ``Policy.describe()``.
+        measured: For ``Manifest.measured``.
+        base: Directory of the newest checkpoint on storage; empty before the first.
+        stored: It goes to storage; otherwise into memory that outlives the process only.
+    """
+
+    step: int
+    generation: int
+    index: int
+    operators: tuple[str, ...]
+    host_only: tuple[str, ...]
+    compute_only: tuple[str, ...]
+    compute_types: ComputeTypes
+    window: Window | None
+    slot: int
+    applied: Future[Counts]
+    faults: tuple[FaultRecord, ...]
+    policy: Mapping[str, Any]
+    measured: Mapping[str, float]
+    base: str = ""
+    stored: bool = True
+
+    @property
+    def directory(self) -> str:
+        return step_dir(self.step, self.generation)

@@ -1,0 +1,189 @@
+"""From a copied snapshot to a committed checkpoint, together with the other ranks.
+
+Storage errors fail one checkpoint and are reported; errors between ranks are raised, because nothing can be committed
+without every rank.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import re
+import time
+
+from moe_ckpt.core.coverage import prove_cover
+from moe_ckpt.engine.commit import Abandoned, Committer, CoverDiffersError
+from moe_ckpt.engine.compiling import cover_difference
+from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.host_tier import HostTier
+from moe_ckpt.engine.keeping import StoreKeeper
+from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.outcomes import FailureCount, Outcome, Resolution, Superseded
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
+from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, SaveFailedError
+from moe_ckpt.format.manifest import group_path
+
+log = logging.getLogger("moe_ckpt")
+
+_FULL = os.strerror(errno.ENOSPC)
+_NOT_REMOVED = "old checkpoints could not be removed after step %d: %s"
+_NUMBERS = re.compile(r"\d[\d,]*")
+"""What differs between two failures for one reason: steps, sizes, ranks."""
+
+
+class SnapshotResolver:
+    """Writes this rank's share of each snapshot, and takes part in its commit. For the persist thread.
+
+    Args:
+        run: After ``max_failures`` checkpoints that failed in a row training is about to stop, and nothing more is
+            tried.
+        run_id: Of the store.
+        committer: On rank 0; None elsewhere.
+        keeper: Likewise.
+        tier: Takes each snapshot's buffer when its outcome is known.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        run_id: str,
+        committer: Committer | None,
+        keeper: StoreKeeper | None,
+        tier: HostTier | MemoryTier,
+    ) -> None:
+        self._storage = run.storage
+        self._comm = run.comm
+        self._run_id = run_id
+        self._committer = committer
+        self._keeper = keeper
+        self._tier = tier
+        self._max_failures = run.settings.most_failures
+        self._failures = FailureCount()
+        self._reason = ""
+
+    def resolve(self, snapshot: Snapshot) -> Resolution:
+        """Bring one snapshot to its end. All ranks, in the same order."""
+        taken_at = time.perf_counter()
+        refusal = snapshot.refused or self._refusal(snapshot)
+        own = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
+        columns = self._comm.combine(own.columns)
+        outcome = self._announced(Outcome() if columns is None else self._commit(snapshot, Acknowledgement(*columns)))
+        if outcome.differs:
+            outcome = self._announced(self._explain(snapshot))
+        request = snapshot.request
+        failed = self._failures.note(request.window, request.slot, committed=outcome.cause is None)
+        if outcome.cause is None:
+            self._delete_own(outcome.superseded, snapshot.step)
+        elif self._comm.rank == 0:
+            self._say_failed(snapshot.step, outcome.cause, counted=failed)
+        self._tier.ended(snapshot, committed=outcome.cause is None)
+        ended_at = time.perf_counter()
+        return Resolution(
+            snapshot.sequence,
+            snapshot.step,
+            snapshot.directory,
+            outcome.cause is None,
+            outcome.cause,
+            ended_at - snapshot.began_at,
+            snapshot.nbytes,
+            snapshot.copy.secs,
+            ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
+            outcome.lost,
+        )
+
+    def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:
+        """In full where a row of failures begins or has another reason, else in short."""
+        reason = _FULL if _FULL in cause else _NUMBERS.sub("#", cause)
+        in_row, most = self._failures.in_row, self._max_failures
+        ends = "memory has it" if math.isinf(most) else f"training ends at {most}"
+        if not counted:
+            log.info("the checkpoint of step %d was not committed; training goes on. %s", step, cause)
+        elif in_row > 1 and reason == self._reason:
+            log.warning(
+                "the checkpoint of step %d was not committed either, for the same reason (%d in a row; %s)",
+                step,
+                in_row,
+                ends,
+            )
+        else:
+            advice = " Make room there, or keep fewer checkpoints (retention)." if reason == _FULL else ""
+            ends = ends if math.isinf(most) else f"{ends} such failures in a row"
+            said = "the checkpoint of step %d was not committed; training goes on (%s). %s.%s"
+            log.warning(said, step, ends, cause, advice)
+        self._reason = reason
+
+    def _announced(self, outcome: Outcome) -> Outcome:
+        """Rank 0's outcome, on every rank."""
+        return Outcome.decode(self._comm.announce(outcome.encode()))
+
+    def _explain(self, snapshot: Snapshot) -> Outcome:
+        """All ranks tell rank 0 what they wrote, box by box, and it finds out why that is not what was planned."""
+        boxes = [box for part in snapshot.written for box in part.boxes]
+        columns = self._comm.combine([encode_boxes(boxes)])
+        if columns is None:
+            return Outcome()
+        try:
+            prove_cover(f"checkpoint of step {snapshot.step}", snapshot.plan.claimed_boxes(), decode_boxes(*columns))
+        except CoverageError as error:
+            return Outcome(f"{type(error).__name__}: {error}")
+        return Outcome(f"the ranks' plans of step {snapshot.step} differ, though their shares tile it")
+
+    def _refusal(self, snapshot: Snapshot) -> str | None:
+        """Why there is no use in writing this snapshot, alike on every rank; None if there is."""
+        window = snapshot.request.window
+        if window is not None and self._failures.has_failed(window):
+            return "an earlier step of its window was not saved"
+        if self._failures.in_row >= self._max_failures:
+            return f"{self._failures.in_row} checkpoints before it failed in a row"
+        return None
+
+    def _write(self, snapshot: Snapshot) -> Acknowledgement:
+        try:
+            share = snapshot.share or seal_share(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+            records, state = write_share(self._storage, snapshot, share, self._comm.rank)
+            self._tier.offer(snapshot, share)
+            return acknowledge(records, state, cover_difference(snapshot.plan))
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+            return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
+
+    def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Outcome:
+        """Commit on rank 0, and let go what is superseded.
+
+        Where that fails, what was written goes before any rank hears of it and writes on.
+        """
+        if self._committer is None or self._keeper is None:
+            return Outcome("rank 0 has no committer")
+        try:
+            self._committer.commit(snapshot, acknowledged)
+        except (OSError, MoECheckpointError) as error:
+            told = "; ".join(error.causes) if isinstance(error, SaveFailedError) else f"{type(error).__name__}: {error}"
+            lost, differs = isinstance(error, FilesGoneError), isinstance(error, CoverDiffersError)
+            self._clear_away(self._keeper, self._committer.abandon(snapshot, acknowledged), snapshot.step)
+            return Outcome(told, lost, differs)
+        try:
+            self._keeper.look_ahead(self._committer.begun)
+            return Outcome(superseded=self._keeper.collect(self._committer.superseded()))
+        except (OSError, MoECheckpointError) as error:
+            log.warning(_NOT_REMOVED, snapshot.step, error)
+            return Outcome()
+
+    def _clear_away(self, keeper: StoreKeeper, abandoned: Abandoned, step: int) -> None:
+        try:
+            keeper.clear_away(abandoned)
+        except (OSError, MoECheckpointError) as error:
+            log.warning("what the checkpoint of step %d left could not be removed, it is tried again: %s", step, error)
+
+    def _delete_own(self, superseded: Superseded, step: int) -> None:
+        """This rank's files of what rank 0 has let go, which deletes its own itself. What is left is told again."""
+        rank = self._comm.rank
+        try:
+            for directory, (whole, groups) in superseded.items() if rank else ():
+                for group in groups:
+                    self._storage.delete(group_path(directory, rank, group))
+                if whole:
+                    self._storage.delete_dir(directory)
+        except OSError as error:
+            log.warning(_NOT_REMOVED, step, error)

@@ -1,0 +1,168 @@
+"""Finds host memory for the next snapshot, and waits or makes room for it where it must."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.host_tier import HostTier
+from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.request import SnapshotRequest
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.stages import Stages
+from moe_ckpt.errors import HostMemoryError
+
+log = logging.getLogger("moe_ckpt")
+
+_MAKING_SECS = 0.001
+
+
+class Room:
+    """The buffers of one rank, as the training thread asks for them.
+
+    Args:
+        pool: Of the buffers.
+        tier: What is kept in them.
+        stages: What is on its way in them.
+        settings: The user's.
+        rank: For messages.
+        operators: Of the model: how many.
+    """
+
+    def __init__(
+        self,
+        pool: HostBufferPool,
+        tier: HostTier | MemoryTier,
+        stages: Stages,
+        settings: Settings,
+        rank: int,
+        operators: int,
+    ) -> None:
+        self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
+        self._rank, self._operators = rank, operators
+        self._last_nbytes = self._partial_nbytes = 0
+        self._window_size = 1
+        self._snapshots = 0
+        self._gave_up = False
+
+    @property
+    def is_short(self) -> bool:
+        """True if another snapshot, as large as the last one or as any partial one, would wait for one under way."""
+        return self._stages.in_flight >= self._settings.max_in_flight or not self._pool.fits(
+            max(self._last_nbytes, self._partial_nbytes), self._tier.droppable_bytes
+        )
+
+    def find(self, request: SnapshotRequest, nbytes: int, patience_secs: float) -> tuple[HostBuffer | None, bool]:
+        """(a buffer, or None if none became free in time; True if snapshots under way had to be waited for).
+
+        It waits where it must even if others are configured to be skipped: peers may have begun already.
+
+        Raises:
+            HostMemoryError: There can never be room.
+        """
+        if nbytes > self._pool.budget_bytes:
+            raise self._too_small(request, nbytes)
+        self._require_two(request, nbytes)
+        until = time.monotonic() + patience_secs
+        left = self._settings.max_in_flight - 1
+        waited = False
+        while True:
+            waited = waited or self._stages.in_flight > left
+            if not self._stages.wait(left, max(0.0, until - time.monotonic())):
+                return None, waited
+            buffer = self._pool.acquire(max(nbytes, 1))
+            if buffer is None and self._give_up_recovery(nbytes):
+                buffer = self._pool.acquire(max(nbytes, 1))
+            if buffer is not None:
+                return buffer, waited
+            if isinstance(self._tier, MemoryTier) and not self._stages.in_flight and not self._comes_back(until):
+                return None, waited
+            left = max(0, min(left, self._stages.in_flight) - 1)
+
+    def _comes_back(self, until: float) -> bool:
+        """Wait for a buffer that storage is reading, or that is being made; False if none will come in time."""
+        if self._pool.is_making and time.monotonic() < until:
+            time.sleep(_MAKING_SECS)
+            return True
+        return self._stages.wait_for_storage(max(0.0, until - time.monotonic()))
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Wait until it ``is_short`` no more; False if that took longer than ``timeout_secs``."""
+        until = time.monotonic() + timeout_secs
+        while self.is_short and self._stages.in_flight:
+            fewer = min(self._stages.in_flight, self._settings.max_in_flight) - 1
+            if not self._stages.wait(max(0, fewer), max(0.0, until - time.monotonic())):
+                return False
+        return True
+
+    def used(self, request: SnapshotRequest, nbytes: int, *, partial: bool) -> bool:
+        """A snapshot of so many bytes began. Returns True if more buffers should be made ahead of time (``top_up``)."""
+        self._last_nbytes = nbytes
+        self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)
+        # The first one is full, whatever the policy; one that is full again shows that they all are. Only memory that
+        # outlives the process keeps those.
+        again = isinstance(self._tier, MemoryTier) and self._snapshots > 0 and not self._partial_nbytes
+        self._snapshots += 1
+        return (partial or again) and self._pool.expect(nbytes)
+
+    def top_up(self) -> bool:
+        """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
+        try:
+            return self._pool.top_up(self._buffers)
+        except RuntimeError as error:
+            log.warning("no further host buffer could be made ahead of time, snapshots will try again: %s", error)
+            return False
+
+    @property
+    def _buffers(self) -> int:
+        """Buffers in the steady state: those in flight, and the recovery buffer, or, of a sparse window, two windows'.
+
+        Only memory that outlives the process keeps windows.
+        """
+        windows = 2 * (self._window_size - 1) if isinstance(self._tier, MemoryTier) else 0
+        return self._settings.max_in_flight + 1 + windows
+
+    def _require_two(self, request: SnapshotRequest, nbytes: int) -> None:
+        """Raises ``HostMemoryError`` if memory alone is to hold checkpoints, and has no room for two."""
+        self._window_size = 1 if request.window is None else request.window.size
+        needed = 2 * self._window_size * nbytes
+        if request.stored or request.slot or needed <= self._pool.budget_bytes:
+            return
+        what = "a sparse window" if self._window_size > 1 else "the checkpoint"
+        raise HostMemoryError(
+            needed,
+            self._pool.budget_bytes,
+            f"{what} of step {request.step}, of which memory must hold two, because not each of them goes to storage,",
+            f"Set Memory(budget_bytes=...) to {needed + 2 * nbytes} or more, or Memory(storage_every_n_steps=1).",
+        )
+
+    def _too_small(self, request: SnapshotRequest, nbytes: int) -> HostMemoryError:
+        """What to raise where a snapshot can never fit: what it is, whose the budget is, and what to set."""
+        whole = len(request.operators) == self._operators
+        what = f"the checkpoint of step {request.step}, which holds {'everything' if whole else 'a part of the model'},"
+        free = "That is half of what was free at the start, divided among the ranks of this host. "
+        advice = (
+            f"{'' if self._settings.host_memory_bytes is not None else free}Set host_memory_bytes to {nbytes} "
+            f"or more; {self._buffers * nbytes} is enough for checkpoints not to wait for one another."
+        )
+        if whole:
+            advice += " Every policy saves everything at first, so another one needs no less; more ranks share it."
+        else:
+            advice += " A policy that saves fewer experts at once needs less, too."
+        return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice)
+
+    def _give_up_recovery(self, nbytes: int) -> bool:
+        """Make room by what only a fault would need; True if there was something to give up."""
+        dropped = self._tier.drop()
+        if dropped and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
+            self._gave_up = True
+            log.warning(
+                "host_memory_bytes=%s holds no %d snapshots of %s bytes on rank %d: the newest committed one is not "
+                "kept in memory while others are under way, so that a fault may cost more tokens than it had to",
+                f"{self._pool.budget_bytes:,}",
+                self._buffers,
+                f"{nbytes:,}",
+                self._rank,
+            )
+        return dropped

@@ -1,0 +1,281 @@
+"""The books of one run, kept alike on every rank: what was routed, what is under way, and the ledger of what is safe.
+
+Policies decide from nothing else. Fed by the session: ``routed`` each step, ``begun`` and ``resolved`` for
+each snapshot, ``resume_from`` after a restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from moe_ckpt.core.ledger import Ledger
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.core.window import OperatorBytes, Window
+from moe_ckpt.engine.activity import RoutingActivity
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from moe_ckpt.policies.base import Measured, PolicyContext
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A snapshot whose outcome the ranks have not agreed on yet.
+
+    operators: go to storage; host_only: stay in host memory besides. applied: the token book as of ``step``.
+    window, slot: the sparse window that it is a part of. stored: it goes to storage at all.
+    """
+
+    catalog: Catalog
+    step: int
+    generation: int
+    operators: tuple[str, ...]
+    host_only: tuple[str, ...]
+    applied: Counts
+    relaid: Mapping[str, int]
+    window: Window | None = None
+    slot: int = 0
+    stored: bool = True
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """True if it stands by itself, or ends its sparse window."""
+        return self.window is None or self.slot + 1 == self.window.size
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing else is needed to open it, and it is of one step."""
+        return self.window is None and len(self.operators) == len(self.catalog.everything)
+
+    @cached_property
+    def experts(self) -> Counts:
+        """``[n, 2]``: ``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
+        if self.window is None:
+            return places(self.catalog, self.operators)
+        return places(self.catalog, self.catalog.everything if self.is_checkpoint else ())
+
+
+def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
+    """``[n, 2]``: ``(layer, expert)`` of the experts among ``operators``."""
+    if operators is catalog.everything:
+        return catalog.all_experts
+    at = catalog.places_of(tuple(operators))
+    return catalog.layer_and_expert[at[catalog.is_expert[at]]]
+
+
+class RunLedger:
+    """Ledger, routing and the snapshots under way.
+
+    Args:
+        catalog: Of the model.
+        outlives_process: Memory keeps snapshots by itself, whatever becomes of them on storage.
+
+    Attributes:
+        ledger: What is safe where, and the tokens.
+        activity: What was routed lately.
+        index: Checkpoints begun in this run.
+        last_step: Step of the newest of them; None before the first.
+        committed_step: Of the newest committed checkpoint; None before the first.
+        newest: The snapshot for storage that began last, in this life.
+        pending: Snapshots under way to storage, by sequence.
+        sealing: Snapshots of which it is not known whether every rank has them in its memory, by memory sequence.
+        window: The sparse window under way; ``next_slot`` is the place in it that comes next.
+    """
+
+    def __init__(self, catalog: Catalog, *, outlives_process: bool = False) -> None:
+        self.catalog = catalog
+        self.outlives_process = outlives_process
+        self.ledger = Ledger(catalog)
+        self.activity = RoutingActivity(self.ledger.tokens.applied.shape)
+        self.index = 0
+        self.last_step: int | None = None
+        self.committed_step: int | None = None
+        self.newest: Pending | None = None
+        self.pending: dict[int, Pending] = {}
+        self.sealing: dict[int, Pending] = {}
+        self.window: Window | None = None
+        self.next_slot = 0
+        self._is_void = False
+
+    @property
+    def tokens(self) -> TokenBook:
+        """What was routed, saved and lost."""
+        return self.ledger.tokens
+
+    @property
+    def popularity(self) -> Counts:
+        """``[L, E]`` tokens routed in the newest step, summed over ranks."""
+        return self.activity.newest
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise ``DamagedError`` unless a checkpoint of a model of this fingerprint tells of the catalog's layers.
+
+        Before anything of it is loaded: ``resume_from`` would find the token counts to be of another shape.
+        """
+        here = [(layer.name, layer.experts) for layer in self.catalog.layers]
+        there = [(layer.name, layer.experts) for layer in manifest.model.layers]
+        if here != there:
+            path = f"{manifest.directory}/{MANIFEST_NAME}"
+            raise DamagedError(path, f"its MoE layers are {there}, the model's {here}", step=manifest.step)
+
+    def resume_from(
+        self,
+        manifest: Manifest,
+        *,
+        same_store: bool,
+        tokens_from_host: Counts | None,
+        beneath: Manifest | None = None,
+    ) -> FaultRecord:
+        """Go on from a restored checkpoint.
+
+        Args:
+            manifest: Of it.
+            same_store: The run's own store has something of it.
+            tokens_from_host: See ``TokenBook.recover``.
+            beneath: What the store has, if the checkpoint itself was in memory only.
+        """
+        tokens = TokenBook.from_dict(manifest.tokens, self.tokens.layers, self.tokens.experts)
+        self.ledger.tokens = tokens
+        self.index, self.last_step = manifest.index + 1, manifest.step
+        fault = tokens.recover(manifest.step, tokens_from_host)
+        if same_store:
+            stored = beneath or manifest
+            self.committed_step = stored.step
+            versions = {op: record.step for op, record in stored.operators.items()}
+            if stored.window:
+                versions = dict.fromkeys(versions, stored.step)
+            self.ledger.restore(versions, whole=not stored.window)
+        return fault
+
+    def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:
+        """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
+        self.ledger.tokens = TokenBook.from_dict(tokens, self.tokens.layers, self.tokens.experts)
+        self.tokens.saved = {Tier.STORAGE: self.tokens.applied.copy()}
+        self.index = index
+
+    def routed(self, applied: Counts, soft: Counts | None = None, assigned: Counts | None = None) -> None:
+        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights.
+
+        assigned: what the router assigned, where that is not the same; popularity goes by it.
+        """
+        self.tokens.apply(applied)
+        self.activity.add(applied if assigned is None else assigned, soft)
+
+    def exact(self, step: int) -> None:
+        """``tokens`` are those of the end of ``step`` now, and a snapshot of it that began before is told so."""
+        for under_way in (self.pending, self.sealing):
+            for sequence, pending in under_way.items():
+                if pending.step == step:
+                    known = replace(pending, applied=self.tokens.applied.copy())
+                    self.newest = known if self.newest is pending else self.newest
+                    under_way[sequence] = known
+
+    def begun(self, sequence: int, pending: Pending, memory_sequence: int | None = None) -> None:
+        """A snapshot began.
+
+        Args:
+            sequence: Of those that go to storage; means nothing if this one does not.
+            pending: The snapshot.
+            memory_sequence: Of those in memory that outlives the process; None if it is not.
+        """
+        if pending.stored:
+            self.pending[sequence] = self.newest = pending
+            self.index += 1
+        if memory_sequence is not None:
+            self.sealing[memory_sequence] = pending
+        self.last_step = pending.step
+        self.window, self.next_slot = pending.window, pending.slot + 1
+        if pending.slot == 0:
+            self.activity.begin_window()
+
+    def in_memory(self, memory_sequence: int, *, complete: bool) -> None:
+        """Every rank has a snapshot in its memory; or, not ``complete``, one of them will never have it."""
+        pending = self.sealing.pop(memory_sequence)
+        if complete:
+            everything = pending.window is not None and pending.is_checkpoint
+            if everything or pending.window is None:
+                operators = self.catalog.everything if everything else (*pending.operators, *pending.host_only)
+                self.ledger.hold(operators, pending.applied)
+        elif not pending.stored and pending.window is not None and pending.window == self.window:
+            self.give_up_window()
+
+    def resolved(self, sequence: int, *, committed: bool) -> Pending:
+        """A snapshot ended; what it saved counts from now on, if it was committed."""
+        pending = self.pending.pop(sequence)
+        if not committed and pending.window is not None and pending.window == self.window:
+            self.give_up_window()
+        if committed and pending.is_checkpoint:
+            whole = pending.window is None
+            operators = pending.operators if whole else self.catalog.everything
+            kept = None if self.outlives_process else pending.host_only
+            self.ledger.record(pending.step, operators, pending.applied, kept=kept, whole=whole)
+            self.ledger.pay(pending.relaid)
+            self._is_void = self._is_void and not pending.is_complete
+            self.committed_step = pending.step
+        return pending
+
+    def forget(self) -> None:
+        """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
+        self.ledger.forget()
+        self.committed_step = None
+        self.give_up_window()
+        self._is_void = True
+
+    @property
+    def needs_everything(self) -> bool:
+        """True after ``forget``, until a checkpoint of everything is under way or committed."""
+        return self._is_void and not any(pending.is_complete for pending in self.pending.values())
+
+    def give_up_window(self) -> None:
+        """No further slot of the window under way will be saved."""
+        self.window, self.next_slot = None, 0
+
+    def context(
+        self,
+        step: int,
+        ranks: int,
+        popularity: Counts,
+        measured: Measured,
+        placement: Placement | None = None,
+        sizes: Mapping[str, OperatorBytes] | None = None,
+    ) -> PolicyContext:
+        """Everything a policy may know at ``step``."""
+        under_way = [self.pending[sequence] for sequence in sorted(self.pending)]
+        chosen_at = self.ledger.expert_steps()
+        for pending in under_way:
+            chosen_at[tuple(pending.experts.T)] = pending.step
+        return PolicyContext(
+            step=step,
+            catalog=self.catalog,
+            last_step=self.last_step,
+            index=self.index,
+            chosen_at=chosen_at,
+            ranks=ranks,
+            missing=self._missing(under_way),
+            unsaved={tier: self.tokens.unsaved(tier) for tier in (Tier.STORAGE, Tier.HOST)},
+            expected_unsaved=self.tokens.expecting((pending.experts, pending.applied) for pending in under_way),
+            popularity=popularity,
+            measured=measured,
+            faults=tuple(self.tokens.faults),
+            lost_tokens=self.tokens.lost_tokens,
+            routed_tokens=self.tokens.routed_tokens,
+            window=self.window,
+            next_slot=self.next_slot,
+            activity=self.activity.described(),
+            nothing_safe=self.last_step is not None
+            and self.committed_step is None
+            and not any(pending.is_checkpoint for pending in under_way),
+            placement=placement,
+            sizes={} if sizes is None else sizes,
+        )
+
+    def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
+        """Operators that no checkpoint holds, committed or under way."""
+        never_saved = self.ledger.missing()
+        running = {op for pending in under_way for op in pending.operators} if never_saved else set()
+        return tuple(op for op in never_saved if op not in running)

@@ -1,0 +1,90 @@
+"""Seals snapshots in memory that outlives the process, before any of them goes to storage.
+
+A thread of its own, so that a storage that is stuck holds up no memory checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from moe_ckpt.engine.commit import OperatorRows
+from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.writing import SealedShare, seal_share
+from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
+
+log = logging.getLogger("moe_ckpt")
+
+
+class MemorySealer:
+    """Makes the header of each snapshot's slot. For the thread that seals.
+
+    Args:
+        run: The session's.
+        tier: Keeps the slots.
+        to_storage: Takes each snapshot that goes on to storage, in order.
+    """
+
+    def __init__(self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None]) -> None:
+        self._comm = run.comm
+        self._tier = tier
+        self._to_storage = to_storage
+        self._rows = OperatorRows(run.catalog)
+
+    def resolve(self, snapshot: Snapshot) -> Resolution:
+        """Seal this rank's share. Whatever goes wrong, the other ranks learn of it, and storage is tried."""
+        trouble, header = snapshot.refused, None
+        try:
+            if trouble is None:
+                snapshot.share = seal_share(snapshot, self._tier.files.run_id, self._comm.rank, self._comm.world_size)
+                header = self._seal(snapshot, snapshot.share)
+        except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
+            trouble = f"{type(error).__name__}: {error}"
+            log.warning("memory does not hold the checkpoint of step %d: %s", snapshot.step, trouble)
+            if snapshot.share is None:
+                snapshot.refused = trouble
+        self._tier.sealed(snapshot, header)
+        if snapshot.request.stored:
+            if snapshot.share is not None:  # more is sealed before it is written
+                snapshot.share = snapshot.share.detached()
+            self._to_storage(snapshot)
+        return Resolution(snapshot.sequence, snapshot.step, snapshot.directory, False, trouble, 0.0)
+
+    def _seal(self, snapshot: Snapshot, share: SealedShare) -> bytes | None:
+        """The header of the slot; None if the snapshot lies in private memory, for want of room."""
+        slot = snapshot.buffer.slot
+        if slot is None:
+            return None
+        header = encode_slot(self._header(snapshot, share, slot.memory.numel()))
+        slot.seal(header)
+        return header
+
+    def _header(self, snapshot: Snapshot, share: SealedShare, nbytes: int) -> SlotHeader:
+        request, files = snapshot.request, self._tier.files
+        window = request.window
+        return SlotHeader(
+            run_id=files.run_id,
+            life=files.life,
+            sequence=snapshot.memory_sequence,
+            step=request.step,
+            generation=request.generation,
+            rank=self._comm.rank,
+            world_size=self._comm.world_size,
+            boot_id=files.boot_id,
+            nbytes=nbytes,
+            facts=StepFacts(
+                index=request.index,
+                base=request.base,
+                operators=self._rows.of(request, snapshot.plan.claims),
+                window=None if window is None else WindowPlace(window.start, window.size, request.slot),
+                applied=request.applied.result().tolist(),
+                faults=request.faults,
+                policy=request.policy,
+                measured=request.measured,
+            ),
+            state=share.state,
+            parts=tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts),
+        )

@@ -1,0 +1,204 @@
+"""Begins the snapshots that plans name, and waits until they have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.engine.agreement import StepConsensus
+from moe_ckpt.engine.backlog import Backlog
+from moe_ckpt.engine.bookkeeping import Bookkeeper
+from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded
+from moe_ckpt.engine.flushing import StorageFlush
+from moe_ckpt.engine.live import LiveState
+from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.engine.planning import Planner
+from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.request import SnapshotRequest
+from moe_ckpt.engine.run_ledger import Pending, places
+from moe_ckpt.engine.session_resources import SessionResources
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.policies.base import needs_of
+from moe_ckpt.ports import TensorSpec
+
+Capture = Callable[[], Mapping[str, Any]]
+"""Gives the plain training state of this moment; called only when a snapshot begins."""
+
+
+class Snapshotter:
+    """Makes requests of plans, hands them to the pipeline and enters them in the books. For the training thread only.
+
+    Attributes:
+        booking: Keeps the books.
+        live: The training state.
+        planner: Asks the policy.
+        backlog: Counts snapshots that were left out or waited for.
+        flush: Says which snapshots go to storage.
+    """
+
+    def __init__(self, run: RunContext, resources: SessionResources) -> None:
+        self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended)
+        self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement)
+        self.planner = Planner(run.policy, self.live, run.comm.rank)
+        self.backlog = Backlog(run.settings, run.comm)
+        self.flush = StorageFlush(run.settings, windows=needs_of(run.policy).windows, rank=run.comm.rank)
+        self._run = run
+        self._resources = resources
+        self._end_secs = run.settings.timeout_secs
+
+    def step_begins(self) -> None:
+        """The state of another step is final: its tensors may be others, and the run does not end before it."""
+        self.live.forget()
+        self._end_secs = self._run.settings.timeout_secs
+
+    def carry_out(
+        self, plan: SnapshotPlan, capture: Capture, consensus: StepConsensus, *, step_is_agreed: bool
+    ) -> StepRecord:
+        """Begin what the plan names, unless storage is too far behind. Returns what became of it.
+
+        Args:
+            plan: Not empty; alike on every rank.
+            capture: Gives the plain state.
+            consensus: What the ranks agreed on.
+            step_is_agreed: See ``Bookkeeper.tokens_at``.
+        """
+        pipeline = self._resources.pipeline
+        if not self.backlog.admits(plan, pipeline, busy=consensus.busy, measured=consensus.measured):
+            if plan.slot:
+                self.booking.run_ledger.give_up_window()
+            return StepRecord(plan.step, skipped=True)
+        stored = self.flush.goes(plan, consensus, self.booking.run_ledger)
+        last = plan.halt is not None
+        snapshot = self._begin(plan, capture, last=last, step_is_agreed=step_is_agreed, stored=stored)
+        return StepRecord(
+            plan.step,
+            begun=True,
+            waited=snapshot.waited,
+            nbytes=snapshot.nbytes,
+            experts_saved=len(places(self._run.catalog, snapshot.request.operators)),
+            frozen_nbytes=snapshot.frozen_nbytes,
+            window=0 if plan.window is None else plan.window.size,
+            slot=plan.slot,
+            to_storage=stored,
+        )
+
+    def save_complete(self, step: int, capture: Capture) -> None:
+        """Begin a snapshot of everything, unless the newest one is just that."""
+        newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
+        if newest is not None and newest.step == step:
+            if newest.operators == everything:
+                return
+            self._resources.generation += 1  # a partial checkpoint of this step has taken the name
+        self._begin(save_full(step, everything), capture, last=True, step_is_agreed=True)
+
+    def drain(self, step: int, *, last: bool = False) -> Sequence[Resolution]:
+        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
+
+        Args:
+            step: The newest one, for the message.
+            last: The run ends, and what it waited for its last snapshot counts as well.
+
+        Raises:
+            SaveFailedError: Storage did not finish in time.
+        """
+        pipeline, timeout_secs = self._resources.pipeline, self._run.settings.timeout_secs
+        pipeline.join()
+        if not pipeline.wait(self._end_secs if last else timeout_secs):
+            raise self._not_in_time(step, timeout_secs)
+        return pipeline.resolutions(-1)
+
+    def _begin(
+        self, plan: SnapshotPlan, capture: Capture, *, last: bool, step_is_agreed: bool, stored: bool = True
+    ) -> Snapshot:
+        """Begin a snapshot.
+
+        Args:
+            plan: What to save.
+            capture: Gives the plain state.
+            last: Of the run, so that what it waits for is left to ``drain`` to complain about.
+            step_is_agreed: See ``Bookkeeper.tokens_at``.
+            stored: It goes to storage, too.
+        """
+        settings, live = self._run.settings, self.live
+        patience_secs = self._end_secs if last else settings.timeout_secs
+        tensors, specs = live.describe()
+        request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, stored=stored)
+        live.forget()
+        began = time.perf_counter()
+        snapshot = self._resources.pipeline.begin(request, tensors, specs, capture, patience_secs)
+        if last:
+            self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
+        self.backlog.waits += snapshot.waited
+        if snapshot.refused and not last and settings.when_busy == "wait":
+            raise self._not_in_time(plan.step, patience_secs)
+        in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
+        self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)
+        if stored:
+            self.planner.begun(pending)
+        self._run.tell(SnapshotBegan(snapshot.nbytes, live.layout.changes, specs, request.compute_types))
+        return snapshot
+
+    def _request(
+        self, plan: SnapshotPlan, specs: Sequence[TensorSpec], *, step_is_agreed: bool, stored: bool
+    ) -> tuple[SnapshotRequest, Pending]:
+        """What the plan, the tensors that exist and the books make of the next snapshot, and how it is booked."""
+        run_ledger, generation = self.booking.run_ledger, self._resources.generation
+        relaid = self.live.layout.update(specs)
+        window = plan.window if plan.window is not None and plan.window.size > 1 else None
+        operators, host_only = plan.operators(), plan.operators(Tier.HOST)
+        if relaid and window is None:
+            due = relaid.keys() | set(operators)
+            operators = tuple(op for op in self._run.catalog.everything if op in due)
+        if host_only:
+            chosen = frozenset(operators)
+            host_only = tuple(op for op in host_only if op not in chosen)
+        pending = Pending(
+            self._run.catalog,
+            plan.step,
+            generation,
+            operators,
+            host_only,
+            run_ledger.tokens.applied.copy(),
+            relaid,
+            window,
+            plan.slot,
+            stored,
+        )
+        request = SnapshotRequest(
+            step=plan.step,
+            generation=generation,
+            index=run_ledger.index,
+            operators=operators,
+            host_only=host_only,
+            compute_only=plan.compute_only,
+            compute_types=self.live.compute_types,
+            window=window,
+            slot=plan.slot,
+            applied=self.booking.tokens_at(step_is_agreed=step_is_agreed),
+            faults=tuple(run_ledger.tokens.faults),
+            policy=self._run.policy.describe(),
+            measured=self.booking.meter.known,
+            base=self.booking.committed_directory or "",
+            stored=stored,
+        )
+        return request, pending
+
+    def _ended(self, pending: Pending, committed: bool) -> None:
+        """A snapshot was booked as ended."""
+        self._run.tell(SnapshotEnded(committed))
+        self.planner.ended(pending, committed=committed)
+        if not committed:
+            self.flush.failed(pending)
+
+    def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
+        """What to raise when storage did not answer for so long."""
+        writing, newest = self._resources.pipeline.writing, self.booking.run_ledger.committed_step
+        cause = f"the storage of {self._run.storage.root} did not finish within {secs:g} s (timeout_secs)"
+        if writing is not None:
+            cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
+        kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        return SaveFailedError(step, (cause, f"{kept}; see whether that storage hangs, or raise timeout_secs"))

@@ -1,0 +1,115 @@
+"""Parts of documents that are in many of them unchanged: encoded once, and put into each as they are.
+
+A state file names every parameter of the model, tens of thousands with many experts, and is written at every step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import chain, compress
+from typing import Any
+
+_MARK = "moe_ckpt.fragment"
+
+
+class Fragment:
+    """A list or object of JSON-ready values, in a document in its place. Never changed again.
+
+    Attributes:
+        value: What it is, unless it was put together ``of_rows`` or ``of_counts``.
+        raw: The same as JSON.
+        depth: Lists and objects within one another.
+    """
+
+    def __init__(self, value: list[Any] | dict[str, Any]) -> None:
+        self.value = value
+        self.raw = _dumps(value).encode()
+        self.depth = nesting(value)
+
+    @classmethod
+    def of_rows(cls, rows: bytes) -> Fragment:
+        """A list whose items are encoded by others: each plain, or a list of plain values, as JSON, and a comma."""
+        made = cls.__new__(cls)
+        made.raw, made.depth = b"[%b]" % rows[:-1], 2
+        return made
+
+    @classmethod
+    def of_counts(cls, table: list[list[int]]) -> Fragment:
+        """A table of whole numbers, which look alike in JSON and in Python."""
+        made = cls.__new__(cls)
+        made.raw, made.depth = str(table).replace(" ", "").encode(), 2
+        return made
+
+
+class FixedStrings(list[str]):
+    """Strings in the plain state that are never changed again: a list to all but ``encode_tree``.
+
+    fragment: what stands for them in a document.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        super().__init__(strings)
+        self.fragment = Fragment(list(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FixedStrings:
+        return self
+
+
+_CONTAINERS = (dict, list, tuple, Fragment)
+
+
+def nesting(document: Any, most: int | None = None) -> int:
+    """How many lists and objects are within one another; ``most + 1`` where there are more than ``most``.
+
+    Never recursive itself, and not within fragments, whose depth is known. Runs no code of its own per number or text.
+    """
+    level, depth, deepest = _containers([document]), 0, 0
+    while level:
+        depth += 1
+        fragments = [each.depth for each in level if type(each) is Fragment]
+        deepest = max(deepest, depth, *(depth - 1 + inner for inner in fragments))
+        if most is not None and deepest > most:
+            return most + 1
+        rest = [each for each in level if type(each) is not Fragment] if fragments else level
+        level = _containers(list(chain.from_iterable(e.values() if isinstance(e, dict) else e for e in rest)))
+    return deepest
+
+
+def _containers(values: list[Any]) -> list[Any]:
+    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, _CONTAINERS)}
+    return list(compress(values, map(kinds.__contains__, map(type, values)))) if kinds else []
+
+
+def encode_json(document: Any) -> bytes:
+    """The document as compact JSON, in ASCII.
+
+    Raises:
+        ValueError: it holds NaN or infinity.
+        TypeError: it holds something that is neither plain data nor a fragment.
+    """
+    mark = _MARK
+    while True:
+        found: list[Fragment] = []
+        text = _dumps(document, found, mark)
+        if not found:
+            return text.encode()
+        between = text.split(f'"{mark}"')
+        if len(between) == len(found) + 1:  # else a string of the document is the mark itself
+            parts = [between[0].encode()]
+            for fragment, following in zip(found, between[1:], strict=True):
+                parts += fragment.raw, following.encode()
+            return b"".join(parts)
+        mark += "'"
+
+
+def _dumps(document: Any, found: list[Fragment] | None = None, mark: str = _MARK) -> str:
+    """found: gets the fragments in their order; ``mark`` stands for each."""
+
+    def default(value: Any) -> str:
+        if not isinstance(value, Fragment) or found is None:
+            raise TypeError(f"{type(value).__name__} is no JSON")
+        found.append(value)
+        return mark
+
+    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=default)

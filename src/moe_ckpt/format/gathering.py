@@ -1,0 +1,64 @@
+"""Many small things in a few arrays: tables that grow, and pieces of memory gathered by few calls of numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Column:
+    """An array that grows at its end. Whoever reads it meanwhile has all that was there.
+
+    Args:
+        dtype: Of its elements.
+        width: Shape of a row.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike, *width: int) -> None:
+        self._kept: npt.NDArray[Any] = np.empty((0, *width), dtype=dtype)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def rows(self) -> npt.NDArray[Any]:
+        return self._kept[: self._count]
+
+    def add(self, rows: npt.NDArray[Any]) -> None:
+        count = self._count + len(rows)
+        if count > len(self._kept):
+            grown = np.empty((max(count, 2 * len(self._kept)), *self._kept.shape[1:]), dtype=self._kept.dtype)
+            grown[: self._count] = self.rows
+            self._kept = grown
+        self._kept[self._count : count] = rows
+        self._count = count
+
+
+def by_size(sizes: Numbers) -> Iterator[tuple[int, Numbers]]:
+    """Yields (a size, places in ``sizes`` where it is), in ascending order."""
+    order = np.argsort(sizes, kind="stable")
+    found = sizes[order]
+    bounds = [0, *(np.flatnonzero(found[1:] != found[:-1]) + 1).tolist(), len(sizes)]
+    for at, stop in pairwise(bounds):
+        if at < stop:
+            yield int(found[at]), order[at:stop]
+
+
+def pieces_of(memory: Bytes, nbytes: int) -> npt.NDArray[np.void]:
+    """All pieces of ``nbytes`` that are in ``memory``, one from each byte on."""
+    return np.ndarray((len(memory) - nbytes + 1,), f"V{nbytes}", memory, strides=(1,))
+
+
+def gather(target: Bytes, begins: Numbers, source: Bytes, offsets: Numbers, sizes: Numbers) -> None:
+    """Copy ``sizes`` bytes from each of ``offsets`` in ``source`` to each of ``begins`` in ``target``."""
+    for nbytes, those in by_size(sizes):
+        if nbytes:
+            pieces_of(target, nbytes)[begins[those]] = pieces_of(source, nbytes)[offsets[those]]

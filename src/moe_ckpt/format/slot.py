@@ -1,0 +1,235 @@
+"""The header of a slot: what lies in its bytes, and of which run, life and step. Written last, by a rename.
+
+One sealed document (``format.sealed``), then the raw pieces that it gives length and digest of: the rank's state file,
+byte for byte as storage would have it, and for each part of the slot the header that a shard of these slices has
+(``format.shard``). So the slots of all ranks hold a whole checkpoint, whether storage has it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.fragment import Fragment
+from moe_ckpt.format.manifest import MOST_RANKS, OPERATOR_ID
+from moe_ckpt.format.schema import anything, listing, mapping, maybe, number, one_of, record, require, text, whole
+from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
+from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
+
+SLOT_VERSION = 2
+KIND = "moe_ckpt.slot"
+_LENGTH_NBYTES = 8
+_NOT_OURS = "not the header of a memory slot of this format: "
+_PIECE = {"nbytes": whole(), "xxh3_128": text}
+_PART = record({"kind": text, "begin": whole(), **_PIECE})
+_WINDOW = record({"start": whole(), "size": whole(1), "slot": whole()})
+_FACTS = record(
+    {
+        "index": whole(),
+        "base": text,
+        "operators": listing(OPERATOR_ID),
+        "window": maybe(_WINDOW),
+        "applied": listing(listing(whole())),
+        "faults": listing(listing(whole())),
+        "policy": mapping(anything),
+        "measured": mapping(number()),
+    }
+)
+_BODY = record(
+    {
+        "kind": one_of(KIND),
+        "format_version": one_of(SLOT_VERSION),
+        "run_id": text,
+        "life": text,
+        "sequence": whole(),
+        "step": whole(),
+        "generation": whole(),
+        "rank": whole(),
+        "world_size": whole(1, MOST_RANKS),
+        "boot_id": text,
+        "nbytes": whole(),
+        "facts": _FACTS,
+        "state": record(_PIECE),
+        "parts": listing(_PART, most=16),
+    }
+)
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """Slices that follow one another from byte ``begin`` of the slot on.
+
+    Attributes:
+        kind: Of the shard that they are, or ``engine.compiling.HELD``: they never go to storage.
+        begin: First byte.
+        raw: Their header, as in a shard.
+    """
+
+    kind: str
+    begin: int
+    raw: bytes
+
+
+@dataclass(frozen=True)
+class WindowPlace:
+    """A step's place in a sparse window: the window's first step, its length, and which of its steps this is."""
+
+    start: int
+    size: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What a manifest of the step needs beside the ranks' files; alike on every rank.
+
+    Attributes:
+        index: As ``Manifest.index``.
+        base: Directory of the newest checkpoint on storage when the snapshot began; empty before the first.
+        operators: Held in full, but for those that never go to storage.
+        window: Place in a sparse window; None for a checkpoint that stands by itself.
+        applied: ``[L, E]`` tokens that experts had processed by the step.
+        faults: Recoveries of the run so far.
+        policy: ``Policy.describe()``.
+        measured: As ``Manifest.measured``.
+    """
+
+    index: int
+    base: str
+    operators: Fragment | tuple[str, ...]
+    window: WindowPlace | None
+    applied: list[list[int]]
+    faults: tuple[FaultRecord, ...] = ()
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def encoded(self) -> dict[str, Any]:
+        """For a document."""
+        return {
+            "index": self.index,
+            "base": self.base,
+            "operators": self.operators if isinstance(self.operators, Fragment) else list(self.operators),
+            "window": None if self.window is None else vars(self.window),
+            "applied": Fragment.of_counts(self.applied),
+            "faults": [list(vars(fault).values()) for fault in self.faults],
+            "policy": dict(self.policy),
+            "measured": dict(self.measured),
+        }
+
+    @classmethod
+    def decoded(cls, told: Mapping[str, Any]) -> StepFacts:
+        """What ``encoded`` gave, of a document that fits the schema."""
+        window = told["window"]
+        return cls(
+            told["index"],
+            told["base"],
+            tuple(told["operators"]),
+            None if window is None else WindowPlace(**window),
+            told["applied"],
+            tuple(FaultRecord(*fault) for fault in told["faults"]),
+            told["policy"],
+            told["measured"],
+        )
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """See the module.
+
+    Attributes:
+        run_id: Of the store.
+        life: Names the life of the run, by a token that no other life has.
+        sequence: Snapshots of that life before this one.
+        step: Of the state that was copied.
+        generation: Of that life.
+        rank: Whose share it is.
+        world_size: Ranks of that life.
+        boot_id: Of the machine's kernel.
+        nbytes: Of the slot.
+        facts: Of the step.
+        state: The rank's state file.
+        parts: What lies in the slot.
+    """
+
+    run_id: str
+    life: str
+    sequence: int
+    step: int
+    generation: int
+    rank: int
+    world_size: int
+    boot_id: str
+    nbytes: int
+    facts: StepFacts
+    state: bytes
+    parts: tuple[SlotPart, ...]
+
+    def slices(self, part: SlotPart, path: str) -> tuple[SliceEntry, ...]:
+        """The slices of one part, with checksums. path: for messages.
+
+        Raises:
+            DamagedError: The part's header is of another run, life, step or rank.
+        """
+        header = decode_header(part.raw, path)
+        found = header.run_id, header.step, header.generation, header.rank
+        if found != (self.run_id, self.step, self.generation, self.rank):
+            raise DamagedError(path, f"{_NOT_OURS}a part is of {found}", step=self.step, rank=self.rank)
+        if part.begin + header.data_nbytes > self.nbytes:
+            raise DamagedError(path, f"{_NOT_OURS}a part ends beyond the slot", step=self.step, rank=self.rank)
+        return header.slices
+
+
+_SCALARS = ("run_id", "life", "sequence", "step", "generation", "rank", "world_size", "boot_id", "nbytes")
+
+
+def encode_slot(header: SlotHeader) -> bytes:
+    """The bytes of the header's file."""
+    parts = [{"kind": part.kind, "begin": part.begin, **_piece(part.raw)} for part in header.parts]
+    body = {
+        "kind": KIND,
+        "format_version": SLOT_VERSION,
+        **{name: getattr(header, name) for name in _SCALARS},
+        "facts": header.facts.encoded(),
+        "state": _piece(header.state),
+        "parts": parts,
+    }
+    document = seal(body)
+    length = len(document).to_bytes(_LENGTH_NBYTES, "little")
+    return b"".join([length, document, header.state, *(part.raw for part in header.parts)])
+
+
+def _piece(raw: bytes) -> dict[str, Any]:
+    return {"nbytes": len(raw), "xxh3_128": digest(raw)}
+
+
+def decode_slot(raw: bytes, path: str) -> SlotHeader:
+    """What ``encode_slot`` was given. path: for messages.
+
+    Raises:
+        DamagedError: It is not as it was written, or of another format.
+    """
+    end = _LENGTH_NBYTES + int.from_bytes(raw[:_LENGTH_NBYTES], "little")
+    if not _LENGTH_NBYTES < end <= min(len(raw), MAX_SEALED_BYTES):
+        raise DamagedError(path, f"{_NOT_OURS}its length does not fit")
+    body = unseal(raw[_LENGTH_NBYTES:end], path)
+    require(_BODY, body, path, _NOT_OURS)
+    pieces = []
+    for told, most in [(body["state"], MAX_SEALED_BYTES), *((part, MAX_HEADER_BYTES) for part in body["parts"])]:
+        begin, end = end, end + told["nbytes"]
+        if told["nbytes"] > most or digest(raw[begin:end]) != told["xxh3_128"]:
+            raise DamagedError(path, "checksum mismatch in the header of a part", step=body["step"], rank=body["rank"])
+        pieces.append(raw[begin:end])
+    if end != len(raw):
+        raise DamagedError(path, f"{_NOT_OURS}{len(raw) - end:,} bytes follow it")
+    state, *headers = pieces
+    return SlotHeader(
+        **{name: body[name] for name in _SCALARS},
+        facts=StepFacts.decoded(body["facts"]),
+        state=state,
+        parts=tuple(
+            SlotPart(told["kind"], told["begin"], piece) for told, piece in zip(body["parts"], headers, strict=True)
+        ),
+    )

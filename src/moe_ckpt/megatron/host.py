@@ -1,0 +1,187 @@
+"""``driver.run.Host`` of a Megatron training loop: its iteration, its plain state, and how that is restored."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from moe_ckpt.driver.changes import Change
+from moe_ckpt.driver.generators import Generators
+from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.replaying import Repeated, same_plain
+from moe_ckpt.driver.run import End, Host, require_framework
+from moe_ckpt.engine.options import Options
+from moe_ckpt.errors import ConfigError, OtherLayoutError
+from moe_ckpt.format.finished import Finished
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.interop.weights import Loaded
+from moe_ckpt.interop.whole import all_buffers
+from moe_ckpt.megatron.hyperparameters import changes, configured
+from moe_ckpt.megatron.inventory import Inventory
+from moe_ckpt.megatron.loop import Loop, Progress
+from moe_ckpt.megatron.state import MegatronTrainingState
+from moe_ckpt.megatron.topology import layout
+from moe_ckpt.megatron.trainer_state import (
+    Stateful,
+    capture_generators,
+    restore_generators,
+    restore_stateful,
+)
+from moe_ckpt.megatron.weights import load_into
+from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.resume import Restored
+from moe_ckpt.storage import open_storage
+
+_Plain = Mapping[str, Any]
+
+_REPEATED: tuple[Repeated, ...] = (
+    ("the hyperparameters of the optimizer", lambda state: state["plain"]["optimizer"]),
+    ("the state of the scheduler or of another object in stateful=", lambda state: state["stateful"]),
+    ("the number of consumed samples", lambda state: state["consumed_samples"]),
+    ("an expert bias or another buffer of a router, so that tokens took other ways", lambda s: s["plain"]["buffers"]),
+)
+
+
+class MegatronHost(Host):
+    """One training loop. Arguments: as of ``attach``; ``inventory`` is that of ``chunks``."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        inventory: Inventory,
+        optimizer: Any,
+        stateful: Mapping[str, Stateful],
+        options: Options,
+    ) -> None:
+        self.state = MegatronTrainingState(inventory, optimizer)
+        self.loop = Loop()
+        self.generators = Generators(capture_generators, restore_generators)
+        self._options = options
+        self._stateful = stateful
+        self._settings = functools.partial(configured, optimizer, stateful)
+        self._configured: _Plain = self._settings()
+        self._layout = layout(chunks)
+
+    @property
+    def step(self) -> int:
+        return self.loop.iteration
+
+    def admits(self, manifest: Manifest, plain: _Plain) -> None:
+        """Raises for the state of another framework, and for a window of another layout."""
+        require_framework(plain, "Megatron", f"checkpoint {manifest.directory}")
+        if not manifest.window:
+            return
+        differing = _differing(plain["layout"], self._layout, "{name} {there} (now {here})")
+        if differing:
+            raise OtherLayoutError(
+                manifest.directory,
+                f"of a run with other parallel degrees: {', '.join(differing)}",
+                "Start with those of that run; a dense checkpoint, such as its last one, can go on with others.",
+            )
+
+    def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
+        """Restores all but tensors and random numbers. Buffers of layers that other ranks held are in their files.
+
+        Raises:
+            ConfigError: The checkpoint is of a run with other stateful objects or buffers.
+            StateRefusedError: An object does not take the state that is stored of it.
+        """
+        plain, found = restored.plain, restored.plain["plain"]
+        if not self.state.buffers <= found["buffers"].keys():
+            reader = StoreReader(open_storage(self._options.dirpath))
+            found = found | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
+        restore_stateful(self._stateful, plain["stateful"], restored.path)
+        with handing_back("the model and its optimizer", restored.path):
+            self.state.load_plain(found)
+        iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
+        self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
+        changed = settings_changed(restored, self._configured, self._settings())
+        inexact = other_layout(plain["layout"], self._layout)
+        if inexact is None:
+            self._configured = plain.get("configured", self._configured)
+            self.generators.take(plain["rng"])
+        return changed, inexact  # on another layout the random numbers are of no rank here
+
+    def load_weights(self, path: str, comm: Communicator) -> Loaded:
+        if self.loop.iteration:
+            raise ConfigError(
+                f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which begins at "
+                f"iteration {self.loop.iteration}, contradict each other: give one of them"
+            )
+        return load_into(path, self.state, comm)
+
+    def go_on_from_end(
+        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
+    ) -> tuple[bool, str]:
+        return True, (  # only the loop knows its length
+            f". The run is finished ({finished.reason}): a loop that ends at iteration {manifest.step} trains nothing, "
+            "a longer one goes on. For another experiment choose another dirpath"
+        )
+
+    def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
+        idle = idle_generators(before["rng"], recorded["rng"])
+        numbers = lambda state: {name: each for name, each in state["rng"].items() if name not in idle}  # noqa: E731
+        return (("the state of the random number generators", numbers), *_REPEATED)
+
+    def capture(self, *, described: bool = False) -> dict[str, Any]:
+        if self.generators.state is None:
+            self.generators.note()
+        return {
+            "framework": "megatron",
+            "iteration": self.loop.iteration,
+            "consumed_samples": self.loop.consumed_samples,
+            "counters": self.loop.counters,
+            "layout": self._layout,
+            "plain": self.state.plain(),
+            "stateful": {name: dict(each.state_dict()) for name, each in self._stateful.items()},
+            "configured": self._configured,
+            "rng": self.generators.state,
+        }
+
+    def end(self) -> End:
+        return End("finish() was called")
+
+
+def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
+    """Returns names of the generators that a recorded step did not use, so that a replay need not compare them.
+
+    This can be torch's on the CPU, where a GPU computes: only the making of data iterators draws from it, which comes
+    at other times after a restart.
+
+    Args:
+        before: States by name, after the step before.
+        after: States after the step.
+    """
+    return frozenset({"torch"} if "cuda" in after and same_plain(before.get("torch"), after.get("torch")) else ())
+
+
+def other_layout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Returns what is inexact because degrees of parallelism differ from the checkpoint's; None if none do."""
+    differing = _differing(saved, now, "{name} {there}, now {here}")
+    if not differing:
+        return None
+    return (
+        f"the checkpoint is of another layout ({'; '.join(differing)}): weights and optimizer state are exact, but "
+        "random numbers go on as seeded now, so that what follows is not what the run would have computed"
+    )
+
+
+def _differing(saved: Mapping[str, Any], now: Mapping[str, Any], text: str) -> list[str]:
+    return [
+        text.format(name=name, there=saved.get(name), here=degree)
+        for name, degree in now.items()
+        if saved.get(name) != degree
+    ]
+
+
+def settings_changed(restored: Restored, now: _Plain, used: _Plain) -> list[Change]:
+    """Returns the settings that differ from those that the run began with. See ``hyperparameters.changes``."""
+    before = restored.plain.get("configured")
+    if before is None:  # checkpoints of earlier releases
+        return []
+    with handing_back("the settings of optimizer and scheduler", restored.path):
+        return changes(before, now, used)

@@ -1,0 +1,95 @@
+"""What a Megatron run saves beside model and optimizer: random number generators and stateful objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.modeling.rng import capture_rng, restore_rng
+
+SCHEDULER = "scheduler"
+"""Name of the scheduler among what is saved beside model and optimizer."""
+
+
+class Stateful(Protocol):
+    """The scheduler, and what else the user wants saved."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def capture_generators() -> dict[str, Any]:
+    """Returns the states of Python's, numpy's and torch's generators, and of Megatron's tracker."""
+    tracker = megatron_core().rng_tracker()
+    return capture_rng() | {"tracker": {name: _state(found) for name, found in tracker.get_states().items()}}
+
+
+def restore_generators(stored: Mapping[str, Any]) -> None:
+    """Inverse of ``capture_generators``."""
+    restore_rng(stored)
+    tracker = megatron_core().rng_tracker()
+    states = tracker.get_states()
+    for name, state in stored["tracker"].items():
+        if isinstance(states.get(name), torch.Generator):
+            states[name].set_state(state)
+        else:
+            states[name] = state
+    tracker.set_states(states)
+
+
+def _state(found: Any) -> torch.Tensor:
+    """Returns a state; trackers for CUDA graphs hold generators instead."""
+    return found.get_state() if isinstance(found, torch.Generator) else found
+
+
+def all_stateful(scheduler: Stateful | None, stateful: Mapping[str, Stateful]) -> dict[str, Stateful]:
+    """Returns what is saved beside model and optimizer, by name.
+
+    Raises:
+        ConfigError: An object lacks ``state_dict`` or ``load_state_dict``, or two have one name.
+    """
+    if scheduler is not None and SCHEDULER in stateful:
+        raise ConfigError(
+            "megatron.attach was given a scheduler and stateful={'scheduler': ...}: one would replace the other. Give "
+            "the second another name"
+        )
+    found = dict(stateful) | ({} if scheduler is None else {SCHEDULER: scheduler})
+    for name, each in found.items():
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise ConfigError(
+                f"{name} ({type(each).__name__}), given to megatron.attach, lacks state_dict or load_state_dict, so it "
+                "cannot come back. Give it both, or leave it out"
+            )
+    return found
+
+
+_OTHER_SCHEDULE = (
+    "The schedule of this run is not the checkpoint's, as when it is to train longer: give "
+    "--override-opt_param-scheduler to go on with this run's schedule, --use-checkpoint-opt_param-scheduler to go on "
+    "with the checkpoint's (arguments of Megatron-LM, and of OptimizerParamScheduler with underscores), or the "
+    "--train-iters and --lr-decay-iters of the run."
+)
+
+
+def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any], path: str) -> None:
+    """Restores stateful objects. path: Of the state file, for messages.
+
+    Raises:
+        ConfigError: The run and the checkpoint have other objects; nothing was changed.
+        StateRefusedError: An object, which is named, does not take its state.
+    """
+    if stateful.keys() != stored.keys():
+        raise ConfigError(
+            f"the checkpoint holds the state of {sorted(stored)}, this run gives {sorted(stateful)} (scheduler and "
+            "stateful= of megatron.attach); give the same ones"
+        )
+    for name, each in stateful.items():
+        advice = _OTHER_SCHEDULE if type(each).__name__ == "OptimizerParamScheduler" else ""
+        with handing_back(f"{name} ({type(each).__name__})", path, advice):
+            each.load_state_dict(stored[name])

@@ -1,0 +1,329 @@
+"""The directories that slots lie in, who owns them, and what dead processes left there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.memory.slot import DATA_SUFFIX, HEADER_SUFFIX
+from moe_ckpt.storage.access import PRIVATE
+from moe_ckpt.storage.local import make_directories
+
+log = logging.getLogger("moe_ckpt")
+
+LOCK = "lock"
+"""Never opened but to lock it: closing any descriptor of it drops this process's lock."""
+OWNER = "owner.json"
+_GENERATION, _RANK = re.compile(r"\d{6,}"), re.compile(r"rank_(\d{5,})")
+_TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
+_MOST_OWNER_NBYTES = 4096
+_TRIES = 64
+_PATIENCE_SECS, _PAUSE_SECS = 1.0, 0.005
+"""For somebody who removes what dead processes left, and holds a directory for that long."""
+
+ELSEWHERE = -1
+"""Holder of a directory whose process has no number here: it is of another pid namespace."""
+
+_FLOCK = "hhqqi"
+"""``struct flock`` of 64-bit Linux: type, whence, start, length, process."""
+
+_owned: set[tuple[int, int]] = set()
+"""Device and inode of the locks of this process: POSIX locks do not keep it from taking its own twice."""
+_owned_guard = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who made a rank's directory; what is not known is 0 or empty."""
+
+    pid: int = 0
+    host: str = ""
+    boot_id: str = ""
+    store: str = ""
+    begun_unix_secs: float = 0.0
+
+
+class RankDirectory:
+    """The slots of one rank in one life of a run, locked by this process until ``release`` or its death.
+
+    A record lock, as ``storage.lock``: forked data-loader workers do not inherit it.
+
+    Attributes:
+        path: ``<root>/moe_ckpt-<uid>/<run>/<generation>/rank_<rank>``.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._identity = _identity(os.fstat(descriptor))
+
+    @classmethod
+    def take(cls, path: Path) -> RankDirectory | None:
+        """Lock a directory that exists; None if somebody else holds it, or it is gone.
+
+        Raises:
+            OSError: It cannot be locked.
+        """
+        with _owned_guard:
+            for _ in range(_TRIES):
+                if _is_owned(path):
+                    return None
+                try:
+                    descriptor = PRIVATE.create(str(path / LOCK), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+                except (FileNotFoundError, NotADirectoryError):
+                    return None
+                try:
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    os.close(descriptor)
+                    if error.errno in _TAKEN:
+                        return None
+                    raise
+                taken = cls(path, descriptor)
+                if _identity_at(path / LOCK) == taken._identity:
+                    _owned.add(taken._identity)
+                    return taken
+                os.close(descriptor)  # its owner removed it meanwhile: whoever came next has locked another file
+            return None
+
+    def describe(self, store: str) -> None:
+        """Write down whose it is, for people and for ``sweep``."""
+        owner = Owner(os.getpid(), socket.gethostname(), boot_id(), store, time.time())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(PRIVATE.create(str(self.path / OWNER), flags), "w") as file:
+            json.dump(vars(owner), file)
+
+    @property
+    def slots(self) -> list[Path]:
+        """Those that have bytes, sealed or not; without suffix."""
+        return sorted(path.with_suffix("") for path in self.path.glob(f"*{DATA_SUFFIX}"))
+
+    def clear_unsealed(self) -> None:
+        """Delete what nobody can read: bytes without a header, and what was set aside as damaged."""
+        there = {path.name: path for path in entries(self.path)} if self._is_held else {}
+        for name, path in there.items():
+            pair = {path.stem + DATA_SUFFIX, path.stem + HEADER_SUFFIX}
+            if not (name in pair and pair <= there.keys()) and name not in (LOCK, OWNER):
+                _delete(path)
+
+    def clear(self) -> None:
+        """Delete all it holds but the lock."""
+        for path in entries(self.path):
+            if path.name != LOCK:
+                _delete(path)
+
+    def remove(self) -> None:
+        """Delete it with all it holds, and then the run's directories above it that are empty; lets go of the lock.
+
+        Nothing is deleted after ``release``: it may be another process's by now. What cannot be deleted stays, with a
+        warning.
+        """
+        if self._is_held:
+            self.clear()
+            _delete(self.path / LOCK)
+        self.release()
+        remove_empty(self.path, self.path.parent, self.path.parent.parent)
+
+    @property
+    def _is_held(self) -> bool:
+        """False after ``release``, or if it was removed by somebody and another process has made it again."""
+        return self._descriptor >= 0 and _identity_at(self.path / LOCK) in (None, self._identity)
+
+    def release(self) -> None:
+        """Let others take it. Twice does no harm."""
+        with _owned_guard:
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+                _owned.discard(self._identity)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _identity_at(path: Path) -> tuple[int, int] | None:
+    """Of what has this name now; None if nothing has."""
+    try:
+        return _identity(path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_owned(path: Path) -> bool:
+    """True if this process holds a directory, by whatever name. To open its lock and close it again would drop it."""
+    return _identity_at(path / LOCK) in _owned
+
+
+def entries(path: Path) -> list[Path]:
+    """What lies in a directory, sorted; nothing, with a warning, if it cannot be read."""
+    try:
+        return sorted(path.iterdir())
+    except OSError as error:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            log.warning("%s cannot be read: %s", path, error)
+        return []
+
+
+def _delete(path: Path) -> None:
+    """Of what is not a file, or cannot be deleted, a warning tells."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
+
+
+def remove_empty(*paths: Path) -> None:
+    """Remove directories, from the bottom up, until one is not empty."""
+    for path in paths:
+        try:
+            path.rmdir()
+        except OSError:  # another rank's files, or it is gone
+            return
+
+
+def user_directory(root: str) -> Path:
+    """What holds all runs of this user below ``root``.
+
+    Raises:
+        ConfigError: ``root`` is no directory, or another user has taken the name.
+    """
+    if not os.path.isdir(root):
+        raise ConfigError(f"Memory(directory={root!r}): there is no such directory on {socket.gethostname()}")
+    path = Path(root, f"moe_ckpt-{os.geteuid()}")  # it is never removed: another user could take the name
+    with contextlib.suppress(FileExistsError):
+        PRIVATE.make_directory(str(path))
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} is not a private directory of user {os.geteuid()} (owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}), so nothing in it can be trusted. Remove it, or give "
+            "Memory(directory=...) another one"
+        )
+    return path
+
+
+def make_rank_directory(root: str, run_id: str, generation: int, rank: int, store: str) -> RankDirectory:
+    """A new directory for this life of a run.
+
+    Raises:
+        ConfigError: As ``user_directory``; or it exists and is in use.
+        OSError: It cannot be made.
+    """
+    path = user_directory(root) / run_id / f"{generation:06d}" / f"rank_{rank:05d}"
+    made = _made(path)
+    if made is None:
+        raise ConfigError(
+            f"{path} is in use by another process. Nodes of one run must not share Memory(directory={root!r})"
+        )
+    try:
+        made.clear()  # of a life that ended before it said so anywhere
+        made.describe(store)
+    except OSError:
+        made.remove()
+        raise
+    return made
+
+
+def _made(path: Path) -> RankDirectory | None:
+    """Make and lock a directory; None if somebody else holds it.
+
+    Again where it vanished between the two, for whoever removes its own takes empty directories above along, and for a
+    moment where somebody holds it, who may be about to remove it.
+    """
+    until = time.monotonic() + _PATIENCE_SECS
+    while True:
+        is_last = time.monotonic() > until
+        try:
+            make_directories(str(path), PRIVATE)
+            made = RankDirectory.take(path)
+            if made is not None or is_last:
+                return made
+        except (FileNotFoundError, NotADirectoryError):  # the latter, too, where one vanished just now
+            if is_last:
+                raise
+        time.sleep(_PAUSE_SECS)
+
+
+def rank_directories(run: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yields (generation, rank, path) of one run's directories, the newest life first."""
+    for generation in sorted(_named(run, _GENERATION), key=lambda path: -int(path.name)):
+        for path in sorted(_named(generation, _RANK)):
+            yield int(generation.name), int(path.name.removeprefix("rank_")), path
+
+
+def _named(path: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return [each for each in entries(path) if pattern.fullmatch(each.name)]
+
+
+def owner_of(path: Path) -> Owner:
+    """Who made a rank's directory, as far as that can be told."""
+    try:
+        told = json.loads((path / OWNER).read_bytes()[:_MOST_OWNER_NBYTES])
+        host, boot, store = (str(told[name]) for name in ("host", "boot_id", "store"))
+        return Owner(int(told["pid"]), host, boot, store, float(told["begun_unix_secs"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return Owner()
+
+
+def holder_of(path: Path) -> int:
+    """Process that has locked a rank's directory; 0 if none has, ``ELSEWHERE`` if it is of another pid namespace.
+
+    Takes nothing, so that nobody is disturbed.
+    """
+    with _owned_guard:
+        if _is_owned(path):
+            return os.getpid()
+        try:
+            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return 0
+        try:
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            return 0 if kind == fcntl.F_UNLCK else int(pid) if pid > 0 else ELSEWHERE
+        except OSError:
+            return 0
+        finally:
+            os.close(descriptor)
+
+
+def said_holder(pid: int) -> str:
+    """What ``holder_of`` gives, for people."""
+    return "nobody" if not pid else "a process of another namespace" if pid == ELSEWHERE else f"process {pid}"
+
+
+def node_of(root: str) -> str:
+    """The name of the node that a memory directory lies on: ranks that give the same one reach each other's slots.
+
+    Directories that are not the same are of different nodes even on one machine: that is how tests make nodes of
+    processes, and how containers with a ``/dev/shm`` of their own are told apart, which do fail together with their
+    machine (``Memory(failure_domain=...)``).
+
+    Raises:
+        OSError: There is no such directory.
+    """
+    found = os.stat(root)
+    return f"{socket.gethostname()} {boot_id()} {found.st_dev}:{found.st_ino}"
+
+
+def boot_id() -> str:
+    """Names the time since this machine was started; empty where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,265 @@
+"""The memory of one rank: slots of this life, and those that earlier lives of the run left on this node."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.memory.directory import (
+    RankDirectory,
+    boot_id,
+    entries,
+    holder_of,
+    make_rank_directory,
+    owner_of,
+    rank_directories,
+    remove_empty,
+    said_holder,
+    user_directory,
+)
+from moe_ckpt.memory.slot import Slot, set_aside
+
+log = logging.getLogger("moe_ckpt")
+
+_ABANDONED_SECS = 86_400.0
+"""A run without a living process is over after that; until then it may be waiting for its restart."""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundSlot:
+    """A sealed slot of an earlier life. Its slices are not verified."""
+
+    slot: Slot
+    header: SlotHeader
+
+
+class MemoryFiles:
+    """Makes slots for one rank of one life, and owns what earlier lives left for it. See the package.
+
+    Args:
+        root: A directory of this node.
+        run_id: Of the store.
+        generation: This life.
+        life: A token that names it.
+        rank: This process's.
+        store: Where the run's checkpoints are. A copy of a store has its run_id, but another place: what one leaves in
+            memory is never the other's.
+
+    Raises:
+        ConfigError: The directory cannot be used.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, root: str, run_id: str, generation: int, life: str, rank: int, store: str) -> None:
+        self.run_id, self.generation, self.life, self.rank = run_id, generation, life, rank
+        self.boot_id = boot_id()
+        self._store = store
+        self._own = make_rank_directory(root, run_id, generation, rank, store)
+        self._left: list[RankDirectory] = []
+        self._numbers = itertools.count()
+
+    @property
+    def path(self) -> Path:
+        """Of this life's slots."""
+        return self._own.path
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of all rank directories that are owned."""
+        return tuple(directory.path for directory in (self._own, *self._left))
+
+    def make(self, nbytes: int) -> Slot:
+        """A new slot. Raises ``MemoryFullError``, ``OSError``. On any thread, one at a time."""
+        return Slot.create(self.path / f"slot_{next(self._numbers):03d}", nbytes)
+
+    def take_left(self, *, own: bool) -> list[FoundSlot]:
+        """Take over what ended lives left on this node, except what living processes hold, or a copy's life left.
+
+        Trouble with one directory or slot is a warning, and costs no other.
+
+        Args:
+            own: What this rank left; else whatever nobody has taken yet. Ranks of a node call it for the former first,
+                and for the latter when all of them have.
+
+        Returns:
+            Every slot that opens, of all that was taken, the newest step first; none for ``own``.
+        """
+        for generation, rank, path in list(rank_directories(self._run)):
+            if generation != self.generation and (rank == self.rank) == own:
+                self._take(path)
+        if own:
+            return []
+        found = [each for directory in self._left for each in _open_slots(directory)]
+        return sorted(found, key=lambda each: (-each.header.step, -each.header.generation))
+
+    def _take(self, path: Path) -> None:
+        store = owner_of(path).store
+        if store != self._store:
+            log.info("%s is left alone: it is of the store %s", path, store or "(unknown)")
+            return
+        try:
+            taken = RankDirectory.take(path)
+            if taken is None:
+                log.info("%s is left alone: %s holds it", path, said_holder(holder_of(path)))
+                return
+            self._left.append(taken)
+            taken.clear_unsealed()
+        except OSError as error:
+            log.warning("what lies in %s is not used: %s", path, error)
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of everything; what is not kept is removed. Twice does no harm.
+
+        Args:
+            keep: Leave sealed slots to whoever starts the run again. Else nothing that this rank made stays, nor of
+                earlier lives on this node but what living processes hold.
+        """
+        left, self._left = self._left, []
+        for directory in (self._own, *left):
+            if keep:
+                directory.clear_unsealed()
+            if keep and directory.slots:
+                directory.release()
+            else:
+                directory.remove()
+        if not keep:
+            self._remove_rest()
+
+    def _remove_rest(self) -> None:
+        """Remove what nobody took of earlier lives, whose processes lived then. Ranks of this life remove their own."""
+        for generation, _, path in list(rank_directories(self._run)):
+            if generation >= self.generation or owner_of(path).store not in (self._store, ""):
+                continue
+            try:
+                taken = RankDirectory.take(path)
+            except OSError as error:
+                log.warning("%s is not removed: %s", path, error)
+                continue
+            if taken is not None:
+                taken.remove()
+
+    @property
+    def _run(self) -> Path:
+        return self.path.parent.parent
+
+
+def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:
+    for path in directory.slots:
+        try:
+            yield FoundSlot(*Slot.open(path))
+        except DamagedError as error:
+            log.warning("the memory slot %s is not used, and is set aside: %s", path, error)
+            set_aside(path)
+        except OSError as error:
+            log.warning("the memory slot %s is not used: %s", path, error)
+
+
+def newest_generation(root: str, run_id: str) -> int:
+    """Of what lies below ``root`` of a run; -1 if nothing does. Raises ``ConfigError`` as ``user_directory``."""
+    found = next(rank_directories(user_directory(root) / run_id), None)
+    return -1 if found is None else found[0]
+
+
+def left_bytes(root: str, run_id: str, store: str) -> int:
+    """What slots take that ended lives of a run left: free again when a life that takes them over has its own.
+
+    Raises:
+        ConfigError: As ``user_directory``.
+    """
+    paths = [path for _, _, path in rank_directories(user_directory(root) / run_id)]
+    return sum(used_bytes(path) for path in paths if owner_of(path).store == store and not holder_of(path))
+
+
+def sweep(root: str, run_id: str) -> int:
+    """Remove what runs left that are over: of another boot, or without a living process for a day.
+
+    Trouble with one of them is a warning, and no reason for this run not to begin.
+
+    Args:
+        root: As of ``MemoryFiles``.
+        run_id: The run that begins here, which is left alone.
+
+    Returns:
+        How many bytes were freed.
+
+    Raises:
+        ConfigError: As ``user_directory``.
+    """
+    freed = 0
+    for run in entries(user_directory(root)):
+        try:
+            freed += _swept(run) if run.name != run_id and run.is_dir() else 0
+        except OSError as error:
+            log.warning("%s is left alone: %s", run, error)
+    return freed
+
+
+def _swept(run: Path) -> int:
+    nbytes = used_bytes(run)
+    if _is_over(run) and remove_run(run):
+        nbytes -= used_bytes(run)
+        log.info("%s: %s bytes of a run that is over were removed", run, f"{nbytes:,}")
+        return nbytes
+    if nbytes:
+        log.info("%s holds %s bytes of another run; moe-ckpt memory lists them", run, f"{nbytes:,}")
+    return 0
+
+
+def used_bytes(path: Path) -> int:
+    """Of all files below, as far as they are still there."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(directory, name)).st_size
+    return total
+
+
+def _is_over(run: Path) -> bool:
+    owners = [owner_of(path) for _, _, path in rank_directories(run)]
+    if owners and all(owner.boot_id not in ("", boot_id()) for owner in owners):
+        return True
+    newest = max([_touched(run), *(owner.begun_unix_secs for owner in owners)])
+    return time.time() - newest > _ABANDONED_SECS
+
+
+def _touched(run: Path) -> float:
+    """When a slot of the run was sealed last, or a directory made, in seconds since the epoch."""
+    touched = 0.0
+    for path in (run, *entries(run), *(path for _, _, path in rank_directories(run))):
+        with contextlib.suppress(OSError):
+            touched = max(touched, path.lstat().st_mtime)
+    return touched
+
+
+def remove_run(run: Path) -> bool:
+    """Remove all that a run has on this node; False, and nothing is done, if one of its processes is alive.
+
+    A life that begins meanwhile keeps what it has made: only what was locked here is removed, and what is empty.
+
+    Raises:
+        OSError: It cannot be read or locked; nothing is done.
+    """
+    with contextlib.ExitStack() as held:
+        taken = []
+        for path in [path for _, _, path in rank_directories(run)]:
+            directory = RankDirectory.take(path)
+            if directory is not None:
+                held.callback(directory.release)
+                taken.append(directory)
+            elif path.exists():
+                return False
+        for directory in taken:
+            directory.remove()
+    for generation in entries(run):
+        remove_empty(generation)
+    remove_empty(run)
+    return True

@@ -1,0 +1,82 @@
+"""What a user chooses about memory that outlives the process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from moe_ckpt.core.cadence import StorageCadence
+from moe_ckpt.core.quantities import parse_bytes
+from moe_ckpt.errors import ConfigError
+
+DEFAULT_ROOT = "/dev/shm"
+MOST_REPLICAS = 16
+LONGEST_DOMAIN = 256
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Snapshots lie in files on a tmpfs, so that what they hold survives the process (``kill -9``).
+
+    With ``replicas`` it survives the node as well.
+
+    Attributes:
+        directory: Where; None for ``/dev/shm``. Another tmpfs, or a local disk, which is slower and warned of. Must not
+            be shared by several nodes.
+        budget_bytes: The most that this rank's snapshots may take, as a number or as text such as "8GB"; None for
+            ``host_memory_bytes``. Three snapshots of a rank's share is what lets none of them wait.
+        replicas: Copies of each rank's snapshots in the memory of that many other nodes, which need as much room there.
+        failure_domain: What else fails together with this node, such as the name of its rack or switch: copies lie
+            outside of it. The same on all ranks of a node. None: nothing does.
+        storage_every_n_steps: Which of the checkpoints that memory holds go on to storage as well, see
+            ``core.cadence.StorageCadence``: with 1 each of them does, with "auto" as often as failures and the cost of
+            writing ask for. None: by ``storage_every_secs`` alone, or each if that is None too.
+        storage_every_secs: A checkpoint also goes to storage so long after the last one that did; a number of seconds,
+            or text such as "10min".
+
+    Raises:
+        ConfigError: A value that cannot be.
+    """
+
+    directory: str | os.PathLike[str] | None = None
+    budget_bytes: int | str | None = None
+    replicas: int = 0
+    failure_domain: str | None = None
+    storage_every_n_steps: int | str | None = None
+    storage_every_secs: float | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.directory is not None:
+            text = os.fspath(self.directory) if isinstance(self.directory, (str, os.PathLike)) else None
+            if not isinstance(text, str) or not text.strip() or "\0" in text or "://" in text:
+                raise ConfigError(
+                    f"Memory(directory={self.directory!r}): must be a directory of this node, such as {DEFAULT_ROOT}"
+                )
+            object.__setattr__(self, "directory", text)
+        if self.budget_bytes is not None:
+            object.__setattr__(self, "budget_bytes", parse_bytes(self.budget_bytes, "Memory(budget_bytes)"))
+        self._check_replicas()
+        StorageCadence(self.storage_every_n_steps, self.storage_every_secs)  # raises for what cannot be
+
+    def _check_replicas(self) -> None:
+        count, domain = self.replicas, self.failure_domain
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPLICAS:
+            raise ConfigError(f"Memory(replicas={count!r}): must be a whole number from 0 to {MOST_REPLICAS}")
+        if domain is not None:
+            if not isinstance(domain, str) or not domain.strip() or len(domain) > LONGEST_DOMAIN:
+                raise ConfigError(
+                    f"Memory(failure_domain={domain!r}): must be the name of this node's rack or switch, of 1 to "
+                    f"{LONGEST_DOMAIN} characters, such as os.environ['RACK']"
+                )
+            if not count:
+                raise ConfigError(f"Memory(failure_domain={domain!r}) says where copies lie; give replicas=1 or more")
+
+    @property
+    def cadence(self) -> StorageCadence:
+        """Which checkpoints go on to storage."""
+        return StorageCadence(self.storage_every_n_steps, self.storage_every_secs)
+
+    @property
+    def root(self) -> str:
+        """The directory that is used."""
+        return DEFAULT_ROOT if self.directory is None else os.path.abspath(self.directory)

@@ -1,0 +1,153 @@
+"""One slot: bytes in a mapped file, and the header beside them that says what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from moe_ckpt.errors import DamagedError, MemoryFullError
+from moe_ckpt.format.shard import MAX_HEADER_BYTES
+from moe_ckpt.format.slot import SlotHeader, decode_slot
+from moe_ckpt.storage.access import PRIVATE
+
+log = logging.getLogger("moe_ckpt")
+
+DATA_SUFFIX, HEADER_SUFFIX, QUARANTINE_SUFFIX = ".data", ".head", ".damaged"
+_MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
+_POPULATE_READ = 22
+"""``MADV_POPULATE_READ`` of Linux, which Python does not name."""
+
+
+class Slot:
+    """Bytes of a file, mapped, until ``remove``; the last user of ``memory`` unmaps them.
+
+    Not safe for use from several threads at once.
+
+    Attributes:
+        path: Of its files, without a suffix.
+        memory: ``[nbytes]`` uint8, the mapped bytes.
+    """
+
+    def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
+        self.path = path
+        mapped = mmap.mmap(descriptor, nbytes)
+        self._map_pages = partial(mapped.madvise, _POPULATE_READ)
+        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def map_pages(self) -> None:
+        """Make ready to read all of it: one call of the kernel instead of one page fault for each 4 KiB."""
+        with contextlib.suppress(OSError, ValueError):  # Linux before 5.14
+            self._map_pages()
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> Slot:
+        """Reserve ``nbytes`` in a new file, so that a full tmpfs is an error here and no SIGBUS later.
+
+        Raises:
+            MemoryFullError: There is no room. Nothing is left behind.
+            OSError: The file cannot be made.
+        """
+        data = path.with_suffix(DATA_SUFFIX)
+        descriptor = PRIVATE.create(str(data), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(path, descriptor, nbytes)
+        except OSError as error:
+            data.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise MemoryFullError(str(path.parent), nbytes, shutil.disk_usage(path.parent).free) from error
+            raise
+        finally:
+            os.close(descriptor)  # the mapping has its own
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[Slot, SlotHeader]:
+        """Map a slot that was sealed, with its header. Its slices are not verified.
+
+        Raises:
+            DamagedError: The header is damaged, or the bytes are fewer than it says.
+            OSError: There is no such slot, or it cannot be read.
+        """
+        header_path = path.with_suffix(HEADER_SUFFIX)
+        header = decode_slot(_read(header_path), str(header_path))
+        descriptor = os.open(path.with_suffix(DATA_SUFFIX), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes < header.nbytes:
+                raise DamagedError(
+                    str(path.with_suffix(DATA_SUFFIX)),
+                    f"it has {nbytes:,} bytes, and its header speaks of {header.nbytes:,}",
+                    step=header.step,
+                    rank=header.rank,
+                )
+            return cls(path, descriptor, nbytes), header
+        finally:
+            os.close(descriptor)
+
+    def seal(self, header: bytes) -> None:
+        """From here on the slot may be read by whoever comes after this process. Its bytes must not change any more.
+
+        Raises:
+            OSError: The header cannot be written.
+        """
+        unfinished = self.path.with_suffix(".tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(PRIVATE.create(str(unfinished), flags), "wb") as file:
+                file.write(header)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        unfinished.rename(self.path.with_suffix(HEADER_SUFFIX))
+
+    def unseal(self) -> None:
+        """The bytes are about to change."""
+        self.path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` keeps it."""
+        try:
+            for suffix in (HEADER_SUFFIX, DATA_SUFFIX, ".tmp"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the memory slot %s cannot be removed: %s", self.path, error)
+
+    def quarantine(self) -> None:
+        """A slice is damaged."""
+        set_aside(self.path)
+
+
+def set_aside(path: Path) -> None:
+    """Keep a damaged slot's bytes for whoever wants to look, until its directory is let go of; nobody reads them."""
+    with contextlib.suppress(OSError):  # else it is found damaged again
+        path.with_suffix(HEADER_SUFFIX).rename(path.with_suffix(QUARANTINE_SUFFIX))
+
+
+def read_header(path: Path) -> bytes:
+    """What a sealed slot's header is now, not looked into; empty if there is none.
+
+    Raises:
+        DamagedError: It is too large to be one.
+        OSError: It cannot be read.
+    """
+    try:
+        return _read(path.with_suffix(HEADER_SUFFIX))
+    except FileNotFoundError:
+        return b""
+
+
+def _read(path: Path) -> bytes:
+    """A header's file, of a bounded size."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        raw = file.read(_MOST_HEADER_NBYTES + 1)
+    if len(raw) > _MOST_HEADER_NBYTES:
+        raise DamagedError(str(path), f"more than {_MOST_HEADER_NBYTES:,} bytes are no header of a slot")
+    return raw

@@ -1,0 +1,77 @@
+"""What one optimizer holds: its parameters by group, and the state of those that have any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain, compress
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.modeling.watching import Entries
+
+_PARAMS = itemgetter("params")
+
+
+class HeldState:
+    """Found once, and kept for as long as it is still what there is.
+
+    Attributes:
+        groups: Names of the parameters of each group; encoded once, for there are thousands.
+        parameters: By name, in the order of the groups.
+        states: (name, parameter, live state) of those with state. In the order of the groups, since that of
+            ``optimizer.state`` is that of first use.
+        scalars: (name, live state) of those with state that is no tensor.
+        tensors: All tensors among the states.
+    """
+
+    def __init__(self, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._lists = list(map(_PARAMS, optimizer.param_groups))
+        self._lengths = list(map(len, self._lists))
+        self._listed: list[torch.Tensor] = list(chain.from_iterable(self._lists))
+        self._state = optimizer.state
+        self._held = Entries([self._state])
+        found = [_name(names, parameter, index, optimizer) for parameter in self._listed]
+        ends = iter(found)
+        self.groups = [FixedStrings([next(ends) for _ in range(length)]) for length in self._lengths]
+        self.parameters = dict(zip(found, self._listed, strict=True))
+        self.states = [
+            (name, parameter, self._state[parameter])
+            for name, parameter in zip(found, self._listed, strict=True)
+            if parameter in self._state
+        ]
+        self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
+        self.tensors: list[torch.Tensor] = self._entries.values
+        self.scalars = list(compress(((name, state) for name, _, state in self.states), self._entries.loose))
+
+    def is_current(self) -> bool:
+        """False once groups, the state of a parameter, or a tensor in it came, went or were replaced."""
+        lists, state = list(map(_PARAMS, self._optimizer.param_groups)), self._optimizer.state
+        return (
+            state is self._state
+            and list(map(len, lists)) == self._lengths
+            and all(map(is_, chain.from_iterable(lists), self._listed))
+            and self._held.same()
+            and self._entries.same()
+        )
+
+
+def _name(names: Mapping[int, str], parameter: torch.Tensor, index: int, optimizer: Optimizer) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise UnsupportedError(
+            f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
+            f"{tuple(parameter.shape)} that is not among the model's named_parameters(). Assign what it belongs to "
+            "as an attribute of the module, and build optimizers after sharding or replacing parameters."
+        )
+    return name
+
+
+def scalars_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What of one parameter's state is no tensor."""
+    return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}

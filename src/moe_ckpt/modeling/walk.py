@@ -1,0 +1,90 @@
+"""A model walked through once: its parameters, and the modules that keep anything besides them.
+
+Walking through thousands of modules takes longer than everything else that a snapshot asks of the training thread, and
+they are the same modules at every step. So what was found is kept, for as long as it is still what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, is_
+
+from torch import nn
+
+from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
+from moe_ckpt.modeling.watching import Entries, Versions
+
+_TABLES = attrgetter("_parameters", "_modules", "_buffers")
+_PART = 2048
+"""All modules are compared in every call, so many at a time: what the first comparison has read of them is then
+still in the processor's cache for the last one."""
+Named = tuple[tuple[str, nn.Module], ...]
+
+
+class Walk:
+    """What a model consists of.
+
+    Attributes:
+        parameters: By name, each once.
+        names: Name of each parameter by its id.
+        named: All modules, but for wrappers around others.
+        buffered: Those that have buffers.
+        with_extra: Those with ``get_extra_state``.
+        settable: Those with ``set_extra_state``.
+        with_own: Those with a ``state_dict`` of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(parameters_of(model))
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+        modules = list(model.named_modules())
+        self.named: Named = tuple((clean_name(raw), module) for raw, module in modules if unwrap(module) is module)
+        self.buffered: Named = tuple((name, module) for name, module in self.named if module._buffers)
+        self.with_extra = _overriding(self.named, "get_extra_state")
+        self.settable = _overriding(self.named, "set_extra_state")
+        self.with_own = _overriding(self.named, "state_dict")
+        self._watch = [_Modules([m for _, m in modules[at : at + _PART]]) for at in range(0, len(modules), _PART)]
+        self._known = type(model).named_parameters is nn.Module.named_parameters
+
+    def is_current(self) -> bool:
+        """False once a module or parameter was added, replaced, renamed or taken away, or a buffer came or went."""
+        return self._known and all(part.same() for part in self._watch)
+
+
+class _Modules:
+    """Watches some modules: their types, children and parameters, and how many buffers they have."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._types = list(map(type, modules))
+        self._attributes = list(map(vars, modules))
+        self._versions = Versions(self._attributes)
+        # In a row, not in tuples: the garbage collector looks at each.
+        self._tables: list[object] = list(chain.from_iterable(map(_TABLES, modules)))
+        self._children = Entries([module._modules for module in modules])
+        self._parameters = Entries([module._parameters for module in modules])
+        self._buffers = [module._buffers for module in modules]
+        self._counts = list(map(len, self._buffers))
+
+    def same(self) -> bool:
+        return (
+            list(map(type, self._modules)) == self._types
+            and all(map(is_, map(vars, self._modules), self._attributes))
+            and self._versions.same(self._keep_tables)
+            and self._children.same()
+            and self._parameters.same()
+            and list(map(len, self._buffers)) == self._counts
+        )
+
+    def _keep_tables(self, places: Sequence[int]) -> bool:
+        """Whether the modules at ``places``, of which some attribute was set, have the same tables."""
+        every = len(places) == len(self._modules)
+        before = self._tables if every else chain.from_iterable(self._tables[3 * at : 3 * at + 3] for at in places)
+        now = chain.from_iterable(map(_TABLES, map(self._modules.__getitem__, places)))
+        return all(map(is_, before, now))
+
+
+def _overriding(named: Named, method: str) -> Named:
+    own = getattr(nn.Module, method)
+    return tuple((name, module) for name, module in named if getattr(type(module), method) is not own)

@@ -1,0 +1,136 @@
+"""Whether live objects are still the very same ones, asked at every step.
+
+A model of thousands of experts has tens of thousands of tensors, the same at every step. So nothing here runs bytecode
+per object: all comparisons are loops of built-in functions over lists that were made once. Of a dict, its version is
+compared, which moves with each change of it. What is left is the time in which memory is reached: that of a tensor's
+address, of a module's dicts. Everything is looked at in every call: what is noticed late would be a checkpoint of
+memory that the run no longer uses.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, ne, not_
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_ckpt.modeling.blocks import is_dtensor
+
+dict_version: Callable[[dict[Any, Any]], int] | None = None
+if sys.version_info < (3, 12):  # later ones have no such field, and a function that is called at each change instead
+    try:  # what torch's own compiler asks, to know whether modules are as they were
+        from torch._C._dynamo.guards import dict_version
+    except ImportError:
+        dict_version = None
+
+_BLOCK = attrgetter("_local_tensor")
+_LAYOUT = attrgetter("_spec")
+_VERSIONED = {dict, defaultdict}
+"""The order of an ``OrderedDict`` may change while its version does not."""
+
+
+class Versions:
+    """Tells which of some dicts may have been changed, by their versions."""
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
+        self._dicts = dicts
+        self._version = dict_version if _VERSIONED.issuperset(map(type, dicts)) else None
+        self._seen = self._now()
+
+    def _now(self) -> list[int]:
+        return [] if self._version is None else list(map(self._version, self._dicts))
+
+    def same(self, compare: Callable[[Sequence[int]], bool]) -> bool:
+        """Whether the dicts are what they were.
+
+        Args:
+            compare: Whether those at these places are; called unless versions say so of all. All places are given where
+                versions are not to be had.
+        """
+        now = self._now()
+        if self._version is None:
+            return compare(range(len(self._dicts)))
+        if now == self._seen:
+            return True
+        if not compare(list(compress(range(len(now)), map(ne, now, self._seen)))):
+            return False
+        self._seen = now
+        return True
+
+
+class Entries:
+    """The entries of some dicts: whether they have the same keys in the same order, with the very same values.
+
+    Args:
+        dicts: In any order. If one of them is another kind of mapping, ``same`` is always false.
+        kind: Only values of this type must stay the same objects. Others may change, though not into this type.
+
+    Attributes:
+        values: The values that must stay, in order.
+        loose: For each dict whether it has other values.
+    """
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]], kind: type = object) -> None:
+        self._kind = kind
+        self._plain = all(isinstance(each, dict) for each in dicts)
+        self._dicts = dicts
+        self._lengths = list(map(len, dicts))
+        self._filled = [each for each in dicts if each]  # most modules have no children
+        self._keys = list(chain.from_iterable(dicts))
+        values = [value for each in dicts for value in each.values()]
+        self._held = [isinstance(value, kind) for value in values]
+        self._free = [] if all(self._held) else list(map(not_, self._held))
+        self.values = list(compress(values, self._held))
+        self.loose = [any(not isinstance(value, kind) for value in each.values()) for each in dicts]
+        self._versions = Versions(dicts)
+
+    def same(self) -> bool:
+        return self._plain and self._versions.same(self._compare)
+
+    def _compare(self, _: Sequence[int]) -> bool:
+        if list(map(len, self._dicts)) != self._lengths:
+            return False
+        if not all(map(is_, chain.from_iterable(self._filled), self._keys)):
+            return False
+        values: Any = chain.from_iterable(map(dict.values, self._filled))
+        if self._free:
+            found = list(values)
+            if any(map(isinstance, compress(found, self._free), repeat(self._kind))):
+                return False
+            values = compress(found, self._held)
+        return all(map(is_, values, self.values))
+
+
+class Memory:
+    """Where the memory of tensors lies: that of a DTensor's local block, of any other its own.
+
+    It changes without another tensor object by ``p.data = other``, and where FSDP2 allocates anew. Not noticed is
+    ``p.data = other`` with another view of the very same memory (``p.data.t()``): to compare shapes and strides
+    as well takes longer than all the rest.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._sharded = [tensor for tensor in tensors if is_dtensor(tensor)]
+        self._blocks = list(map(_BLOCK, self._sharded))
+        self._layouts = list(map(_LAYOUT, self._sharded))
+        self._tensors = [tensor for tensor in tensors if not is_dtensor(tensor)] + self._blocks
+        order = np.argsort(self._found())  # in which they lie in memory, and are read in less time
+        self._tensors = [self._tensors[at] for at in order.tolist()]
+        self._addresses = self._found()
+
+    def same(self) -> bool:
+        return (
+            all(map(is_, map(_BLOCK, self._sharded), self._blocks))
+            and all(map(is_, map(_LAYOUT, self._sharded), self._layouts))
+            and np.array_equal(self._found(), self._addresses)
+        )
+
+    def _found(self) -> npt.NDArray[np.uint64]:
+        with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
+            return np.fromiter(map(torch.Tensor.data_ptr, self._tensors), np.uint64, len(self._tensors))

@@ -1,0 +1,131 @@
+"""Several policies at once: a checkpoint whenever any of them wants one, of all that any of them wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from moe_ckpt.core.arguments import named_arguments
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import Needs, Policy, PolicyContext, needs_of
+from moe_ckpt.policies.wrapper import require_policy
+
+
+@named_arguments
+@dataclass(frozen=True)
+class AnyOf:
+    """Save what any of ``policies`` wants: ``AnyOf([MoC(k=1), Dense(every_n_steps=1000)])``.
+
+    Each of them is asked at every step, with the same context. So each sees the checkpoints of all as if they were its
+    own: ``last_step``, ``index`` and ``chosen_at`` count them, whoever wanted them. Policies on multiples of an
+    interval are due as they would be alone; those that need to be alone (``Needs.alone``) are refused.
+
+    Attributes:
+        policies: In a sequence, or by name in a mapping, as Hydra puts them together; the names say nothing.
+
+    Raises:
+        ConfigError: There are none, or one of them is no policy or cannot be one of several.
+    """
+
+    policies: Sequence[Policy] | Mapping[str, Policy]
+
+    def __post_init__(self) -> None:
+        given = self.policies.values() if isinstance(self.policies, Mapping) else self.policies
+        if isinstance(given, (str, type)) or not hasattr(given, "__iter__"):
+            raise ConfigError(f"AnyOf(policies={given!r}): give several policies, such as [MoC(), Dense(1000)]")
+        object.__setattr__(self, "policies", tuple(given))
+        if not self.policies:
+            raise ConfigError("AnyOf(policies=[]): give at least one policy, such as MoC()")
+        for number, policy in enumerate(self._all):
+            require_policy(f"AnyOf(policies[{number}]", policy)
+            needs = needs_of(policy)
+            if needs.alone or needs.windows:
+                why = (
+                    "it spreads a checkpoint over several steps, which no other checkpoint may come between"
+                    if needs.windows
+                    else "it counts steps from the newest checkpoint, and would wait for ever behind another's"
+                )
+                raise ConfigError(
+                    f"AnyOf(policies[{number}]={policy!r}): {type(policy).__name__} cannot be one of several: {why}; "
+                    "use it by itself, or Dense, MoC or MoEtion here"
+                )
+
+    @property
+    def _all(self) -> tuple[Policy, ...]:
+        return tuple(self.policies)  # type: ignore[arg-type]  # a tuple since __post_init__
+
+    @property
+    def needs(self) -> Needs:
+        every = [needs_of(policy) for policy in self._all]
+        return Needs(
+            sizes=any(each.sizes for each in every),
+            soft_counts=any(each.soft_counts for each in every),
+            decayed_counts=any(each.decayed_counts for each in every),
+            lost_tokens=any(each.lost_tokens for each in every),
+            gradients=any(each.gradients for each in every),
+            partial=any(each.partial for each in every),
+            replicas=max(each.replicas for each in every),
+            period_steps=lcm(*(each.period_steps for each in every)),
+            next_due=self.next_due,
+        )
+
+    def check(self, catalog: Catalog) -> None:
+        for policy in self._all:
+            policy.check(catalog)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        """Returns the plan of the only policy that wants a checkpoint, or what any of them wants, tier by tier.
+
+        Training waits, or ends, if any of them asks for it. ``k`` is the largest, and ``plt_budget`` the tightest,
+        since more experts never lose more.
+
+        Raises:
+            ConfigError: A policy plans a slot of a sparse window, which its needs do not say.
+        """
+        plans = [policy.plan(context) for policy in self._all]
+        halts = [plan.halt for plan in plans if plan.halt is not None]
+        wanted = [plan for plan in plans if plan] or plans[:1]
+        found = wanted[0] if len(wanted) == 1 else self._union(context, wanted)
+        return replace(found, halt=halts[0]) if halts and found.halt != halts[0] else found
+
+    def _union(self, context: PolicyContext, plans: Sequence[SnapshotPlan]) -> SnapshotPlan:
+        for plan in plans:
+            if plan.window is not None or plan.compute_only:
+                raise ConfigError(
+                    "AnyOf: a policy that does not say Needs(windows=True) plans a slot of a sparse window at step "
+                    f"{context.step}; use it by itself"
+                )
+        stored, held, sent = (_together(context, plans, tier) for tier in (Tier.STORAGE, Tier.HOST, Tier.PEER))
+        there = set(stored)  # what goes to storage passes through host memory anyway
+        ks = [plan.k for plan in plans if plan.k is not None]
+        budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
+        plan = save_full(
+            context.step,
+            stored,
+            host_only=tuple(op for op in held if op not in there),
+            wait=any(plan.wait for plan in plans),
+            k=max(ks, default=None),
+            plt_budget=min(budgets, default=None),
+        )
+        more = tuple(PlanItem(op, Fidelity.FULL, Tier.PEER) for op in sent)
+        return replace(plan, items=plan.items + more) if more else plan
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``Needs.next_due``."""
+        return min(needs_of(policy).due(context) for policy in self._all)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "any_of", "policies": [policy.describe() for policy in self._all]}
+
+
+def _together(context: PolicyContext, plans: Sequence[SnapshotPlan], tier: Tier) -> tuple[str, ...]:
+    """What any plan sends there, in the order of the catalog; what the catalog does not know, for others to refuse."""
+    every = {op: None for plan in plans for op in plan.operators(tier)}
+    if not every:
+        return ()
+    known = tuple(op for op in context.catalog.everything if op in every)
+    return known if len(known) == len(every) else (*known, *(op for op in every if op not in context.catalog.place))

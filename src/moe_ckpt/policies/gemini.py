@@ -1,0 +1,99 @@
+"""Gemini (Wang et al., SOSP '23): dense checkpoints into the memory of peers, as often as failures make worth while."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil, isfinite
+from typing import Any
+
+from moe_ckpt.core.arguments import named_arguments
+from moe_ckpt.core.intervals import daly_secs, expected_mtbf_secs, young_secs
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import (
+    Needs,
+    PolicyContext,
+    due_as_measured,
+    interval_passed,
+    next_multiple,
+    require_positive,
+)
+
+FORMULAS = {"young": young_secs, "daly": daly_secs}
+
+
+@named_arguments
+@dataclass(frozen=True)
+class Gemini:
+    """Everything, into the memory of peers, at a fixed interval or at the one that loses least time.
+
+    What makes it Gemini is where checkpoints lie: it needs memory with at least one replica, from which a lost node
+    comes back (``Needs.replicas``). Which of them go on to storage too is a setting of that memory. The paper sends
+    them in gaps of training's own traffic; here they are sent beside training.
+
+    Attributes:
+        every_n_steps: Steps from one checkpoint to the next; or "young" or "daly", the formula that finds them from
+            what a checkpoint was measured to cost, and from the mean time between failures. It is at least as many
+            as one takes until it is complete.
+        mtbf_secs: Mean time between failures, where it is known. None: from the failures of this run
+            (``core.intervals.expected_mtbf_secs``; of a run's time only the steps that it kept are counted).
+        profile_steps: With a formula, steps before the first checkpoint, as in ``CheckFreq``.
+        max_interval: With a formula, upper bound on the steps between two checkpoints.
+
+    Raises:
+        ConfigError: A value out of range.
+    """
+
+    every_n_steps: int | str = "daly"
+    mtbf_secs: float | None = None
+    profile_steps: int = 10
+    max_interval: int = 1000
+
+    def __post_init__(self) -> None:
+        every, mtbf = self.every_n_steps, self.mtbf_secs
+        if every not in FORMULAS and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ConfigError(
+                f"Gemini(every_n_steps={every!r}): every_n_steps must be a whole number of at least 1, or one of "
+                f"{', '.join(map(repr, FORMULAS))} to find it from what is measured"
+            )
+        require_positive("Gemini", profile_steps=self.profile_steps, max_interval=self.max_interval)
+        if mtbf is not None and not (isinstance(mtbf, (int, float)) and isfinite(mtbf) and mtbf > 0):
+            raise ConfigError(f"Gemini(mtbf_secs={mtbf!r}): mtbf_secs must be a number of seconds above 0, or None")
+
+    def check(self, catalog: Catalog) -> None:
+        """Any model will do, dense ones too."""
+
+    def interval(self, context: PolicyContext) -> int | None:
+        """Steps between checkpoints, or None while there is nothing to compute it from."""
+        if isinstance(self.every_n_steps, int):
+            return self.every_n_steps
+        measured = context.measured
+        iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
+        if not iteration or cost is None or persist is None:
+            return None
+        mtbf = self.mtbf_secs or expected_mtbf_secs(len(context.faults), context.step * iteration)
+        best = FORMULAS[self.every_n_steps](cost, mtbf)
+        return min(self.max_interval, max(1, ceil(max(best, persist) / iteration)))
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        if isinstance(self.every_n_steps, int):
+            due = interval_passed(context.step, context.last_step, self.every_n_steps)
+        else:
+            due = context.step >= self.next_due(context)
+        return save_full(context.step, context.catalog.everything) if due else save_nothing(context.step)
+
+    @property
+    def needs(self) -> Needs:
+        if isinstance(self.every_n_steps, int):
+            return Needs(period_steps=self.every_n_steps, next_due=self.next_due, replicas=1)
+        return Needs(alone=True, next_due=self.next_due, lost_tokens=self.mtbf_secs is None, replicas=1)
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``Needs.next_due``."""
+        if isinstance(self.every_n_steps, int):
+            return next_multiple(context.last_step, self.every_n_steps)
+        return due_as_measured(context, self.interval(context), self.profile_steps, self.max_interval)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "gemini", **asdict(self)}

@@ -1,0 +1,122 @@
+"""The file of a run's profile: gone on with, put aside, and written anew beside training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Sequence
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.engine.shares import ComputeTypes
+from moe_ckpt.errors import DamagedError, FormatVersionError
+from moe_ckpt.format.profile import (
+    MAX_PROFILE_BYTES,
+    Life,
+    Profile,
+    decode_profile,
+    encode_life,
+    encode_model,
+    encode_profile,
+)
+from moe_ckpt.ports import TensorSpec
+from moe_ckpt.profiling.facts import weighed
+from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
+
+log = logging.getLogger("moe_ckpt")
+
+_MOST_LIVES = 1000
+
+
+_Job = tuple[Life, Sequence[TensorSpec] | None, ComputeTypes]
+
+
+class ProfileWriter:
+    """Owns the file, and the thread that writes it, one write at a time. ``close`` ends the thread."""
+
+    def __init__(self, path: str, catalog: Catalog, placement: Placement) -> None:
+        self._path = path
+        self._catalog, self._placement, self._fingerprint = catalog, placement, catalog.fingerprint()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._model = encode_model(None)
+        self._earlier: tuple[str, ...] = ()
+        self._off = self._complained = False
+        try:
+            self._take_up()
+        except OSError as error:
+            self._off = True
+            log.warning("the profile %s cannot be used, so this run writes none: %s", path, error)
+        # A daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="moe_ckpt-profile", daemon=True)
+        self._thread.start()
+
+    def _take_up(self) -> None:
+        """Go on with the file that is there, if it is one of this model."""
+        remove_temporaries_of(self._path)
+        try:
+            found = decode_profile(read_whole(self._path, MAX_PROFILE_BYTES), self._path)
+        except FileNotFoundError:
+            return
+        except (DamagedError, FormatVersionError) as error:
+            self._put_aside(str(error))
+            return
+        if found.fingerprint != self._fingerprint:
+            self._put_aside(f"{self._path} is of another model")
+            return
+        self._take_over(found)
+
+    def _take_over(self, found: Profile) -> None:
+        self._model = encode_model(found.model)
+        self._earlier = tuple(map(encode_life, found.lives[1 - _MOST_LIVES :]))
+
+    def _put_aside(self, reason: str) -> None:
+        aside = next(name for n in range(1, 10000) if not os.path.lexists(name := f"{self._path}.aside-{n}"))
+        os.rename(self._path, aside)
+        log.warning("%s; it was renamed to %s, and a new profile begins", reason, aside)
+
+    def write(self, life: Life, specs: Sequence[TensorSpec] | None, compute: ComputeTypes) -> bool:
+        """Begin to write the file with ``life`` as its last one.
+
+        Args:
+            life: Of this process.
+            specs: To be weighed; None if they were.
+            compute: What kernels read of the parameters.
+
+        Returns:
+            False if the write before is still going on.
+        """
+        if not self._idle.is_set():
+            return False
+        if not self._off:
+            self._idle.clear()
+            self._jobs.put((life, specs, compute))
+        return True
+
+    def wait(self, timeout_secs: float) -> None:
+        """Until nothing is being written."""
+        self._idle.wait(timeout_secs)
+
+    def close(self, timeout_secs: float) -> None:
+        """After what was asked for; leaves a thread that does not come to an end to itself."""
+        self._jobs.put(None)
+        self._thread.join(timeout_secs)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._write(*job)
+            self._idle.set()
+
+    def _write(self, life: Life, specs: Sequence[TensorSpec] | None, compute: ComputeTypes) -> None:
+        try:
+            if specs is not None:
+                self._model = encode_model(weighed(self._catalog, self._placement, specs, compute))
+            lives = (*self._earlier, encode_life(life))
+            replace_file(self._path, encode_profile(self._fingerprint, self._model, lives))
+        except Exception as error:  # a thread's edge: a report is no reason to end training
+            if not self._complained:
+                log.warning("the profile %s cannot be written, training goes on: %s", self._path, error)
+            self._complained = True

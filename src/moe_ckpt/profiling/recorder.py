@@ -1,0 +1,229 @@
+"""What a run tells of itself while it trains: a JSON file that simulator and planner take as input (docs/profile.md).
+
+Rank 0 records. The training thread does no more than add numbers up; now and then it hands them to a thread of the
+profile's own, which writes the whole file anew under a temporary name and renames it. Nothing that goes wrong here
+disturbs training: it is logged once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import fields
+from statistics import fmean, median
+from typing import Any
+
+from moe_ckpt.core.operators import MoELayer
+from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.events import (
+    Closed,
+    Joined,
+    Observer,
+    Opened,
+    Resumed,
+    SessionEvent,
+    SnapshotBegan,
+    SnapshotEnded,
+    StepEnded,
+    TrainingBegins,
+    TrainingEnded,
+)
+from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.shares import ComputeTypes
+from moe_ckpt.format.profile import Life
+from moe_ckpt.policies.base import Measured
+from moe_ckpt.ports import TensorSpec
+from moe_ckpt.profiling.facts import parallel, started_unix_secs
+from moe_ckpt.profiling.file import ProfileWriter
+
+_MOST_SECS = 10.0
+_LEAST_SECS = 0.5
+_SHARE_OF_AGE = 0.01
+_RECENT_STEPS = 50
+_RECENT_LOOKS = 100
+"""Of what is measured over few iterations or checkpoints, many looks are taken, and the median counts."""
+_LAST_WRITE_SECS = 10.0
+"""Longest wait for the last write: a disk that hangs must not keep training from ending."""
+
+_left_unix_secs = 0.0
+"""When an earlier life in this process ended: a later one begins there, not with the process."""
+
+
+def profilers(path: str | None, rank: int) -> tuple[Observer, ...]:
+    """Returns the observers that keep a run's profile in ``path``: one on rank 0, none elsewhere or without a path."""
+    return () if path is None or rank else (RunProfile(path),)
+
+
+class RunProfile:
+    """Keeps the profile of a run in the file at ``path``: one life from each ``Opened`` to the next ``Closed``."""
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.realpath(os.path.expanduser(path))
+        self._recorder: Recorder | None = None
+
+    def __call__(self, event: SessionEvent) -> None:
+        """Take note of ``event``. An observer of a session."""
+        if isinstance(event, Opened):
+            self._recorder = Recorder(self._path, event)
+        elif self._recorder is not None:
+            self._recorder.note(event)
+            if isinstance(event, Closed):
+                self._recorder = None
+
+
+class Recorder:
+    """One life's entry in the file at ``path``. For the training thread of rank 0.
+
+    An earlier file of the same model is gone on with; one that is something else is renamed, not overwritten.
+    The file is written when the loop is entered, when the first iterations are measured, and then after each
+    hundredth part of the life's length, but not more often than every 0.5 s and not less than every 10 s.
+    """
+
+    def __init__(self, path: str, opened: Opened) -> None:
+        now = time.time()
+        pp, dp, ep = parallel(opened.placement, opened.ranks)
+        self._life: dict[str, Any] = {
+            "run_id": opened.run_id,
+            "generation": opened.generation,
+            "policy": opened.policy,
+            "ranks": opened.ranks,
+            "ranks_per_node": opened.ranks_per_node,
+            "pp": pp,
+            "dp": dp,
+            "ep": ep,
+            "host_memory_bytes": opened.host_memory_bytes,
+            "started_unix_secs": min(max(started_unix_secs(), _left_unix_secs), now),
+            "opened_unix_secs": now,
+            **dict.fromkeys(("stall_secs", "waited_secs", "agree_secs", "clean_secs"), 0.0),
+            **dict.fromkeys(("begun", "committed", "failed", "snapshot_bytes", "clean_steps"), 0),
+        }
+        self._recent = _Recent(opened.catalog.layers)
+        self._record: StepRecord | None = None
+        self._routed_before = 0
+        self._joined_at: float | None = None
+        self._final_at: float | None = None
+        self._layout: tuple[int, ComputeTypes] | None = None
+        self._specs: Sequence[TensorSpec] | None = None
+        self._due = 0.0
+        self._writer = ProfileWriter(path, opened.catalog, opened.placement)
+
+    def note(self, event: SessionEvent) -> None:
+        """Add what ``event`` tells; now and then, begin to write the file."""
+        match event:
+            case Resumed(step):
+                self._adopted(step)
+            case TrainingBegins():
+                now = time.time()
+                self._life |= {"ready_unix_secs": now, "training_unix_secs": now}
+                self._write(now)
+            case Joined(now) if self._joined_at is None:
+                self._joined_at = now
+            case SnapshotBegan():
+                self._life["begun"] += 1
+                self._life["snapshot_bytes"] += event.nbytes
+                changes, compute = self._layout or (None, None)
+                if changes != event.layout_changes or compute is not event.compute_types:
+                    self._layout, self._specs = (event.layout_changes, event.compute_types), event.specs
+            case SnapshotEnded(committed):
+                self._life["committed" if committed else "failed"] += 1
+            case StepEnded():
+                self._stepped(event)
+            case TrainingEnded(record):
+                self._record = record
+            case Closed(finished):
+                self._close(finished)
+
+    def _adopted(self, step: int) -> None:
+        """A state that is in place only after the loop was entered was computed again there."""
+        now = time.time()
+        ready = self._life.get("ready_unix_secs")
+        loaded = now if ready is None else ready
+        self._life["load_secs"] = max(0.0, loaded - self._life["opened_unix_secs"])  # clocks may be set back
+        self._life["restored_step"] = step
+        if ready is not None:
+            self._life["training_unix_secs"] = now
+
+    def _stepped(self, ended: StepEnded) -> None:
+        now, record, life = time.time(), ended.record, self._life
+        if self._final_at is not None and not ended.loaded:
+            life["clean_secs"] += ended.final_at - self._final_at
+            life["clean_steps"] += 1
+        self._final_at = ended.final_at
+        if self._joined_at is not None:
+            self._recent.updates.append(ended.final_at - self._joined_at)
+            self._joined_at = None
+        if self._record is None:
+            self._routed_before = record.routed_tokens - int(ended.run_ledger.popularity.sum())
+            entered = life.get("training_unix_secs")
+            life["first_step"] = record.step
+            life["first_step_secs"] = None if entered is None else max(0.0, now - entered)
+        self._record = record
+        life |= {"last_step": record.step, "last_step_unix_secs": now}
+        life["stall_secs"] += record.stall_secs
+        life["waited_secs"] += record.stall_secs if record.waited else 0.0
+        life["agree_secs"] += record.agree_secs
+        newly_known = self._recent.iterations_begin(ended.measured)
+        if newly_known or now >= self._due:
+            if self._layout is None:  # nothing was saved yet, but what there is to save can be weighed
+                self._layout, self._specs = (-1, {}), ended.specs()
+            self._recent.look(ended.run_ledger.popularity)
+            self._write(now)
+
+    def _close(self, finished: bool) -> None:
+        global _left_unix_secs
+        _left_unix_secs = now = time.time()
+        self._recent.look()
+        self._writer.wait(_LAST_WRITE_SECS)
+        self._write(now, finished=finished)
+        self._writer.close(_LAST_WRITE_SECS)
+
+    def _write(self, now: float, *, finished: bool = False) -> None:
+        age_secs = now - self._life["started_unix_secs"]
+        self._due = now + min(_MOST_SECS, max(_LEAST_SECS, _SHARE_OF_AGE * age_secs))
+        specs, self._specs = self._specs, None
+        compute = {} if self._layout is None else self._layout[1]
+        if self._record is not None:
+            self._life["assignments"] = max(0, self._record.routed_tokens - self._routed_before)
+            self._life["skipped"] = self._record.skips
+        life = Life(**self._life, **self._recent.typical(), last_unix_secs=now, finished=finished)
+        if not self._writer.write(life, specs, compute):
+            self._specs = specs
+
+
+class _Recent:
+    """Numbers that vary, of which a profile tells the typical.
+
+    Attributes:
+        updates: Seconds from join to final state, of the newest steps.
+    """
+
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self.updates: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._experts = [layer.experts for layer in layers]
+        self._measured = Measured()
+        self._looks: deque[Measured] = deque(maxlen=_RECENT_LOOKS)
+        self._skews: deque[float] = deque(maxlen=_RECENT_LOOKS)
+
+    def iterations_begin(self, measured: Measured) -> bool:
+        """Take the newest measurements. Returns whether they tell the length of an iteration for the first time."""
+        before, self._measured = self._measured.recent_iteration_secs, measured
+        return before is None and measured.recent_iteration_secs is not None
+
+    def look(self, popularity: Counts | None = None) -> None:
+        """Keep the newest measurements, and how uneven ``popularity`` is."""
+        self._looks.append(self._measured)
+        if popularity is not None and self._experts and popularity.any():
+            self._skews.append(float(normalized_hhi(popularity, self._experts).mean()))
+
+    def typical(self) -> dict[str, Any]:
+        """Fields of ``Life``."""
+        found: dict[str, Any] = {}
+        for name in (each.name for each in fields(Measured)):
+            seen = [value for look in self._looks if (value := getattr(look, name)) is not None]
+            found[name] = median(seen) if seen else None
+        found["update_secs"] = median(self.updates) if self.updates else None
+        found["skewness"] = min(1.0, fmean(self._skews)) if self._skews else None
+        return found

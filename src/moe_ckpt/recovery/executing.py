@@ -1,0 +1,237 @@
+"""One attempt to return to a checkpoint: open it, plan, log the plan, verify, write."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.recovery_plan import Inventory, RecoveryPlan, plan_recovery
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.host_tier import HostTier
+from moe_ckpt.errors import OtherLayoutError
+from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.notices import announce
+from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.recovery.memory_checkpoints import OpenedMemory
+from moe_ckpt.recovery.memory_source import MemorySource
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitting
+from moe_ckpt.recovery.slot_storage import Span
+from moe_ckpt.recovery.sources import Source, StorageSource, WindowSource, opened_inventories
+from moe_ckpt.recovery.together import NotUsableError, together
+
+log = logging.getLogger("moe_ckpt")
+
+_TIERS = {Tier.HOST: "memory", Tier.PEER: "peers", Tier.STORAGE: "storage"}
+
+Admits = Callable[[Manifest, Mapping[str, Any]], None]
+"""(checkpoint, this rank's plain state; of a sparse window that of its first step) -> None. Called on every rank before
+anything is written. Raises ``ConfigError`` if this run cannot go on from it (``OtherLayoutError``: but from an older
+dense one), or ``DamagedError`` if the state is none."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint whose tensors are loaded, with this rank's plain state, which is not.
+
+    Attributes:
+        tokens_from_host: ``[L, E]`` tokens seen by experts that came from host memory, 0 elsewhere; None if none did.
+        replay: Of a sparse window, of which only the first step is loaded, and ``plain`` is of that step. Training must
+            compute the others again before ``CheckpointSession.resume_from``.
+        path: Of the file of ``plain``, for messages.
+        from_memory: It came from memory that outlived a process, as a whole or in part.
+        beneath: Then the checkpoint on storage that it is, or was laid over; None if storage has nothing of it.
+    """
+
+    manifest: Manifest
+    plain: Mapping[str, Any]
+    tokens_from_host: Counts | None = None
+    replay: Replay | None = None
+    path: str = ""
+    from_memory: bool = False
+    beneath: Manifest | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it came from, for people."""
+        if not self.from_memory:
+            return self.manifest.directory
+        if self.beneath is None or self.manifest.window:
+            return "memory"
+        return f"memory and {self.beneath.directory}"
+
+    @property
+    def going_on(self) -> dict[str, Any]:
+        """For ``CheckpointSession.resume_from``."""
+        beneath = {"same_store": self.beneath is not None, "beneath": self.beneath} if self.from_memory else {}
+        return {"tokens_from_host": self.tokens_from_host, **beneath}
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Returns to a checkpoint. On every rank, on the training thread.
+
+    Attributes:
+        reader: Of the store.
+        comm: The ranks.
+        state: Its tensors are written.
+        tier: Private host memory of an earlier life in this process, if any; ranks may differ.
+        admits: See ``Admits``.
+    """
+
+    reader: StoreReader
+    comm: Communicator
+    state: TrainingState
+    tier: HostTier | None
+    admits: Admits | None
+
+    def attempt(self, directory: str, opener: Callable[[], OpenedMemory] | None = None) -> Restored | NotUsableError:
+        """Loads one checkpoint into ``state``, each operator from the best source. A collective.
+
+        Args:
+            directory: Of the checkpoint.
+            opener: Opens what memory that outlived a process has of it, if any; a collective, too.
+
+        Returns:
+            What was restored; or why some rank cannot use the checkpoint. Then the model is unchanged, unless it was
+            found while writing.
+
+        Raises:
+            PeerLostError: A peer is gone.
+        """
+        try:
+            return self._return_to(directory) if opener is None else self._return_to_memory(opener())
+        except NotUsableError as error:  # returned, so that its problem is raised later without this context
+            return error
+
+    def _return_to(self, directory: str) -> Restored:
+        comm, state = self.comm, self.state
+        restored, storage = together(comm, lambda: self._open(self.reader, self.reader.manifest(directory)))
+        manifest = restored.manifest
+        window = restored.replay is not None
+        memory = None if window else MemorySource(manifest, self.reader.index(manifest), comm, self.tier)
+        sources: tuple[Source, ...] = (storage,) if memory is None else (memory, storage)  # nearest first
+        inventories = [source.inventory() for source in sources]
+        first = manifest.window[0].step if window else None
+        plan = plan_recovery(directory, manifest.step, tuple(manifest.operators), inventories, first=first)
+        if comm.rank == 0:
+            say_plan(plan)
+        kept, stored = plan.from_source(inventories[0]), plan.from_source(inventories[-1])
+        together(comm, lambda: storage.verify(stored, state))
+        if memory is None or not kept:
+            together(comm, lambda: storage.prepare_and_write(stored, state))
+            return restored
+        together(comm, lambda: storage.prepare(state))
+        lacking = frozenset(memory.write(kept, state))
+        together(comm, lambda: storage.write((*stored, *lacking), state))
+        return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]))
+
+    def _return_to_memory(self, opened: OpenedMemory) -> Restored:
+        """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store."""
+        comm, state, manifest = self.comm, self.state, opened.manifest
+        together(comm, lambda: opened.reader.prove(manifest))
+        received = opened.slots.fetch(self._spans(opened))
+        restored, source = together(comm, lambda: self._open(opened.reader, manifest))
+        inventories = opened_inventories(opened)
+        first = manifest.window[0].step if manifest.window else None
+        plan = plan_recovery(
+            manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first
+        )
+        log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
+        if comm.rank == 0:
+            say_plan(plan)
+        operators = tuple(manifest.operators)
+        together(comm, lambda: source.verify(operators, state))
+        together(comm, lambda: source.prepare_and_write(operators, state))
+        tokens = opened.tokens_from_memory(operators)
+        return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath)
+
+    def _spans(self, opened: OpenedMemory) -> Iterator[Span]:
+        """What this rank reads of the checkpoint."""
+        reader, manifest = opened.reader, opened.manifest
+        index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
+        for slot in manifest.slots:
+            path = state_path(slot.directory, rank)
+            yield path, 0, next((record.nbytes for record in slot.states if record.rank == rank), 0)
+        side = [stored for slot in manifest.slots for stored in reader.index(slot).side.values()]
+        needed = [stored for stored in side if stored.file.rank == rank]
+        for stored_of in (index.tensors, *index.replay.values()):
+            needed += needed_slices(stored_of, parameters_of(self.state))
+        for stored in needed:
+            yield stored.path, stored.offset, stored.offset + stored.nbytes
+
+    def _open(self, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
+        """Opens the checkpoint, if this run can resume from it. Changes nothing, and reads no slice."""
+        rank = self.comm.rank
+        if not manifest.window:
+            restored = open_dense(reader, manifest, rank, self.admits)
+            require_fitting(reader, manifest, self.state, restored.plain.get("plain"))
+            return restored, StorageSource(reader, manifest)
+        _require_same_ranks(manifest, self.comm.world_size)
+        reader.prove(manifest)
+        plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
+        if self.admits is not None:
+            self.admits(manifest, plain)
+        require_fitting(reader, manifest, self.state, plain.get("plain"))
+        replay = Replay(reader, manifest, reader.index(manifest), self.state, rank)
+        path = state_path(manifest.slots[0].directory, rank)
+        return Restored(manifest, plain, None, replay, path), WindowSource(reader, manifest, replay)
+
+
+def _require_same_ranks(manifest: Manifest, world_size: int) -> None:
+    """Raises ``OtherLayoutError`` for a window of another number of ranks: they would compute other steps."""
+    if world_size != manifest.world_size:
+        raise OtherLayoutError(
+            manifest.directory,
+            f"that {manifest.world_size} ranks computed, and this run has {world_size}",
+            f"Start {manifest.world_size} ranks; a dense checkpoint, such as the last of a run that ended well, can go "
+            "on with any number.",
+        )
+
+
+def open_dense(reader: StoreReader, manifest: Manifest, rank: int, admits: Admits | None) -> Restored:
+    """Returns a dense checkpoint with the plain state for ``rank``. Loads nothing."""
+    taken = rank_of_state(manifest, rank)
+    plain = reader.state(manifest, taken)
+    if admits is not None:
+        admits(manifest, plain)
+    return Restored(manifest, plain, path=state_path(manifest.directory, taken))
+
+
+def rank_of_state(manifest: Manifest, rank: int) -> int:
+    """Returns the rank whose plain state ``rank`` loads, for any world size."""
+    return rank % manifest.world_size
+
+
+def say_plan(plan: RecoveryPlan) -> None:
+    """Announces what comes from where; logs a plan with one source and one step, for "resumed at ..." says as much."""
+    many = len(list(plan.rows())) > 1
+    (announce if many else log.info)("%s", plan_text(plan))
+
+
+def plan_text(plan: RecoveryPlan) -> str:
+    """Returns the plan as text: one line if all comes from one place as of one step, else a table."""
+    rows = list(plan.rows())
+    if len(rows) == 1:
+        [row] = rows
+        place = row.source.place if row.source.tier is Tier.STORAGE else _place(row.source)
+        size = human_bytes(row.nbytes)
+        return f"recovery plan: all {row.operators} operators ({size}) as of step {row.newest} from {place}"
+    cells = [["from", "of step", "operators", "experts", "size"]]
+    for row in rows:
+        steps = str(row.newest) if row.oldest == row.newest else f"{row.oldest} to {row.newest}"
+        cells.append([_place(row.source), steps, str(row.operators), str(row.experts), human_bytes(row.nbytes)])
+    first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = ["  ".join([name.ljust(first), *map(str.rjust, rest, widths)]) for name, *rest in cells]
+    if plan.first < plan.step:
+        table.append(f"then steps {plan.first + 1} to {plan.step} are computed again")
+    return "\n  ".join([f"recovery plan for {plan.checkpoint}:", *table])
+
+
+def _place(source: Inventory) -> str:
+    return f"{_TIERS[source.tier]}: {source.place}"

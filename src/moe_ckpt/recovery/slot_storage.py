@@ -1,0 +1,217 @@
+"""Slots of memory read as the files of a store, so that whatever reads, proves and verifies a store does so with them.
+
+A slot's part is the shard that storage would have: its header, then its bytes. Bytes on other nodes are fetched before
+anything reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ckpt.core.memory_shares import Share
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.ports import Communicator
+from moe_ckpt.storage.base import Chunk, Storage
+
+STATE = -1
+"""Place of a rank's state file among the parts of its slot."""
+
+Span = tuple[str, int, int]
+"""(path, first byte, end) of what is to be read of a file, its header included."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotFile:
+    """A part of a slot, as a file.
+
+    Attributes:
+        share: The slot.
+        place: Of the part in the slot, or ``STATE``.
+        header: The file's first bytes, which every rank has.
+        begin: Byte of the slot at which the rest begins.
+        nbytes: Of the rest.
+    """
+
+    share: Share
+    place: int
+    header: bytes
+    begin: int
+    nbytes: int
+
+
+@dataclass
+class _Fetched:
+    """Bytes of a file that came from another node. begin: of the file's part that follows its header."""
+
+    begin: int
+    data: torch.Tensor
+
+
+class ReadOnly:
+    """The verbs of ``Storage`` that change something, refused."""
+
+    def probe(self) -> None:
+        """Nothing is written here."""
+        raise OSError("memory slots are for reading only")
+
+    def write(self, path: str, chunks: object) -> int:
+        """Nothing is written here."""
+        raise OSError("memory slots are for reading only")
+
+    def delete(self, path: str) -> None:
+        """Nothing is deleted here."""
+        raise OSError("memory slots are for reading only")
+
+    def delete_dir(self, path: str) -> None:
+        """Nothing is deleted here."""
+        raise OSError("memory slots are for reading only")
+
+    def clean_temporaries(self, path: str) -> int:
+        """Nothing is deleted here."""
+        raise OSError("memory slots are for reading only")
+
+
+@dataclass
+class SlotStorage(ReadOnly):
+    """A store as ``storage`` has it, but for ``files``, which come from slots. For reading only.
+
+    Attributes:
+        storage: Of the store.
+        comm: The ranks.
+        node: This rank's.
+        own: This rank's slots, by their number.
+        paths: Share -> where its slot lies; only those of this node are opened.
+        files: Path -> what is read instead of the store's file.
+    """
+
+    storage: Storage
+    comm: Communicator
+    node: str
+    own: Sequence[FoundSlot]
+    paths: Mapping[Share, str]
+    files: Mapping[str, SlotFile]
+    _opened: dict[Share, FoundSlot] = field(default_factory=dict)
+    _fetched: dict[str, list[_Fetched]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.root = self.storage.root
+
+    def is_near(self, path: str) -> bool:
+        """Whether this node has the file in memory."""
+        return self.files[path].share.node == self.node
+
+    def fetch(self, wanted: Iterable[Span]) -> int:
+        """Receive what lies on other nodes. A collective.
+
+        Args:
+            wanted: What this rank is going to read.
+
+        Returns:
+            How many bytes this rank received.
+
+        Raises:
+            PeerLostError: A peer is gone.
+        """
+        asked: dict[int, list[list[Any]]] = {}
+        expected: dict[int, list[torch.Tensor]] = {}
+        for path, begin, end in _joined(self._far(wanted)):
+            file = self.files[path]
+            data = torch.empty(end - begin, dtype=torch.uint8)
+            self._fetched.setdefault(path, []).append(_Fetched(begin, data))
+            asked.setdefault(file.share.holder, []).append([file.share.number, file.place, begin, end])
+            expected.setdefault(file.share.holder, []).append(data)
+        told = self.comm.everyone(json.dumps(asked).encode())
+        given = {}
+        for rank, raw in enumerate(told):
+            requests = json.loads(raw).get(str(self.comm.rank), ())
+            given[rank] = [_part_of(self.own[number], place)[begin:end] for number, place, begin, end in requests]
+        self.comm.swap(given, expected)
+        return sum(data.numel() for group in expected.values() for data in group)
+
+    def _far(self, wanted: Iterable[Span]) -> Iterable[Span]:
+        """What of ``wanted`` lies on other nodes, counted from the end of each file's header."""
+        for path, begin, end in wanted:
+            file = self.files.get(path)
+            if file is not None and file.share.node != self.node:
+                skipped = len(file.header)
+                yield path, max(0, begin - skipped), max(0, end - skipped)
+
+    def _bytes_of(self, path: str, begin: int, end: int) -> memoryview:
+        """Bytes of a file, counted from the end of its header."""
+        file = self.files[path]
+        if file.share.node == self.node:
+            return _part_of(self._open(file.share), file.place)[begin:end].numpy().data
+        for run in self._fetched.get(path, ()):
+            if run.begin <= begin and end <= run.begin + run.data.numel():
+                return run.data[begin - run.begin : end - run.begin].numpy().data
+        raise FileNotFoundError(f"{path}: bytes {begin} to {end} were not fetched")
+
+    def _open(self, share: Share) -> FoundSlot:
+        if share not in self._opened and share.holder == self.comm.rank:
+            self._opened[share] = self.own[share.number]
+            self._opened[share].slot.map_pages()
+        if share not in self._opened:
+            found = FoundSlot(*Slot.open(Path(self.paths[share])))
+            header = found.header
+            if (header.life, header.sequence, header.rank) != (share.life, share.sequence, share.writer):
+                raise DamagedError(self.paths[share], "is another snapshot now", step=share.step)
+            found.slot.map_pages()
+            self._opened[share] = found
+        return self._opened[share]
+
+    # --- Storage ---
+
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
+        """See ``Storage``. Without a copy where the bytes lie in one piece."""
+        file = self.files.get(path)
+        if file is None:
+            return self.storage.read(path, offset, nbytes)
+        size, head = self.size(path), len(file.header)
+        end = size if nbytes is None else min(size, offset + nbytes)
+        if offset >= head:
+            return self._bytes_of(path, offset - head, max(offset, end) - head)
+        first = file.header[offset:end]
+        return first if end <= head else b"".join([first, self._bytes_of(path, 0, end - head)])
+
+    def size(self, path: str) -> int:
+        """See ``Storage``."""
+        file = self.files.get(path)
+        return self.storage.size(path) if file is None else len(file.header) + file.nbytes
+
+    def exists(self, path: str) -> bool:
+        """See ``Storage``."""
+        return path in self.files or self.storage.exists(path)
+
+    def list(self, path: str = "") -> list[str]:
+        """See ``Storage``; without what is in memory only."""
+        return self.storage.list(path)
+
+
+def _part_of(found: FoundSlot, place: int) -> torch.Tensor:
+    """The bytes of one part of a slot, to its end."""
+    header = found.header
+    if place == STATE:
+        return torch.frombuffer(bytearray(header.state), dtype=torch.uint8)
+    return found.slot.memory[header.parts[place].begin :]
+
+
+def _joined(spans: Iterable[Span]) -> Iterable[Span]:
+    """The same bytes in as few spans as there are gaps."""
+    run: Span | None = None
+    for path, begin, end in sorted(set(spans)):
+        if run is not None and run[0] == path and begin <= run[2]:
+            run = (path, run[1], max(run[2], end))
+        else:
+            if run is not None:
+                yield run
+            run = (path, begin, end)
+    if run is not None:
+        yield run

@@ -1,0 +1,134 @@
+"""The sources of a recovery, which outlive a failure: storage here, memory in ``memory_source``.
+
+Each gives its inventory, ``core.recovery_plan`` decides, and every rank verifies that before training state changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.recovery_plan import ABSENT, Inventory
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ports import TrainingState
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex
+from moe_ckpt.recovery.memory_checkpoints import OpenedMemory
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.restore import copy_slices, parameters_of, prepare, verify_needed
+
+
+class Source(Protocol):
+    """Called on every rank, on the training thread, in this order."""
+
+    def inventory(self) -> Inventory:
+        """Returns what it has of the checkpoint, in the order of the manifest's operators; equal on every rank."""
+        ...
+
+    def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
+        """Writes these operators, verified, into the live tensors, which exist.
+
+        Returns:
+            Those that it could not give, equal on every rank: another source must.
+        """
+        ...
+
+
+class StorageSource:
+    """A dense checkpoint on storage."""
+
+    def __init__(self, reader: StoreReader, manifest: Manifest) -> None:
+        self._reader = reader
+        self._manifest = manifest
+
+    @property
+    def _index(self) -> TensorIndex:
+        return self._reader.index(self._manifest)
+
+    def inventory(self) -> Inventory:
+        """Returns a version of every operator: the proof has shown that the checkpoint is whole."""
+        nbytes = dict.fromkeys(self._manifest.operators, 0)
+        for group in self._index.tensors.values():
+            for stored in group:
+                nbytes[stored.entry.operator] += stored.nbytes
+        steps = [record.step for record in self._manifest.operators.values()]
+        sizes = np.array(list(nbytes.values()), dtype=np.int64)
+        return Inventory(Tier.STORAGE, self._manifest.directory, np.array(steps, dtype=np.int64), sizes)
+
+    def verify(self, operators: Collection[str], state: TrainingState) -> None:
+        """Raises ``DamagedError`` if what this rank needs of these operators is damaged."""
+        verify_needed(self._reader, self._of(operators), parameters_of(state))
+
+    def prepare(self, state: TrainingState) -> None:
+        """Creates the optimizer state that the checkpoint has, before any source writes."""
+        prepare(self._manifest, self._index, state)
+
+    def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
+        """See ``Source``. Raises ``DamagedError`` for damage since ``verify``."""
+        copy_slices(self._reader, self._of(operators), state.tensors())
+        return ()
+
+    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
+        """Does both at once if no other source writes in between."""
+        self.prepare(state)
+        self.write(operators, state)
+
+    def _of(self, operators: Collection[str]) -> Mapping[str, Sequence[StoredSlice]]:
+        """Returns the slices of these operators."""
+        tensors = self._index.tensors
+        if len(operators) == len(self._manifest.operators):
+            return tensors
+        chosen = frozenset(operators)
+        found = {key: [stored for stored in group if stored.entry.operator in chosen] for key, group in tensors.items()}
+        return {key: group for key, group in found.items() if group}
+
+
+class WindowSource(StorageSource):
+    """A sparse window on storage: ``write`` loads its first step, ``replay`` the others."""
+
+    def __init__(self, reader: StoreReader, manifest: Manifest, replay: Replay) -> None:
+        super().__init__(reader, manifest)
+        self._replay = replay
+
+    def verify(self, operators: Collection[str], state: TrainingState) -> None:
+        """Verifies all that the replay will read, so that it cannot fail half way."""
+        index = self._index
+        for stored_of in (index.tensors, *index.replay.values()):
+            verify_needed(self._reader, stored_of, parameters_of(state))
+
+    def prepare(self, state: TrainingState) -> None:
+        """Does nothing: the replay creates optimizer state step by step."""
+
+    def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
+        self._replay.advance(self._replay.steps[0])
+        return ()
+
+
+def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:
+    """Returns what a checkpoint takes from memory of this node, of other nodes, and from storage.
+
+    An operator counts for the farthest place that something of it comes from.
+    """
+    manifest, slots = opened.manifest, opened.slots
+    places = {op: at for at, op in enumerate(manifest.operators)}
+    far = np.zeros(len(places), dtype=np.int64)
+    nbytes = np.zeros(len(places), dtype=np.int64)
+    for stored in opened.reader.index(manifest).live:
+        at = places.get(stored.entry.operator)
+        if at is None:
+            continue
+        near = stored.path in slots.files
+        far[at] = max(far[at], 2 if not near else 0 if slots.is_near(stored.path) else 1)
+        nbytes[at] += stored.nbytes
+    steps = np.array([record.step for record in manifest.operators.values()], dtype=np.int64)
+    steps = np.where(far < 2, manifest.step, steps)
+    stored_in = "" if opened.beneath is None else opened.beneath.directory
+    names = ((Tier.HOST, "this node"), (Tier.PEER, "other nodes"), (Tier.STORAGE, stored_in))
+    return tuple(
+        Inventory(tier, place, np.where(far == number, steps, ABSENT), nbytes)
+        for number, (tier, place) in enumerate(names)
+        if number < 2 or stored_in
+    )

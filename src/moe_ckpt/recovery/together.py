@@ -1,0 +1,101 @@
+"""Actions that all ranks try: all succeed, or all learn the worst error of any rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from moe_ckpt.engine.comm import largest
+from moe_ckpt.errors import (
+    CoverageError,
+    DamagedError,
+    MoECheckpointError,
+    OtherLayoutError,
+    StoreError,
+    StoreForbiddenError,
+)
+from moe_ckpt.ports import Communicator
+
+DAMAGED, UNREAD, STOPS = 1, 2, 3
+"""Kinds of errors, ascending: take the next older checkpoint; let ``on_read_error`` decide; take none."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class NotUsableError(Exception):
+    """A checkpoint cannot be used; raised on every rank, and caught inside this package.
+
+    Attributes:
+        kind: The worst kind on any rank.
+        rank: The first rank with that kind.
+        problem: This rank's own error, if any.
+    """
+
+    kind: int
+    rank: int
+    problem: Exception | None
+
+
+def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
+    """Returns the result of ``action`` on rank 0, plain data, on every rank. A collective.
+
+    For looks at a store, which may change meanwhile. If ``action`` raises ``MoECheckpointError`` or ``OSError``, rank 0
+    raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
+    """
+    answer: dict[str, Any] = {}
+    problem: Exception | None = None
+    if comm.rank == 0:
+        try:
+            answer["found"] = action()
+        except (OSError, MoECheckpointError) as error:
+            answer["error"], problem = f"{type(error).__name__}: {error}", error
+    answer = json.loads(comm.broadcast(json.dumps(answer).encode()))
+    if problem is not None:
+        raise problem
+    if "error" in answer:
+        raise StoreError(f"rank 0 cannot {doing}: {answer['error']}")
+    found: T = answer["found"]
+    return found
+
+
+def together(comm: Communicator, action: Callable[[], T]) -> T:
+    """Returns what ``action`` gives, if it succeeds on every rank. A collective; ``action`` must be none.
+
+    Raises:
+        NotUsableError: On every rank, if it failed on any.
+    """
+    result: T | None = None
+    problem: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # raised again once the other ranks know
+        problem = error
+    kind = _kind(problem)
+    place = kind * comm.world_size + (comm.world_size - 1 - comm.rank)  # MAX selects the worst, then the lowest rank
+    [place] = largest(comm, [place])
+    worst, order = divmod(place, comm.world_size)
+    if worst:
+        raise NotUsableError(worst, comm.world_size - 1 - order, problem)
+    return result  # type: ignore[return-value]  # no problem, so there is a result
+
+
+def _kind(problem: Exception | None) -> int:
+    if problem is None:
+        return 0
+    if isinstance(problem, StoreForbiddenError):
+        return STOPS  # an older checkpoint would only hide a mistake in the set-up
+    if isinstance(problem, OSError):
+        return UNREAD
+    return DAMAGED if isinstance(problem, (DamagedError, CoverageError, OtherLayoutError)) else STOPS
+
+
+def leave_together(comm: Communicator, found: NotUsableError, directory: str) -> NoReturn:
+    """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message."""
+    own = found.problem
+    said = comm.share(str(own).encode() if comm.rank == found.rank else b"", found.rank).decode()
+    if own is not None and _kind(own) == found.kind:
+        raise own
+    raise StoreError(f"rank {found.rank} cannot go on from checkpoint {directory}: {said}")

@@ -1,0 +1,100 @@
+"""What directories hold, listed again only where a name may have come or gone since.
+
+A file system notes when a directory last changed. What was listed is still true if that has not moved, provided that
+the listing was made so much later that no coarse clock can hide a change behind it. Nobody is believed blindly: the
+note must have moved where this process has just written, and now and then one more directory is listed, the one that
+was not for longest; a difference there ends the belief. A storage without such notes is listed as a whole, several
+directories at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from moe_ckpt.storage.base import Stamp, Stamped, Storage
+
+log = logging.getLogger("moe_ckpt")
+
+_COARSE_NS, _FINE_NS = 2_000_000_000, 250_000_000
+"""Changes so far apart have different stamps. Coarse: FAT's clock has two seconds. Fine: clocks with nanoseconds tick
+every 10 ms at most, but some file systems note a second change only after 100 ms."""
+_CALLS_PER_CHECK = 8
+_LISTERS = 8
+"""Threads, where each listing is a message to a server."""
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """stamp: taken just before. at_unix_ns: no later than that, by the file system's clock."""
+
+    names: frozenset[str]
+    stamp: Stamp | None
+    at_unix_ns: int
+
+    def still_holds(self, stamp: Stamp | None) -> bool:
+        """Whether it is true of the directory whose stamp is this now."""
+        if stamp is None or stamp != self.stamp:
+            return False
+        is_fine = stamp.changed_unix_ns % 1_000_000 > 0
+        return stamp.changed_unix_ns + (_FINE_NS if is_fine else _COARSE_NS) < self.at_unix_ns
+
+
+class Listings:
+    """For one thread."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._stamped = storage if isinstance(storage, Stamped) else None
+        self._seen: dict[str, _Listing] = {}  # those that were not listed for longest first
+        self._written: tuple[str, Stamp | None] = "", None
+        self._believed = True
+        self._calls = 0
+
+    def names(self, directories: Sequence[str], latest: str | None = None) -> dict[str, frozenset[str]]:
+        """Returns what each of the directories holds: the same object as last time where that is the same.
+
+        Args:
+            directories: All that matter now; others are forgotten.
+            latest: Another one, in which files were written just now. So its stamp tells what time it is.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        self._calls += 1
+        moved = self._has_moved()
+        stamps = {each: self._stamp(each) for each in (*directories, *([] if latest is None else [latest]))}
+        now = max((stamp.changed_unix_ns for stamp in stamps.values() if stamp is not None), default=0)
+        held = [each for each, seen in self._seen.items() if moved and seen.still_holds(stamps.get(each))]
+        checked = held[: self._calls % _CALLS_PER_CHECK == 0]
+        spared = set(held[len(checked) :])
+        for directory, names in self._list([each for each in directories if each not in spared]).items():
+            before = self._seen.pop(directory, None)
+            if before is not None and before.names == names:
+                names = before.names
+            elif directory in checked and self._stamp(directory) == stamps[directory]:
+                self._believed = False
+                log.warning("%s does not say when a directory changes: all are listed now", self._storage.root)
+            self._seen[directory] = _Listing(names, stamps[directory], now)
+        for directory in self._seen.keys() - set(directories):
+            del self._seen[directory]
+        return {directory: self._seen[directory].names for directory in directories}
+
+    def expect_change(self, directory: str) -> None:
+        """A file is put there now: a directory that was listed last time, whose stamp must be another next time."""
+        self._written = directory, self._seen[directory].stamp if directory in self._seen else None
+
+    def _has_moved(self) -> bool:
+        directory, before = self._written
+        return before is not None and self._stamp(directory) not in (None, before)
+
+    def _stamp(self, directory: str) -> Stamp | None:
+        return self._stamped.stamp(directory) if self._believed and self._stamped is not None else None
+
+    def _list(self, directories: Sequence[str]) -> dict[str, frozenset[str]]:
+        if self._stamped is not None or len(directories) < 2:
+            return {directory: frozenset(self._storage.list(directory)) for directory in directories}
+        with ThreadPoolExecutor(min(_LISTERS, len(directories)), thread_name_prefix="moe_ckpt-list") as pool:
+            return dict(zip(directories, map(frozenset, pool.map(self._storage.list, directories)), strict=True))

@@ -1,0 +1,123 @@
+"""All ranks die by ``kill -9``, each a node of its own: memory brings them back, and storage what memory has not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.test_host_tier import FATAL_STEP, TIMEOUT_SECS, Life, check_survivor, come_back
+from tests.support.processes import run_ranks, start_ranks
+from tests.support.spoiled import spoil_experts
+
+
+def first_life(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> None:
+    """Trains to the fatal step, all of whose checkpoints are committed, and dies."""
+    life = Life(root, fsdp, seed=0, memory=memory)
+    history = {}
+    for _step in range(FATAL_STEP - 1):
+        life.train()
+        history[life.step] = life.whole()
+    life.session.drain(life.step)
+    wait_for_copies(life)
+    if rank == 0:
+        torch.save(history, f"{root}/history.pt")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_copies(life: Life) -> None:
+    replicator = life.session.tier.replicator
+    while replicator is not None and replicator.lag_steps:
+        time.sleep(0.001)
+
+
+def second_life(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> dict:
+    life, told = come_back(root, fsdp, memory=memory)
+    check_survivor(torch.load(f"{root}/history.pt", weights_only=True), told)
+    life.train()
+    life.session.finish(life.step, lambda: {"plain": life.state.plain()}, save_last=True)
+    return {key: value for key, value in told.items() if key != "state"}
+
+
+sharding = pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fsdp2", "plain"])
+
+
+def killed(root: Path, fsdp: bool, ranks: int = 2, **memory: int) -> None:
+    ended = start_ranks(first_life, ranks, str(root), fsdp, memory, timeout=2 * TIMEOUT_SECS)
+    assert [each.exitcode for each in ended] == [-signal.SIGKILL] * ranks, [each.error for each in ended]
+
+
+def started_again(root: Path, fsdp: bool, ranks: int = 2, **memory: int) -> dict:
+    """What all ranks tell alike."""
+    one, *others = run_ranks(second_life, ranks, str(root), fsdp, memory, timeout=2 * TIMEOUT_SECS)
+    assert others == [one] * (ranks - 1)
+    return one
+
+
+def lose(root: Path, *nodes: int) -> None:
+    """With their memory. What comes in their place has an empty one."""
+    for node in nodes:
+        shutil.rmtree(root / f"node_{node}")
+
+
+@sharding
+def test_memory_brings_back_what_storage_never_had(tmp_path: Path, fsdp: bool):
+    killed(tmp_path, fsdp)
+    spoil_experts(tmp_path / "store" / f"step_{FATAL_STEP - 1:08d}")
+    one = started_again(tmp_path, fsdp)
+    assert one["step"] == FATAL_STEP - 1
+    stale = {op for op, step in one["stored"].items() if step < one["step"]}
+    assert one["newer"] == stale != set(), "K is 1 on storage, and all of them in memory"
+    assert one["fault"].lost_tokens == 0
+    assert [path for path in tmp_path.glob("node_*/**/*") if path.is_file()] == []
+
+
+@sharding
+def test_a_lost_node_takes_its_experts_along(tmp_path: Path, fsdp: bool):
+    """Experts of which it had a part come from storage, older; their tokens are counted."""
+    killed(tmp_path, fsdp)
+    lose(tmp_path, 1)
+    one = started_again(tmp_path, fsdp)
+    stale = {op for op, step in one["stored"].items() if step < one["step"]}
+    assert one["newer"] == {op for op in stale if int(op.rpartition("/")[2]) < 3} != set()
+    assert one["fault"].lost_tokens > 0
+
+
+@sharding
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_comes_back_from_its_peer(tmp_path: Path, fsdp: bool, lost: int):
+    """Storage has the first step only; every bit of the last one comes from the node that is left."""
+    killed(tmp_path, fsdp, replicas=1, storage_every_n_steps=1000)
+    lose(tmp_path, lost)
+    told = started_again(tmp_path, fsdp, replicas=1, storage_every_n_steps=1000)
+    assert told["step"] == FATAL_STEP - 1
+    assert told["fault"].lost_tokens == 0
+    assert [path for path in tmp_path.glob("node_*/**/*") if path.is_file()] == []
+
+
+def step_returned_to(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> int:
+    life, told = come_back(root, fsdp, memory=memory)
+    life.session.close()
+    return told["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "plain"])
+def test_as_many_nodes_as_copies_may_be_lost_and_no_more(tmp_path: Path, fsdp: bool):
+    settings = {"replicas": 2, "storage_every_n_steps": 1000}
+    root, kept = tmp_path / "run", tmp_path / "kept"
+    root.mkdir()
+    killed(root, fsdp, 3, **settings)
+    shutil.copytree(root, kept)
+    lose(root, 0, 2)
+    assert started_again(root, fsdp, 3, **settings)["step"] == FATAL_STEP - 1
+    lose(kept, 0, 1, 2)
+    steps = run_ranks(step_returned_to, 3, str(kept), fsdp, settings, timeout=2 * TIMEOUT_SECS)
+    assert steps == [1] * 3, "of storage"

@@ -1,0 +1,144 @@
+"""Checkpoints that go to memory only, under kill -9: the run ends as if nothing had happened, storage far behind."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.integration.crash_run import Run
+from tests.integration.lives import (
+    KILLED,
+    assert_promises_kept,
+    assert_same_run,
+    assert_store_sound,
+    committed,
+    events,
+    live,
+    live_ranks,
+    output,
+    place,  # noqa: F401 - a fixture
+    recomputed,
+    split_lives,
+)
+from tests.integration.test_memory_kills import DENSE, in_memory, left
+from tests.integration.test_moevement_kills import WINDOWS, W
+
+RARELY = 1000
+POLICIES = {
+    "dense": replace(DENSE, to_storage=RARELY),
+    "moc": replace(DENSE, policy=("moc", 1), options={"snapshot_k": 4}, to_storage=RARELY),
+    "moevement": replace(WINDOWS, to_storage=RARELY),
+}
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+BEHIND = {"dense": 2, "moc": 2, "moevement": 2 * W + 1}
+"""Steps that a life computes again at most: the one under way and one that is not sealed yet, or two windows."""
+
+
+def stored(run: Run) -> int:
+    """Step of the newest checkpoint on storage."""
+    return int(committed(run.store)[-1].split("_")[1])
+
+
+def restored(run: Run) -> int:
+    return split_lives(events(run))[-1][0]["step"]
+
+
+@every_policy
+@pytest.mark.parametrize("phase", ["copy", "compute"])
+def test_the_run_goes_on_from_memory(policy, phase, place):  # noqa: F811
+    run = in_memory(POLICIES[policy], place)
+    for n in (14, 5):
+        assert live(replace(run, crash=(phase, n))) == KILLED, output(run)
+    before = stored(run)
+    assert live(run) == 0, output(run)
+    assert restored(run) > before, "storage has only what the first life began with"
+    assert_same_run(run)
+    assert_promises_kept(run)
+    assert_store_sound(run, ended=True)
+    assert max(recomputed(run)) <= BEHIND[policy], recomputed(run)
+    assert left(run) == []
+
+
+@every_policy
+def test_a_flipped_byte_costs_steps_and_no_bit(policy, place):  # noqa: F811
+    run = in_memory(POLICIES[policy], place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
+    for path in left(run):
+        if path.suffix == ".data":
+            raw = bytearray(path.read_bytes())
+            raw[len(raw) // 4] ^= 32
+            path.write_bytes(raw)
+    assert live(run) == 0, output(run)
+    assert restored(run) <= stored(run)
+    if policy != "moc":  # which then lacks tokens
+        assert_same_run(run)
+
+
+@every_policy
+def test_a_lost_node_goes_back_to_storage(policy, place):  # noqa: F811
+    run = in_memory(replace(POLICIES[policy], to_storage=4), place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
+    for path in left(run):
+        path.unlink()
+    assert live(run) == 0, output(run)
+    if policy != "moc":
+        assert_same_run(run)
+    assert_store_sound(run, ended=True)
+
+
+@pytest.mark.slow
+@every_policy
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_random_times(policy, seed, place):  # noqa: F811
+    rng = random.Random(seed)
+    run = in_memory(replace(POLICIES[policy], to_storage=rng.choice([1, 3, RARELY])), place)
+    for _ in range(10):
+        if live(run, kill_after_secs=rng.uniform(0.02, 0.3)) != KILLED:
+            break
+    else:
+        assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert_promises_kept(run)
+    assert left(run) == []
+
+
+@pytest.mark.slow
+@every_policy
+def test_two_ranks_killed_together(policy, place):  # noqa: F811
+    run = in_memory(replace(POLICIES[policy], ranks=2), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 9)))
+    before = stored(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) > before
+    assert_same_run(run)
+    assert left(run) == []
+
+
+@every_policy
+def test_what_is_on_storage_too_comes_from_memory(policy, place):  # noqa: F811
+    run = in_memory(replace(POLICIES[policy], to_storage=1), place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert "from memory" in output(run)
+    assert_same_run(run)
+    assert_store_sound(run, ended=True)
+    assert left(run) == []
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("policy", ["dense", pytest.param("moevement", marks=pytest.mark.slow)])
+def test_a_lost_node_comes_back_from_its_peer(policy, lost, place):  # noqa: F811
+    """Two ranks under DDP, each a node. One is lost with its memory: every bit comes from the other."""
+    run = in_memory(replace(POLICIES[policy], ranks=2, replicas=1), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 7)))
+    before = stored(run)
+    shutil.rmtree(Path(run.memory, f"node_{lost}"))
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) > before
+    assert ("peers: other nodes" in output(run)) == (lost == 0), "as rank 0 sees it"
+    assert_same_run(run)
+    assert left(run) == []

@@ -1,0 +1,221 @@
+"""Nothing on the training thread waits for the device: real Lightning steps on a GPU that is acted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from moe_ckpt.callbacks import MoECheckpoint, lightning_state
+from moe_ckpt.callbacks import fit as fit_module
+from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine import snapshot
+from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.engine.copying import target
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.modeling import routing
+from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.storage import LocalStorage
+from tests.support.acted_gpu import CUDA, ActedGPU
+from tests.support.tiny_moe import TinyMoE, loader, state_of
+from tests.unit.test_engine_late_agreement import LateCommunicator
+
+STEPS = 8
+BEFORE_AND_AFTER = ("on_fit_start", "on_train_start", "on_train_end")
+"""Hooks of the callback that may wait: nothing is computed then."""
+
+
+class Accelerator(CPUAccelerator):
+    def setup_device(self, device: torch.device) -> None:
+        """Takes the acted one."""
+
+
+class Stops(pl.Callback):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+def fit(root: Path, policy: Any, gpu: ActedGPU | None = None, stop: int | None = None, **trainer: Any) -> TinyMoE:
+    pl.seed_everything(5)
+    module = TinyMoE(optimizer="fused")
+    if gpu is not None:
+        trainer |= {"accelerator": Accelerator(), "strategy": SingleDeviceStrategy(CUDA)}
+    ckpt = MoECheckpoint(policy, root, when_busy="wait", retention=RetentionPolicy(keep_last=100))
+    made = pl.Trainer(
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ckpt, Stops(stop)],
+        **{"max_steps": STEPS, "accelerator": "cpu", "gradient_clip_val": 0.5, **trainer},
+    )
+    made.fit(module, loader())
+    return module
+
+
+def on_gpu(root: Path, policy: Any, **more: Any) -> tuple[ActedGPU, TinyMoE]:
+    with ActedGPU() as gpu:
+        module = fit(root, policy, gpu, **more)
+    return gpu, module
+
+
+def waits(gpu: ActedGPU) -> list[tuple[str, tuple[str, ...]]]:
+    """Those between the first batch and the end of the last one."""
+    return [wait for wait in gpu.waits if not any(f".{hook}" in led for hook in BEFORE_AND_AFTER for led in wait[1])]
+
+
+def contents(root: Path) -> dict[str, Any]:
+    reader = StoreReader(LocalStorage(root))
+    found = {}
+    for name in reversed(reader.directories()):
+        manifest = reader.manifest(name)
+        check_checkpoint(reader, manifest)
+        held = lightning_checkpoint(reader, manifest)
+        del held["callbacks"]  # our own books are among them, which are of a step earlier where counts come late
+        found[name] = {"tokens": manifest.tokens["applied"], **held}
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
+
+
+def test_what_leaves_by_events_is_what_a_run_on_the_cpu_saves(tmp_path):
+    """Token counts, buffers, step counts and all else, at every step."""
+    fit(tmp_path / "cpu", Dense(every_n_steps=1))
+    gpu, _ = on_gpu(tmp_path / "gpu", Dense(every_n_steps=1))
+    assert waits(gpu) == []
+    assert gpu.departures > 2 * STEPS, "nothing left the device, so this shows nothing"
+    expected, found = contents(tmp_path / "cpu"), contents(tmp_path / "gpu")
+    assert list(found) == list(expected)
+    for name in expected:
+        different = [key for key in expected[name] if not same(found[name][key], expected[name][key])]
+        assert not different, name
+
+
+def test_no_step_of_moc_waits(tmp_path):
+    gpu, module = on_gpu(tmp_path / "gpu", MoC(k=1, selector="load_aware"))
+    assert waits(gpu) == []
+    assert gpu.departures > 2 * STEPS
+    assert same(state_of(module), state_of(fit(tmp_path / "cpu", MoC(k=1, selector="load_aware"))))
+
+
+def test_no_step_of_a_window_waits_and_its_clip_norms_bring_it_back(tmp_path):
+    policy = MoEvement(window=3, order="soft_count")
+    undisturbed = fit(tmp_path / "cpu", policy)
+    with ActedGPU() as gpu, pytest.raises(RuntimeError, match="stopped"):
+        fit(tmp_path / "gpu", policy, gpu, stop=STEPS - 1)
+    assert waits(gpu) == []
+    assert gpu.departures > 2 * STEPS
+    resumed = fit(tmp_path / "gpu", policy)
+    assert min(resumed.losses) < STEPS - 2, "no step was computed again"
+    assert same(state_of(resumed), state_of(undisturbed))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_other_precisions_have_no_loss_scale(tmp_path, precision):
+    gpu, _ = on_gpu(tmp_path, Dense(every_n_steps=1), precision=precision, gradient_clip_val=None)
+    assert waits(gpu) == []
+    assert len(contents(tmp_path)) == STEPS
+
+
+class AnswersBeforeUpdates(pl.Callback):
+    """The ranks agree on a step no earlier than just before the next update, or the end."""
+
+    def __init__(self, comm: LateCommunicator) -> None:
+        self.open = comm.open
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.open.set()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step < 6:
+            self.open.clear()
+
+
+def test_epochs_end_and_validations_begin_before_the_ranks_agree(tmp_path, monkeypatch):
+    """Only the join before an update waits for them."""
+    comm = LateCommunicator(patience_secs=30.0)
+    monkeypatch.setattr(fit_module, "make_communicator", lambda *_, **__: comm)
+    ckpt = MoECheckpoint(Dense(every_n_steps=1), tmp_path, when_busy="wait")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        max_epochs=2,
+        limit_train_batches=3,
+        limit_val_batches=1,
+        accelerator="cpu",
+        callbacks=[AnswersBeforeUpdates(comm), ckpt],
+        **quiet,
+    )
+    trainer.fit(TinyMoE(), loader(), loader())
+    assert ckpt.last.committed_step == 6
+
+
+def scaler() -> dict[str, Any]:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    return {"gradient_clip_val": None, "plugins": [plugin]}
+
+
+def test_a_loss_scale_leaves_as_numbers_do(tmp_path):
+    fit(tmp_path / "cpu", Dense(every_n_steps=1), **scaler())
+    gpu, _ = on_gpu(tmp_path / "gpu", Dense(every_n_steps=1), **scaler())
+    assert waits(gpu) == []
+    found = [held["MixedPrecision"] for held in contents(tmp_path / "gpu").values()]
+    assert found == [held["MixedPrecision"] for held in contents(tmp_path / "cpu").values()]
+    assert found[0]["scale"] == 64.0
+
+
+# --- the same with something broken on purpose ---
+
+
+def take_as_before(tables: dict[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[np.ndarray]:
+    joined = torch.cat([table[:-1] for table in tables.values()]).cpu().numpy()
+    return Deferred(lambda: joined.reshape(shape).copy())
+
+
+def copy_as_before(sources: Any, memory: torch.Tensor) -> bool:
+    for entry, source in sources:
+        target(entry, memory).copy_(source)
+    return True
+
+
+def norms_read(windows: Windows) -> dict[str, Any]:
+    return {"norms": [norm.item() for norm in windows._norms.taken]}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "what", "led"),
+    [
+        (routing, "counts_on_host", take_as_before, "cpu", "modeling.routing.take"),
+        (snapshot, "copy_here", copy_as_before, "copy_", "engine.snapshot.copy_at_once"),
+        (Windows, "recorded", norms_read, "item", "callbacks.host.capture"),
+        (lightning_state, "_scaler_state", lambda precision: precision.state_dict(), "item", "lightning_state"),
+        (fit_module, "make_communicator", lambda *_, **__: SoloCommunicator(), "Event.synchronize", "after_update"),
+    ],
+    ids=["counts", "buffers", "norms", "loss scale", "agreement"],
+)
+def test_whoever_waits_is_named(tmp_path, monkeypatch, owner, name, broken, what, led):
+    monkeypatch.setattr(owner, name, broken)
+    gpu, _ = on_gpu(tmp_path, MoEvement(window=2), **(scaler() if name == "_scaler_state" else {}))
+    found = waits(gpu)
+    assert what in {wait for wait, _ in found}
+    assert all(any(led in each for each in by) for _, by in found), found

@@ -1,0 +1,109 @@
+"""Nothing on the training thread waits for the device: real iterations of Megatron-Core on a GPU that is acted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.storage import LocalStorage
+from tests.support import megatron_gpt, run_ranks
+from tests.support.acted_gpu import ActedGPU
+from tests.support.megatron_gpt import Setup
+
+WARM = "tests.support.megatron_warm"
+ITERATIONS = 5
+ONCE = ("begin_training", "finish", "attach")
+"""Calls that may wait: nothing is computed then."""
+
+
+@dataclass(frozen=True)
+class Case:
+    setup: Setup
+    policy: tuple[str, dict[str, Any]]
+    broken: bool = False
+
+
+def take_as_before(tables: dict[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[np.ndarray]:
+    joined = torch.cat([table[:-1] for table in tables.values()]).cpu().numpy()
+    return Deferred(lambda: joined.reshape(shape).copy())
+
+
+def train(case: Case, store: str) -> None:
+    import moe_ckpt.policies
+    from moe_ckpt import megatron
+
+    built = megatron_gpt.build(case.setup, 1)
+    gpu = ActedGPU.active
+    if gpu is not None:
+        for chunk in built.chunks:
+            for tensor in (*chunk.parameters(), *chunk.module.buffers()):
+                gpu.take(tensor)
+    name, arguments = case.policy
+    with mock.patch.object(torch.cuda, "is_available", return_value=gpu is not None):
+        ckpt = megatron.attach(
+            built.chunks,
+            built.optimizer,
+            built.scheduler,
+            policy=getattr(moe_ckpt.policies, name)(**arguments),
+            dirpath=store,
+            when_busy="wait",
+        )
+    ckpt.resume()
+    for iteration in range(ITERATIONS):
+        megatron_gpt.train_step(built, iteration)
+        ckpt.after_step(iteration + 1, consumed_samples=iteration)
+    ckpt.finish()
+
+
+def both(rank: int, world_size: int, case: Case, root: str) -> dict[str, Any]:
+    """The same run on a CPU and on the acted GPU: who waited, and what manifests say of tokens."""
+    if case.broken:
+        from moe_ckpt.megatron import routing
+
+        routing.counts_on_host = take_as_before
+    train(case, os.path.join(root, "cpu"))
+    with ActedGPU() as gpu:
+        train(case, os.path.join(root, "gpu"))
+    waits = [wait for wait in gpu.waits if not any(led.endswith(ONCE) for led in wait[1])]
+    return {"waits": waits, "departures": gpu.departures}
+
+
+def tokens(store: Path) -> dict[str, Any]:
+    reader = StoreReader(LocalStorage(store))
+    return {name: reader.manifest(name).tokens["applied"] for name in reader.directories()}
+
+
+SMALL = Setup(layers=2, num_microbatches=1)
+DENSE = ("Dense", {"every_n_steps": 1})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Setup(layers=2, num_microbatches=1, capacity_factor=0.5), DENSE),
+        Case(Setup(layers=2, precision="fp16", dist_opt=True, expert_bias=True), DENSE),
+        Case(SMALL, ("MoEvement", {"window": 2, "order": "soft_count"})),
+    ],
+    ids=["dropping", "fp16", "windows"],
+)
+def test_no_iteration_waits_for_the_device(tmp_path, case):
+    [found] = run_ranks(both, 1, case, str(tmp_path), preload=WARM)
+    assert found["waits"] == []
+    assert found["departures"] > ITERATIONS, "nothing left the device, so this shows nothing"
+    assert tokens(tmp_path / "gpu") == tokens(tmp_path / "cpu")
+    assert sum(map(sum, tokens(tmp_path / "gpu").popitem()[1])) > 0
+
+
+def test_a_counter_that_waits_is_named(tmp_path):
+    [found] = run_ranks(both, 1, Case(SMALL, DENSE, broken=True), str(tmp_path), preload=WARM)
+    assert {what for what, _ in found["waits"]} == {"cpu"}
+    assert all("megatron.routing.take" in led for _, led in found["waits"])

@@ -1,0 +1,251 @@
+"""A GPU that is only acted, for tests on machines without one: it shows who waits for it, and who reads too early.
+
+Tensors lie in host memory and say that they are on ``cuda:0``: those that were moved there, and whatever is computed
+from them. Inside ``with ActedGPU() as gpu`` the calling thread is the training thread. What makes a thread wait for a
+real device (``item()``, ``cpu()``, a copy into memory that is not page-locked, ``Event.synchronize`` and the like) is
+noted in ``gpu.waits`` if it happens on that thread and the package asked for it. Bytes that leave by a non-blocking
+``copy_`` into page-locked memory are there only when an event behind it was waited for; until then there is rubbish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+CUDA = torch.device("cuda", 0)
+RUBBISH = 0x5A
+
+_READS = {"__array__", "__bool__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__"}
+_READS |= {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
+"""Functions of torch that give Python values of a tensor's elements."""
+_SIZED_BY_VALUES = ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero")
+"""Kernels whose result the host needs before it can go on, whatever function calls them."""
+
+
+_PASS_ON = ("_stepping", "__torch_dispatch__")
+"""Functions of the package in which others compute: Megatron's optimizer, and the model while types are probed."""
+
+
+class Transfer:
+    """Bytes on their way to the host."""
+
+    def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        self._lock = threading.Lock()
+        self._move: Callable[[], object] | None = lambda: target.copy_(value)
+
+    def finish(self) -> None:
+        with self._lock:
+            move, self._move = self._move, None
+            if move is not None:
+                move()
+
+
+class Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.work: list[Transfer] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.work += event.work
+
+    def synchronize(self) -> None:
+        _acted().note("Stream.synchronize")
+        for transfer in self.work:
+            transfer.finish()
+
+
+class Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.work: list[Transfer] = []
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.work = list((stream or _acted().stream).work)
+
+    def synchronize(self) -> None:
+        _acted().note("Event.synchronize")
+        for transfer in self.work:
+            transfer.finish()
+
+
+class ActedGPU(TorchFunctionMode):
+    """See the module's docstring.
+
+    Attributes:
+        waits: (what waited, functions of the package that led to it, innermost first).
+        departures: How many transfers left by events.
+    """
+
+    active: ActedGPU | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[tuple[str, tuple[str, ...]]] = []
+        self.departures = 0
+        self._streams = threading.local()
+        self._training = Stream()
+        self._there: dict[int, StorageWeakRef] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self._thread = threading.current_thread()
+        self._stack = contextlib.ExitStack()
+        self._special: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.device.__get__: lambda func, tensor: CUDA if self.holds(tensor) else func(tensor),
+            torch.Tensor.is_cuda.__get__: lambda func, tensor: self.holds(tensor),
+            torch.Tensor.is_cpu.__get__: lambda func, tensor: not self.holds(tensor),
+            torch.Tensor.is_pinned: lambda func, tensor: _known(self._pinned, tensor),
+            torch.Tensor.cpu: lambda func, tensor, *_, **__: self._moved(tensor, False, "cpu"),
+            torch.Tensor.cuda: lambda func, tensor, *_, **__: self._moved(tensor, True, "cuda"),
+            torch.Tensor.to: self._to,
+            torch.Tensor.copy_: self._copy,
+        }
+
+    def __enter__(self) -> ActedGPU:
+        names = {"Event": Event, "Stream": Stream, "current_stream": lambda *_: self.stream, "stream": self._on_stream}
+        names["synchronize"] = lambda *_: self.note("torch.cuda.synchronize")
+        for name, acted in names.items():
+            self._stack.enter_context(mock.patch.object(torch.cuda, name, acted))
+        # Not only on this thread: the copying thread makes host buffers.
+        self._stack.enter_context(mock.patch.object(torch, "empty", self._pinning(torch.empty)))
+        grouped = self._grouping(torch._C._group_tensors_by_device_and_dtype)
+        self._stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
+        self._stack.enter_context(mock.patch.object(ActedGPU, "active", self))
+        self._stack.enter_context(_Kernels(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    @property
+    def stream(self) -> Stream:
+        """The calling thread's current stream."""
+        return getattr(self._streams, "current", self._training)
+
+    @contextlib.contextmanager
+    def _on_stream(self, stream: Stream) -> Iterator[None]:
+        before, self._streams.current = self.stream, stream
+        try:
+            yield
+        finally:
+            self._streams.current = before
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return _known(self._there, tensor)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor is on the device from now on."""
+        self._there[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    def note(self, what: str) -> None:
+        """A thread waits for the device."""
+        if threading.current_thread() is self._thread and (led := _functions_of_package()):
+            self.waits.append((what, led))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        special = self._special.get(func)
+        if special is not None:
+            return special(func, *args, **kwargs)
+        there = any(isinstance(each, torch.Tensor) and self.holds(each) for each in tree_iter((args, kwargs)))
+        if there and getattr(func, "__name__", "") in _READS:
+            self.note(func.__name__)
+        if (device := kwargs.get("device")) is not None:
+            there = torch.device(device).type == "cuda"
+            kwargs["device"] = "cpu" if there else device
+        result = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, self.take, result) if there else result
+
+    def _moved(self, tensor: torch.Tensor, there: bool, how: str) -> torch.Tensor:
+        if self.holds(tensor) == there:
+            return tensor
+        if there:
+            return self.take(tensor.clone())
+        self.note(how)
+        return tensor.clone()
+
+    def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        there = self.holds(tensor)
+        if args and isinstance(args[0], torch.Tensor):
+            device, dtype = CUDA if self.holds(args[0]) else torch.device("cpu"), args[0].dtype
+        else:
+            copy = kwargs.pop("copy", False)
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            tensor = tensor.clone() if copy else tensor
+        changed = func(tensor, dtype) if dtype is not None else tensor
+        changed = self.take(changed) if there else changed
+        return changed if device is None else self._moved(changed, device.type == "cuda", "to")
+
+    def _copy(self, func: Any, into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if self.holds(into) or not self.holds(source):
+            return func(into, source)
+        if not (non_blocking and _known(self._pinned, into)):
+            self.note("copy_")
+            return func(into, source)
+        self.departures += 1
+        transfer = Transfer(into, source.detach().to(into.dtype, copy=True))
+        into.view(torch.uint8).fill_(RUBBISH) if into.dim() else into.view(1).view(torch.uint8).fill_(RUBBISH)
+        self.stream.work.append(transfer)
+        return into
+
+    def _pinning(self, empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            found = empty(*args, **kwargs)
+            if pin_memory:
+                self._pinned[found.untyped_storage()._cdata] = StorageWeakRef(found.untyped_storage())
+            return found
+
+        return made
+
+    def _grouping(self, group: Callable[..., Any]) -> Callable[..., Any]:
+        """By which optimizers and clipping ask for devices."""
+
+        def grouped(tensors: Any, *args: Any) -> Any:
+            there = any(self.holds(each) for each in tensors[0] if each is not None)
+            return {(CUDA if there else device, *more): of for (device, *more), of in group(tensors, *args).items()}
+
+        return grouped
+
+
+class _Kernels(TorchDispatchMode):
+    def __init__(self, gpu: ActedGPU) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _SIZED_BY_VALUES and any(isinstance(a, torch.Tensor) and self._gpu.holds(a) for a in args):
+            self._gpu.note(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _acted() -> ActedGPU:
+    assert ActedGPU.active is not None
+    return ActedGPU.active
+
+
+def _known(storages: dict[int, StorageWeakRef], tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage()._cdata in storages
+
+
+def _functions_of_package() -> tuple[str, ...]:
+    """Functions of the package on the calling thread's stack, innermost first; none if it only passes a call on."""
+    found = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("moe_ckpt.") and not module.startswith("moe_ckpt.testing"):
+            if not found and frame.f_code.co_name in _PASS_ON:
+                return ()
+            found.append(f"{module.removeprefix('moe_ckpt.')}.{frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(found)

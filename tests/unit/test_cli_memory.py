@@ -1,0 +1,104 @@
+"""``moe-ckpt memory`` tells what lies there, and frees what nobody holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_ckpt.cli.main import main
+from moe_ckpt.engine import host_tier
+from moe_ckpt.memory.directory import holder_of
+from tests.unit.test_engine_memory import files, life, slots, train_and_fail, where  # noqa: F401 - a fixture
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    yield
+    host_tier.release_host_memory()
+
+
+def told(capsys, *arguments: str) -> dict:
+    code = main(["memory", *arguments, "--json"])
+    return {"code": code, **json.loads(capsys.readouterr().out)}
+
+
+def test_an_empty_directory(tmp_path, capsys):
+    assert main(["memory", "--directory", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"nothing of yours lies in {tmp_path}\n"
+    assert main(["memory", "clear", "--directory", str(tmp_path)]) == 0
+
+
+def test_what_a_failed_run_left(where, capsys):  # noqa: F811
+    train_and_fail(where)
+    found = told(capsys, "--directory", str(where[1]))
+    [rank] = found["ranks"]
+    assert (rank["rank"], rank["generation"], rank["pid"]) == (0, 0, 0)
+    assert rank["owner"]["store"] == str(where[0])
+    assert {slot["step"] for slot in rank["slots"]} == {5, 6}, "5 is not released before 6 is complete everywhere"
+    assert main(["memory", "--directory", str(where[1])]) == 0
+    out = capsys.readouterr().out
+    assert "nobody" in out
+    assert main(["memory", "explain", "--directory", str(where[1])]) == 0
+    assert "step 6" in (out := capsys.readouterr().out)
+    assert "every byte as it was written" in out
+    assert main(["memory", "clear", "--directory", str(where[1])]) == 0
+    assert "freed" in capsys.readouterr().out
+    assert files(where[1]) == []
+
+
+def test_what_a_process_uses_is_shown_and_left_alone(where, capsys):  # noqa: F811
+    with life(where) as only:
+        only.go(3, settle=True)
+        found = told(capsys, "--directory", str(where[1]))
+        assert found["ranks"][0]["pid"] > 0
+        before = files(where[1])
+        assert main(["memory", "clear", "--directory", str(where[1])]) == 0
+        assert "left alone" in capsys.readouterr().out
+        assert files(where[1]) == before
+        only.go(1, settle=True)
+
+
+def test_damage_is_found_and_named(where, capsys):  # noqa: F811
+    train_and_fail(where)
+    for slot in slots(where[1]):
+        path = slot.with_suffix(".data")
+        data = bytearray(path.read_bytes())
+        data[0] ^= 1
+        path.write_bytes(data)
+    assert main(["memory", "--directory", str(where[1])]) == 0, "list reads no slice"
+    capsys.readouterr()
+    assert main(["memory", "explain", "--directory", str(where[1])]) == 1
+    assert "checksum mismatch" in capsys.readouterr().out
+
+
+def test_only_the_runs_that_are_asked_for(where, capsys):  # noqa: F811
+    train_and_fail(where)
+    assert told(capsys, "--directory", str(where[1]), "--run", "zz")["ranks"] == []
+    found = told(capsys, "clear", "--directory", str(where[1]), "--run", "zz")
+    assert (found["freed"], found["kept"]) == ({}, [])
+    assert files(where[1])
+
+
+def test_a_lock_is_seen_from_another_process(where):  # noqa: F811
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    with life(where) as only:
+        only.go(1, settle=True)
+        [path] = {each.parent for each in files(where[1])}
+        receiver, sender = context.Pipe(duplex=False)
+
+        def look():
+            from moe_ckpt.memory import directory
+
+            directory._owned.clear()  # a fork knows what its parent knew
+            sender.send(holder_of(path))
+
+        process = context.Process(target=look)
+        process.start()
+        process.join(30)
+        import os
+
+        assert receiver.recv() == os.getpid()
+    assert holder_of(path) == 0

@@ -1,0 +1,104 @@
+"""``benchmarks/commit_scale.py`` runs, and what its acted ranks send is what real ones would."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+from benchmarks import commit_scale
+from benchmarks.commit_rank import policy_of
+from benchmarks.commit_world import Acknowledging, ActedPeers, Others, State, key_of, recorded
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.writing import Acknowledgement
+from moe_ckpt.storage import LocalStorage
+from tests.unit.engine_parts import told
+
+LAYERS, EXPERTS, RANKS = 3, 8, 4
+
+
+@pytest.mark.timeout(120)
+def test_both_ranks_of_every_policy_are_measured(tmp_path, capfd):
+    out = tmp_path / "out.json"
+    options = f"--cases 2x8/4 --warm 1 --steps 4 --dir {tmp_path} --json {out}"
+    assert commit_scale.main(options.split()) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    (case,) = json.loads(out.read_text())["cases"]
+    assert case["failed"] == {}
+    rows = {(row["policy"], row["role"]): row for row in case["rows"]}
+    assert len(rows) == len(commit_scale.POLICIES) * len(commit_scale.ROLES)
+    assert all(row["cpu_ms"] > 0 and row["n"] == 4 for row in rows.values())
+    assert all(row["sent"] > 0 and row["received"] > 0 for row in rows.values())
+    assert "MoEvement W=4" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["dense", "moc", "moevement"])
+def test_acted_ranks_send_what_a_real_rank_sends(tmp_path, name):
+    """Byte for byte, but for the state file, whose size and digest are made up."""
+    state, rank = State(LAYERS, EXPERTS), 2
+    others, plans, sent = Others(state, RANKS), deque(), []
+
+    class Listening(ActedPeers):
+        def combine(self, columns):
+            sent.append(list(columns))
+            return super().combine(columns)
+
+    session = CheckpointSession(
+        storage=LocalStorage(tmp_path / "real"),
+        policy=recorded(policy_of(name, EXPERTS), plans),
+        catalog=state.catalog,
+        state=state,
+        comm=Listening(rank, RANKS, others, plans, tmp_path),
+        settings=Settings(when_busy="wait"),
+    )
+    session.open()
+    session.begin_run(state.plain)
+    for step in range(1, 7):
+        session.after_update(step, told(np.ones((LAYERS, EXPERTS), dtype=np.int64)), state.plain)
+        session.drain(step)
+    session.close()
+    assert len(plans) == len(sent) >= 6
+    acting = Acknowledging(tmp_path)
+    for plan, real in zip(plans, sent, strict=True):
+        acted = Acknowledgement(*acting.of(others.shares_of(key_of(plan)), plan.step, "0" * 32)[rank - 1])
+        assert replace(acted, state_rows=b"") == replace(Acknowledgement(*real), state_rows=b"")
+        assert acted.states == b"rank_00002_state.json\n"
+        assert acted.state_rows.startswith(b"[2,")
+
+
+def test_acted_ranks_delete_what_real_ones_would(tmp_path):
+    """Two whole checkpoints stay, and nothing of those before them."""
+    state, plans = State(LAYERS, EXPERTS), deque()
+    comm = ActedPeers(0, RANKS, Others(state, RANKS), plans, tmp_path / "store")
+    session = CheckpointSession(
+        storage=LocalStorage(tmp_path / "store"),
+        policy=recorded(policy_of("dense", EXPERTS), plans),
+        catalog=state.catalog,
+        state=state,
+        comm=comm,
+        settings=Settings(when_busy="wait"),
+    )
+    session.open()
+    try:
+        session.begin_run(state.plain)
+        for step in range(1, 6):
+            session.after_update(step, told(np.ones((LAYERS, EXPERTS), dtype=np.int64)), state.plain)
+            session.drain(step)
+    finally:
+        session.close()
+    assert sorted(path.name for path in (tmp_path / "store").glob("step_*")) == ["step_00000004", "step_00000005"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("--cases 48x128", "48x128/64"), ("--cases 2x4/1", "nobody"), ("--policies all", "choose from dense")],
+)
+def test_what_is_no_case_is_refused(options, said):
+    with pytest.raises(SystemExit, match=said):
+        commit_scale.main(options.split())

@@ -1,0 +1,85 @@
+"""The order in which a window's steps are asked for, made, put in place and compared, whatever makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource
+from moe_ckpt.errors import ReplayDivergedError
+
+
+class Window:
+    """Stands for a ``recovery.replay.Replay`` of the steps 4, 6 and 7; step 4 is in place."""
+
+    manifest = "the window"
+    steps = (4, 6, 7)
+
+    def __init__(self, told: list[str]) -> None:
+        self.loaded = 1
+        self.told = told
+
+    @property
+    def done(self) -> bool:
+        return self.loaded == len(self.steps)
+
+    def upcoming(self) -> Mapping[str, Any]:
+        return {"rng": self.steps[self.loaded]}
+
+    def advance(self, step: int) -> None:
+        assert step == self.steps[self.loaded]
+        self.loaded += 1
+        self.told.append(f"advance {step}")
+
+    def repeat(self) -> None:
+        self.told.append("repeat")
+
+
+class Logged(StepSource):
+    """A source other than training's own passes."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def prepare(self, replay: Any, recorded: Mapping[str, Any]) -> None:
+        self.told.append(f"prepare {recorded['rng']}")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+def replaying(told: list[str]) -> Replaying:
+    def repeated(before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Any:
+        told.append(f"from {before['rng']} to {recorded['rng']}")
+        return [("the random numbers", lambda state: state["rng"])]
+
+    return Replaying(Window(told), {"rng": 4}, repeated)  # type: ignore[arg-type]
+
+
+def test_a_source_makes_each_step_and_the_window_replaces_it():
+    told: list[str] = []
+    window = replaying(told)
+    assert (window.steps, window.manifest) == ((4, 7), "the window")
+    window.begin(Logged(told))
+    window.source.before_update()
+    for step in (6, 7):
+        window.put_back(step)
+        window.put_back(step)  # the optimizer's end and the adapter's own may both say it
+        assert window.done is (step == 7)
+        window.compare(step, {"rng": step})
+    each = [["prepare 6", "advance 6", "repeat", "from 4 to 6"], ["prepare 7", "advance 7", "repeat", "from 6 to 7"]]
+    assert told == [*each[0], *each[1], "close"]
+
+
+def test_a_step_that_is_another_is_no_step_of_the_window():
+    window = replaying([])
+    assert isinstance(window.source, Recompute)
+    with pytest.raises(ReplayDivergedError, match=r"it is computed now, and was skipped then \(the run computed 6\)"):
+        window.put_back(5)
+    window.skip(5)
+    with pytest.raises(ReplayDivergedError, match="it is skipped now, and was computed then"):
+        window.skip(6)
+    with pytest.raises(ReplayDivergedError, match="the random numbers differs"):
+        window.compare(6, {"rng": 5})

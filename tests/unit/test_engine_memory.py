@@ -1,0 +1,383 @@
+"""Snapshots in slots: what a life leaves in its memory directory brings the next one back, verified."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt import Memory
+from moe_ckpt.engine import host_tier
+from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError, StoreError, StoreUnwritableError
+from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
+from moe_ckpt.memory.files import remove_run, sweep
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.storage import LocalStorage
+from tests.support.spoiled import spoil_experts
+from tests.unit.engine_parts import ALL, Life, ThreadRanks, run_threads, sequential
+from tests.unit.test_engine_host_tier import assert_state, come_back
+
+EVERYTHING_AT_6 = dict.fromkeys(ALL, 6)
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    host_tier.release_host_memory()
+    yield
+    host_tier.release_host_memory()
+
+
+@pytest.fixture
+def where(tmp_path):
+    """(store, memory directory)"""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    return tmp_path / "store", memory
+
+
+def life(where, policy=None, **settings) -> Life:
+    store, memory = where
+    return Life(LocalStorage(store), policy=policy or Dense(), memory=Memory(directory=memory), **settings)
+
+
+def train_and_fail(where, policy=None, steps=6, **settings) -> Life:
+    with life(where, policy, **settings) as first:
+        first.go(steps, settle=True)
+    return first
+
+
+def files(memory: Path) -> list[Path]:
+    return sorted(path for path in memory.rglob("*") if path.is_file())
+
+
+def slots(memory: Path) -> list[Path]:
+    return [path.with_suffix("") for path in files(memory) if path.suffix == ".head"]
+
+
+def test_the_next_life_comes_back_from_memory_and_reads_no_expert_from_storage(where, caplog):
+    train_and_fail(where)
+    spoil_experts(where[0] / "step_00000006")
+    with caplog.at_level(logging.INFO, "moe_ckpt"), life(where) as second:
+        restored, fault = come_back(second)
+        assert restored.manifest.step == 6
+        assert_state(second, EVERYTHING_AT_6)
+        assert fault.lost_tokens == 0
+        second.go(2, settle=True)
+    assert "from memory: this node" in caplog.text
+
+
+def test_storage_gives_what_memory_does_not(where):
+    train_and_fail(where)
+    shutil.rmtree(where[1])
+    where[1].mkdir()
+    with life(where) as second:
+        come_back(second)
+        assert_state(second, EVERYTHING_AT_6)
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "header flipped", "header truncated", "no header"])
+def test_a_damaged_slot_is_set_aside_and_storage_is_read(where, how, caplog):
+    train_and_fail(where)
+    for slot in slots(where[1]):
+        path = slot.with_suffix(".head" if "header" in how else ".data")
+        raw = bytearray(path.read_bytes())
+        if how == "no header":
+            path.unlink()
+        elif "truncated" in how:
+            os.truncate(path, len(raw) // 2)
+        else:
+            raw[len(raw) // 3] ^= 4
+            path.write_bytes(raw)
+    with life(where) as second:
+        come_back(second)
+        assert_state(second, EVERYTHING_AT_6)
+    if how == "flipped":
+        assert "is damaged: it is set aside, and not used" in caplog.text
+    elif how != "no header":
+        assert "is not used" in caplog.text
+
+
+def test_moc_holds_more_in_memory_than_on_storage(where):
+    policy = MoC(k=1, snapshot_k=4)
+    train_and_fail(where, policy)
+    with life(where, policy) as second:
+        restored, fault = come_back(second)
+        assert_state(second, EVERYTHING_AT_6)
+        assert fault.lost_tokens == 0
+        assert restored.tokens_from_host is not None
+        assert {record.step for record in restored.beneath.operators.values()} != {6}, "storage has older ones"
+
+
+def test_a_clean_end_leaves_nothing(where):
+    with life(where) as only:
+        only.go(3, settle=True)
+        assert len(slots(where[1])) >= 1
+        only.finish()
+    assert files(where[1]) == []
+    assert list(user_directory(str(where[1])).iterdir()) == []
+
+
+def test_memory_that_is_not_wanted_any_more_is_released(where):
+    train_and_fail(where)
+    held = sum(path.stat().st_size for path in files(where[1]) if path.suffix == ".data")
+    assert host_tier.release_host_memory(where[0]) == held > 0
+    assert files(where[1]) == []
+
+
+def test_files_are_private(where):
+    train_and_fail(where)
+    assert files(where[1])
+    for path in where[1].rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_at_most_three_snapshots_lie_there(where):
+    with life(where) as only:
+        for _ in range(12):
+            only.go(1, settle=True)
+            assert len([path for path in files(where[1]) if path.suffix == ".data"]) <= 3
+
+
+def test_a_slot_that_is_being_written_has_no_header(where):
+    seen = []
+
+    def look(phase):
+        if phase == "copy":
+            seen.append({path.suffix: 1 for path in files(where[1])} and len(slots(where[1])))
+
+    with life(where, on_phase=look) as only:
+        only.go(5, settle=True)
+        data = [path for path in files(where[1]) if path.suffix == ".data"]
+        assert max(seen) < len(data)
+
+
+def test_ranks_share_what_each_of_them_wrote(where):
+    def train(comm):
+        with life(where, comm=comm, local_ranks=2) as one:
+            one.go(6, settle=True)
+
+    run_threads(ThreadRanks(2), train)
+    spoil_experts(where[0] / "step_00000006")
+    found = {}
+
+    def again(comm):
+        with life(where, comm=comm, local_ranks=2) as one:
+            come_back(one)
+            assert_state(one, EVERYTHING_AT_6)
+            found[comm.rank] = True
+
+    run_threads(ThreadRanks(2), again)
+    assert found == {0: True, 1: True}
+
+
+def test_fewer_ranks_take_what_the_others_left(where):
+    def train(comm):
+        with life(where, comm=comm, local_ranks=2) as one:
+            one.go(6, settle=True)
+
+    run_threads(ThreadRanks(2), train)
+    spoil_experts(where[0] / "step_00000006")
+    with life(where) as second:
+        come_back(second)
+        assert_state(second, EVERYTHING_AT_6)
+
+
+def test_memory_on_some_ranks_only_is_refused_by_all(where):
+    store, memory = where
+    raised = {}
+
+    def begin(comm):
+        chosen = Memory(directory=memory) if comm.rank else None
+        try:
+            with Life(LocalStorage(store), policy=Dense(), memory=chosen, comm=comm):
+                pass
+        except ConfigError as error:
+            raised[comm.rank] = str(error)
+
+    run_threads(ThreadRanks(2), begin)
+    assert "others have it on" in raised[0]
+    assert "others have it off" in raised[1]
+
+
+def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
+    store, memory = where
+    raised = {}
+
+    def begin(comm):
+        chosen = Memory(directory=tmp_path / "nowhere" if comm.rank else memory)
+        try:
+            with Life(LocalStorage(store), policy=Dense(), memory=chosen, comm=comm):
+                pass
+        except (ConfigError, StoreError) as error:
+            raised[comm.rank] = error
+
+    run_threads(ThreadRanks(2), begin)
+    assert "there is no such directory" in str(raised[1])
+    assert "another rank could not open its memory directory" in str(raised[0])
+    assert files(memory) == []
+
+
+def test_a_full_tmpfs_costs_the_tier_and_not_the_run(where, monkeypatch, caplog):
+    def full(path, nbytes):
+        raise MemoryFullError(str(path.parent), nbytes, 7)
+
+    monkeypatch.setattr(Slot, "create", staticmethod(full))
+    train_and_fail(where)
+    assert caplog.text.count("kept in private memory") == 1
+    assert "--shm-size" in caplog.text
+    with Life(LocalStorage(where[0]), policy=Dense()) as second:
+        come_back(second)
+        assert_state(second, EVERYTHING_AT_6)
+
+
+def test_a_directory_that_cannot_be_written_is_named(where, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RankDirectory, "describe", full)
+    said = r"Memory\(directory=.*memory'\) cannot be used: .*No space left"
+    with pytest.raises(StoreUnwritableError, match=said), life(where):
+        pass
+    monkeypatch.undo()
+    with life(where) as again:
+        again.go(1, settle=True)
+
+
+def test_no_room_is_an_error_before_a_byte_is_written(where, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(MemoryFullError, match=r"a snapshot of this rank needs 1,000 there") as caught:
+        Slot.create(where[1] / "slot_000", 1000)
+    assert caught.value.needed_bytes == 1000
+    assert files(where[1]) == []
+
+
+def test_a_directory_that_others_may_write_is_not_trusted(where):
+    taken = where[1] / f"moe_ckpt-{os.geteuid()}"
+    taken.mkdir()
+    taken.chmod(0o777)
+    with pytest.raises(ConfigError, match="nothing in it can be trusted"), life(where):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"directory": ""}, "directory=''"),
+        ({"directory": "memory://x"}, "must be a directory of this node"),
+        ({"directory": 3}, "directory=3"),
+        ({"budget_bytes": 0}, "budget_bytes"),
+        ({"budget_bytes": "much"}, "budget_bytes"),
+        ({"replicas": -1}, "replicas=-1.*whole number from 0 to 16"),
+        ({"replicas": 17}, "replicas=17"),
+        ({"replicas": True}, "replicas=True"),
+        ({"replicas": "1"}, "replicas='1'"),
+        ({"replicas": 1, "failure_domain": " "}, "failure_domain=' '"),
+        ({"replicas": 1, "failure_domain": 3}, "failure_domain=3"),
+        ({"replicas": 1, "failure_domain": "r" * 257}, "of 1 to 256 characters"),
+        ({"failure_domain": "rack"}, "failure_domain='rack'.*give replicas=1"),
+    ],
+)
+def test_settings_that_cannot_be(given, said):
+    with pytest.raises(ConfigError, match=said):
+        Memory(**given)
+
+
+def test_a_budget_below_one_snapshot_names_both(where):
+    store, memory = where
+    with (
+        Life(LocalStorage(store), policy=Dense(), memory=Memory(directory=memory, budget_bytes=100)) as only,
+        pytest.raises(MemoryError, match=r"its budget is 100 bytes"),
+    ):
+        only.go(1)
+
+
+def test_what_runs_left_that_are_over_is_swept(where, tmp_path):
+    train_and_fail(where)
+    root = str(where[1])
+    [run] = user_directory(root).iterdir()
+    [(_, _, path)] = rank_directories(run)
+    assert sweep(root, "another") == 0, "it may be waiting for its restart"
+    assert sweep(root, run.name) == 0
+    told = json.loads((path / "owner.json").read_text())
+    (path / "owner.json").write_text(json.dumps(told | {"boot_id": "before"}))
+    assert sweep(root, run.name) == 0, "its own"
+    assert sweep(root, "another") > 0
+    assert not run.exists()
+
+
+def test_what_a_living_process_holds_is_left_alone(where):
+    with life(where) as only:
+        only.go(2, settle=True)
+        [run] = user_directory(str(where[1])).iterdir()
+        before = files(where[1])
+        assert remove_run(run) is False
+        assert files(where[1]) == before
+        only.go(1, settle=True)
+
+
+def test_a_slot_of_another_version_is_not_read(where):
+    train_and_fail(where)
+    for slot in slots(where[1]):
+        path = slot.with_suffix(".head")
+        path.write_bytes(path.read_bytes().replace(b'"format_version":1', b'"format_version":9'))
+        with pytest.raises(DamagedError):
+            Slot.open(slot)
+
+
+def test_a_second_process_of_the_same_rank_is_refused(where):
+    """Two nodes that share one directory by mistake."""
+    first = make_rank_directory(str(where[1]), "run", 0, 3, "store")
+    with pytest.raises(ConfigError, match="is in use by another process"):
+        make_rank_directory(str(where[1]), "run", 0, 3, "store")
+    first.remove()
+
+
+def test_partial_checkpoints_are_found_too(where):
+    policy = MoC(k=1)
+    train_and_fail(where, policy)
+    with life(where, policy) as second:
+        restored, _ = come_back(second)
+        versions = {op: record.step for op, record in restored.manifest.operators.items()}
+        assert_state(second, versions)
+        saved = {op for op, step in versions.items() if step == 6}
+        assert {f"expert/{layer}/{expert}" for layer, expert in sequential(5)} <= saved
+
+
+def test_what_a_paused_process_of_an_earlier_life_holds_is_not_read(where, caplog):
+    """It may wake up and write on; storage gives what it had."""
+    train_and_fail(where)
+    [path] = {each.parent for each in files(where[1])}
+    context = multiprocessing.get_context("spawn")
+    holding = context.Event()
+    paused = context.Process(target=hold, args=(path, holding))
+    paused.start()
+    try:
+        assert holding.wait(60)
+        os.kill(paused.pid, signal.SIGSTOP)
+        before = {each: each.read_bytes() for each in files(where[1]) if each.name != "lock"}
+        with caplog.at_level(logging.INFO, "moe_ckpt"), life(where) as second:
+            come_back(second)
+            assert_state(second, EVERYTHING_AT_6)
+            second.go(2, settle=True)
+            second.finish()
+        assert f"process {paused.pid} holds it" in caplog.text
+        assert {each: each.read_bytes() for each in files(where[1]) if each.name != "lock"} == before
+    finally:
+        paused.kill()
+        paused.join()
+
+
+def hold(path, holding):
+    """A process that owns a directory of slots."""
+    taken = RankDirectory.take(path)
+    assert taken is not None
+    holding.set()
+    signal.pause()

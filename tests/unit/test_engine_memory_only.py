@@ -1,0 +1,471 @@
+"""Checkpoints that only memory has: storage gets every n-th, and a life comes back to the newest of either."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_ckpt import Memory
+from moe_ckpt.core.memory_retention import HeldStep, needed
+from moe_ckpt.core.operators import expert_id
+from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.comm import largest
+from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.storage import LocalStorage, Storage
+from tests.unit.engine_parts import (
+    ALL,
+    PATIENCE_SECS,
+    GatedStorage,
+    Life,
+    ThreadRanks,
+    failing,
+    manifests,
+    run_threads,
+)
+from tests.unit.test_engine_host_tier import assert_state, come_back
+
+RARELY = 100
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    host_tier.release_host_memory()
+    yield
+    host_tier.release_host_memory()
+
+
+@pytest.fixture
+def where(tmp_path):
+    """(store, memory directory)"""
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "store", tmp_path / "memory"
+
+
+def life(where, policy=None, every: Any = RARELY, storage: Storage | None = None, **settings) -> Life:
+    store, memory = where
+    chosen = Memory(directory=memory, storage_every_n_steps=every)
+    return Life(storage or LocalStorage(store), policy=policy or Dense(), memory=chosen, **settings)
+
+
+def train_and_fail(where, steps=6, policy=None, **more) -> Life:
+    with life(where, policy, **more) as first:
+        first.go(steps, settle=True)
+    return first
+
+
+def committed(store: Path) -> list[str]:
+    return sorted(path.parent.name for path in store.glob("step_*/MANIFEST.json"))
+
+
+def at(step: int) -> dict[str, int]:
+    return dict.fromkeys(ALL, step)
+
+
+def test_a_life_comes_back_to_a_step_that_storage_never_had(where):
+    train_and_fail(where)
+    assert committed(where[0]) == ["step_00000001"], "the first one always goes"
+    with life(where) as second:
+        restored, fault = come_back(second)
+        assert (restored.manifest.step, restored.plain["step"]) == (6, 6)
+        assert_state(second, at(6))
+        assert fault.lost_tokens == 0
+        assert restored.place == "memory and step_00000001"
+        second.go(3, settle=True)
+    with life(where) as third:
+        come_back(third)
+        assert_state(third, at(9))
+
+
+def test_every_nth_goes_to_storage(where):
+    train_and_fail(where, 10, every=4)
+    assert committed(where[0]) == ["step_00000001", "step_00000004", "step_00000008"]
+
+
+def test_seconds_count_as_well(where, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store, memory = where
+    chosen = Memory(directory=memory, storage_every_secs=30)
+    with Life(LocalStorage(store), policy=Dense(), memory=chosen) as only:
+        for _ in range(7):
+            now[0] += 10
+            only.go(1, settle=True)
+        only.finish(save_last=False)
+    assert committed(store) == ["step_00000001", "step_00000004", "step_00000007"]
+
+
+def test_the_run_goes_on_on_storage_where_that_stood(where):
+    """The next checkpoint on storage builds upon what storage has, not on what memory had."""
+    policy = MoC(k=1)
+    train_and_fail(where, policy=policy)
+    with life(where, policy) as second:
+        come_back(second)
+        second.go(2, settle=True)
+        second.finish()
+    shutil.rmtree(where[1])
+    where[1].mkdir()
+    with life(where, policy) as third:
+        restored, _ = come_back(third)
+        assert restored.manifest.step == 8
+        assert_state(third, at(8))
+
+
+def test_partial_steps_are_laid_over_storage_and_their_loss_is_counted(where):
+    """Memory has one expert per layer as of step 6; the others are as storage has them, since step 1."""
+    policy = MoC(k=1)
+    first = train_and_fail(where, policy=policy)
+    with life(where, policy) as second:
+        restored, fault = come_back(second)
+        versions = {op: record.step for op, record in restored.manifest.operators.items()}
+        assert_state(second, versions)
+        assert restored.manifest.step == 6
+        experts = np.array([[versions[expert_id(layer, expert)] for expert in range(4)] for layer in range(2)])
+        assert set(experts.ravel()) == {1, 6}
+        assert (experts == 6).sum() == 2, "k=1 of each layer"
+        assert fault.lost_tokens == ((6 - experts) * first.counts).sum()
+        assert {step for op, step in versions.items() if not op.startswith("expert")} == {6}
+
+
+def test_moc_holds_more_in_memory(where):
+    policy = MoC(k=1, snapshot_k=4)
+    train_and_fail(where, policy=policy)
+    with life(where, policy) as second:
+        _, fault = come_back(second)
+        assert_state(second, at(6))
+        assert fault.lost_tokens == 0
+
+
+def test_what_memory_had_and_storage_has_not_is_unsaved_still(where):
+    """A second failure, of the node, costs what the first one did not."""
+    policy = MoC(k=1, snapshot_k=4)
+    first = train_and_fail(where, policy=policy)
+    with life(where, policy) as second:
+        come_back(second)
+        unsaved = second.session.run_ledger.tokens.unsaved()
+        assert (unsaved == 5 * first.counts).all(), "all since step 1"
+
+
+def test_a_damaged_slot_costs_the_steps_that_storage_does_not_have(where, caplog):
+    train_and_fail(where, every=4)
+    for path in where[1].rglob("*.data"):
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 3] ^= 4
+        path.write_bytes(raw)
+    with life(where) as second:
+        come_back(second)
+        assert_state(second, at(4))
+    assert "is damaged: it is set aside" in caplog.text
+    assert len(list(where[1].rglob("*.damaged"))) <= 2
+
+
+def test_the_newest_of_two_good_steps_is_taken_when_the_newer_one_is_damaged(where):
+    """What is released stays readable until its slot is used again."""
+    train_and_fail(where)
+    newest = max(where[1].rglob("*.head"), key=lambda path: path.stat().st_mtime_ns)
+    data = newest.with_suffix(".data")
+    data.write_bytes(bytes(data.stat().st_size))
+    with life(where) as second:
+        restored, _ = come_back(second)
+        assert restored.manifest.step == 5
+        assert_state(second, at(5))
+
+
+def test_a_stuck_storage_holds_up_neither_training_nor_memory(where, caplog):
+    storage = GatedStorage(where[0])
+    with life(where, every=1, storage=storage) as only:
+        only.go(1, settle=True)
+        storage.gate.clear()
+        for _ in range(12):
+            only.go()
+            assert only.session._resources.pipeline._stages.wait(0, 60)
+        only.go(2)
+        assert only.records[-1].memory_step >= 12
+        assert committed(where[0]) == ["step_00000001"]
+        storage.gate.set()
+        only.settle()
+        only.go(3, settle=True)
+        assert committed(where[0])[-1] == "step_00000018"
+    assert caplog.text.count("stays in memory only") == 1
+
+
+def test_a_full_disk_ends_no_training(where, caplog):
+    storage = failing(where[0], 6, persistent=True)
+    with life(where, every=1, storage=storage, max_failures=2) as only:
+        only.go(10, settle=True)
+    with life(where, every=1) as second:
+        come_back(second)
+        assert_state(second, at(10))
+
+
+def test_generations_go_on_where_only_memory_knows_of_a_life(where):
+    """The second life writes nothing to storage; the third must not take its name."""
+    train_and_fail(where)
+    with life(where) as second:
+        come_back(second)
+        second.go(2, settle=True)
+        generation = second.session.generation
+        assert second.records[-1].memory_step is not None
+    with life(where) as third:
+        restored, _ = come_back(third)
+        assert third.session.generation == generation + 1
+        assert restored.manifest.generation == generation
+        assert_state(third, at(8))
+
+
+def test_an_abandoned_branch_is_not_returned_to(where):
+    """A life that came from storage is newer than slots that turn up again afterwards."""
+    train_and_fail(where)
+    shutil.move(where[1], where[1].with_name("away"))
+    where[1].mkdir()
+    with life(where) as second:
+        come_back(second)
+        assert_state(second, at(1))
+        second.go(2, settle=True)
+    shutil.copytree(where[1].with_name("away"), where[1], dirs_exist_ok=True)
+    with life(where) as third:
+        restored, _ = come_back(third)
+        assert restored.manifest.step == 3
+
+
+def test_slots_of_two_lives_are_never_mixed(where, tmp_path):
+    """Two ranks, two nodes; one node's memory is of another life than the other's: neither is a checkpoint."""
+    nodes = [tmp_path / "a", tmp_path / "b"]
+
+    def one(steps):
+        def body(comm):
+            place = (where[0], nodes[comm.rank])
+            with life(place, comm=comm) as each:
+                if steps[0]:
+                    come_back(each)
+                each.go(steps[1], settle=True)
+                found[comm.rank] = each.step
+
+        return body
+
+    found: dict[int, int] = {}
+    for node in nodes:
+        node.mkdir()
+    run_threads(ThreadRanks(2), one((0, 4)))
+    shutil.copytree(nodes[0], tmp_path / "old")
+    run_threads(ThreadRanks(2), one((4, 3)))
+    shutil.rmtree(nodes[0])
+    shutil.copytree(tmp_path / "old", nodes[0])
+    run_threads(ThreadRanks(2), one((1, 1)))
+    assert found == {0: 2, 1: 2}, "back to step 1 on storage"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_other_nodes_hold_is_fetched(where, tmp_path, ranks):
+    """Each rank a node of its own. All restart with their memory, renumbered."""
+    nodes = [tmp_path / f"node_{rank}" for rank in range(ranks)]
+    for node in nodes:
+        node.mkdir()
+
+    def train(comm):
+        with life((where[0], nodes[comm.rank]), comm=comm) as each:
+            each.go(6, settle=True)
+
+    def again(comm):
+        with life((where[0], nodes[(comm.rank + 1) % ranks]), comm=comm) as each:
+            restored, fault = come_back(each)
+            assert_state(each, at(6))
+            assert fault.lost_tokens == 0
+            found[comm.rank] = restored.manifest.step
+
+    found: dict[int, int] = {}
+    run_threads(ThreadRanks(ranks), train)
+    run_threads(ThreadRanks(ranks), again)
+    assert found == dict.fromkeys(range(ranks), 6)
+
+
+def test_another_world_size_takes_what_memory_has(where):
+    def train(comm):
+        with life(where, comm=comm, local_ranks=2) as each:
+            each.go(6, settle=True)
+
+    run_threads(ThreadRanks(2), train)
+    with life(where) as alone:
+        come_back(alone)
+        assert_state(alone, at(6))
+
+
+def test_memory_without_room_for_two_is_refused_where_storage_does_not_get_each(where):
+    with life(where, host_memory_bytes=2000) as only, pytest.raises(HostMemoryError, match="must hold two"):
+        only.go(6, settle=True)
+
+
+def test_a_clean_end_leaves_the_last_step_on_storage(where):
+    with life(where) as only:
+        only.go(5, settle=True)
+        only.finish()
+    assert committed(where[0])[-1] == "step_00000005"
+    assert not [path for path in where[1].rglob("*") if path.is_file()]
+
+
+def test_the_plan_is_said(where, caplog):
+    policy = MoC(k=1)
+    train_and_fail(where, policy=policy)
+    with caplog.at_level(logging.INFO, "moe_ckpt"), life(where, policy) as second:
+        come_back(second)
+    assert "memory: this node" in caplog.text
+    assert "storage: step_00000001" in caplog.text
+
+
+def test_who_goes_back_by_removing_checkpoints_does_go_back(where, caplog):
+    """Memory is of the future that the user wants to undo."""
+    train_and_fail(where, 10, every=4)
+    shutil.rmtree(where[0] / "step_00000008")
+    with life(where) as second:
+        restored, _ = come_back(second)
+        assert restored.manifest.step == 4
+    assert "which came after step_00000008" in caplog.text
+
+
+def test_a_new_beginning_leaves_nothing_to_come_back_to(where):
+    """resume="never": what an earlier life left goes before the first step."""
+    train_and_fail(where)
+    with life(where) as second:
+        second.session.training_begins()
+    assert not list(where[1].rglob("*.head"))
+
+
+# --- copies on peers ---
+
+
+def replicated(where, nodes, replicas=1, policy=None, **more):
+    """One life of ranks on ``nodes``, a directory for each. Returns a function for ``run_threads``."""
+    steps = more.pop("steps", 6)
+    found: dict[int, Any] = {}
+
+    def body(comm):
+        chosen = Memory(directory=nodes[comm.rank], storage_every_n_steps=RARELY, replicas=replicas)
+        with Life(LocalStorage(where[0]), policy=policy or Dense(), memory=chosen, comm=comm) as each:
+            if more.get("again"):
+                restored, fault = come_back(each)
+                found[comm.rank] = (restored.manifest.step, restored.place, fault.lost_tokens)
+                assert_state(each, at(restored.manifest.step))
+            for _ in range(steps):
+                each.go(1, settle=True)
+                wait_for_copies(each)
+                largest(comm, [0])  # nobody ends while somebody sends
+
+    run_threads(ThreadRanks(len(nodes)), body)
+    return found
+
+
+def wait_for_copies(each: Life) -> None:
+    until = time.monotonic() + 60
+    while each.session.tier.replicator.lag_steps:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def make_nodes(root: Path, count: int) -> list[Path]:
+    nodes = [root / f"node_{number}" for number in range(count)]
+    for node in nodes:
+        node.mkdir(exist_ok=True)
+    return nodes
+
+
+def lose(node: Path) -> None:
+    shutil.rmtree(node)
+    node.mkdir()
+
+
+@pytest.mark.parametrize(("count", "replicas", "lost"), [(2, 1, [0]), (2, 1, [1]), (4, 1, [2]), (3, 2, [0, 2])])
+def test_as_many_nodes_as_there_are_copies_may_be_lost(where, tmp_path, count, replicas, lost):
+    nodes = make_nodes(tmp_path, count)
+    replicated(where, nodes, replicas)
+    for number in lost:
+        lose(nodes[number])
+    again = replicated(where, nodes, replicas, again=True, steps=2)
+    assert again == dict.fromkeys(range(count), (6, "memory and step_00000001", 0))
+    for number in lost:
+        lose(nodes[number])
+    assert replicated(where, nodes, replicas, again=True, steps=1)[0][0] == 8, "copies were made anew"
+
+
+def test_one_more_lost_node_costs_what_storage_does_not_have(where, tmp_path):
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes)
+    for node in nodes:
+        lose(node)
+    again = replicated(where, nodes, again=True, steps=1)
+    assert again == dict.fromkeys(range(2), (1, "step_00000001", 0))
+
+
+def test_a_damaged_slot_is_replaced_by_its_copy(where, tmp_path, caplog):
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes)
+    for path in nodes[0].rglob("rank_00000/*.head"):
+        if decode_slot(path.read_bytes(), "").rank == 0:
+            data = path.with_suffix(".data")
+            raw = bytearray(data.read_bytes())
+            raw[len(raw) // 3] ^= 4
+            data.write_bytes(raw)
+    again = replicated(where, nodes, again=True, steps=1)
+    assert again == dict.fromkeys(range(2), (6, "memory and step_00000001", 0))
+    assert "is damaged: it is set aside" in caplog.text
+
+
+def test_copies_do_not_pile_up(where, tmp_path):
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes, steps=20)
+    assert len(list(nodes[0].rglob("*.data"))) <= 8
+
+
+# --- what stays ---
+
+
+def dense(sequence, complete=True):
+    return HeldStep(sequence, complete=complete)
+
+
+def slot(sequence, window, place, size=3, complete=True):
+    return HeldStep(sequence, window, place, size, complete)
+
+
+@pytest.mark.parametrize(
+    ("held", "kept"),
+    [
+        ([], set()),
+        ([dense(0, None)], {0}),
+        ([dense(0), dense(1, None)], {0, 1}),
+        ([dense(0), dense(1), dense(2, None)], {1, 2}),
+        ([dense(0), dense(1, False), dense(2, None)], {0, 2}),
+        ([dense(0), slot(1, 5, 0), slot(2, 5, 1)], {0, 1, 2}),
+        ([dense(0), slot(1, 5, 0), slot(2, 5, 1), slot(3, 5, 2)], {1, 2, 3}),
+        ([dense(0), slot(1, 5, 0), slot(2, 5, 1, complete=False), slot(3, 5, 2)], {0, 1, 3}),
+        ([*(slot(n, 5, n) for n in range(3)), slot(3, 8, 0), slot(4, 8, 1, complete=None)], {0, 1, 2, 3, 4}),
+        ([*(slot(n, 5, n) for n in range(3)), slot(3, 8, 0), slot(4, 9, 0)], {0, 1, 2, 4}),
+        ([*(slot(n, 5, n) for n in range(3)), dense(3)], {3}),
+        # The last step of a window is not known to be complete yet, and the next one has begun.
+        ([dense(0), *(slot(n, 5, n - 1, complete=n < 3 or None) for n in range(1, 4)), slot(4, 8, 0)], {0, 1, 2, 3, 4}),
+    ],
+)
+def test_what_memory_must_keep(held, kept):
+    assert needed(held) == kept
+
+
+def test_a_checkpoint_that_waits_for_storage_keeps_its_own_checksums(where):
+    """Headers of one plan are rendered in the same memory: what is sealed meanwhile must not change those that wait."""
+    storage = GatedStorage(where[0])
+    with life(where, every=1, storage=storage) as only:
+        only.go(3, settle=True)
+        storage.gate.clear()
+        only.go(1)
+        for _ in range(2):  # memory alone holds these
+            assert only.session._resources.pipeline._stages.wait(0, PATIENCE_SECS)
+            only.go(1)
+        storage.gate.set()
+        only.settle()
+    found = {manifest.step for manifest in manifests(where[0])}
+    assert {3, 4} <= found, "each of them proven whole and undamaged"

@@ -1,0 +1,143 @@
+"""Where copies lie: outside of what fails with their source, evenly, and alike whoever asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
+from moe_ckpt.errors import ConfigError
+
+Domains = list[tuple[str, ...]]
+
+
+def nodes_of(count: int, ranks: int, per_rack: int = 0) -> Domains:
+    """Equal nodes, in racks if told so."""
+    found = [(f"node{n}",) if not per_rack else (f"node{n}", f"rack{n // per_rack}") for n in range(count)]
+    return [names for names in found for _ in range(ranks)]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Domains, int]:
+    """Racks of any number of nodes of any number of ranks, in any order, and how many copies there can be."""
+    racks = draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=2, max_size=5))
+    named = draw(st.booleans())
+    domains = [
+        (f"n{rack}.{node}", f"r{rack}") if named else (f"n{rack}.{node}",)
+        for rack, nodes in enumerate(racks)
+        for node, ranks in enumerate(nodes)
+        for _ in range(ranks)
+    ]
+    return draw(st.permutations(domains)), draw(st.integers(1, sum(map(len, racks)) - 1))
+
+
+def outside(domains: Domains, rank: int) -> set[str]:
+    """Nodes on which a copy of this rank may lie."""
+    return {names[0] for names in domains if names[-1] != domains[rank][-1]}
+
+
+@given(worlds())
+def test_copies_are_safe_wherever_the_world_allows_it(world: tuple[Domains, int]):
+    domains, replicas = world
+    placed = place_replicas(domains, replicas)
+    for rank, peers in enumerate(placed.peers_of):
+        allowed = outside(domains, rank)
+        assert {domains[peer][0] for peer in peers} <= allowed
+        assert len({domains[peer][0] for peer in peers}) == len(peers) == min(replicas, len(allowed))
+        assert (rank in placed.short) == (len(allowed) < replicas)
+    assert placed.sources_of == tuple(
+        tuple(r for r, peers in enumerate(placed.peers_of) if holder in peers) for holder in range(len(domains))
+    )
+    assert placed == place_replicas(list(domains), replicas)
+
+
+@given(worlds())
+def test_one_copy_each_is_held_evenly_unless_one_domain_has_most_ranks(world: tuple[Domains, int]):
+    domains, _ = world
+    largest = max(Counter(names[-1] for names in domains).values())
+    loads = {len(sources) for sources in place_replicas(domains, 1).sources_of}
+    if 2 * largest <= len(domains):
+        assert loads == {1}
+
+
+@given(st.integers(2, 7), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_equal_domains_carry_equal_loads(racks: int, nodes: int, ranks: int, data: st.DataObject):
+    replicas = data.draw(st.integers(1, (racks - 1) * nodes))
+    domains = nodes_of(racks * nodes, ranks, per_rack=nodes)
+    placed = place_replicas(domains, replicas)
+    assert {len(sources) for sources in placed.sources_of} == {replicas}
+    for peers in placed.peers_of:
+        assert len({domains[peer][1] for peer in peers}) == min(replicas, racks - 1), "distinct racks while there are"
+
+
+def lethal(placed: ReplicaPlacement, domains: Domains, lost: int) -> int:
+    """Sets of so many lost nodes that take a rank along with all of its copies."""
+    names = sorted({each[0] for each in domains})
+    return sum(
+        any(
+            domains[rank][0] in gone and all(domains[peer][0] in gone for peer in peers)
+            for rank, peers in enumerate(placed.peers_of)
+        )
+        for gone in map(set, combinations(names, lost))
+    )
+
+
+@pytest.mark.parametrize(("nodes", "replicas", "groups"), [(8, 1, 4), (9, 2, 3), (12, 3, 3)])
+def test_as_few_sets_of_lost_nodes_as_there_can_be_destroy_a_copy(nodes: int, replicas: int, groups: int):
+    """Groups of r + 1 nodes that hold one another's copies (Gemini): one set each, where a ring has one per node."""
+    domains = nodes_of(nodes, 2)
+    placed = place_replicas(domains, replicas)
+    assert lethal(placed, domains, replicas) == 0
+    assert lethal(placed, domains, replicas + 1) == groups
+
+
+def test_literals():
+    assert place_replicas(nodes_of(2, 2), 1).peers_of == ((2,), (3,), (0,), (1,))
+    assert place_replicas(nodes_of(4, 1), 1).peers_of == ((2,), (3,), (0,), (1,))
+    assert place_replicas(nodes_of(3, 1), 1).peers_of == ((1,), (2,), (0,))
+    two_racks = place_replicas(nodes_of(4, 1, per_rack=2), 2)
+    assert two_racks.peers_of == ((2, 3), (3, 2), (0, 1), (1, 0))
+    renumbered = place_replicas([("b",), ("a",), ("b",), ("a",)], 1)
+    assert renumbered.peers_of == ((1,), (0,), (3,), (2,))
+
+
+def test_unequal_nodes_share_the_load_where_two_copies_can():
+    domains = [("a",)] * 3 + [("b",)] * 2 + [("c",)] * 2 + [("d",)] * 3
+    placed = place_replicas(domains, 2)
+    assert {len(sources) for sources in placed.sources_of} == {2}
+
+
+def test_who_cannot_have_as_many_is_named():
+    domains = [("a", "r0"), ("b", "r0"), ("c", "r0"), ("d", "r1")]
+    placed = place_replicas(domains, 2)
+    assert placed.short == (0, 1, 2), "outside of r0 there is one node"
+    assert placed.peers_of == ((3,), (3,), (3,), placed.peers_of[3])
+    assert len(placed.peers_of[3]) == 2
+
+
+@pytest.mark.parametrize(
+    ("domains", "replicas", "said"),
+    [
+        (nodes_of(1, 4), 1, r"replicas=1.*0 \(1 in all\)"),
+        (nodes_of(3, 2), 3, r"replicas=3.*2 \(3 in all\)"),
+        (nodes_of(3, 1, per_rack=3), 1, "failure_domain='rack0'.*all 3 nodes"),
+        ([("a", "r0"), ("a", "r1"), ("b", "r1")], 1, "rank 1 says 'r1'.*'r0'"),
+    ],
+)
+def test_impossible_wishes_name_both_numbers(domains: Domains, replicas: int, said: str):
+    with pytest.raises(ConfigError, match=said):
+        place_replicas(domains, replicas)
+
+
+def test_no_copies_are_no_placement():
+    assert place_replicas(nodes_of(1, 2), 0) == ReplicaPlacement(((), ()), ((), ()))
+
+
+def test_a_large_world_takes_time_in_proportion():
+    """Not measured in seconds: what a rank's turn costs does not depend on how many ranks there are."""
+    placed = place_replicas(nodes_of(2048, 8, per_rack=16), 3)
+    assert {len(sources) for sources in placed.sources_of} == {3}

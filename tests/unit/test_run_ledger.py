@@ -1,0 +1,124 @@
+"""The run_ledger: what a policy is told while snapshots are under way, and after they end or a restore."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.session import StepRecord
+from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
+from moe_ckpt.metrics.collection import facts
+from moe_ckpt.policies.base import Measured
+from tests.unit.builders import catalog
+
+MODEL = catalog(1, 3)
+EVERYTHING = tuple(op.id for op in MODEL.operators)
+NEVER = [[-1, -1, -1]]
+
+
+def counts(*tokens):
+    return np.array([tokens], dtype=np.int64)
+
+
+def begin(run_ledger, sequence, step, operators, held=()):
+    run_ledger.begun(sequence, Pending(MODEL, step, 0, operators, held, run_ledger.tokens.applied.copy(), {}))
+
+
+def context(run_ledger, step):
+    return run_ledger.context(step, 1, run_ledger.popularity, Measured())
+
+
+def saved_at_one():
+    """Everything is committed at step 1; 5, 3 and 2 tokens came since."""
+    run_ledger = RunLedger(MODEL)
+    run_ledger.routed(counts(1, 1, 1))
+    begin(run_ledger, 0, 1, EVERYTHING)
+    run_ledger.resolved(0, committed=True)
+    run_ledger.routed(counts(5, 3, 2))
+    return run_ledger
+
+
+def test_what_is_under_way_counts_as_saved_only_where_that_is_expected():
+    run_ledger = saved_at_one()
+    begin(run_ledger, 1, 2, ("expert/0/0",))
+    run_ledger.routed(counts(4, 0, 0))
+    now = context(run_ledger, 3)
+    assert now.unsaved[Tier.STORAGE].tolist() == [[9, 3, 2]]
+    assert now.expected_unsaved.tolist() == [[4, 3, 2]]
+    assert now.chosen_at.tolist() == [[2, 1, 1]]
+    assert (now.last_step, now.index) == (2, 2)
+
+
+def test_what_failed_counts_for_nothing():
+    run_ledger = saved_at_one()
+    begin(run_ledger, 1, 2, ("expert/0/0",))
+    run_ledger.resolved(1, committed=False)
+    now = context(run_ledger, 3)
+    assert now.unsaved[Tier.STORAGE].tolist() == now.expected_unsaved.tolist() == [[5, 3, 2]]
+    assert now.chosen_at.tolist() == [[1, 1, 1]]
+
+
+def test_nothing_is_missing_while_the_first_checkpoint_is_under_way_and_all_of_it_again_when_it_failed():
+    run_ledger = RunLedger(MODEL)
+    assert (context(run_ledger, 1).missing, context(run_ledger, 1).chosen_at.tolist()) == (EVERYTHING, NEVER)
+    begin(run_ledger, 0, 1, EVERYTHING)
+    assert context(run_ledger, 2).missing == ()
+    run_ledger.resolved(0, committed=False)
+    assert (context(run_ledger, 2).missing, context(run_ledger, 2).chosen_at.tolist()) == (EVERYTHING, NEVER)
+
+
+def test_at_risk_is_what_the_newest_committed_checkpoint_lacks_not_what_was_routed_since():
+    run_ledger = saved_at_one()
+    begin(run_ledger, 1, 2, ("expert/0/0",), held=("expert/0/1",))
+    run_ledger.routed(counts(100, 100, 100))
+    run_ledger.resolved(1, committed=True)
+    assert run_ledger.ledger.at_risk_tokens == 3 + 2
+    assert run_ledger.tokens.unsaved(Tier.HOST).tolist() == [[100, 100, 102]]
+
+
+def restored(same_store=True, held=None):
+    """RunLedger after a return to step 2, which holds expert 0; the others are of step 1."""
+    before = saved_at_one()
+    before.tokens.mark_saved(Tier.STORAGE, [(0, 0)], before.tokens.applied)
+    steps = dict.fromkeys(EVERYTHING, 2) | {"expert/0/1": 1, "expert/0/2": 1}
+    manifest = Manifest(
+        run_id="r", step=2, generation=0, world_size=1, index=7, created_unix_secs=0.0, model=ModelRecord(""),
+        files=(), operators={op: OperatorRecord(step, ()) for op, step in steps.items()}, states=(), policy={},
+        tokens=before.tokens.to_dict(),
+    )  # fmt: skip
+    run_ledger = RunLedger(MODEL)
+    return run_ledger, run_ledger.resume_from(manifest, same_store=same_store, tokens_from_host=held)
+
+
+def test_a_restored_run_goes_on_counting_from_its_checkpoint():
+    run_ledger, fault = restored()
+    now = context(run_ledger, 3)
+    assert (fault.lost_tokens, fault.stale_experts, fault.routed_tokens) == (5, 2, 13)
+    assert (now.last_step, now.index, now.missing) == (2, 8, ())
+    assert now.chosen_at.tolist() == [[2, 1, 1]]
+    assert (now.lost_tokens, now.routed_tokens, now.faults) == (5, 13, (fault,))
+    # A return to it again would lose the same tokens.
+    assert (run_ledger.committed_step, run_ledger.ledger.at_risk_tokens) == (2, 0)
+
+
+def test_what_came_back_from_memory_is_at_risk_until_storage_holds_it():
+    run_ledger, fault = restored(held=counts(0, 4, 0))
+    assert fault.lost_tokens == 2
+    assert run_ledger.tokens.unsaved().tolist() == [[0, 3, 0]]
+    assert run_ledger.ledger.at_risk_tokens == 3
+
+
+def test_a_checkpoint_of_another_store_lends_its_history_and_no_copy():
+    run_ledger, fault = restored(same_store=False)
+    now = context(run_ledger, 3)
+    assert (now.missing, now.chosen_at.tolist(), now.last_step) == (EVERYTHING, NEVER, 2)
+    assert (run_ledger.committed_step, fault.lost_tokens) == (None, 5)
+
+
+def test_the_metrics_are_told_what_committed_copies_lack():
+    run_ledger = saved_at_one()
+    begin(run_ledger, 1, 2, ("expert/0/0",))
+    told = facts(StepRecord(3), run_ledger)
+    assert told["unsaved"].tolist() == [[5, 3, 2]]
+    assert told["ages"].tolist() == [[2, 2, 2]]

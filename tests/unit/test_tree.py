@@ -1,0 +1,53 @@
+"""The tree of messages: everybody is in it once, subtrees are runs of ranks, and its height is a logarithm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.core.tree import TreeNode, hops, most_messages
+
+SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
+SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 100]
+
+
+def subtree(rank: int, ranks: int) -> list[int]:
+    return [rank, *(one for child in TreeNode(rank, ranks).children for one in subtree(child, ranks))]
+
+
+def depth(rank: int) -> int:
+    parent = TreeNode(rank, 1 << 30).parent
+    return 0 if parent is None else 1 + depth(parent)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_parents_and_children_fit_and_every_rank_is_reached_once(ranks):
+    for rank in range(ranks):
+        for child in TreeNode(rank, ranks).children:
+            assert TreeNode(child, ranks).parent == rank
+    assert subtree(0, ranks) == list(range(ranks)), "in the order of ranks"
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_formulas_are_those_of_the_tree(ranks):
+    nodes = [TreeNode(rank, ranks) for rank in range(ranks)]
+    assert sum(node.messages for node in nodes) == 2 * (ranks - 1)
+    assert max(node.messages for node in nodes) == most_messages(ranks) or ranks == 1
+    assert hops(ranks) >= 2 * max(depth(rank) for rank in range(ranks))
+    assert hops(ranks) <= 2 * max(1, ranks - 1).bit_length()
+
+
+def test_large_worlds():
+    assert (hops(8), hops(1024), hops(131_072)) == (6, 20, 34)
+    assert most_messages(131_072) == 17
+
+
+def test_the_table_in_the_docs_is_that_of_the_formulas():
+    rows = re.findall(r"^\| ([\d ]+) \| (\d+) \| (\d+) \| ([\d ]+) \| ([\d ]+) \|$", SCALE.read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for row in rows:
+        ranks, found_hops, most, every, ring = (int(number.replace(" ", "")) for number in row)
+        assert (found_hops, most) == (hops(ranks), most_messages(ranks))
+        assert every == ring == 2 * (ranks - 1)

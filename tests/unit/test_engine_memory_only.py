@@ -188,6 +188,8 @@ def test_a_stuck_storage_holds_up_neither_training_nor_memory(where, caplog):
             assert only.session._resources.pipeline._stages.wait(0, 60)
         only.go(2)
         assert only.records[-1].memory_step >= 12
+        stayed = [record.step for record in only.records if record.begun and not record.to_storage]
+        assert only.records[-1].skips == len(stayed) > 10, "each of them is counted, and not only warned of"
         assert committed(where[0]) == ["step_00000001"]
         storage.gate.set()
         only.settle()

@@ -17,7 +17,8 @@ class StepRecord:
         begun: A snapshot began.
         skipped: One was due, but dropped because earlier ones were still being written.
         waited: Training waited for earlier snapshots, because no buffer was free on this rank.
-        skips: Snapshots dropped so far in this life of the run.
+        skips: Checkpoints left out so far in this life of the run because earlier ones were still being written: those
+            ``skipped``, and those that were due on storage and stayed in memory. Of a window the first step counts.
         waits: Snapshots waited for so far in this life of the run.
         nbytes: Tensor bytes that go to storage.
         experts_saved: Experts that go to storage, of all ranks.

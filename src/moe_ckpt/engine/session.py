@@ -296,12 +296,12 @@ class CheckpointSession:
 
     def completed(self, record: StepRecord) -> StepRecord:
         """The record with what the books say now: after ``finish``, all that was still to come when it was made."""
-        tokens, plan, backlog = self.run_ledger.tokens, self._newest_plan, self._snapshots.backlog
+        tokens, plan, snapshots = self.run_ledger.tokens, self._newest_plan, self._snapshots
         memory = self._resources.memory
         return replace(
             record,
-            skips=backlog.skips,
-            waits=backlog.waits,
+            skips=snapshots.skips,
+            waits=snapshots.backlog.waits,
             k=plan.k,
             plt_budget_left=None if plan.plt_budget is None else plan.plt_budget - tokens.plt,
             plt=tokens.plt,

@@ -50,6 +50,11 @@ class Snapshotter:
         self._resources = resources
         self._end_secs = run.settings.timeout_secs
 
+    @property
+    def skips(self) -> int:
+        """Checkpoints that storage did not get because it was behind, whether memory has them or nothing has."""
+        return self.backlog.skips + self.flush.skips
+
     def step_begins(self) -> None:
         """The state of another step is final: its tensors may be others, and the run does not end before it."""
         self.live.forget()

@@ -10,6 +10,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.engine import host_tier
 from moe_ckpt.memory.directory import holder_of
 from tests.unit.test_engine_memory import files, life, slots, train_and_fail, where  # noqa: F401 - a fixture
+from tests.unit.test_engine_memory_only import make_nodes, replicated
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,17 @@ def test_damage_is_found_and_named(where, capsys):  # noqa: F811
     capsys.readouterr()
     assert main(["memory", "explain", "--directory", str(where[1])]) == 1
     assert "checksum mismatch" in capsys.readouterr().out
+
+
+def test_copies_are_told_from_what_is_a_rank_s_own(where, tmp_path, capsys):  # noqa: F811
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes, steps=3)
+    assert main(["memory", "explain", "--directory", str(nodes[0])]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "step 3 (copy of rank 1's)," in out
+    assert "step 3," in out
+    [rank] = told(capsys, "--directory", str(nodes[0]))["ranks"]
+    assert {slot["writer"] for slot in rank["slots"] if slot["step"] == 3} == {0, 1}
 
 
 def test_only_the_runs_that_are_asked_for(where, capsys):  # noqa: F811

@@ -207,6 +207,24 @@ def test_memory_on_some_ranks_only_is_refused_by_all(where):
     assert "others have it off" in raised[1]
 
 
+def test_ranks_that_disagree_on_what_goes_to_storage_are_refused_by_all(where):
+    store, memory = where
+    raised = {}
+
+    def begin(comm):
+        chosen = Memory(directory=memory, storage_every_n_steps=10 if comm.rank else None)
+        try:
+            with Life(LocalStorage(store), policy=Dense(), memory=chosen, comm=comm):
+                pass
+        except ConfigError as error:
+            raised[comm.rank] = str(error)
+
+    run_threads(ThreadRanks(2), begin)
+    for rank, mine, others in ((0, "1", "10"), (1, "10", "1")):
+        assert f"storage_every_n_steps={mine}, storage_every_secs=None on rank {rank}" in raised[rank]
+        assert f"storage_every_n_steps={others}, storage_every_secs=None on rank {1 - rank}" in raised[rank]
+
+
 def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
     store, memory = where
     raised = {}

@@ -102,6 +102,25 @@ def test_seconds_count_as_well(where, monkeypatch):
     assert committed(store) == ["step_00000001", "step_00000004", "step_00000007"]
 
 
+def test_seconds_count_from_the_start_of_a_life_that_goes_on(where, monkeypatch):
+    """Whatever the clock shows there: it is another machine's, or was set anew by a reboot."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store, memory = where
+    chosen = Memory(directory=memory, storage_every_secs=30)
+    with Life(LocalStorage(store), policy=Dense(), memory=chosen) as first:
+        for _ in range(2):
+            now[0] += 10
+            first.go(1, settle=True)
+    now[0] = 5000.0
+    with Life(LocalStorage(store), policy=Dense(), memory=chosen) as second:
+        come_back(second)
+        for _ in range(5):
+            now[0] += 10
+            second.go(1, settle=True)
+    assert committed(store) == ["step_00000001", "step_00000006_g1"]
+
+
 def test_the_run_goes_on_on_storage_where_that_stood(where):
     """The next checkpoint on storage builds upon what storage has, not on what memory had."""
     policy = MoC(k=1)

@@ -86,8 +86,9 @@ def _explain(found: Sequence[RankFacts]) -> None:
         holder = f"held by {said_holder(each.pid)}" + ("" if each.pid else ", the run's next start takes it over")
         print(wrapped(f"run {each.run_id} of {each.owner.store}, life {each.generation}, rank {each.rank}: {holder}"))
         for slot in each.slots:
+            copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer}'s)"
             said = {
-                "sealed": f"step {slot.step}, {slot.slices} slices, every byte as it was written",
+                "sealed": f"step {slot.step}{copy}, {slot.slices} slices, every byte as it was written",
                 "open": "being written, or was when its process died: never read",
                 "set aside": "damage was found in it: never read again",
                 "damaged": slot.problem,

@@ -32,13 +32,13 @@ class StorageFlush:
         self._waits = settings.when_busy == "wait"
         self._windows = windows
         self._rank = rank
-        self._last: tuple[int, float] | None = None
+        self._last: tuple[int, float | None] | None = None
         self._window_goes = True
         self._behind = False
 
-    def resumed(self, step: int | None, secs: float = 0.0) -> None:
-        """The run goes on, and the newest checkpoint on storage is of ``step``."""
-        self._last = None if step is None else (step, secs)
+    def resumed(self, step: int) -> None:
+        """The run goes on, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
+        self._last = (step, None)
 
     def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
         """Whether the snapshot of ``plan``, which begins now, goes to storage."""
@@ -68,12 +68,14 @@ class StorageFlush:
         if self._windows and plan.window is None:  # windows are built upon dense checkpoints, which are rare
             return True
         measured = consensus.measured
-        step, secs = self._last or (None, 0.0)
+        step, secs = self._last or (None, None)
+        if step is not None and secs is None:
+            self._last = step, secs = step, consensus.secs
         return self._cadence.due(
             StorageFacts(
                 plan.step,
                 step,
-                consensus.secs - secs,
+                0.0 if secs is None else consensus.secs - secs,
                 measured.persist_secs,
                 measured.iteration_secs,
                 len(ledger.tokens.faults),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.comm import largest
@@ -44,11 +46,12 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         StoreError: That of another rank cannot be used.
     """
     settings, memory = run.settings, run.settings.memory
-    _require_alike(run, memory)
+    _require_on_all(run, memory)
     if memory is None:
         budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
+    _require_same_cadence(run, memory)
     newest, budget = _together(run, memory, lambda: _prepared(run, memory, run_id))
     [newest] = largest(run.comm, [newest])
     generation = max(generation, newest + 1)
@@ -85,10 +88,27 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
     return newest, int(budget)
 
 
-def _require_alike(run: RunContext, memory: Memory | None) -> None:
+def _require_on_all(run: RunContext, memory: Memory | None) -> None:
     on, off = largest(run.comm, [int(memory is not None), int(memory is None)])
     if on and off:
         raise ConfigError(f"memory={memory!r} on rank {run.comm.rank}, but others have it {'off' if memory else 'on'}")
+
+
+def _require_same_cadence(run: RunContext, memory: Memory) -> None:
+    """Each rank decides alone which snapshots go to storage: with other settings they would wait for each other."""
+    mine = memory.cadence
+    told = run.comm.everyone(json.dumps([mine.every_n_steps, mine.every_secs]).encode())
+    for rank, raw in enumerate(told):
+        other = StorageCadence(*json.loads(raw))
+        if other != mine:
+            raise ConfigError(
+                f"ranks disagree on which checkpoints go to storage: {_said_cadence(mine)} on rank {run.comm.rank}, "
+                f"{_said_cadence(other)} on rank {rank}. Give all ranks the same"
+            )
+
+
+def _said_cadence(cadence: StorageCadence) -> str:
+    return f"storage_every_n_steps={cadence.every_n_steps!r}, storage_every_secs={cadence.every_secs!r}"
 
 
 def _together(run: RunContext, memory: Memory, action: Callable[[], T]) -> T:

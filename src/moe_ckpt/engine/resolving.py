@@ -98,7 +98,7 @@ class SnapshotResolver:
         """In full where a row of failures begins or has another reason, else in short."""
         reason = _FULL if _FULL in cause else _NUMBERS.sub("#", cause)
         in_row, most = self._failures.in_row, self._max_failures
-        ends = "memory has it" if math.isinf(most) else f"training ends at {most}"
+        ends = "checkpoints in memory go on" if math.isinf(most) else f"training ends at {most}"
         if not counted:
             log.info("the checkpoint of step %d was not committed; training goes on. %s", step, cause)
         elif in_row > 1 and reason == self._reason:

@@ -24,6 +24,7 @@ class SlotFacts:
         nbytes: That it takes.
         step: Of what it holds; None if it is not sealed.
         slices: How many it holds.
+        writer: Rank whose share of the step it is: another than its holder's for a copy; None if it is not sealed.
         problem: What is damaged; empty if nothing is.
     """
 
@@ -32,6 +33,7 @@ class SlotFacts:
     nbytes: int
     step: int | None = None
     slices: int = 0
+    writer: int | None = None
     problem: str = ""
 
 
@@ -79,14 +81,14 @@ def _slots(directory: Path, *, verify: bool) -> Iterator[SlotFacts]:
 
 def _sealed(path: Path, nbytes: int, *, verify: bool) -> SlotFacts | None:
     """Facts of a sealed slot; None for another, or if its owner began to use it anew while it was read."""
-    step, slices = None, 0
+    step, slices, writer = None, 0, None
     raw = b""
     try:
         raw = read_header(path)
         if not raw:
             return None
         slot, header = Slot.open(path)
-        step = header.step
+        step, writer = header.step, header.rank
         for part in header.parts:
             entries = header.slices(part, str(path))
             slices += len(entries)
@@ -97,5 +99,5 @@ def _sealed(path: Path, nbytes: int, *, verify: bool) -> SlotFacts | None:
     except DamagedError as error:
         if raw and read_header(path) != raw:
             return None
-        return SlotFacts(str(path), "damaged", nbytes, step, slices, str(error))
-    return SlotFacts(str(path), "sealed", nbytes, step, slices)
+        return SlotFacts(str(path), "damaged", nbytes, step, slices, writer, str(error))
+    return SlotFacts(str(path), "sealed", nbytes, step, slices, writer)

@@ -48,7 +48,6 @@ from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_storage import STATE, SlotFile, SlotStorage
 from moe_ckpt.recovery.together import DAMAGED, NotUsableError, together
-from moe_ckpt.storage.base import Storage
 
 log = logging.getLogger("moe_ckpt")
 
@@ -89,14 +88,14 @@ class MemoryCheckpoints:
     Args:
         comm: The ranks.
         tier: This rank's slots.
-        storage: Of the store.
+        reader: Of the store; what it has read already is not read again.
 
     Raises:
         PeerLostError: A peer is gone.
     """
 
-    def __init__(self, comm: Communicator, tier: MemoryTier, storage: Storage) -> None:
-        self._comm, self._tier, self._storage = comm, tier, storage
+    def __init__(self, comm: Communicator, tier: MemoryTier, reader: StoreReader) -> None:
+        self._comm, self._tier, self._reader = comm, tier, reader
         self._used: Mapping[str, Share] = {}
         self._given_up: set[str] = set()
         self._said: set[str] = set()
@@ -164,8 +163,8 @@ class MemoryCheckpoints:
             directory: Of the checkpoint.
             problem: This rank's own, if any.
         """
-        if self._comm.rank == 0:
-            log.warning("what memory holds of %s cannot be used as it is: %s", directory, str(problem))
+        if problem is not None:
+            log.warning("what memory holds of %s cannot be used as it is: %s", directory, problem)
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self._used.get(path)
         mine = [] if share is None else [share.holder, share.number]
@@ -189,11 +188,10 @@ class MemoryCheckpoints:
 
     def _beneath(self, checkpoint: MemoryCheckpoint, stored: Sequence[str]) -> Manifest | None:
         """The checkpoint on storage to lay it over; None if there is none that can be read."""
-        reader = StoreReader(self._storage)
-        known = [(age[0], age[1], name) for name in stored if (age := age_of(name))]
+        known = [(*age_of(name), name) for name in stored]
         for name in base_of(checkpoint, known):
             try:
-                return together(self._comm, lambda name=name: reader.manifest(name))  # type: ignore[misc]
+                return together(self._comm, lambda name=name: self._reader.manifest(name))  # type: ignore[misc]
             except NotUsableError as error:
                 if error.kind != DAMAGED:
                     raise
@@ -235,8 +233,8 @@ class MemoryCheckpoints:
         else:
             manifest, fresh = self._manifest(checkpoint, snapshots, parts, beneath)
         self._used = {path: file.share for path, file in files.items()}
-        slots = SlotStorage(self._storage, self._comm, self._tier.node, self._own, self._paths, files)
-        reader = StoreReader(slots)
+        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files)
+        reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         reader.add(manifest, {rec: h for part in parts for rec, h in part.headers.items() if rec.path in files})
         return OpenedMemory(reader, slots, manifest, beneath, fresh)
 
@@ -281,8 +279,7 @@ class MemoryCheckpoints:
 
     def _covered(self, part: _Part, beneath: Manifest) -> frozenset[str]:
         """Operators that some slots hold whole, besides what goes to storage, though other slots are gone."""
-        index = StoreReader(self._storage)
-        blocks = blocks_of(index.index(index.manifest(beneath.directory)), part.kept)
+        blocks = blocks_of(self._reader.index(beneath), part.kept)
         found: dict[str, list[tuple[str, Box]]] = {}
         for entry in part.kept_slices():
             found.setdefault(entry.operator, []).append((entry.key, entry.box))

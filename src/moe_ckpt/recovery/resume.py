@@ -68,7 +68,7 @@ def resume_newest(
     reader = StoreReader(storage, read_patience_secs)
     recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits)
     directories = by_rank_zero(comm, reader.directories, f"list the store {storage.root}")
-    memory = MemoryCheckpoints(comm, tier, storage) if isinstance(tier, MemoryTier) else None
+    memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
     passed_over = _PassedOver(comm)
     for directory, opener in _candidates(directories, memory):
         restored = recovery.attempt(directory, opener)

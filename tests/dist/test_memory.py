@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.test_host_tier import FATAL_STEP, TIMEOUT_SECS, Life, check_survivor, come_back
+from tests.support.deleting import delete_tree
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.spoiled import spoil_experts
 
@@ -64,7 +65,7 @@ def started_again(root: Path, fsdp: bool, ranks: int = 2, **memory: int) -> dict
 def lose(root: Path, *nodes: int) -> None:
     """With their memory. What comes in their place has an empty one."""
     for node in nodes:
-        shutil.rmtree(root / f"node_{node}")
+        delete_tree(root / f"node_{node}")
 
 
 @sharding

@@ -5,7 +5,6 @@ At its end, or when it is started again, every checkpoint that is there verifies
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
 from tests.integration.lives import place  # noqa: F401 - a fixture
 from tests.support.bad_disks import HangingDisk, SmallDisk
+from tests.support.deleting import delete_tree
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 
 POLICIES = {
@@ -159,7 +159,7 @@ def test_a_store_that_is_deleted_during_training(policy, place, monkeypatch, cap
     def fault():
         raise Fault
 
-    events = {15: lambda: shutil.rmtree(disk.root), 24: fault}
+    events = {15: lambda: delete_tree(disk.root), 24: fault}
     with pytest.raises(Fault):
         fit(monkeypatch, disk, policy, events, when_busy="wait")
     host_tier.release_host_memory()

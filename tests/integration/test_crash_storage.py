@@ -35,6 +35,7 @@ from tests.integration.lives import (
     temporaries,
 )
 from tests.integration.recount import Recount
+from tests.support.deleting import delete_tree
 from tests.support.tiny_moe import state_of
 
 SHORT = Run(None, samples=12, epochs=1, callback={"when_busy": "wait", "read_patience_secs": 0.3})
@@ -89,7 +90,7 @@ def _every_call_fails(monkeypatch, directory, caplog, truth, persistent):
         _check_outcome(run, verb, path, raised, caplog)
         _, ended = fit(replace(LONGER, store=run.store))
         assert not list(differences(ended, truth)), f"after failure {number} ({verb} {path})"
-        shutil.rmtree(run.store)
+        delete_tree(run.store)
 
 
 def _check_outcome(run, verb, path, raised, caplog):
@@ -241,7 +242,7 @@ class RealStore:
         return held.pop("step"), held
 
     def repair(self) -> None:
-        shutil.rmtree(self.root)
+        delete_tree(self.root)
         shutil.copytree(self.good, self.root)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.integration.crash_run import Run, StopHere, build, loaders
+from tests.support.deleting import delete_tree
 from tests.unit.test_edited_documents import DELETED, edited, places
 
 RUN = Run(None, samples=8, epochs=1, beside=("modelcheckpoint",))
@@ -48,7 +48,7 @@ class RunStore:
         self.body = unseal(self.files[self.state], self.state)
 
     def restore(self) -> None:
-        shutil.rmtree(self.root)
+        delete_tree(self.root)
         for name, raw in self.files.items():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / name).write_bytes(raw)

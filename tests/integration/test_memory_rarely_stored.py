@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from tests.integration.lives import (
 )
 from tests.integration.test_memory_kills import DENSE, in_memory, left
 from tests.integration.test_moevement_kills import WINDOWS, W
+from tests.support.deleting import delete_tree
 
 RARELY = 1000
 POLICIES = {
@@ -136,7 +136,7 @@ def test_a_lost_node_comes_back_from_its_peer(policy, lost, place):  # noqa: F81
     run = in_memory(replace(POLICIES[policy], ranks=2, replicas=1), place)
     assert KILLED in live_ranks(replace(run, crash=("compute", 7)))
     before = stored(run)
-    shutil.rmtree(Path(run.memory, f"node_{lost}"))
+    delete_tree(Path(run.memory, f"node_{lost}"))
     assert live_ranks(run) == [0, 0], output(run)
     assert restored(run) > before
     assert ("peers: other nodes" in output(run)) == (lost == 0), "as rank 0 sees it"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -28,6 +27,7 @@ from tests.integration.lives import (
     recomputed,
     split_lives,
 )
+from tests.support.deleting import delete_tree
 
 CLIPPED = {"gradient_clip_val": 0.1}
 TWO = Run(None, policy=("moevement", 3), epochs=4, ranks=2, callback={"when_busy": "wait"}, trainer=CLIPPED)
@@ -85,7 +85,7 @@ def test_another_number_of_ranks_is_refused_without_a_dense_checkpoint(place):  
     reader = StoreReader(open_storage(run.store))
     for directory in reader.directories():  # as releases before did, which kept none
         if not reader.manifest(directory).window:
-            shutil.rmtree(os.path.join(run.store, directory))
+            delete_tree(os.path.join(run.store, directory))
     before = committed(run.store)
     with pytest.raises(AssertionError, match="exit code 1"):
         live(replace(run, ranks=1))

@@ -37,9 +37,10 @@ def leave(rank: int, world_size: int, root: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         with attached() as ckpt:
-            train(ckpt, ckpt.resume().iteration)
+            begun = ckpt.resume().iteration
             os.rename(store, store + "_away")
             Path(store).touch()  # a file where the directory was: nothing can be written
+            train(ckpt, begun)
     except SaveFailedError as error:
         found["error"] = str(error)
     modules = [module for chunk in built.chunks for module in chunk.modules()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.megatron.exactness import Case, finish, kill, require_exact
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense
+from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.spoiled import spoil_experts
 
@@ -48,7 +48,7 @@ def test_all_nodes_come_back_from_their_memory(case, tmp_path):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_node_that_is_lost_with_its_memory_reads_storage(case, tmp_path):
     kill(case, tmp_path)
-    shutil.rmtree(tmp_path / "memory" / "node_1")
+    delete_tree(tmp_path / "memory" / "node_1")
     ended = finish(case, tmp_path)
     require_exact(case, tmp_path, ended)
     assert left(tmp_path) == []
@@ -72,7 +72,7 @@ def test_a_node_that_is_lost_with_its_memory_comes_back_from_its_peer(name, lost
     case = REPLICATED[name]
     kill(case, tmp_path)
     before = newest(tmp_path)
-    shutil.rmtree(tmp_path / "memory" / f"node_{lost}")
+    delete_tree(tmp_path / "memory" / f"node_{lost}")
     ended = finish(case, tmp_path)
     assert ended.resumed > [int(before.split("_")[1])], "storage has only what the run began with"
     require_exact(case, tmp_path, ended)

@@ -6,7 +6,6 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import stat
 from pathlib import Path
@@ -21,6 +20,7 @@ from moe_ckpt.memory.files import remove_run, sweep
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
+from tests.support.deleting import delete_tree
 from tests.support.spoiled import spoil_experts
 from tests.unit.engine_parts import ALL, Life, ThreadRanks, run_threads, sequential
 from tests.unit.test_engine_host_tier import assert_state, come_back
@@ -76,7 +76,7 @@ def test_the_next_life_comes_back_from_memory_and_reads_no_expert_from_storage(w
 
 def test_storage_gives_what_memory_does_not(where):
     train_and_fail(where)
-    shutil.rmtree(where[1])
+    delete_tree(where[1])
     where[1].mkdir()
     with life(where) as second:
         come_back(second)

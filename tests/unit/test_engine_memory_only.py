@@ -20,6 +20,7 @@ from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage, Storage
+from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import (
     ALL,
     PATIENCE_SECS,
@@ -129,7 +130,7 @@ def test_the_run_goes_on_on_storage_where_that_stood(where):
         come_back(second)
         second.go(2, settle=True)
         second.finish()
-    shutil.rmtree(where[1])
+    delete_tree(where[1])
     where[1].mkdir()
     with life(where, policy) as third:
         restored, _ = come_back(third)
@@ -277,7 +278,7 @@ def test_slots_of_two_lives_are_never_mixed(where, tmp_path):
     run_threads(ThreadRanks(2), one((0, 4)))
     shutil.copytree(nodes[0], tmp_path / "old")
     run_threads(ThreadRanks(2), one((4, 3)))
-    shutil.rmtree(nodes[0])
+    delete_tree(nodes[0])
     shutil.copytree(tmp_path / "old", nodes[0])
     run_threads(ThreadRanks(2), one((1, 1)))
     assert found == {0: 2, 1: 2}, "back to step 1 on storage"
@@ -343,7 +344,7 @@ def test_the_plan_is_said(where, caplog):
 def test_who_goes_back_by_removing_checkpoints_does_go_back(where, caplog):
     """Memory is of the future that the user wants to undo."""
     train_and_fail(where, 10, every=4)
-    shutil.rmtree(where[0] / "step_00000008")
+    delete_tree(where[0] / "step_00000008")
     with life(where) as second:
         restored, _ = come_back(second)
         assert restored.manifest.step == 4
@@ -397,7 +398,7 @@ def make_nodes(root: Path, count: int) -> list[Path]:
 
 
 def lose(node: Path) -> None:
-    shutil.rmtree(node)
+    delete_tree(node)
     node.mkdir()
 
 

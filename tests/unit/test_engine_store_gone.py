@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
 from tests.support.bad_disks import FastClock, SmallDisk
+from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import (
     ALL,
     ALWAYS,
@@ -45,7 +45,7 @@ def test_after_the_store_is_deleted_the_next_step_saves_everything(tmp_path, cap
     with Life(LocalStorage(root), policy=MoC(k=1)) as life:
         life.go(3, settle=True)
         before = identity(root)
-        shutil.rmtree(root)
+        delete_tree(root)
         life.go(1, settle=True)
         assert manifests(root) == [], "its experts of older steps are gone"
         life.go(1, settle=True)
@@ -71,7 +71,7 @@ def test_one_older_file_that_is_gone_is_enough(tmp_path, what, disk, caplog):
     with Life(disk(tmp_path), policy=MoC(k=1)) as life:
         life.go(3, settle=True)
         victim = tmp_path / "step_00000001"
-        shutil.rmtree(victim) if what == "directory" else (victim / "rank_00000_expert.safetensors").unlink()
+        delete_tree(victim) if what == "directory" else (victim / "rank_00000_expert.safetensors").unlink()
         life.go(3, settle=True)
     assert re.search(r"step 4 was not committed.*step_00000001/rank_00000_expert\.safetensors", caplog.text)
     whole = manifests_that_open(tmp_path)
@@ -97,7 +97,7 @@ def test_all_ranks_save_everything_anew(tmp_path):
             life.go(3, settle=True)
             comm.share(b"", 0)
             if comm.rank == 1:
-                shutil.rmtree(tmp_path / "store")
+                delete_tree(tmp_path / "store")
             comm.share(b"", 0)
             life.go(5, settle=True)
         saved = life.session.run_ledger.tokens.saved[Tier.STORAGE]
@@ -115,7 +115,7 @@ def test_a_window_whose_earlier_steps_are_gone_is_not_committed(tmp_path):
     with Life(LocalStorage(root), policy=MoEvement(window=3)) as life:
         life.session.begin_run(life.capture)
         life.go(4, settle=True)  # a window of 1 to 3, and 4 of the next
-        shutil.rmtree(root)
+        delete_tree(root)
         life.go(2, settle=True)
         assert manifests(root) == []
         life.go(1, settle=True)
@@ -129,7 +129,7 @@ def test_rebuilding_is_tried_until_it_is_committed(tmp_path):
     disk = SmallDisk(root, float("inf"))
     with Life(disk, policy=MoC(k=1, every_n_steps=2)) as life:
         life.go(6, settle=True)
-        shutil.rmtree(root)
+        delete_tree(root)
         life.go(2, settle=True)
         disk.capacity_bytes = disk.used_bytes + 500
         life.go(2, settle=True)
@@ -201,7 +201,7 @@ def test_the_lock_is_taken_again_in_the_new_directory(tmp_path):
     root = tmp_path / "store"
     with Life(LocalStorage(root), policy=Dense()) as life:
         life.go(1, settle=True)
-        shutil.rmtree(root)
+        delete_tree(root)
         life.go(1, settle=True)
         with another_process(root) as found:
             assert found == "StoreInUseError"
@@ -213,7 +213,7 @@ def test_a_run_that_came_into_the_emptied_directory_keeps_it(tmp_path):
     root = tmp_path / "store"
     with Life(LocalStorage(root), policy=MoC(k=1), max_failures=2) as life:
         life.go(2, settle=True)
-        shutil.rmtree(root)
+        delete_tree(root)
         with another_process(root) as found:
             assert found == "taken"
             with pytest.raises(SaveFailedError, match=r"in use by another run \(another run"):

@@ -43,6 +43,7 @@ from moe_ckpt.memory.directory import (
 from moe_ckpt.memory.files import MemoryFiles, newest_generation, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
+from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import assert_state, come_back
 from tests.unit.test_engine_memory import (
@@ -218,7 +219,7 @@ def test_a_directory_is_taken_once_by_whatever_name(root, tmp_path):
 
 def test_what_was_released_or_made_anew_is_not_removed(root):
     made = make_rank_directory(root, RUN, 0, 0, STORE)
-    shutil.rmtree(made.path)
+    delete_tree(made.path)
     other = make_rank_directory(root, RUN, 0, 0, STORE)
     made.remove()
     assert (other.path / OWNER).exists()
@@ -416,7 +417,7 @@ def in_trouble(root: str, how: str, sender: Any) -> None:
     assert first is not None
     assert first.slot is not None
     if how == "removed":
-        shutil.rmtree(begun.path)
+        delete_tree(begun.path)
     elif how == "descriptors":
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         try:
@@ -437,7 +438,7 @@ def test_slots_in_a_directory_that_is_none_any_more_are_let_go_of(root, caplog):
     assert first is not None
     assert second is not None
     pool.give_back(first)
-    shutil.rmtree(begun.path)
+    delete_tree(begun.path)
     begun.path.touch()
     third = pool.acquire(5000)
     assert third is not None
@@ -462,7 +463,7 @@ def test_private_memory_serves_whatever_the_file_system_has(root, how):
 def test_training_goes_on_without_its_directory(where, caplog):  # noqa: F811
     with life(where) as only:
         only.go(2, settle=True)
-        shutil.rmtree(where[1])
+        delete_tree(where[1])
         only.go(3, settle=True)
         only.finish()
     where[1].mkdir()

@@ -20,6 +20,7 @@ from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_r
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.ports import Communicator
 
 RUN = "a-run"
 SLICES = 5
@@ -34,15 +35,22 @@ class Rank:
         replicas: Copies of each.
         timeout_secs: Of peers.
         generation: Of the run.
+        comm: Made already, on another network than the copies take.
     """
 
     def __init__(
-        self, root: str, ranks_per_node: int, replicas: int, timeout_secs: float, generation: int = 7
+        self,
+        root: str,
+        ranks_per_node: int,
+        replicas: int,
+        timeout_secs: float,
+        generation: int = 7,
+        comm: Communicator | None = None,
     ) -> None:
         self.rank, self.world_size, self.generation = dist.get_rank(), dist.get_world_size(), generation
         node = Path(root, f"node_{self.rank // ranks_per_node}")
         node.mkdir(parents=True, exist_ok=True)
-        self.comm = make_communicator(120.0)
+        self.comm = comm or make_communicator(120.0)
         self.comm.enter(generation)
         self.files = MemoryFiles(str(node), RUN, generation, "a-life", self.rank, "a-store")
         memory = Memory(directory=node, replicas=replicas)

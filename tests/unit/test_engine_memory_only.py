@@ -451,8 +451,13 @@ def dense(sequence, complete=True):
     return HeldStep(sequence, complete=complete)
 
 
-def slot(sequence, window, place, size=3, complete=True):
-    return HeldStep(sequence, window, place, size, complete)
+def slot(sequence, window, place, size=3, complete=True, copied=True):
+    return HeldStep(sequence, window, place, size, complete, copied)
+
+
+def alone(sequence, complete=True):
+    """Without copies on peers."""
+    return HeldStep(sequence, complete=complete, copied=False)
 
 
 @pytest.mark.parametrize(
@@ -471,6 +476,13 @@ def slot(sequence, window, place, size=3, complete=True):
         ([*(slot(n, 5, n) for n in range(3)), dense(3)], {3}),
         # The last step of a window is not known to be complete yet, and the next one has begun.
         ([dense(0), *(slot(n, 5, n - 1, complete=n < 3 or None) for n in range(1, 4)), slot(4, 8, 0)], {0, 1, 2, 3, 4}),
+        # Peers are slow: what they have stays until they have something newer, and what they get until they have it.
+        ([dense(0), alone(1), alone(2)], {0, 2}),
+        ([dense(0), dense(1, None), alone(2), alone(3), alone(4, None)], {0, 1, 3, 4}),
+        ([dense(0), dense(1), alone(2), dense(3, None)], {1, 2, 3}),
+        ([alone(0), alone(1)], {1}),
+        ([*(slot(n, 5, n) for n in range(3)), *(slot(n, 8, n - 3, copied=False) for n in range(3, 6))], {*range(6)}),
+        ([dense(0), *(slot(n, 8, n - 1, copied=n != 2) for n in range(1, 4)), slot(4, 9, 0)], {0, 1, 2, 3, 4}),
     ],
 )
 def test_what_memory_must_keep(held, kept):

@@ -1,13 +1,14 @@
 """Which of the snapshots in memory must stay: the newest complete checkpoint, and what may become the next one.
 
 Pure. A snapshot is complete when every rank holds its share. None goes before its successor is complete everywhere, so
-that a failure at any moment finds a whole checkpoint; of a sparse window all steps are one checkpoint together.
+that a failure at any moment finds a whole checkpoint; of a sparse window all steps are one checkpoint together. Where
+peers are slow they do not get every snapshot: then the newest checkpoint that they all have stays beside the newest.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -21,6 +22,7 @@ class HeldStep:
         slot: Its place in the window.
         size: Steps of the window.
         complete: Every rank has it; None as long as that is not known, False if it never will.
+        copied: So have the peers of every rank, or, as long as that is not known, they are to get it.
     """
 
     sequence: int
@@ -28,11 +30,17 @@ class HeldStep:
     slot: int = 0
     size: int = 1
     complete: bool | None = None
+    copied: bool = True
 
 
 def needed(held: Iterable[HeldStep]) -> frozenset[int]:
     """The sequences that must stay, of those that are held."""
     steps = sorted((step for step in held if step.complete is not False), key=lambda step: step.sequence)
+    return _newest_and_after(steps) | _newest_and_after([step for step in steps if step.copied])
+
+
+def _newest_and_after(steps: Sequence[HeldStep]) -> frozenset[int]:
+    """The newest checkpoint among ``steps``, in order, and what may become the next one."""
     newest = newest_checkpoint(steps)
     last = newest[-1].sequence if newest else -1
     after = [step for step in steps if step.sequence > last]

@@ -34,6 +34,7 @@ class StepConsensus:
     resolved: (sequence, committed) of snapshots resolved on rank 0 since the last step, in order.
     lost: sequences of those that failed because files that they would build upon are gone from storage.
     storage_busy: some rank's storage is so far behind that the next snapshot should stay in memory only.
+    copies_behind: some rank's peers are so far behind that the next snapshot should not be sent.
     in_memory: what is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
     secs: rank 0's clock.
     persist_secs: the longest time one of them took from beginning to commit.
@@ -45,6 +46,7 @@ class StepConsensus:
     measured: Measured = field(default_factory=Measured)
     lost: frozenset[int] = frozenset()
     storage_busy: bool = False
+    copies_behind: bool = False
     in_memory: tuple[int, ...] = ()
     secs: float = 0.0
 
@@ -56,12 +58,14 @@ class Standing:
     Attributes:
         busy: No other one can be taken now.
         storage_busy: Storage is behind.
+        copies_behind: So are this rank's peers.
         ended: Those that ended since the last step.
         in_memory: ``MemoryTier.reports``; empty without one.
     """
 
     busy: bool
     storage_busy: bool = False
+    copies_behind: bool = False
     ended: Sequence[Resolution] = ()
     in_memory: Sequence[int] = ()
 
@@ -184,6 +188,7 @@ def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Coun
         _nanos(measured.recent_iteration_secs),
         int(standing.storage_busy),
         _nanos(time.monotonic()) if leads else 0,
+        int(standing.copies_behind),
         *standing.in_memory,
     ]
     return np.asarray(numbers, dtype=np.int64)
@@ -207,7 +212,8 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
         lost=frozenset(first + i for i in range(count) if lost >> i & 1),
         storage_busy=bool(values[12]),
         secs=values[13] / _NANO,
-        in_memory=tuple(values[14:]),
+        copies_behind=bool(values[14]),
+        in_memory=tuple(values[15:]),
     )
 
 

@@ -76,7 +76,7 @@ class Bookkeeper:
         ended, memory = pipeline.resolutions(self._newest_ended), pipeline.memory
         self.meter.record_transfers(ended)
         in_memory = () if memory is None else memory.reports()
-        standing = Standing(pipeline.busy, pipeline.storage_busy, ended, in_memory)
+        standing = Standing(pipeline.busy, pipeline.storage_busy, pipeline.copies_behind, ended, in_memory)
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
         awaited, self._awaited = self._awaited, None
         if awaited is not None:

@@ -1,4 +1,4 @@
-"""Decides, alike on every rank, which snapshots go on from memory to storage."""
+"""Decides, alike on every rank, which snapshots go on from memory to storage, and which to peers."""
 
 from __future__ import annotations
 
@@ -91,3 +91,37 @@ class StorageFlush:
                 step,
             )
         self._behind = True
+
+
+class PeerCopies:
+    """Snapshots go to peers, where there are any, unless those have not taken the ones before. For the training thread.
+
+    A queue would hold ever more memory, and the newest step that peers have would fall ever further behind. So a slow
+    link costs copies of some steps: the next one that goes is the newest then.
+
+    Args:
+        settings: The user's.
+        rank: 0 tells the user.
+    """
+
+    def __init__(self, settings: Settings, *, rank: int) -> None:
+        self._waits = settings.when_busy == "wait"
+        self._rank = rank
+        self._window_goes = True
+        self._said = False
+
+    def go(self, plan: SnapshotPlan, consensus: StepConsensus) -> bool:
+        """Whether the snapshot of ``plan``, which begins now, goes to peers. Of a window all do, or none."""
+        if plan.slot:
+            return self._window_goes
+        must = self._waits or plan.wait or plan.halt is not None
+        self._window_goes = must or not consensus.copies_behind
+        if not self._window_goes and not self._said and self._rank == 0:
+            self._said = True
+            log.warning(
+                "step %d: peers have not taken the copies of the checkpoints before this one, so that it gets none. "
+                "A peer is paused, or the network between nodes is too slow for copies of every checkpoint. Training "
+                "goes on; moe_ckpt/replica_lag_steps says how old the newest copies are",
+                plan.step,
+            )
+        return self._window_goes

@@ -25,14 +25,18 @@ from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
 
-SEALED, NOT_YET, FAILED = 0, 1, 2
-"""What ranks tell each other of a snapshot, ascending: the maximum over ranks is what is true of all."""
+SEALED, ALONE, NOT_YET, FAILED = 0, 1, 2, 3
+"""What ranks tell each other of a snapshot, ascending: the maximum over ranks is what is true of all.
+
+``ALONE`` is sealed, too, but some peer did not get its copy."""
+_SAFE = (SEALED, ALONE)
 _AHEAD = 64
 """So many snapshots a peer may be ahead of what all ranks have settled: its copies stay."""
 _PARTING_SECS = 5.0
 """Longest wait, at a good end, for peers that still send."""
-REPORTED = 8
-"""Snapshots that ranks tell each other of at once; those after them wait for a later step."""
+_REPORTED = 8
+"""Snapshots that ranks tell each other of at once: so many that go to peers, and so many that do not, which must not
+wait for the former. Others wait for a later step."""
 
 
 @dataclass(eq=False)
@@ -91,7 +95,9 @@ class MemoryTier:
         self._pool = pool
         self._left = list(left)
         self._entries: dict[int, _Entry] = {}
-        self._settled = 0
+        self._open: list[int] = []
+        self._asked: list[int] = []
+        self._next = 0
         self._is_restored = False
         self._lock = threading.Lock()
 
@@ -155,8 +161,11 @@ class MemoryTier:
             None if window is None else window.start,
             request.slot,
             1 if window is None else window.size,
+            copied=request.copied,
         )
         with self._lock:
+            self._open.append(step.sequence)
+            self._next = step.sequence + 1
             self._entries[step.sequence] = _Entry(step, request.step, snapshot.buffer, request.stored)
 
     def sealed(self, snapshot: Snapshot, header: bytes | None) -> None:
@@ -164,29 +173,38 @@ class MemoryTier:
 
         With peers it counts as sealed when all of them have answered, or are given up: one without room has said so.
         """
-        slot, sequence = snapshot.buffer.slot, snapshot.memory_sequence
-        if self.replicator is None or header is None or slot is None:
-            self._sealed(sequence, good=header is not None and slot is not None)
-            return
-        end = max((begin + part.nbytes for begin, part in snapshot.plan.parts), default=0)
-        copies = self.replicator.submit(sequence, SealedSlot(snapshot.step, slot.memory[:end], header))
-        copies.add_done_callback(lambda done: self._sealed(sequence, good=True))
+        slot, sequence, replicator = snapshot.buffer.slot, snapshot.memory_sequence, self.replicator
+        if header is None or slot is None:
+            self._sealed(sequence, FAILED)
+        elif replicator is None:
+            self._sealed(sequence, SEALED)
+        elif not snapshot.request.copied:
+            replicator.left_out(snapshot.step)
+            self._sealed(sequence, ALONE)
+        else:
+            end = max((begin + part.nbytes for begin, part in snapshot.plan.parts), default=0)
+            copies = replicator.submit(sequence, SealedSlot(snapshot.step, slot.memory[:end], header))
+            copies.add_done_callback(
+                lambda done: self._sealed(sequence, SEALED if replicator.all_hold(done) else ALONE)
+            )
 
-    def _sealed(self, sequence: int, *, good: bool) -> None:
+    def _sealed(self, sequence: int, state: int) -> None:
         with self._lock:
             entry = self._entries.get(sequence)  # none once the session has ended
             if entry is not None:
-                entry.state = SEALED if good else FAILED
+                entry.state = state
                 self._release_unneeded()
 
     def reports(self) -> list[int]:
-        """What to tell the other ranks: the state of the next ``REPORTED`` snapshots that are not settled."""
+        """What to tell the other ranks: the states of snapshots that are not settled, always as many numbers."""
         with self._lock:
-            entries = [self._entries.get(self._settled + at) for at in range(REPORTED)]
+            copied = [sequence for sequence in self._open if self._entries[sequence].step.copied]
+            alone = [sequence for sequence in self._open if not self._entries[sequence].step.copied]
+            self._asked = [*copied[:_REPORTED], *alone[:_REPORTED]]
+            entries = [self._entries[sequence] for sequence in self._asked]
             for entry in entries:
-                if entry is not None:
-                    entry.told = entry.state == SEALED
-            return [NOT_YET if entry is None else entry.state for entry in entries]
+                entry.told = entry.state in _SAFE
+            return [*(entry.state for entry in entries), *[NOT_YET] * (2 * _REPORTED - len(entries))]
 
     def settle(self, told: Sequence[int]) -> list[tuple[int, bool]]:
         """Take in what is true of all ranks, of the snapshots that ``reports`` was about when it was sent.
@@ -194,25 +212,24 @@ class MemoryTier:
         Returns:
             Those whose fate is known now, and whether every rank has it, in order.
         """
-        found: list[tuple[int, bool]] = []
         with self._lock:
-            for state in told:
-                if state == NOT_YET:
-                    break
-                entry = self._entries[self._settled]
-                entry.step = replace(entry.step, complete=state == SEALED)
-                found.append((self._settled, state == SEALED))
-                self._settled += 1
+            asked, self._asked = self._asked, []
+            ended = {sequence: state for sequence, state in zip(asked, told, strict=False) if state != NOT_YET}
+            for sequence, state in ended.items():
+                entry = self._entries[sequence]
+                entry.step = replace(entry.step, complete=state != FAILED, copied=state == SEALED)
+            self._open = [sequence for sequence in self._open if sequence not in ended]
             newest = newest_checkpoint(entry.step for entry in self._entries.values())
             if newest:
                 self.complete_step = self._entries[newest[-1].sequence].training_step
             self._release_unneeded()
-            kept, settled = needed(entry.step for entry in self._entries.values()), self._settled
+            kept = [*needed(entry.step for entry in self._entries.values()), *self._open]
+            kept += range(self._next, self._next + _AHEAD)
         if newest:
             self._release_left()
-        if self.replicator is not None and found:
-            self.replicator.release_except([*kept, *range(settled, settled + _AHEAD)])
-        return found
+        if self.replicator is not None and ended:
+            self.replicator.release_except(kept)
+        return [(sequence, state != FAILED) for sequence, state in sorted(ended.items())]
 
     def _release_unneeded(self) -> None:
         kept = needed(entry.step for entry in self._entries.values())
@@ -238,10 +255,16 @@ class MemoryTier:
     def drop(self) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
 
-        First what others may not have yet, then what storage has, too.
+        First this rank's own of an older checkpoint whose copies stay; then what others may not have yet; then what
+        storage has, too.
         """
         with self._lock:
-            idle = [entry for entry in self._entries.values() if not entry.to_storage and entry.state == SEALED]
+            superseded = self._superseded()
+            for entry in superseded:
+                self._give_up(entry)
+            if superseded:
+                return True
+            idle = [entry for entry in self._entries.values() if not entry.to_storage and entry.state in _SAFE]
             for going in (
                 [entry for entry in idle if entry.step.complete is None and not entry.told],
                 [entry for entry in idle if entry.step.complete and entry.on_storage],
@@ -253,12 +276,19 @@ class MemoryTier:
                     return True
             return False
 
+    def _superseded(self) -> list[_Entry]:
+        """Those with memory that stay for their copies only: a newer checkpoint is complete, but not at all peers."""
+        newest = newest_checkpoint(entry.step for entry in self._entries.values())
+        older = [entry for entry in self._entries.values() if newest and entry.step.sequence < newest[0].sequence]
+        return [each for each in older if each.step.complete and not each.to_storage and each.buffer is not None]
+
     @property
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free, and that nobody will miss."""
         with self._lock:
             stored = [entry for entry in self._entries.values() if entry.step.complete and entry.on_storage]
-            return sum(entry.buffer.nbytes for entry in stored if entry.buffer is not None)
+            going = {*stored, *self._superseded()}
+            return sum(entry.buffer.nbytes for entry in going if entry.buffer is not None)
 
     @property
     def nbytes(self) -> int:
@@ -276,5 +306,6 @@ class MemoryTier:
         with self._lock:
             self._pool.retire()
             self._left.clear()
+            self._open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)

@@ -93,6 +93,11 @@ class Pipeline:
         return self._stages.storage_in_flight >= self._settings.max_in_flight
 
     @property
+    def copies_behind(self) -> bool:
+        """See ``Room.copies_behind``."""
+        return self._room.copies_behind
+
+    @property
     def snapshot_bytes(self) -> int:
         """The most that one snapshot of this rank may have, where as many as may be under way are of that size."""
         return self._pool.budget_bytes // self._settings.max_in_flight

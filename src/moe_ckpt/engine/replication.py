@@ -175,6 +175,7 @@ class Replicator:
         self._cutter = Cutter()
         self._newest_step: int | None = None
         self._held_step: int | None = None
+        self._open = 0
         self._lock = threading.Lock()
         sources = roster.placement.sources_of[roster.rank]
         self._store = ReplicaStore(make, len(sources))
@@ -207,19 +208,36 @@ class Replicator:
         with self._lock:
             self._newest_step = share.step
             self._held_step = share.step - 1 if self._held_step is None else self._held_step
+            self._open += 1
         copies.future.add_done_callback(lambda done: self._note(done, step))
         for sender in self._senders:
             sender.put(copies)
         return copies.future
 
+    def left_out(self, step: int) -> None:
+        """A snapshot of ``step`` is not sent, because peers have not taken those before it."""
+        with self._lock:
+            self._newest_step = step
+
+    def all_hold(self, done: Future[int]) -> bool:
+        """Whether all peers that are not given up hold the copies of ``submit``."""
+        return done.exception() is None and done.result() >= max(1, len(self._senders) - len(self.lost))
+
     def _note(self, done: Future[int], step: int) -> None:
-        if done.exception() is None and done.result() >= max(1, len(self._senders) - len(self.lost)):
-            with self._lock:
+        held = self.all_hold(done)
+        with self._lock:
+            self._open -= 1
+            if held:
                 self._held_step = max(step, self._held_step or 0)
 
     @property
+    def in_flight(self) -> int:
+        """Snapshots that were submitted, and that some peer has not answered for."""
+        return self._open
+
+    @property
     def lag_steps(self) -> int:
-        """Steps between the newest that was submitted and the newest that all peers hold that are not given up."""
+        """Steps between the newest snapshot and the newest that all peers hold that are not given up."""
         with self._lock:
             return (self._newest_step or 0) - (self._held_step or 0)
 

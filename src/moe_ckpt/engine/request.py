@@ -33,6 +33,7 @@ class SnapshotRequest:
         measured: For ``Manifest.measured``.
         base: Directory of the newest checkpoint on storage; empty before the first.
         stored: It goes to storage; otherwise into memory that outlives the process only.
+        copied: It goes to peers, where there are any.
     """
 
     step: int
@@ -50,6 +51,7 @@ class SnapshotRequest:
     measured: Mapping[str, float]
     base: str = ""
     stored: bool = True
+    copied: bool = True
 
     @property
     def directory(self) -> str:

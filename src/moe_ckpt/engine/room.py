@@ -53,6 +53,13 @@ class Room:
             max(self._last_nbytes, self._partial_nbytes), self._tier.droppable_bytes
         )
 
+    @property
+    def copies_behind(self) -> bool:
+        """True if peers have so many copies to take still that those of another checkpoint would only wait."""
+        replicator = self._tier.replicator if isinstance(self._tier, MemoryTier) else None
+        most = (self._settings.max_in_flight - 1) * self._window_size
+        return replicator is not None and replicator.in_flight > most
+
     def find(self, request: SnapshotRequest, nbytes: int, patience_secs: float) -> tuple[HostBuffer | None, bool]:
         """(a buffer, or None if none became free in time; True if snapshots under way had to be waited for).
 

@@ -100,6 +100,7 @@ class RunLedger:
         self.sealing: dict[int, Pending] = {}
         self.window: Window | None = None
         self.next_slot = 0
+        self._newest_held = -1
         self._is_void = False
 
     @property
@@ -198,7 +199,9 @@ class RunLedger:
         pending = self.sealing.pop(memory_sequence)
         if complete:
             everything = pending.window is not None and pending.is_checkpoint
-            if everything or pending.window is None:
+            newest = memory_sequence > self._newest_held  # one that waited for slow peers is known after its successors
+            if newest and (everything or pending.window is None):
+                self._newest_held = memory_sequence
                 operators = self.catalog.everything if everything else (*pending.operators, *pending.host_only)
                 self.ledger.hold(operators, pending.applied)
         elif not pending.stored and pending.window is not None and pending.window == self.window:

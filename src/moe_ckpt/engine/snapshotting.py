@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.engine.agreement import StepConsensus
@@ -12,7 +12,7 @@ from moe_ckpt.engine.backlog import Backlog
 from moe_ckpt.engine.bookkeeping import Bookkeeper
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded
-from moe_ckpt.engine.flushing import StorageFlush
+from moe_ckpt.engine.flushing import PeerCopies, StorageFlush
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.planning import Planner
@@ -29,6 +29,16 @@ Capture = Callable[[], Mapping[str, Any]]
 """Gives the plain training state of this moment; called only when a snapshot begins."""
 
 
+class _Ways(NamedTuple):
+    """Where a snapshot goes from memory: to storage, to peers."""
+
+    stored: bool
+    copied: bool
+
+
+_EVERYWHERE = _Ways(stored=True, copied=True)
+
+
 class Snapshotter:
     """Makes requests of plans, hands them to the pipeline and enters them in the books. For the training thread only.
 
@@ -38,6 +48,7 @@ class Snapshotter:
         planner: Asks the policy.
         backlog: Counts snapshots that were left out or waited for.
         flush: Says which snapshots go to storage.
+        copies: Says which go to peers.
     """
 
     def __init__(self, run: RunContext, resources: SessionResources) -> None:
@@ -46,6 +57,7 @@ class Snapshotter:
         self.planner = Planner(run.policy, self.live, run.comm.rank)
         self.backlog = Backlog(run.settings, run.comm)
         self.flush = StorageFlush(run.settings, windows=needs_of(run.policy).windows, rank=run.comm.rank)
+        self.copies = PeerCopies(run.settings, rank=run.comm.rank)
         self._run = run
         self._resources = resources
         self._end_secs = run.settings.timeout_secs
@@ -77,8 +89,8 @@ class Snapshotter:
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
         stored = self.flush.goes(plan, consensus, self.booking.run_ledger)
-        last = plan.halt is not None
-        snapshot = self._begin(plan, capture, last=last, step_is_agreed=step_is_agreed, stored=stored)
+        ways = _Ways(stored, self.copies.go(plan, consensus))
+        snapshot = self._begin(plan, capture, last=plan.halt is not None, step_is_agreed=step_is_agreed, ways=ways)
         return StepRecord(
             plan.step,
             begun=True,
@@ -117,7 +129,7 @@ class Snapshotter:
         return pipeline.resolutions(-1)
 
     def _begin(
-        self, plan: SnapshotPlan, capture: Capture, *, last: bool, step_is_agreed: bool, stored: bool = True
+        self, plan: SnapshotPlan, capture: Capture, *, last: bool, step_is_agreed: bool, ways: _Ways = _EVERYWHERE
     ) -> Snapshot:
         """Begin a snapshot.
 
@@ -126,12 +138,12 @@ class Snapshotter:
             capture: Gives the plain state.
             last: Of the run, so that what it waits for is left to ``drain`` to complain about.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
-            stored: It goes to storage, too.
+            ways: Where it goes from memory.
         """
         settings, live = self._run.settings, self.live
         patience_secs = self._end_secs if last else settings.timeout_secs
         tensors, specs = live.describe()
-        request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, stored=stored)
+        request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, ways=ways)
         live.forget()
         began = time.perf_counter()
         snapshot = self._resources.pipeline.begin(request, tensors, specs, capture, patience_secs)
@@ -142,13 +154,13 @@ class Snapshotter:
             raise self._not_in_time(plan.step, patience_secs)
         in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
         self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)
-        if stored:
+        if ways.stored:
             self.planner.begun(pending)
         self._run.tell(SnapshotBegan(snapshot.nbytes, live.layout.changes, specs, request.compute_types))
         return snapshot
 
     def _request(
-        self, plan: SnapshotPlan, specs: Sequence[TensorSpec], *, step_is_agreed: bool, stored: bool
+        self, plan: SnapshotPlan, specs: Sequence[TensorSpec], *, step_is_agreed: bool, ways: _Ways
     ) -> tuple[SnapshotRequest, Pending]:
         """What the plan, the tensors that exist and the books make of the next snapshot, and how it is booked."""
         run_ledger, generation = self.booking.run_ledger, self._resources.generation
@@ -171,7 +183,7 @@ class Snapshotter:
             relaid,
             window,
             plan.slot,
-            stored,
+            ways.stored,
         )
         request = SnapshotRequest(
             step=plan.step,
@@ -188,7 +200,8 @@ class Snapshotter:
             policy=self._run.policy.describe(),
             measured=self.booking.meter.known,
             base=self.booking.committed_directory or "",
-            stored=stored,
+            stored=ways.stored,
+            copied=ways.copied,
         )
         return request, pending
 

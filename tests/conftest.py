@@ -23,7 +23,7 @@ settings.load_profile("moe_ckpt")
 os.environ.pop("COLUMNS", None)  # of the terminal that the tests are started from: they say themselves how wide one is
 
 THREAD_PREFIXES = ("moe_ckpt", "moe-ckpt")
-SETTLE_SECS = 10.0
+SETTLE_SECS = 60.0
 """A thread or file that is just ending gets this long."""
 
 FOREIGN_ENVIRONMENT = frozenset(

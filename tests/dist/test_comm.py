@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from moe_ckpt.engine.comm import GlooCommunicator, SoloCommunicator, make_communicator
 from moe_ckpt.errors import PeerLostError
-from tests.support import start_ranks
+from tests.support import processes, start_ranks
 
 RANKS = 3
 ROUNDS = 40
-SILENCE_SECS = 1.0
-TIMEOUT_SECS = 3.0
-PATIENCE_SECS = 60.0
+SILENCE_SECS = 2.0
+TIMEOUT_SECS = 4.0
+PATIENCE_SECS = 120.0
 """Of calls that end before: when a peer's process has ended."""
-LATE_SECS = 20.0
+LATE_SECS = 50.0
 TORCH_LOOKS_SECS = 10.0
 """While groups are made, torch looks again for peers only so often."""
 SIZES = (0, 1, 7, 1000, 300_000)
@@ -76,7 +76,7 @@ def _at_once(comm: GlooCommunicator) -> list[str]:
     thread = threading.Thread(target=persist, daemon=True)
     thread.start()
     found = _training_thread(comm)
-    thread.join(60)
+    thread.join(PATIENCE_SECS)
     return found + wrong
 
 
@@ -105,12 +105,13 @@ def _body(rank: int, world_size: int) -> dict:
     comm, said_with_shared = _warnings_of_start(True)
     found = {"kind": type(comm).__name__, "place": (comm.rank, comm.world_size), "wrong": _at_once(comm)}
     found["said"] = said_with_own, said_with_shared
+    dist.barrier()  # so that whoever is late is so because of what is tried here
     impatient = GlooCommunicator(SILENCE_SECS)
     impatient.broadcast(b"all are here")
     found["slow writers"] = []
     for slow in (1, 0):  # each of whose writes hangs for longer than the timeout
         if rank == slow:
-            time.sleep(2 * SILENCE_SECS)
+            time.sleep(1.5 * SILENCE_SECS)
         joined = impatient.combine([bytes([rank])])
         found["slow writers"].append((joined, impatient.announce(b"committed" if rank == 0 else b"")))
     if rank != 2:  # which is alive, but silent
@@ -141,7 +142,7 @@ def _body(rank: int, world_size: int) -> dict:
 @pytest.fixture(scope="module")
 def outcomes():
     """One start of the processes serves all tests; rank 2 is killed at the end."""
-    return start_ranks(_body, RANKS, timeout=100)
+    return start_ranks(_body, RANKS, grace=processes.PATIENCE_SECS)
 
 
 def test_two_threads_at_once_get_right_answers(outcomes):

@@ -16,8 +16,9 @@ from moe_ckpt.errors import PeerLostError, StaleGenerationError
 from tests.support import start_ranks
 
 RANKS = 4
-TIMEOUT_SECS = 60.0
-SOON_SECS = 10.0
+TIMEOUT_SECS = 120.0
+SOON_SECS = 60.0
+IMPATIENT_SECS = 2.0
 
 
 def _numbers(*values: int) -> np.ndarray:
@@ -70,7 +71,7 @@ def _in_thread(call) -> tuple[threading.Thread, list]:
 
 def _given_up(rank: int, world_size: int) -> dict:
     """Rank 1 is silent, and rank 0 waits for it in three ways."""
-    comms = [GlooCommunicator(TIMEOUT_SECS) for _ in range(2)] + [GlooCommunicator(1.0)]
+    comms = [GlooCommunicator(secs) for secs in (TIMEOUT_SECS, TIMEOUT_SECS, IMPATIENT_SECS)]
     for comm in comms:
         comm.broadcast(b"all are here")
     found = {}
@@ -120,7 +121,7 @@ def _generations(rank: int, world_size: int) -> dict:
 
 
 def test_some_ranks_talk_among_themselves_while_all_do():
-    outcomes = start_ranks(_scopes, RANKS, timeout=100)
+    outcomes = start_ranks(_scopes, RANKS)
     for outcome in outcomes:
         assert outcome.ok, outcome.error
     found = [outcome.value for outcome in outcomes]
@@ -140,7 +141,7 @@ def test_some_ranks_talk_among_themselves_while_all_do():
 
 @pytest.fixture(scope="module")
 def given_up():
-    [first, _] = start_ranks(_given_up, 2, timeout=100)
+    [first, _] = start_ranks(_given_up, 2)
     assert first.ok, first.error
     return first.value
 
@@ -167,7 +168,7 @@ def test_a_peer_that_training_misses_is_lost_to_the_persist_thread_too(given_up)
 
 
 def test_messages_of_another_life_of_the_run_are_refused():
-    outcomes = start_ranks(_generations, 2, timeout=100)
+    outcomes = start_ranks(_generations, 2)
     for outcome in outcomes:
         assert outcome.ok, outcome.error
     first, second = (outcome.value for outcome in outcomes)

@@ -24,8 +24,7 @@ from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 from tests.dist.test_training_state_fsdp2 import Model, sharded
-from tests.support import processes
-from tests.support.processes import start_ranks
+from tests.support.processes import PATIENCE_SECS, start_ranks
 from tests.unit.engine_parts import told
 
 LAYERS, EXPERTS, FATAL_STEP, MORE_STEPS = 2, 5, 8, 3
@@ -200,14 +199,8 @@ def body_join(third: int, _: int, root: str):
     return told, life.whole(), life.session.run_ledger.tokens.to_dict()
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """The others go on after the first rank died, on a machine that may be busy."""
-    monkeypatch.setattr(processes, "GRACE_SECS", TIMEOUT_SECS)
-
-
-def test_a_fresh_rank_gets_what_the_survivor_holds(tmp_path: Path, patient):
-    survivor, victim, fresh = start_ranks(body_join, 3, str(tmp_path), timeout=200)
+def test_a_fresh_rank_gets_what_the_survivor_holds(tmp_path: Path):
+    survivor, victim, fresh = start_ranks(body_join, 3, str(tmp_path), grace=PATIENCE_SECS)
     assert victim.exitcode == -signal.SIGKILL
     assert survivor.ok, survivor.error
     assert fresh.ok, fresh.error
@@ -238,9 +231,9 @@ def body_shrink(rank: int, _: int, root: str, sharded_after: bool):
 
 
 @pytest.mark.parametrize("sharded_after", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fsdp2", "plain"])
-def test_the_survivor_of_two_sharded_ranks_goes_on_alone(tmp_path: Path, patient, sharded_after):
+def test_the_survivor_of_two_sharded_ranks_goes_on_alone(tmp_path: Path, sharded_after):
     """It holds rows 0 to 2 of every stack: those experts are whole, the others are storage's."""
-    survivor, victim = start_ranks(body_shrink, 2, str(tmp_path), sharded_after, timeout=200)
+    survivor, victim = start_ranks(body_shrink, 2, str(tmp_path), sharded_after, grace=PATIENCE_SECS)
     assert victim.exitcode == -signal.SIGKILL
     assert survivor.ok, survivor.error
     told = survivor.value

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.test_host_tier import FATAL_STEP, TIMEOUT_SECS, Life, check_survivor, come_back
+from tests.dist.test_host_tier import FATAL_STEP, Life, check_survivor, come_back
 from tests.support.deleting import delete_tree
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.spoiled import spoil_experts
@@ -51,13 +51,13 @@ sharding = pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pyte
 
 
 def killed(root: Path, fsdp: bool, ranks: int = 2, **memory: int) -> None:
-    ended = start_ranks(first_life, ranks, str(root), fsdp, memory, timeout=2 * TIMEOUT_SECS)
+    ended = start_ranks(first_life, ranks, str(root), fsdp, memory)
     assert [each.exitcode for each in ended] == [-signal.SIGKILL] * ranks, [each.error for each in ended]
 
 
 def started_again(root: Path, fsdp: bool, ranks: int = 2, **memory: int) -> dict:
     """What all ranks tell alike."""
-    one, *others = run_ranks(second_life, ranks, str(root), fsdp, memory, timeout=2 * TIMEOUT_SECS)
+    one, *others = run_ranks(second_life, ranks, str(root), fsdp, memory)
     assert others == [one] * (ranks - 1)
     return one
 
@@ -120,5 +120,5 @@ def test_as_many_nodes_as_copies_may_be_lost_and_no_more(tmp_path: Path, fsdp: b
     lose(root, 0, 2)
     assert started_again(root, fsdp, 3, **settings)["step"] == FATAL_STEP - 1
     lose(kept, 0, 1, 2)
-    steps = run_ranks(step_returned_to, 3, str(kept), fsdp, settings, timeout=2 * TIMEOUT_SECS)
+    steps = run_ranks(step_returned_to, 3, str(kept), fsdp, settings)
     assert steps == [1] * 3, "of storage"

@@ -27,7 +27,7 @@ from tests.support.processes import run_ranks, start_ranks
 from tests.support.replicas import RUN, Rank, bytes_of, resources
 
 MIB = 1 << 20
-PATIENCE_SECS = 60.0
+PATIENCE_SECS = 120.0
 """Longest wait for what must come soon."""
 ROUNDS = 50
 
@@ -114,7 +114,7 @@ def _many_rounds(rank: Rank) -> dict:
 
 @pytest.fixture(scope="module")
 def well(tmp_path_factory) -> list[dict]:
-    return run_ranks(_well, 4, str(tmp_path_factory.mktemp("well")), timeout=4 * PATIENCE_SECS)
+    return run_ranks(_well, 4, str(tmp_path_factory.mktemp("well")))
 
 
 def test_peers_hold_equal_copies(well):
@@ -218,7 +218,7 @@ def _failing(_: int, __: int, root: str) -> dict:
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory) -> list[dict]:
     root = tmp_path_factory.mktemp("failing")
-    outcomes = start_ranks(_failing, 4, str(root), timeout=3 * PATIENCE_SECS)
+    outcomes = start_ranks(_failing, 4, str(root), grace=3 * PATIENCE_SECS)
     assert outcomes[3].exitcode == -signal.SIGKILL, outcomes[3].error
     for outcome in outcomes[:3]:
         assert outcome.ok, outcome.error
@@ -310,7 +310,7 @@ def test_a_peer_without_room_refuses_says_so_once_and_takes_copies_again(tmp_pat
     if made.returncode:
         pytest.skip(f"no tmpfs of its own can be mounted here: {made.stderr.strip()}; run this test as root")
     try:
-        here, there = run_ranks(_crowded, 2, str(tmp_path), timeout=2 * PATIENCE_SECS)
+        here, there = run_ranks(_crowded, 2, str(tmp_path))
     finally:
         subprocess.run(["umount", "-l", str(tmp_path / "node_1")], check=True)
     assert here["acknowledged"] == [0, 0, 1]
@@ -341,7 +341,7 @@ def _until_killed(me: int, _: int, root: str, delay_secs: float) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_whenever_a_holder_is_killed_what_is_sealed_is_whole(tmp_path: Path, seed: int):
     delay_secs = random.Random(seed).uniform(0.0, 0.5)
-    alive, killed = start_ranks(_until_killed, 2, str(tmp_path), delay_secs, timeout=2 * PATIENCE_SECS)
+    alive, killed = start_ranks(_until_killed, 2, str(tmp_path), delay_secs, grace=PATIENCE_SECS)
     assert alive.ok, alive.error
     assert killed.exitcode == -signal.SIGKILL
     for node in ("node_0", "node_1"):

@@ -159,7 +159,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, ranks: int, before: Run | None
     stores = {how: tmp_path_factory.mktemp(f"{how}_{ranks}") for how in SHARDINGS}
     written = {how: str(root) for how, root in stores.items()}
     read = [] if before is None else [str(root) for root in before.stores.values()]
-    states, restored = zip(*run_ranks(body, ranks, written, read, timeout=300), strict=True)
+    states, restored = zip(*run_ranks(body, ranks, written, read), strict=True)
     return Run(ranks, stores, list(states), list(restored))
 
 
@@ -267,7 +267,7 @@ def test_four_ranks_get_every_bit_back_of_two(two, four, sharding):
 
 @pytest.mark.slow
 def test_three_ranks_get_every_bit_back_of_four(four):
-    for _, found in run_ranks(body, 3, {}, [str(root) for root in four.stores.values()], timeout=300):
+    for _, found in run_ranks(body, 3, {}, [str(root) for root in four.stores.values()]):
         for sharding in SHARDINGS:
             assert_same(found[str(four.stores[sharding])], four.states[0][sharding])
 

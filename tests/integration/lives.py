@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import open_storage
 from tests.integration import crash_run
 from tests.integration.crash_run import Run
+from tests.support.deleting import delete_tree
 
 KILLED = -signal.SIGKILL
-LIFE_SECS = 120.0
+LIFE_SECS = 400.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.integration.lives_warm"])
@@ -114,6 +115,28 @@ def live_ranks(run: Run) -> list[int]:
                 process.kill()
                 process.join()
             process.close()
+
+
+def killed_at_random(run: Run, rng: random.Random, *, kills: int, most_secs: float) -> None:
+    """Lives killed from outside up to ``most_secs`` after their begin: so many, or until one comes to its end first.
+
+    At least one is killed: where the very first was too quick, all begins anew.
+    """
+    died = 0
+    while not died:
+        while died < kills and live(run, rng.uniform(0.0, most_secs)) == KILLED:
+            died += 1
+            assert_store_sound(run, ended=False)
+        if not died:
+            forget(run)
+
+
+def forget(run: Run) -> None:
+    """Remove all that a run left, as if it had never been."""
+    delete_tree(run.store)
+    for path in (run.log, run.out):
+        for found in Path(path).parent.glob(f"{Path(path).name}*"):
+            found.unlink()
 
 
 def _free_port() -> int:
@@ -293,15 +316,6 @@ def place() -> Iterator[Path]:
     """A directory for stores, gone after the test."""
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_", dir=fast_directory()) as directory:
         yield Path(directory)
-
-
-def retry_until(condition: Callable[[], bool], secs: float) -> bool:
-    deadline = time.monotonic() + secs
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
 
 
 if sys.platform != "linux":  # pragma: no cover

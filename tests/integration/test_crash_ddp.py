@@ -32,7 +32,7 @@ def killed(run: Run, kills: tuple[Kill, ...]) -> Run:
     """Run to the end under torchrun; every kill must have happened. Returns the run as it was told."""
     run = replace(run, kills=KillSchedule(kills).to_json())
     said = torchrun(
-        "tests.integration.crash_run", run.to_json(), ranks=run.ranks, restarts=len(kills) + 1, timeout_secs=240
+        "tests.integration.crash_run", run.to_json(), ranks=run.ranks, restarts=len(kills) + 1, timeout_secs=500
     )
     fired = KillSchedule(kills).fired(f"{run.log}.kills")
     assert sorted(fired) == sorted(kills), f"fired: {json.dumps([asdict(kill) for kill in fired])}\n{said[-3000:]}"

@@ -229,7 +229,7 @@ for number, (callbacks, options) in enumerate(
 
 def test_without_logging_set_up_every_start_says_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True,
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=500, check=True,
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lives = [life.strip().splitlines()[1:] for life in done.stderr.split("life ")[1:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -97,19 +98,30 @@ class Target(TinyMoE):
         super().__init__(**options)
         self.target = torch.nn.Linear(16, 8).requires_grad_(False)
 
+        self.second_step = threading.Event()
+
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
             self.target.weight.lerp_(self.head.weight, 0.1)
+        if batch_idx:
+            self.second_step.set()
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def test_a_torn_snapshot_is_never_committed_and_the_next_is_whole(tmp_path, slow_copy, caplog):
+def test_a_torn_snapshot_is_never_committed_and_the_next_is_whole(tmp_path, monkeypatch, caplog):
     """Weights that change while they are copied: that step is refused by name, later ones copy them at once."""
     whole, broken, resumed = seeded(Target), seeded(Target), seeded(Target)
     reference, _ = fit(tmp_path / "a", whole, Dense(1))
+    quick = copying.carry_out
+
+    def after_the_next_change(moves):
+        assert broken.second_step.wait(120)
+        quick(moves)
+
+    monkeypatch.setattr(copying, "carry_out", after_the_next_change)
     fit(tmp_path / "b", broken, Dense(1), stop=6)
     assert "model/target.weight changed while step 1 was being copied" in caplog.text
     assert "from now on they are copied before training goes on" in caplog.text

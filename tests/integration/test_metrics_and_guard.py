@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import threading
 import time
 from dataclasses import dataclass, field, replace
 
@@ -321,8 +322,21 @@ def test_a_halt_without_save_last_keeps_what_was_due(tmp_path):
 
 def test_a_halting_checkpoint_is_never_skipped(tmp_path):
     """Step 3 finds both earlier checkpoints still being written."""
-    slow = {"on_phase": lambda phase: time.sleep(0.5) if phase == "write" else None, "when_busy": "skip"}
-    trainer, checkpoint = fit(tmp_path, checkpoint=MoECheckpoint(Halts(3), tmp_path, save_last=False, **slow))
+    may_write = threading.Event()
+    may_write.set()
+
+    class HaltsAmongWrites(Halts):
+        def plan(self, context):
+            may_write.set() if context.step == 3 else may_write.clear()
+            return super().plan(context)
+
+    def on_phase(phase):
+        if phase == "write":
+            assert may_write.wait(120)
+            time.sleep(0.2)
+
+    slow = {"on_phase": on_phase, "when_busy": "skip", "save_last": False}
+    trainer, checkpoint = fit(tmp_path, checkpoint=MoECheckpoint(HaltsAmongWrites(3), tmp_path, **slow))
     assert checkpoint.last.begun
     assert checkpoint.last.waited
     assert trainer.global_step == open_step(tmp_path)[1].step == 3

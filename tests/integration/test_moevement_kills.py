@@ -18,6 +18,7 @@ from tests.integration.lives import (
     assert_store_sound,
     committed,
     events,
+    killed_at_random,
     live,
     manifests,
     output,
@@ -130,12 +131,7 @@ def test_a_finished_run_started_again_ends_as_it_ended(place):  # noqa: F811
 
 def _killed_at_random(run: Run, seed: int, kills: int) -> None:
     print(f"seed {seed}")
-    rng = random.Random(seed)
-    died = 0
-    while died < kills and live(run, kill_after_secs=rng.uniform(0.0, 0.4)) == KILLED:
-        died += 1
-        assert_store_sound(run, ended=False)
-    assert died
+    killed_at_random(run, random.Random(seed), kills=kills, most_secs=0.4)
     _end(run)
     _assert_bounded(run, run.policy[1])
 

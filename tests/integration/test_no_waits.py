@@ -154,7 +154,7 @@ class AnswersBeforeUpdates(pl.Callback):
 
 def test_epochs_end_and_validations_begin_before_the_ranks_agree(tmp_path, monkeypatch):
     """Only the join before an update waits for them."""
-    comm = LateCommunicator(patience_secs=30.0)
+    comm = LateCommunicator(patience_secs=120.0)
     monkeypatch.setattr(fit_module, "make_communicator", lambda *_, **__: comm)
     ckpt = MoECheckpoint(Dense(every_n_steps=1), tmp_path, when_busy="wait")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

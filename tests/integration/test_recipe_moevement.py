@@ -28,7 +28,7 @@ def life(tmp_path: Path, name: str, *overrides: str) -> int:
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
     )  # fmt: skip
     assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
     return done.returncode

@@ -22,7 +22,7 @@ from tests.support.megatron_run import EXACT, Journal, Life, live
 from tests.support.processes import Outcome, run_ranks, start_ranks
 
 WARM = "tests.support.megatron_warm"
-LIFE_SECS = 200.0
+LIFE_SECS = 400.0
 
 Kill = tuple[int, int, str]
 """(rank, iteration, phase): see ``Life.kill``."""

@@ -34,7 +34,7 @@ def test_the_agent_starts_all_ranks_again(name, tmp_path):
     expected = uninterrupted(case.setup, case.ranks, case.steps)
     write_job(case, tmp_path)
     said = torchrun(
-        "tests.megatron.elastic_rank", str(tmp_path), ranks=case.ranks, restarts=len(case.kills), timeout_secs=280
+        "tests.megatron.elastic_rank", str(tmp_path), ranks=case.ranks, restarts=len(case.kills), timeout_secs=500
     )
     lives = split_lives(Journal(str(tmp_path / "journal"), case.ranks - 1).lines())
     assert len(lives) == len(case.kills) + 1, said[-6000:]

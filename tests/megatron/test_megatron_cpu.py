@@ -45,7 +45,7 @@ def twice(rank, world_size, setup):
 
 def check(setup, ranks):
     """Runs ``setup`` twice: same bits, every update made, and the last pipeline stage's loss falls."""
-    results = run_ranks(twice, ranks, setup, timeout=200, preload=WARM)
+    results = run_ranks(twice, ranks, setup, preload=WARM)
     for losses, made, norms in results:
         assert all(made)
         assert all(0 < norm < 5 for norm in norms)
@@ -310,7 +310,7 @@ def filled_run(rank, world_size, setup):
 
 
 def losses_and_norms(setup, ranks):
-    results = run_ranks(filled_run, ranks, dataclasses.replace(setup, dropout=0.0), timeout=200, preload=WARM)
+    results = run_ranks(filled_run, ranks, dataclasses.replace(setup, dropout=0.0), preload=WARM)
     return [(loss, norm) for loss, _, norm in results[-1]]
 
 

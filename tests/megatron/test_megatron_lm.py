@@ -24,7 +24,7 @@ from tests.support.processes import run_ranks, start_ranks
 from tests.support.torchrun import torchrun
 
 RANKS = 4
-LIFE_SECS = 240.0
+LIFE_SECS = 500.0
 DENSE, WINDOWS = "Dense(every_n_steps=1)", "MoEvement(window=3)"
 
 Kill = tuple[int, int, str]

@@ -31,7 +31,7 @@ def test_sgd_does_not_go_on_from_adam(tmp_path: Path, policy):
     ]
     if policy is WINDOW:  # another layout cannot open the window at all
         del stops[2]
-    for view in run_ranks(journey, 2, str(tmp_path), stops, timeout=240, preload=WARM):
+    for view in run_ranks(journey, 2, str(tmp_path), stops, preload=WARM):
         for refused in view[1:-1]:
             assert refused["error"] == "OptimizerChangedError"
             assert refused["untouched"]

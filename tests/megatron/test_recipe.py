@@ -49,7 +49,7 @@ def _hydra():
 def python(*args):
     """Of a process of its own: counting imports Megatron-Core, for which names in torch are changed."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=240, env=env, cwd=ROOT)
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=500, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

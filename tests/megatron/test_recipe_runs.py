@@ -36,7 +36,7 @@ PLAIN_BYTES = 32 * 1024
 """More than what a rank's random generators take in a checkpoint."""
 
 
-def python(*args, timeout=240):
+def python(*args, timeout=500):
     env = os.environ | ENVIRONMENT
     done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -93,7 +93,7 @@ def test_ranks_hold_what_sizes_says(overrides):
 def launched(run_dir, *overrides):
     """Each rank's log of a run of four processes under torchrun.sh."""
     command = [str(RECIPE / "launch" / "torchrun.sh"), f"run_dir={run_dir}", "trainer.train_iters=8", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return [read(run_dir / f"log.rank{rank}.jsonl") for rank in range(4)], done.stdout
 

@@ -21,7 +21,7 @@ WARM = "tests.support.megatron_warm"
 
 
 def begun(place: Path, setup: Setup, source: str, weights: dict[str, str]) -> None:
-    views = run_ranks(weights_rank.begin, 2, str(place), setup, source, f"new from {source}", timeout=240, preload=WARM)
+    views = run_ranks(weights_rank.begin, 2, str(place), setup, source, f"new from {source}", preload=WARM)
     assert views[0]["weights"] == weights
     for view in views:
         assert view["life 0"] == (0, False)
@@ -32,19 +32,19 @@ def begun(place: Path, setup: Setup, source: str, weights: dict[str, str]) -> No
 
 
 def test_a_new_run_with_the_weights_of_another_layout(tmp_path: Path):
-    [weights, _] = run_ranks(weights_rank.train, 2, str(tmp_path), PP2, timeout=240, preload=WARM)
+    [weights, _] = run_ranks(weights_rank.train, 2, str(tmp_path), PP2, preload=WARM)
     begun(tmp_path, EP2_SHARDED, "store", weights)
 
 
 @pytest.mark.slow
 def test_a_new_run_with_exported_weights_where_each_rank_has_other_layers(tmp_path: Path):
-    [weights, _] = run_ranks(weights_rank.train, 2, str(tmp_path), EP2_SHARDED, timeout=240, preload=WARM)
+    [weights, _] = run_ranks(weights_rank.train, 2, str(tmp_path), EP2_SHARDED, preload=WARM)
     export(tmp_path / "store", "safetensors", tmp_path / "exported")
     begun(tmp_path, PP2, "exported", weights)
 
 
 @pytest.mark.slow
 def test_weights_alone_into_a_model_without_an_optimizer(tmp_path: Path):
-    [weights, _] = run_ranks(weights_rank.train, 2, str(tmp_path), PP2, timeout=240, preload=WARM)
-    [alone] = run_ranks(weights_rank.load_alone, 1, str(tmp_path), BASE, "store", timeout=240, preload=WARM)
+    [weights, _] = run_ranks(weights_rank.train, 2, str(tmp_path), PP2, preload=WARM)
+    [alone] = run_ranks(weights_rank.load_alone, 1, str(tmp_path), BASE, "store", preload=WARM)
     assert alone == weights

@@ -120,7 +120,7 @@ def test_the_seed_of_hashes_does_not_matter(hash_seed):
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=400,
     )
     assert found.stdout.splitlines() == [told_by(name) for name in RUNS]
 

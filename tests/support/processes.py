@@ -34,8 +34,12 @@ from tests.support import warm
 
 WARM = "tests.support.torch_warm"
 """Imported once per process of pytest, for ranks that name nothing else."""
+PATIENCE_SECS = 400.0
+"""For ranks that are to come to an end by themselves, on a machine that may be busy."""
 GRACE_SECS = 15.0
 """How long the others may go on after the first rank has failed, before they are killed."""
+ENDING_SECS = 60.0
+"""How long a rank that has answered may take to end."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = WARM
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE_SECS, preload: str | None = WARM
 ) -> list[Any]:
     """Results of ``fn(rank, world_size, *args)`` on every rank, in rank order.
 
@@ -83,17 +87,25 @@ def run_ranks(
 
 
 def start_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, preload: str | None = WARM
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = PATIENCE_SECS,
+    grace: float = GRACE_SECS,
+    preload: str | None = WARM,
 ) -> list[Outcome]:
-    """Like ``run_ranks``, but returns how each rank ended instead of raising."""
+    """Like ``run_ranks``, but returns how each rank ended instead of raising.
+
+    grace: seconds that the others may go on after the first rank has failed or was killed.
+    """
     payload = pickle.dumps((fn, args))
     if preload is None:
-        return launch("spawn", payload, world_size, timeout)
-    found: list[Outcome] = warm.launch(preload, payload, world_size, timeout)
+        return launch("spawn", payload, world_size, timeout, grace)
+    found: list[Outcome] = warm.launch(preload, payload, world_size, timeout, grace)
     return found
 
 
-def launch(method: str, payload: bytes, world_size: int, timeout: float) -> list[Outcome]:
+def launch(method: str, payload: bytes, world_size: int, timeout: float, grace: float) -> list[Outcome]:
     """Start the ranks and wait for them. method: of ``multiprocessing``; payload: the pickled (fn, args)."""
     context: Any = multiprocessing.get_context(method)
     processes: list[Any] = []
@@ -110,7 +122,7 @@ def launch(method: str, payload: bytes, world_size: int, timeout: float) -> list
                 sender.close()
                 processes.append(process)
                 pipes.append(receiver)
-            return _collect(processes, pipes, timeout)
+            return _collect(processes, pipes, timeout, grace)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -121,8 +133,8 @@ def launch(method: str, payload: bytes, world_size: int, timeout: float) -> list
                 pipe.close()
 
 
-def _collect(processes: list[Any], pipes: list[Connection], timeout: float) -> list[Outcome]:
-    """Wait for all ranks; after a first failure only ``GRACE_SECS`` more."""
+def _collect(processes: list[Any], pipes: list[Connection], timeout: float, grace: float) -> list[Outcome]:
+    """Wait for all ranks; after a first failure only ``grace`` seconds more."""
     messages: dict[int, tuple[str, Any]] = {}
     open_ranks = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + timeout
@@ -134,10 +146,10 @@ def _collect(processes: list[Any], pipes: list[Connection], timeout: float) -> l
             except EOFError:
                 messages[rank] = ("error", "the process died without a result")
             if messages[rank][0] == "error":
-                deadline = min(deadline, time.monotonic() + GRACE_SECS)
+                deadline = min(deadline, time.monotonic() + grace)
     outcomes = []
     for rank, process in enumerate(processes):
-        process.join(GRACE_SECS if rank in messages else 0)
+        process.join(ENDING_SECS if rank in messages else 0)
         hung = process.is_alive()
         if hung:
             process.kill()

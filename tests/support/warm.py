@@ -15,19 +15,19 @@ from typing import Any
 
 from tests.support.imports import import_for_good
 
-MARGIN_SECS = 90.0
+MARGIN_SECS = 180.0
 """For importing, and for what ``processes.launch`` does after its own time is up."""
 
 _servers: dict[str, Connection] = {}
 
 
-def launch(preload: str, payload: bytes, world_size: int, timeout: float) -> Any:
+def launch(preload: str, payload: bytes, world_size: int, timeout: float, grace: float) -> Any:
     """``processes.launch`` in the server that has imported ``preload``: one ``Outcome`` per rank."""
     if preload not in _servers:
         _servers[preload] = _serve(preload)
     connection = _servers[preload]
     try:
-        connection.send((payload, world_size, timeout))
+        connection.send((payload, world_size, timeout, grace))
         if connection.poll(timeout + MARGIN_SECS):
             return connection.recv()
     except BaseException:  # such as a test's own time limit: the answer to come belongs to nobody
@@ -53,5 +53,5 @@ def _server_main(connection: Connection, preload: str) -> None:
     import_for_good(preload)
     with contextlib.suppress(EOFError, ConnectionError):  # pytest has ended, or has given up on us
         while True:
-            payload, world_size, timeout = connection.recv()
-            connection.send(processes.launch("fork", payload, world_size, timeout))
+            payload, world_size, timeout, grace = connection.recv()
+            connection.send(processes.launch("fork", payload, world_size, timeout, grace))

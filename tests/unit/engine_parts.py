@@ -36,7 +36,7 @@ from tests.support.store_builder import values_at
 from tests.unit.builders import catalog
 
 KEEP_ALL = RetentionPolicy(keep_last=1000)
-PATIENCE_SECS = 30.0
+PATIENCE_SECS = 120.0
 """Longest wait in a test for what should happen at once, on a machine that may be busy."""
 
 

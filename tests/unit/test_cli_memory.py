@@ -109,7 +109,7 @@ def test_a_lock_is_seen_from_another_process(where):  # noqa: F811
 
         process = context.Process(target=look)
         process.start()
-        process.join(30)
+        process.join(120)
         import os
 
         assert receiver.recv() == os.getpid()

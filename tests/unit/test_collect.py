@@ -383,7 +383,7 @@ collect(LocalStorage(sys.argv[1], crash_at("gc", int(sys.argv[2]))), RetentionPo
 def test_kill_minus_nine_during_collection(storage, n):
     for step, others in ((1, ()), (2, (1,)), (3, (2,)), (4, (3,))):
         commit(storage, step, others)
-    done = subprocess.run([sys.executable, "-c", COLLECTOR, storage.root, str(n)], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", COLLECTOR, storage.root, str(n)], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
     require_whole(storage)
     clean_start(storage)

@@ -249,7 +249,7 @@ def test_tensors_copied_at_once_are_left_out_and_not_watched():
 def test_a_tensor_that_changes_while_it_is_copied_is_named(copier):
     stack, other = torch.randn(8, 4), torch.randn(4)
     reached = threading.Event()
-    slow = Copier(lambda _: reached.wait(20) and None)
+    slow = Copier(lambda _: reached.wait(120) and None)
     try:
         copy, _ = start(slow, [*(piece("stack", stack, row) for row in (0, 2, 5)), piece("other", other)])
         stack[7] += 1  # a row that is not even copied: nobody knows which rows a writer touched
@@ -300,7 +300,7 @@ def test_start_returns_before_the_copy_is_done():
 
     def on_phase(phase):
         reached.append(phase)
-        assert release.wait(20)
+        assert release.wait(120)
 
     slow = Copier(on_phase)
     try:

@@ -25,7 +25,7 @@ from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import LocalStorage, StoreLock
 from tests.support.store_builder import example
 from tests.unit.builders import catalog
-from tests.unit.engine_parts import Life, SoloCommunicator
+from tests.unit.engine_parts import PATIENCE_SECS, Life, SoloCommunicator
 
 NEWEST = "step_00000003/MANIFEST.json"
 SIZES = (8 << 20, 900 << 20, 3 << 30, 1 << 40)
@@ -115,19 +115,22 @@ def test_a_large_document_is_read_like_any_other(tmp_path):
 
 
 class SlowStorage(LocalStorage):
-    """Each read takes 30 ms, as an object store's. most: so many were under way at once."""
+    """Parts are given when four are asked for at once. most: so many reads were under way at once."""
 
     def __init__(self, root):
         super().__init__(root)
-        self.most, self.busy, self.read_paths, self._guard = 0, 0, [], threading.Lock()
+        self.most, self.busy, self.read_paths, self._changed = 0, 0, [], threading.Condition()
 
     def read(self, path, offset=0, nbytes=None):
-        with self._guard:
+        with self._changed:
             self.busy += 1
             self.most = max(self.most, self.busy)
             self.read_paths.append(path)
-        time.sleep(0.03)
-        with self._guard:
+            self._changed.notify_all()
+            if path.endswith("PART.json"):
+                assert self._changed.wait_for(lambda: self.most >= 4, PATIENCE_SECS), "parts are read one by one"
+        time.sleep(0.005)  # for more than sixteen to come, if they do
+        with self._changed:
             self.busy -= 1
         return super().read(path, offset, nbytes)
 

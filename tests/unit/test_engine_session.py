@@ -247,7 +247,7 @@ def test_skipping_never_waits_for_storage(tmp_path):
         last = life.go(1, settle=True)
     assert [r.begun for r in records] == [True, True] + [False] * 28
     assert [r.skipped for r in records] == [False, False] + [True] * 28
-    assert sorted(r.stall_secs for r in records)[15] < 0.005, "the median step is not held up"
+    assert sorted(r.stall_secs for r in records)[15] < 0.05, "the median step is not held up"
     assert last.begun
     assert [m.step for m in manifests(tmp_path)] == [1, 2, 31, 32]
     assert last.committed_step == 31
@@ -271,7 +271,7 @@ def test_waiting_stalls_and_skips_none(tmp_path):
     with Life(storage, when_busy="wait", max_in_flight=2) as life:
         storage.gate.clear()
         life.go(2)
-        opener = threading.Timer(0.3, storage.gate.set)
+        opener = threading.Timer(1.0, storage.gate.set)  # on a busy machine the step begins late
         opener.start()
         began = time.perf_counter()
         record = life.go()
@@ -432,7 +432,7 @@ def test_close_abandons_a_slow_write_and_keeps_the_store_from_others(tmp_path, c
         writer = life.session._resources.pipeline._stages._persister._thread
         began = time.perf_counter()
         life.session.close(0.2)
-        assert time.perf_counter() - began < 10
+        assert time.perf_counter() - began < PATIENCE_SECS / 2
         assert "still being written" in caplog.text
         life.session.close(0.2)
         with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):

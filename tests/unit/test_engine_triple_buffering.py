@@ -15,11 +15,13 @@ from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBufferPool
 from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import NoCheckpointError
+from moe_ckpt.format.manifest import parse_step_dir
 from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, usable
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.support.store_builder import values_at
+from tests.support.waiting import retry_until
 from tests.unit.engine_parts import (
     MODEL,
     PATIENCE_SECS,
@@ -168,7 +170,9 @@ def test_a_reader_always_finds_a_whole_checkpoint(tmp_path):
         thread.start()
         life.go(40)
         life.settle()
-        time.sleep(0.3)
+        until = time.monotonic() + PATIENCE_SECS
+        while not problems and found[-1:] != [41] and time.monotonic() < until:
+            time.sleep(0.01)
         stop.set()
         thread.join(PATIENCE_SECS)
     assert not problems, problems[:3]
@@ -199,7 +203,16 @@ def test_when_waiting_it_is_counted_and_nothing_is_skipped(tmp_path, buffers):
     """With room for one buffer, two, or three."""
     with Life(LocalStorage(tmp_path / "probe"), policy=MoC(k=4)) as life:
         size = life.go().nbytes + 4096
-    storage = SlowStorage(tmp_path / "run", 0.01)
+
+    class Behind(SlowStorage):
+        """Writes a step when the next one has begun: training is ahead of it, however busy the machine is."""
+
+        def write(self, path, chunks):
+            if path.startswith("step_"):
+                assert retry_until(lambda: life.step > min(parse_step_dir(path[:13])[0], 11), PATIENCE_SECS)
+            return super().write(path, chunks)
+
+    storage = Behind(tmp_path / "run", 0.02)
     with Life(storage, policy=MoC(k=4), when_busy="wait", host_memory_bytes=buffers * size) as life:
         life.go(12)
         life.settle()

@@ -54,7 +54,7 @@ def slurm(tmp_path):
         environment = {f"SLURM_{key}": str(value) for key, value in words.items()}
         environment["PATH"] = f"{fakes}:{os.environ['PATH']}"
         started.append(subprocess.Popen(["bash", str(script), "extra=1"], env=environment, start_new_session=True))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not Path(f"{asked}.srun").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return started[-1], asked
@@ -72,7 +72,7 @@ def test_a_job_whose_time_is_nearly_up_is_requeued_and_goes_on_until_slurm_ends_
     requeued = "until grep -q requeue asked; do sleep 0.05; done; sleep 0.3"
     process, asked = slurm(script, requeued, 0)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert asked.read_text().splitlines() == ["show hostnames node[1-2]", "requeue 77"]
     arguments = Path(f"{asked}.srun").read_text()
     assert "--rdzv-endpoint=node1:29400" in arguments
@@ -82,5 +82,5 @@ def test_a_job_whose_time_is_nearly_up_is_requeued_and_goes_on_until_slurm_ends_
 @pytest.mark.parametrize("script", BATCH, ids=ids(BATCH))
 def test_a_job_that_fails_is_not_requeued_and_says_so_by_its_exit_code(script, slurm):
     process, asked = slurm(script, "true", 7)
-    assert process.wait(30) == 7
+    assert process.wait(120) == 7
     assert "requeue" not in asked.read_text()

@@ -106,11 +106,12 @@ def test_what_somebody_changes_is_seen_at_once(storage, how):
 
 
 def test_a_change_within_a_tick_of_the_listing_is_seen(tmp_path):
-    """On a real clock all of this happens within the two seconds that the coarsest clocks may take for one moment."""
+    """All of this happens within the two seconds that the coarsest clocks may take for one moment."""
 
     class Watched(FastClock):
         def stamp(self, path):
-            return LocalStorage.stamp(self, path)
+            found = LocalStorage.stamp(self, path)
+            return found and found._replace(changed_unix_ns=found.changed_unix_ns // 1000)
 
     storage = Watched(tmp_path)
     listings = Listings(storage)
@@ -191,14 +192,16 @@ def test_without_stamps_all_are_listed_some_at_once(tmp_path):
 
     class Slow(RemoteStorage):
         busy = most = 0
-        guard = threading.Lock()
+        changed = threading.Condition()
 
         def list(self, path=""):
-            with self.guard:
+            with self.changed:
                 self.busy += 1
                 self.most = max(self.most, self.busy)
+                self.changed.notify_all()
+                assert self.changed.wait_for(lambda: self.most > 1, 120), "they are listed one by one"
             time.sleep(0.05)
-            with self.guard:
+            with self.changed:
                 self.busy -= 1
             return super().list(path)
 

@@ -19,7 +19,7 @@ HOLDER = """
     lock = StoreLock(open_storage(sys.argv[1]), "job-17")
     lock.acquire()
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 TRYER = """
     import sys
@@ -47,7 +47,7 @@ def holder(tmp_path):
 
 def try_from_another_process(root):
     command = [sys.executable, "-c", textwrap.dedent(TRYER), str(root)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.strip()
 
 
 def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path, holder):

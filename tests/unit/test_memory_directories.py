@@ -127,19 +127,18 @@ def test_a_life_that_begins_while_others_remove_keeps_its_directory(root):
             begun.take_left(own=False)
             assert slot.path.with_suffix(".data").exists(), generation
             begun.close(keep=False)
-            if time.monotonic() > until:
+            if time.monotonic() > until and generation > 20:
                 break
     finally:
         stop.set()
         trouble = receiver.recv() if receiver.poll(60) else ["the other process has failed"]
         remover.join(60)
     assert trouble == []
-    assert generation > 20
 
 
 def own_for_a_moment(path: Path, stop: Any, sender: Any) -> None:
     found: collections.Counter[str] = collections.Counter()
-    while not stop.is_set():
+    while not stop.is_set() or found["taken"] < 10:
         with contextlib.suppress(FileExistsError):
             path.mkdir()
         taken = RankDirectory.take(path)
@@ -175,7 +174,7 @@ def test_a_directory_has_one_owner_while_processes_take_and_remove_it(root):
         found += receiver.recv()
     for each in owners:
         each.join(60)
-    assert found.pop("taken") > 20
+    assert found.pop("taken") >= 30
     assert dict(found) == {}
 
 
@@ -389,11 +388,13 @@ def test_a_clean_end_removes_what_ranks_left_that_are_no_more(where):  # noqa: F
     assert list(user_directory(str(where[1])).iterdir()) == []
 
 
-def test_two_processes_of_one_rank_are_refused_after_a_moment(root):
+def test_two_processes_of_one_rank_are_refused_after_a_moment(root, monkeypatch):
     first = make_rank_directory(root, RUN, 0, 3, STORE)
     remover = threading.Timer(0.1, first.remove)
     remover.start()
-    second = make_rank_directory(root, RUN, 0, 3, STORE)  # whoever held it was removing it
+    with monkeypatch.context() as busy:
+        busy.setattr(directories, "_PATIENCE_SECS", 60.0)
+        second = make_rank_directory(root, RUN, 0, 3, STORE)  # whoever held it was removing it
     remover.join()
     with pytest.raises(ConfigError, match="is in use by another process"):
         make_rank_directory(root, RUN, 0, 3, STORE)
@@ -533,22 +534,25 @@ def test_a_container_s_limit_is_no_less_for_what_another_one_left(tmp_path):
 # --- what people are told ---
 
 
-def keep_training(place: tuple[Path, Path], secs: float) -> None:
+def keep_training(place: tuple[Path, Path], stop: Any) -> None:
     with life(place) as one:
-        until = time.monotonic() + secs
-        while time.monotonic() < until:
+        while not stop.is_set():
             one.go(1, settle=True)
 
 
 def test_a_healthy_run_at_work_is_not_called_damaged(where, capsys):  # noqa: F811
-    training = FORK.Process(target=keep_training, args=(where, RACE_SECS))
+    stop = FORK.Event()
+    training = FORK.Process(target=keep_training, args=(where, stop))
     training.start()
-    looked = 0
-    while training.is_alive():
-        problems = [s.problem for each in survey(str(where[1]), verify=True) for s in each.slots if s.problem]
-        assert problems == []
-        looked += 1
-    training.join(60)
+    until, looked = time.monotonic() + RACE_SECS, 0
+    try:
+        while training.is_alive() and (looked <= 20 or time.monotonic() < until):
+            found = [slot for each in survey(str(where[1]), verify=True) for slot in each.slots]
+            assert [slot.problem for slot in found if slot.problem] == []
+            looked += bool(found)
+    finally:
+        stop.set()
+        training.join()
     assert training.exitcode == 0
     assert looked > 20
     assert main(["memory", "explain", "--directory", str(where[1])]) == 0

@@ -16,7 +16,6 @@ from benchmarks.step_fits import Clock, Sample, Turn, in_turns, rows
 QUICK = "--rounds 1 --steps 4 --warm 2 --secs 1"
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", step_scale.KINDS)
 def test_every_policy_saves_at_every_step(tmp_path, capfd, kind):
     out = tmp_path / "out.json"
@@ -47,7 +46,7 @@ def test_a_case_that_fails_is_named_below_the_table(tmp_path, capfd, monkeypatch
 def test_a_process_that_dies_is_named(tmp_path):
     heard = []
     ranks = ["print('> one'); print('two')", "print('> three'); 1 / 0"]
-    why = step_scale.follow([[sys.executable, "-c", program] for program in ranks], tmp_path, 60, heard.append)
+    why = step_scale.follow([[sys.executable, "-c", program] for program in ranks], tmp_path, 400, heard.append)
     assert why == "rank 1: exit code 1: ZeroDivisionError: division by zero"
     assert heard == ["one"]
 

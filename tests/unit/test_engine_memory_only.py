@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.unit.engine_parts import (
     PATIENCE_SECS,
     GatedStorage,
     Life,
+    ThreadCommunicator,
     ThreadRanks,
     failing,
     manifests,
@@ -413,6 +415,36 @@ def test_as_many_nodes_as_there_are_copies_may_be_lost(where, tmp_path, count, r
     for number in lost:
         lose(nodes[number])
     assert replicated(where, nodes, replicas, again=True, steps=1)[0][0] == 8, "copies were made anew"
+
+
+def test_the_ranks_of_a_node_fetch_what_they_all_need_once(where, tmp_path):
+    """Four ranks that hold the same, on two nodes: a lost node gets each byte over the network once, not twice."""
+    nodes = [node for node in make_nodes(tmp_path, 2) for _ in range(2)]
+    replicated(where, nodes)
+    lose(nodes[3])
+    with counted_swaps() as swaps:
+        again = replicated(where, nodes, again=True, steps=1)
+    assert again == dict.fromkeys(range(4), (6, "memory and step_00000001", 0))
+    between = sum(nbytes for source, target, nbytes in swaps if nodes[source] != nodes[target])
+    within = sum(nbytes for source, target, nbytes in swaps if nodes[source] == nodes[target])
+    both_want = sum(tensor.local.nbytes for tensor in Life(LocalStorage(where[0])).state.held.values())
+    assert both_want <= within < both_want + 100, "tensors; the plain state is each rank's own"
+    assert both_want <= between < 1.6 * both_want
+
+
+@contextmanager
+def counted_swaps():
+    """(source, target, bytes) of what ranks give each other."""
+    found: list[tuple[int, int, int]] = []
+    plain = ThreadCommunicator.swap
+
+    def counted(self, given, expected):
+        found.extend((self.rank, to, tensor.numel()) for to, tensors in given.items() for tensor in tensors)
+        plain(self, given, expected)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadCommunicator, "swap", counted)
+        yield found
 
 
 def test_one_more_lost_node_costs_what_storage_does_not_have(where, tmp_path):

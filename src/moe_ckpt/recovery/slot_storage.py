@@ -7,14 +7,16 @@ anything reads them.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moe_ckpt.core.memory_shares import Share
+from moe_ckpt.core.node_fetch import Portion, Wanted, share_out
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import Slot
@@ -53,6 +55,22 @@ class _Fetched:
 
     begin: int
     data: torch.Tensor
+
+
+_Places = Mapping[tuple[int, int, int], Sequence[_Fetched]]
+"""(holder, slot, part) -> where the bytes of it go that this rank wants, in order."""
+
+
+def _place_of(places: _Places, wanted: Wanted) -> torch.Tensor:
+    """Where bytes go that this rank wants."""
+    among = places[wanted[:3]]
+    each = among[bisect_right(among, wanted.begin, key=lambda fetched: fetched.begin) - 1]
+    return each.data[wanted.begin - each.begin : wanted.end - each.begin]
+
+
+def _exchange() -> defaultdict[int, list[torch.Tensor]]:
+    """Rank -> tensors, for ``Communicator.swap``."""
+    return defaultdict(list)
 
 
 class ReadOnly:
@@ -109,32 +127,56 @@ class SlotStorage(ReadOnly):
         return self.files[path].share.node == self.node
 
     def fetch(self, wanted: Iterable[Span]) -> int:
-        """Receive what lies on other nodes. A collective.
+        """Receive what lies on other nodes: once for each node, whose ranks then share it. A collective.
 
         Args:
             wanted: What this rank is going to read.
 
         Returns:
-            How many bytes this rank received.
+            How many bytes this rank received from other nodes.
 
         Raises:
             PeerLostError: A peer is gone.
         """
-        asked: dict[int, list[list[Any]]] = {}
-        expected: dict[int, list[torch.Tensor]] = {}
+        places: dict[tuple[int, int, int], list[_Fetched]] = {}
+        asked: list[Wanted] = []
         for path, begin, end in _joined(self._far(wanted)):
             file = self.files[path]
-            data = torch.empty(end - begin, dtype=torch.uint8)
-            self._fetched.setdefault(path, []).append(_Fetched(begin, data))
-            asked.setdefault(file.share.holder, []).append([file.share.number, file.place, begin, end])
-            expected.setdefault(file.share.holder, []).append(data)
-        told = self.comm.everyone(json.dumps(asked).encode())
-        given = {}
-        for rank, raw in enumerate(told):
-            requests = json.loads(raw).get(str(self.comm.rank), ())
-            given[rank] = [_part_of(self.own[number], place)[begin:end] for number, place, begin, end in requests]
+            fetched = _Fetched(begin, torch.empty(end - begin, dtype=torch.uint8))
+            self._fetched.setdefault(path, []).append(fetched)
+            asked.append(Wanted(file.share.holder, file.share.number, file.place, begin, end))
+            places.setdefault(asked[-1][:3], []).append(fetched)
+        told = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, asked]).encode())]
+        nodes = [node for node, _ in told]
+        portions = share_out(nodes, {rank: [Wanted(*each) for each in those] for rank, (_, those) in enumerate(told)})
+        received = self._from_other_nodes(portions, places)
+        if any(portion.others for portion in portions):  # alike on every rank
+            self._on_this_node(portions, places)
+        return received
+
+    def _from_other_nodes(self, portions: Sequence[Portion], places: _Places) -> int:
+        """Receive what this rank fetches, and send what it holds. Returns the bytes received."""
+        given, expected = _exchange(), _exchange()
+        for portion in portions:
+            wanted = portion.wanted
+            if wanted.holder == self.comm.rank:
+                data = _part_of(self.own[wanted.number], wanted.place)[wanted.begin : wanted.end]
+                given[portion.fetcher].append(data)
+            if portion.fetcher == self.comm.rank:
+                expected[wanted.holder].append(_place_of(places, wanted))
         self.comm.swap(given, expected)
         return sum(data.numel() for group in expected.values() for data in group)
+
+    def _on_this_node(self, portions: Sequence[Portion], places: _Places) -> None:
+        """Give the other ranks of the node what this one fetched, and take what they did."""
+        given, expected = _exchange(), _exchange()
+        for portion in portions:
+            if portion.fetcher == self.comm.rank:
+                for other in portion.others:
+                    given[other].append(_place_of(places, portion.wanted))
+            elif self.comm.rank in portion.others:
+                expected[portion.fetcher].append(_place_of(places, portion.wanted))
+        self.comm.swap(given, expected)
 
     def _far(self, wanted: Iterable[Span]) -> Iterable[Span]:
         """What of ``wanted`` lies on other nodes, counted from the end of each file's header."""

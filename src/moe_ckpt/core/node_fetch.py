@@ -1,0 +1,84 @@
+"""Who fetches what several ranks of a node want of other nodes' memory: one of them, from whom the others get it.
+
+Pure. Ranks that hold the same, as all do under data parallelism, want the same bytes after a lost node. The network
+between nodes is the narrowest way there is; inside of a node bytes go from memory to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Wanted(NamedTuple):
+    """Bytes of a slot on another node.
+
+    Attributes:
+        holder: Rank that has the slot.
+        number: Of the slot among its own.
+        place: Of the part in the slot.
+        begin, end: In the part.
+    """
+
+    holder: int
+    number: int
+    place: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Bytes that go over the network once.
+
+    Attributes:
+        wanted: Which.
+        fetcher: Rank that receives them from ``wanted.holder``.
+        others: Ranks of the same node that receive them from the fetcher, in ascending order.
+    """
+
+    wanted: Wanted
+    fetcher: int
+    others: tuple[int, ...] = ()
+
+
+def share_out(nodes: Sequence[str], wanted: Mapping[int, Sequence[Wanted]]) -> list[Portion]:
+    """Divide what ranks want into portions, each of which exactly the same ranks of a node want.
+
+    Of those ranks the one fetches it that fetches least so far. Alike on every rank.
+
+    Args:
+        nodes: Per rank its node.
+        wanted: Rank -> what it wants; no byte twice.
+    """
+    asking: dict[str, dict[tuple[int, int, int], list[tuple[int, int, int]]]] = {}
+    for rank, requests in sorted(wanted.items()):
+        for each in requests:
+            of_slot = asking.setdefault(nodes[rank], {}).setdefault(each[:3], [])
+            of_slot.append((each.begin, each.end, rank))
+    portions = []
+    for _, slots in sorted(asking.items()):
+        fetched: dict[int, int] = {}
+        for (holder, number, place), spans in sorted(slots.items()):
+            for begin, end, ranks in _divided(spans):
+                fetcher = min(ranks, key=lambda rank: (fetched.get(rank, 0), rank))
+                fetched[fetcher] = fetched.get(fetcher, 0) + end - begin
+                others = tuple(rank for rank in ranks if rank != fetcher)
+                portions.append(Portion(Wanted(holder, number, place, begin, end), fetcher, others))
+    return portions
+
+
+def _divided(requests: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """(begin, end, rank) -> (begin, end, ranks that want all of it), in order and without an overlap."""
+    turns = [(begin, True, rank) for begin, _, rank in requests]
+    turns += [(end, False, rank) for _, end, rank in requests]
+    found = []
+    active: set[int] = set()
+    before = 0
+    for at, begins, rank in sorted(turns):
+        if active and at > before:
+            found.append((before, at, sorted(active)))
+        (active.add if begins else active.discard)(rank)
+        before = at
+    return found

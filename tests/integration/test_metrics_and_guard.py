@@ -41,7 +41,7 @@ def fit(
     dirpath, policy=None, *, kill=None, logger=False, val=None, checkpoint=None, others=(), max_steps=14, **options
 ):  # fmt: skip
     pl.seed_everything(5, verbose=False)
-    limits = {name: options.pop(name) for name in ("guard", "plt_budget", "save_last") if name in options}
+    limits = {name: options.pop(name) for name in ("guard", "plt_budget", "mlt_budget", "save_last") if name in options}
     checkpoint = checkpoint or MoECheckpoint(policy or MoC(1), dirpath, when_busy="wait", **limits)
     trainer = pl.Trainer(
         callbacks=[checkpoint, *others, *([Kill(kill)] if kill else [])], accelerator="cpu", logger=logger,
@@ -92,6 +92,7 @@ def test_a_csv_logger_gets_every_number_and_the_metrics_agree(tmp_path):
     with open(tmp_path / "metrics.csv") as file:
         rows = {int(row["step"]): row for row in csv.DictReader(file) if row["moe_ckpt/plt"]}
     assert sorted(rows) == [6, 9, 12]
+    tokens = open_step(tmp_path / "store")[1].tokens
     seen = {record.step: (record, computed) for record, computed in zip(notes.records, notes.computed, strict=True)}
     for step, row in rows.items():
         record, computed = seen[step]
@@ -99,6 +100,7 @@ def test_a_csv_logger_gets_every_number_and_the_metrics_agree(tmp_path):
         fields = {
             "k": record.k, "plt": record.plt, "plt_budget_left": 0.5 - record.plt,
             "plt_if_failed_now": record.at_risk_plt,
+            "mlt_if_failed_now": record.at_risk_mlt, "mlt_newest": record.mlt_newest, "mlt_worst": record.mlt_worst,
             "oldest_expert_steps": record.oldest_expert_steps, "lost_tokens": record.lost_tokens,
             "routed_tokens": record.routed_tokens, "bytes": record.nbytes, "experts_saved": record.experts_saved,
             "committed_step": record.committed_step, "begun": 1, "skipped": 0, "skips": 0, "failed_checkpoints": 0,
@@ -114,6 +116,10 @@ def test_a_csv_logger_gets_every_number_and_the_metrics_agree(tmp_path):
         assert told["lost_tokens"] > 0
         assert computed["plt"] == pytest.approx(told["plt"])
         assert computed["at_risk"] == pytest.approx(told["plt_if_failed_now"] - told["plt"])
+        for name in ("mlt_if_failed_now", "mlt_newest", "mlt_worst"):
+            assert computed[name] == pytest.approx(told[name])
+        ((_, lost, _, routed),) = tokens["faults"]  # of two layers that route equally many
+        assert told["mlt_newest"] == told["mlt_worst"] == tokens["mlt"][0] == pytest.approx(lost / routed)
         assert computed["k"] == told["k"]
         assert computed["oldest_expert_steps"] == computed["expert_ages"].max() == told["oldest_expert_steps"]
         assert computed["stall_ms_worst"] >= told["stall_ms"] * 0.999
@@ -359,6 +365,16 @@ def test_guards_that_save_more_let_the_run_go_on(tmp_path, guard):
     assert trainer.global_step == 14
     assert checkpoint.last.at_risk_plt == checkpoint.last.plt  # nothing more may be lost, and nothing would be
     assert checkpoint.policy == Guarded(MoC(1), 0.01, guard)
+
+
+def test_a_budget_of_mlt_bounds_what_one_failure_loses(tmp_path):
+    """MoC alone would leave every expert of both layers 3 steps old on average: a multiple of the budget."""
+    fit(tmp_path, guard="escalate", mlt_budget=0.1, kill=8)
+    trainer, checkpoint = fit(tmp_path, guard="escalate", mlt_budget=0.1)
+    assert trainer.global_step == 14
+    assert 0 < checkpoint.last.mlt_newest <= 0.1
+    assert checkpoint.last.at_risk_mlt <= 0.1
+    assert checkpoint.policy == Guarded(MoC(1), None, "escalate", 0.1)
 
 
 class SeesTheEnd(pl.Callback):

@@ -57,8 +57,8 @@ ERRORS = (
 )
 
 OPTIONS = (
-    "access dirpath guard host_memory_bytes max_failures memory on_phase on_read_error plt_budget policy profile "
-    "read_patience_secs resume retention save_last sharding timeout_secs weights_from when_busy"
+    "access dirpath guard host_memory_bytes max_failures memory mlt_budget on_phase on_read_error plt_budget policy "
+    "profile read_patience_secs resume retention save_last sharding timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 
@@ -66,7 +66,7 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
-    "faults lost_tokens routed_tokens window next_slot sizes coupled_operators activity snapshot_bytes "
+    "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity snapshot_bytes "
     "nothing_safe dense_step"
 )
 """What a policy of one's own decides from."""

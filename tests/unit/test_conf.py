@@ -172,6 +172,8 @@ def test_the_guard_is_set_by_value(user_app, tmp_path):
     store = f"moe_ckpt.store.dirpath={tmp_path}"
     cfg = user_app("moe_ckpt.guard=stop", "moe_ckpt.plt_budget=0.03", "moe_ckpt.policy.k=2", store)
     assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(k=2), 0.03, "stop")
+    cfg = user_app("moe_ckpt.guard=stop", "moe_ckpt.mlt_budget=loose", store)
+    assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(), None, "stop", "loose")
     assert instantiate(user_app("moe_ckpt.guard=dense", store).moe_ckpt).policy == Guarded(MoC(), "default", "dense")
     assert instantiate(user_app(store).moe_ckpt).policy == MoC()
 

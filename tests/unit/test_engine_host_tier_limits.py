@@ -171,11 +171,11 @@ def test_what_only_memory_had_is_at_risk_until_storage_has_it(tmp_path):
         assert resume(life).lost_tokens == 0
         stored = {op: record.step for op, record in manifests(tmp_path)[-1].operators.items()}
         lacking = int(((5 - steps_of_experts(stored)) * life.counts).sum())
-        assert life.session.run_ledger.ledger.at_risk_tokens == lacking > 0
+        assert life.session.run_ledger.ledger.at_risk.tokens == lacking > 0
     host_tier.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
         assert resume(life).lost_tokens == lacking, "and that is what it would have cost"
-        assert life.session.run_ledger.ledger.at_risk_tokens == 0
+        assert life.session.run_ledger.ledger.at_risk.tokens == 0
 
 
 def test_a_copy_that_breaks_while_an_earlier_checkpoint_is_being_written_leaves_the_lock_to_the_writer(tmp_path):

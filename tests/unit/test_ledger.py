@@ -51,9 +51,13 @@ def test_layers_of_different_sizes_are_padded_with_never():
 
 
 def test_what_the_newest_checkpoint_lacks_is_at_risk(ledger):
-    assert ledger.at_risk_tokens == 3 + 2 + 5 + 3 + 2
+    assert ledger.at_risk.tokens == 3 + 2 + 5 + 3 + 2
     assert ledger.at_risk_plt == 15 / 40
-    assert ledger.tokens.unsaved().tolist() == [[0, 3, 2], [5, 3, 2]]
+    assert ledger.at_risk.mlt == (5 / 20 + 10 / 20) / 2
+    ledger.tokens.apply(routed(0, 0, 9))
+    assert ledger.at_risk.mlt == (5 / 20 + 10 / 20) / 2, "of the step that a failure would return to"
+    assert ledger.as_of(ledger.at_risk.routed).recover(12, None).mlt == ledger.at_risk.mlt
+    assert ledger.tokens.unsaved().tolist() == [[0, 3, 11], [5, 3, 11]]
 
 
 def test_memory_holds_what_was_kept_and_what_storage_got(ledger):
@@ -94,7 +98,7 @@ def test_what_is_forgotten_is_missing_and_unsaved(ledger):
     ledger.forget()
     assert tuple(ledger.missing()) == EVERYTHING
     assert (ledger.expert_steps() == NEVER).all()
-    assert ledger.at_risk_tokens == ledger.tokens.routed_tokens == 40
+    assert ledger.at_risk.tokens == ledger.tokens.routed_tokens == 40
 
 
 def test_what_is_owed_is_owed_until_a_checkpoint_of_that_very_change(ledger):

@@ -128,6 +128,8 @@ def test_paths():
         ({"policy": Path("some/dir")}, r"directory of the checkpoints is given by name: dirpath='some/dir'"),
         ({"policy": 5}, r"policy=5: give a policy such as MoC\(k=1\)"),
         ({"plt_budget": 0.1}, "plt_budget=0.1 without guard"),
+        ({"plt_budget": 0.1, "mlt_budget": 0.2}, "plt_budget=0.1, mlt_budget=0.2 without guard"),
+        ({"guard": "dense", "mlt_budget": 3}, "mlt_budget=3.*between 0 and 1.*such as 0.05"),
         ({"guard": "pray"}, "pray"),
         ({"profile": "s3://b/p.json"}, "profile='s3://b/p.json': give the path of a local file"),
         ({"timeout_sec": 3}, r"MoECheckpoint\(timeout_sec=...\): no such option; did you mean timeout_secs\?"),
@@ -188,6 +190,7 @@ def test_a_copy_with_a_guard_has_one_guard():
     chosen = made(policy=Dense(), guard="stop", plt_budget=0.1)
     assert chosen.policy == Guarded(Dense(), 0.1, "stop")
     assert replace(chosen, pinned=True, local_ranks=4).policy == chosen.policy
+    assert made(policy=Dense(), guard="stop", mlt_budget=0.03).policy == Guarded(Dense(), None, "stop", 0.03)
 
 
 def test_retention_takes_ages_as_text():

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.policies.budget import PLT_BUDGETS, at_risk, dynamic_k, resolve_budget, tokens_left, top_up
+from moe_ckpt.policies.budget import (
+    MLT_BUDGETS,
+    PLT_BUDGETS,
+    at_risk,
+    dynamic_k,
+    mlt_at_risk,
+    resolve_budget,
+    tokens_left,
+    top_up,
+    top_up_mlt,
+)
 from tests.unit.builders import catalog, context
 
 
@@ -19,6 +29,7 @@ def test_budgets_have_the_papers_names():
     assert PLT_BUDGETS == {"default": 0.05, "strict": 0.0375, "loose": 0.075}
     assert [resolve_budget(name) for name in PLT_BUDGETS] == list(PLT_BUDGETS.values())
     assert resolve_budget(0.01) == 0.01
+    assert resolve_budget("default", names=MLT_BUDGETS) == 0.03
 
 
 @pytest.mark.parametrize(
@@ -110,3 +121,35 @@ def test_top_up_keeps_the_budget_with_the_fewest_experts(data):
         assert not any(kept(fewer) for n in range(len(more)) for fewer in combinations(others, n))
     else:
         assert set(more) == {c for c in cells if c not in stored and unsaved[c]}
+
+
+def test_top_up_of_mlt_by_hand():
+    """Parts of the layers' own tokens: 4/100, 0, 4/100 and 1/1000, 90/1000, 40/1000; mean over two layers."""
+    now = at([[4, 0, 4], [1, 90, 40]], lost=500, routed=1100, routed_per_layer=np.array([100, 1000]))
+    assert mlt_at_risk(now, {(1, 1)}) == pytest.approx(0.0605)
+    assert top_up_mlt(now, {(1, 1)}, 0.0606) == ()
+    assert top_up_mlt(now, {(1, 1)}, 0.0604) == ((0, 0),)
+    assert top_up_mlt(now, set(), 0.0606) == ((1, 1),)
+    assert top_up_mlt(now, set(), 1e-9) == ((0, 0), (0, 2), (1, 0), (1, 1), (1, 2))
+    assert top_up_mlt(context(catalog(0, 0)), set(), 0.05) == ()
+
+
+@given(st.data())
+def test_top_up_of_mlt_keeps_the_budget_with_the_fewest_experts(data):
+    cells = [(layer, expert) for layer in range(2) for expert in range(3)]
+    unsaved = np.array(data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6))).reshape(2, 3)
+    routed = [data.draw(st.integers(27, 300)) for _ in range(2)]
+    stored, budget = set(data.draw(st.lists(st.sampled_from(cells)))), 0.07
+
+    def mlt(more):
+        left = [c for c in cells if c not in stored | set(more)]
+        return sum(Fraction(int(unsaved[c]), routed[c[0]]) for c in left) / 2
+
+    now = at(unsaved, 0, sum(routed), routed_per_layer=np.array(routed))
+    more = top_up_mlt(now, stored, budget)
+    assert not set(more) & stored
+    assert mlt(more) <= Fraction(str(budget))
+    assert float(mlt(())) <= mlt_at_risk(now, stored) <= float(mlt(())) + 1e-11
+    others = [c for c in cells if c not in stored]
+    tight = Fraction(str(budget)) - Fraction(1, 10**11)  # by which parts are rounded up
+    assert not any(mlt(fewer) <= tight for n in range(len(more)) for fewer in combinations(others, n))

@@ -89,6 +89,24 @@ def test_no_sequence_of_faults_breaks_the_budget(policy, seed, ranks, sizes):
         assert all(fault.lost_tokens <= budget * fault.routed_tokens for fault in run.run_ledger.tokens.faults)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.builds(
+        Guarded,
+        policy=st.builds(MoC, k=st.sampled_from([1, 3]), selector=st.sampled_from(sorted(SELECTORS))),
+        budget=st.sampled_from([None, BUDGET]),
+        action=st.sampled_from(["escalate", "dense", "stop"]),
+        mlt_budget=st.sampled_from([0.03, 0.005]),
+    ),
+    seed=st.integers(0, 2**32),
+    sizes=st.sampled_from([(8, 8), (8, 16, 8)]),
+)
+def test_no_single_fault_breaks_the_budget_of_mlt(policy, seed, sizes):
+    for run, fault in troubled(policy, seed, sizes=sizes):
+        assert fault.mlt <= policy.most_mlt
+        assert policy.plt_budget is None or run.run_ledger.tokens.plt <= policy.plt_budget
+
+
 @settings(max_examples=25, deadline=None)
 @given(policy=st.builds(MoC, k=st.just(8), selector=st.sampled_from(sorted(SELECTORS))) | st.just(Dense()),
        seed=st.integers(0, 2**32))  # fmt: skip
@@ -101,6 +119,8 @@ def test_without_a_budget_these_runs_lose_more():
     """The runs above are hard enough: most break every budget where nobody keeps to one."""
     worst = [max((run.run_ledger.tokens.plt for run, _ in troubled(MoC(), seed)), default=0) for seed in range(12)]
     assert sum(plt > 0.075 for plt in worst) > 6
+    worst = [max((fault.mlt for _, fault in troubled(MoC(), seed)), default=0) for seed in range(12)]
+    assert sum(mlt > 0.03 for mlt in worst) > 6
 
 
 def test_k_rises_in_a_run_that_fails_often_and_comes_down_when_it_no_longer_does():

@@ -105,9 +105,43 @@ def test_the_tighter_budget_is_told(own, told):
     assert Guarded(MoC(plt_budget=own), 0.05).plan(now(unsaved=(0, 0, 0, 0))).plt_budget == told
 
 
+def by_layer(unsaved=(9, 5, 1, 2), routed=100, lost=0):
+    """Of a run that may lose anything as far as PLT goes."""
+    return now(unsaved, lost, 10**9, routed_per_layer=np.array([routed]))
+
+
+def test_a_budget_of_mlt_alone_saves_what_it_needs_whatever_plt_says():
+    policy = Guarded(First(), None, mlt_budget=0.05)
+    plan = policy.plan(by_layer())
+    assert experts_in(plan.operators()) == {(0, 0), (0, 1)}
+    assert plan.plt_budget is None
+    assert experts_in(policy.plan(by_layer(routed=200)).operators()) == {(0, 0)}
+    assert policy.describe() == {"name": "first", "guard_budget": None, "guard_action": "escalate",
+                                 "guard_mlt_budget": 0.05}  # fmt: skip
+
+
+def test_the_tighter_of_both_budgets_decides():
+    both = Guarded(First(), 0.04, mlt_budget=0.5)
+    assert experts_in(both.plan(now(routed=100, routed_per_layer=np.array([100]))).operators()) == {(0, 0), (0, 1)}
+    assert experts_in(both.plan(by_layer(routed=10)).operators()) == {(0, 0), (0, 1)}
+
+
+def test_stop_says_what_a_single_failure_would_lose():
+    policy = Guarded(First(), 0.05, "stop", mlt_budget="default")
+    assert policy.plan(by_layer(lost=0)).halt is None
+    plan = policy.plan(by_layer(lost=1))
+    assert experts_in(plan.operators()) == EVERYTHING
+    for words in ("8.00% of each layer's tokens", "(MLT)", "budget of 3.00%", "mlt_budget ('default')"):
+        assert words in plan.halt
+
+
 def test_wrong_settings_are_refused_with_the_choices():
     with pytest.raises(ConfigError, match=r"Guarded: budget='none'.*'strict' \(3\.75%\)"):
         Guarded(MoC(), "none")
+    with pytest.raises(ConfigError, match=r"Guarded: mlt_budget='strict'.*'default' \(3\.00%\)"):
+        Guarded(MoC(), mlt_budget="strict")
+    with pytest.raises(ConfigError, match=r"budget=None, mlt_budget=None\): give at least one"):
+        Guarded(MoC(), None)
     with pytest.raises(ConfigError, match=r"Guarded\(action='shrug'\).*\['escalate', 'dense', 'stop'\]"):
         Guarded(MoC(), action="shrug")
     with pytest.raises(ConfigError, match=r"Guarded\(policy='moc'\): give a policy, which has plan"):

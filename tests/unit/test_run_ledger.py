@@ -73,7 +73,7 @@ def test_at_risk_is_what_the_newest_committed_checkpoint_lacks_not_what_was_rout
     begin(run_ledger, 1, 2, ("expert/0/0",), held=("expert/0/1",))
     run_ledger.routed(counts(100, 100, 100))
     run_ledger.resolved(1, committed=True)
-    assert run_ledger.ledger.at_risk_tokens == 3 + 2
+    assert run_ledger.ledger.at_risk.tokens == 3 + 2
     assert run_ledger.tokens.unsaved(Tier.HOST).tolist() == [[100, 100, 102]]
 
 
@@ -99,14 +99,14 @@ def test_a_restored_run_goes_on_counting_from_its_checkpoint():
     assert now.chosen_at.tolist() == [[2, 1, 1]]
     assert (now.lost_tokens, now.routed_tokens, now.faults) == (5, 13, (fault,))
     # A return to it again would lose the same tokens.
-    assert (run_ledger.committed_step, run_ledger.ledger.at_risk_tokens) == (2, 0)
+    assert (run_ledger.committed_step, run_ledger.ledger.at_risk.tokens) == (2, 0)
 
 
 def test_what_came_back_from_memory_is_at_risk_until_storage_holds_it():
     run_ledger, fault = restored(held=counts(0, 4, 0))
     assert fault.lost_tokens == 2
     assert run_ledger.tokens.unsaved().tolist() == [[0, 3, 0]]
-    assert run_ledger.ledger.at_risk_tokens == 3
+    assert run_ledger.ledger.at_risk.tokens == 3
 
 
 def test_a_checkpoint_of_another_store_lends_its_history_and_no_copy():

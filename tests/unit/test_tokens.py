@@ -95,7 +95,7 @@ def test_plt_by_hand():
     assert book.unsaved().tolist() == [[0, 3, 0], [0, 0, 2]]
     assert book.plt == 0
     assert book.plt_if_failed_now() == 5 / 16
-    assert book.recover(2) == FaultRecord(restored_step=2, lost_tokens=5, stale_experts=2, routed_tokens=16)
+    assert book.recover(2) == FaultRecord(2, lost_tokens=5, stale_experts=2, routed_tokens=16, mlt=5 / 16)
     assert book.plt == book.plt_if_failed_now() == 5 / 16
     assert book.unsaved().sum() == 0
 
@@ -209,5 +209,26 @@ def test_tokens_at_risk_of_a_checkpoint_are_what_a_recovery_from_it_loses():
     book.mark_saved(Tier.STORAGE, [(0, 1), (0, 2)], book.applied.copy())
     risk = tokens_at_risk(book.unsaved(), book.applied)
     assert risk == 0.1
-    book.recover(5)
+    assert book.recover(5).mlt == risk
     assert (book.plt, tokens_at_risk(book.unsaved(), book.applied)) == (risk, 0.0)
+
+
+def test_mlt_is_that_of_one_recovery_and_plt_that_of_all():
+    """Layer 0 has four times the tokens of layer 1, and each fault takes one expert of one of them."""
+    book = TokenBook(2, 2)
+    for lost in ((1, 1), (0, 0)):
+        book.apply(counts((40, 40), (10, 10)))
+        kept = [(layer, expert) for layer in range(2) for expert in range(2) if (layer, expert) != lost]
+        book.mark_saved(Tier.STORAGE, kept, book.applied.copy())
+        book.recover(1)
+    assert [fault.mlt for fault in book.faults] == [(0 + 10 / 20) / 2, (40 / 160 + 0) / 2]
+    assert (book.worst_mlt, book.plt) == (0.25, (10 + 40) / 200)
+
+
+def test_faults_of_an_earlier_release_have_no_mlt():
+    """Also where such a release went on with a run and added faults of its own."""
+    data = {"applied": [[9]], "saved": {}, "faults": [[1, 2, 1], [3, 4, 1, 9]]}
+    for mlt in ({}, {"mlt": [0.5]}):
+        book = TokenBook.from_dict(data | mlt, 1, 1)
+        assert book.faults == [FaultRecord(1, 2, 1, 0), FaultRecord(3, 4, 1, 9)]
+        assert book.worst_mlt is None

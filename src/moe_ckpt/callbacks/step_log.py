@@ -17,6 +17,7 @@ log = logging.getLogger("moe_ckpt")
 
 _AS_RECORDED = (
     *("experts_saved", "k", "oldest_expert_steps", "plt", "plt_budget_left", "lost_tokens", "routed_tokens"),
+    *("mlt_newest", "mlt_worst"),
     *("begun", "skipped", "waited", "skips", "waits", "failed_checkpoints", "committed_step"),
 )
 """Fields of ``StepRecord`` that loggers get under their own names."""
@@ -72,6 +73,7 @@ class StepLog:
             "bytes_compute": record.frozen_nbytes,
             "skewness": skews.mean() if skews.size else None,
             "plt_if_failed_now": record.at_risk_plt,
+            "mlt_if_failed_now": record.at_risk_mlt,
             "window_age": window_age(record),
             "window_size": record.window or None,
             "window_slot": record.slot if record.window else None,

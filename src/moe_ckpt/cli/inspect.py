@@ -59,7 +59,7 @@ def _show(facts: dict[str, Any]) -> None:
     for line in _by_whom(good):
         print(line)
     date = "%Y-%m-%d %H:%M:%S" if width() >= PIPED_WIDTH else "%m-%d %H:%M:%S"
-    columns = ("step", "committed", "written", "whole", "oldest expert", "unsaved", "lost", "PLT")
+    columns = ("step", "committed", "written", "whole", "oldest expert", "unsaved", "MLT", "lost", "PLT")
     rows = [
         (
             step["directory"],
@@ -68,6 +68,7 @@ def _show(facts: dict[str, Any]) -> None:
             human_bytes(step["whole_bytes"]),
             str(step["oldest_age_steps"]) if step["versions"] else "-",
             f"{step['unsaved_tokens']:,}",
+            f"{step['mlt_if_returned_to']:.2%}",
             f"{step['lost_tokens']:,}",
             f"{step['plt']:.3%}",
         )
@@ -78,6 +79,7 @@ def _show(facts: dict[str, Any]) -> None:
         print_table(columns, rows)
         print("oldest expert: steps since the one saved longest ago was saved")
         print(wrapped("unsaved: tokens routed to experts since they were saved; returning to the step would lose them"))
+        print(wrapped("MLT: their portion of a layer's tokens so far, mean over layers"))
     for step in good:
         if step["window_steps"] is not None:
             first, *_, last = step["window_steps"]

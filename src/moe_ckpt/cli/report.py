@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.tokens import TokenBook
+from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
 from moe_ckpt.errors import DamagedError, NoCheckpointError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
@@ -99,4 +99,6 @@ def _tokens(manifest: Manifest) -> dict[str, Any]:
         "faults": len(book.faults),
         "plt": book.plt,
         "plt_if_returned_to": book.plt_if_failed_now(),
+        "mlt_of_faults": [fault.mlt for fault in book.faults],
+        "mlt_if_returned_to": tokens_at_risk(unsaved, book.applied),
     }

@@ -128,6 +128,7 @@ class CheckpointConfig:
     save_last: bool = True
     guard: Optional[str] = None  # noqa: UP045
     plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
+    mlt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     host_memory_bytes: Optional[Union[int, str]] = None  # noqa: UP007, UP045
     when_busy: str = "skip"
     max_failures: int = 5

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord, TokenBook
 
 NEVER = -1
 """Step of an operator that a tier does not hold."""
@@ -26,13 +26,13 @@ class Ledger:
     Attributes:
         catalog: Of the model.
         tokens: What was routed, and what of it the newest copy of each expert has seen, by tier.
-        at_risk_tokens: What the experts of the newest committed checkpoint lack.
+        at_risk: What a return to the newest committed checkpoint would lose.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
-        self.at_risk_tokens = 0
+        self.at_risk = self._unsaved()
         self._steps = self._nothing()
         self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
         self._owed: dict[str, int] = {}
@@ -78,7 +78,7 @@ class Ledger:
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
             in_memory = np.concatenate([experts, self._experts(self.catalog.places_of(kept))]) if kept else experts
             self.tokens.mark_held(in_memory, seen)
-        self.at_risk_tokens = int((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0).sum())
+        self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], seen: Counts) -> None:
         """Memory has ``operators``, and nothing older, in the state that had seen ``[L, E]`` tokens."""
@@ -95,14 +95,14 @@ class Ledger:
         self._steps[places] = list(steps.values())
         if whole:
             self._built_upon[places] = True
-        self.at_risk_tokens = int(self.tokens.unsaved().sum())  # of experts that memory had newer than storage
+        self.at_risk = self._unsaved()  # of experts that memory had newer than storage
 
     def forget(self) -> None:
         """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
         self._steps = self._nothing()
         self._built_upon[:] = False
         self.tokens.forget_saved()
-        self.at_risk_tokens = int(self.tokens.unsaved().sum())
+        self.at_risk = self._unsaved()
 
     def owe(self, operators: Iterable[str], change: int) -> None:
         """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
@@ -145,7 +145,7 @@ class Ledger:
     def at_risk_plt(self) -> float:
         """PLT if the run failed now and came back to the newest committed step."""
         routed = self.tokens.routed_tokens
-        return (self.tokens.lost_tokens + self.at_risk_tokens) / routed if routed else 0.0
+        return (self.tokens.lost_tokens + self.at_risk.tokens) / routed if routed else 0.0
 
     # --- for the simulator ---
 
@@ -155,7 +155,7 @@ class Ledger:
         copied.tokens.applied = applied.copy()
         copied.tokens.saved = {tier: saved.copy() for tier, saved in self.tokens.saved.items()}
         copied.tokens.faults = list(self.tokens.faults)
-        copied.at_risk_tokens = self.at_risk_tokens
+        copied.at_risk = self.at_risk
         copied._steps, copied._built_upon = self._steps.copy(), self._built_upon.copy()
         copied._owed = dict(self._owed)
         return copied
@@ -169,8 +169,12 @@ class Ledger:
         """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each."""
         routed = counts * steps
         self.tokens.applied = self.tokens.applied + routed
+        self.at_risk = AtRisk(self.at_risk.lacking, self.at_risk.routed + routed)
         self.tokens.saved = {tier: saved + routed for tier, saved in self.tokens.saved.items()}
         self._steps = np.where(self._steps == NEVER, NEVER, self._steps + steps)
+
+    def _unsaved(self) -> AtRisk:
+        return AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
 
     def _experts(self, places: Counts) -> Counts:
         """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""

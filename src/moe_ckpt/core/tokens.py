@@ -34,12 +34,50 @@ class FaultRecord:
         lost_tokens: Token-expert pairs that were lost.
         stale_experts: Experts that came back older than ``restored_step``.
         routed_tokens: Token-expert pairs of the run up to ``restored_step``, so that the loss can be judged as of then.
+        mlt: MLT of this recovery (``tokens_at_risk``); None where an earlier release booked it.
     """
 
     restored_step: int
     lost_tokens: int
     stale_experts: int
     routed_tokens: int = 0
+    mlt: float | None = None
+
+
+def fault_rows(faults: Iterable[FaultRecord]) -> dict[str, list[Any]]:
+    """``faults`` as plain data: whole numbers in rows, and ``mlt`` beside them, which earlier readers pass over."""
+    listed = tuple(faults)
+    rows = [[f.restored_step, f.lost_tokens, f.stale_experts, f.routed_tokens] for f in listed]
+    return {"faults": rows, "mlt": [fault.mlt for fault in listed]}
+
+
+def faults_in(data: Mapping[str, Any]) -> list[FaultRecord]:
+    """Inverse of ``fault_rows``. An earlier release that went on with a run kept rows and dropped ``mlt``."""
+    rows, portions = data["faults"], data.get("mlt", ())
+    known = portions if len(portions) == len(rows) else [None] * len(rows)
+    return [FaultRecord(*map(int, row), *[0] * (4 - len(row)), mlt) for row, mlt in zip(rows, known, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class AtRisk:
+    """What a return to a checkpoint would lose.
+
+    Attributes:
+        lacking: ``[L, E]`` tokens that its experts have not seen.
+        routed: ``[L, E]`` all tokens of the run by its step.
+    """
+
+    lacking: Counts
+    routed: Counts
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lacking.sum())
+
+    @property
+    def mlt(self) -> float:
+        """MLT of a recovery that returns to it."""
+        return tokens_at_risk(self.lacking, self.routed)
 
 
 def tokens_at_risk(unsaved: Counts, routed: Counts) -> float:
@@ -131,7 +169,8 @@ class TokenBook:
         """
         stored = self.saved[Tier.STORAGE]
         lacking = self.applied - (stored if tokens_from_host is None else np.maximum(stored, tokens_from_host))
-        record = FaultRecord(restored_step, int(lacking.sum()), int((lacking > 0).sum()), self.routed_tokens)
+        lost, stale = int(lacking.sum()), int((lacking > 0).sum())
+        record = FaultRecord(restored_step, lost, stale, self.routed_tokens, tokens_at_risk(lacking, self.applied))
         self.faults.append(record)
         self.saved = {Tier.STORAGE: stored + lacking}
         return record
@@ -150,6 +189,11 @@ class TokenBook:
         """Portion of lost tokens of the run so far, in [0, ...); 0 before anything was routed."""
         return self.lost_tokens / self.routed_tokens if self.routed_tokens else 0.0
 
+    @property
+    def worst_mlt(self) -> float | None:
+        """The highest MLT of a recovery so far; None if none is known."""
+        return max((fault.mlt for fault in self.faults if fault.mlt is not None), default=None)
+
     def plt_if_failed_now(self, tier: Tier = Tier.STORAGE) -> float:
         """PLT after a failure at this moment, were it to return to the newest checkpoint."""
         if not self.routed_tokens:
@@ -160,7 +204,7 @@ class TokenBook:
         return {
             "applied": self.applied.tolist(),
             "saved": {tier.value: counts.tolist() for tier, counts in self.saved.items()},
-            "faults": [[f.restored_step, f.lost_tokens, f.stale_experts, f.routed_tokens] for f in self.faults],
+            **fault_rows(self.faults),
         }
 
     @classmethod
@@ -174,7 +218,7 @@ class TokenBook:
             return book
         book.applied = book._checked(data["applied"])
         book.saved |= {Tier(tier): book._checked(counts) for tier, counts in data["saved"].items()}
-        book.faults = [FaultRecord(*(int(value) for value in fault)) for fault in data["faults"]]
+        book.faults = faults_in(data)
         return book
 
     def _checked(self, counts: Any) -> Counts:

@@ -34,12 +34,13 @@ def say_resumed(
     """Where training resumes, and what was lost. place: ``Restored.place``. besides: A warning to add."""
     if rank:
         return
-    lost = f"every expert is of that {unit}"
+    lost, portion = f"every expert is of that {unit}", ""
     if fault.stale_experts:
         lost = f"{fault.stale_experts} experts are older than that, {fault.lost_tokens:,} tokens lost"
+        portion = "" if fault.mlt is None else f"MLT {fault.mlt:.2%}, "
     where = f"{unit} {step} from {_path(dirpath, place)}"
     level = logging.WARNING if besides else logging.INFO
-    announce("resumed at %s: %s (PLT %s)%s", where, lost, f"{plt:.2%}", besides, level=level)
+    announce("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, level=level)
 
 
 def say_inexact(why: str | None, rank: int) -> None:

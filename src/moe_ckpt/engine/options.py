@@ -36,6 +36,7 @@ class OptionValues(TypedDict, total=False):
     save_last: bool
     guard: str | None
     plt_budget: float | str | None
+    mlt_budget: float | str | None
     retention: RetentionPolicy | None
     host_memory_bytes: int | str | None
     memory: Memory | None
@@ -62,12 +63,14 @@ class Options(Settings):
             length was raised. "extend" goes on from a finished run whatever has changed (Megatron: as "auto").
             "never" does not look there.
         save_last: Leave a complete checkpoint of the final state when training ends well.
-        guard: What happens when a failure might lose more tokens than ``plt_budget`` allows. "escalate": the checkpoint
+        guard: What happens when a failure might lose more tokens than a budget allows. "escalate": the checkpoint
             holds the experts that are needed besides. "dense": it holds all. "stop": that too, and training ends in
             good order, with the reason in the log. None: nothing. Short for
-            ``policy=Guarded(policy, plt_budget, guard)``.
-        plt_budget: Of the guard: portion of tokens that may be lost, or a name in ``policies.budget.PLT_BUDGETS``;
-            "default" if None.
+            ``policy=Guarded(policy, plt_budget, guard, mlt_budget)``.
+        plt_budget: Of the guard: portion of tokens that all failures together may lose, or a name in
+            ``policies.budget.PLT_BUDGETS``; "default" if neither budget is given.
+        mlt_budget: Of the guard: portion of a layer's tokens that a single failure may lose, mean over layers, or a
+            name in ``policies.budget.MLT_BUDGETS``.
         profile: File that rank 0 keeps the run's profile in, for simulator and planner; None: none. See
             docs/profile.md.
         weights_from: Fine-tuning: weights that the run begins with, as long as ``dirpath`` holds no checkpoint of its
@@ -92,6 +95,7 @@ class Options(Settings):
     save_last: bool = True
     guard: str | None = None
     plt_budget: float | str | None = None
+    mlt_budget: float | str | None = None
     profile: str | None = None
     weights_from: str | None = None
     on_read_error: str = "stop"
@@ -119,10 +123,11 @@ class Options(Settings):
             self._require_other_store(self.weights_from)
         if self.on_phase is not None and not callable(self.on_phase):
             raise ConfigError(f"on_phase={self.on_phase!r}: give a function that takes the name of a phase, or None")
-        self._set("policy", guarded(self.policy, self.guard, self.plt_budget))
+        self._set("policy", guarded(self.policy, self.guard, self.plt_budget, self.mlt_budget))
         # The guard is in the policy now: a copy of these options (dataclasses.replace) must not add a second one.
         self._set("guard", None)
         self._set("plt_budget", None)
+        self._set("mlt_budget", None)
 
     def _require_replicas(self) -> None:
         wanted, kept = self.needs.replicas, 0 if self.memory is None else self.memory.replicas

@@ -30,6 +30,9 @@ class StepRecord:
             for which the next gradient reduction would have waited instead, so that it is not counted as a stall.
         plt: Proportion of lost tokens.
         at_risk_plt: PLT if the run failed now and came back to the newest committed step.
+        at_risk_mlt: MLT of such a recovery (``core.tokens.tokens_at_risk``).
+        mlt_newest: MLT of the run's newest recovery; None before the first, or if an earlier release booked it.
+        mlt_worst: The highest MLT of a recovery of the run so far; None as before.
         lost_tokens: Lost in all recoveries of the run.
         routed_tokens: Token assignments whose update ran, of all ranks, since the run began.
         committed_step: Newest committed step; None before the first.
@@ -61,6 +64,9 @@ class StepRecord:
     agree_secs: float = 0.0
     plt: float = 0.0
     at_risk_plt: float = 0.0
+    at_risk_mlt: float = 0.0
+    mlt_newest: float | None = None
+    mlt_worst: float | None = None
     lost_tokens: int = 0
     routed_tokens: int = 0
     committed_step: int | None = None

@@ -267,6 +267,7 @@ class RunLedger:
             faults=tuple(self.tokens.faults),
             lost_tokens=self.tokens.lost_tokens,
             routed_tokens=self.tokens.routed_tokens,
+            routed_per_layer=self.tokens.applied.sum(axis=1),
             window=self.window,
             next_slot=self.next_slot,
             activity=self.activity.described(),

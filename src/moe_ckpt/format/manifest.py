@@ -384,8 +384,10 @@ _STEP_NAME = value(
 )
 _COUNTS = listing(listing(whole()))
 _FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts": whole()}, optional={"routed": whole()})
+MLT_OF_FAULTS = listing(maybe(number(most=1.0)))
 _TOKENS = record(
-    {"applied": _COUNTS, "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))), "faults": listing(_FAULT)}
+    {"applied": _COUNTS, "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))), "faults": listing(_FAULT)},
+    {"mlt": MLT_OF_FAULTS},
 )
 _MODEL = record({"fingerprint": text, "layers": listing(LAYER), "aliases": mapping(text)})
 _COMMON: dict[str, Check] = {

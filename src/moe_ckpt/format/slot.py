@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.core.tokens import FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment
-from moe_ckpt.format.manifest import MOST_RANKS, OPERATOR_ID
+from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
 from moe_ckpt.format.schema import anything, listing, mapping, maybe, number, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
@@ -36,7 +36,8 @@ _FACTS = record(
         "faults": listing(listing(whole())),
         "policy": mapping(anything),
         "measured": mapping(number()),
-    }
+    },
+    {"mlt": MLT_OF_FAULTS},
 )
 _BODY = record(
     {
@@ -114,7 +115,7 @@ class StepFacts:
             "operators": self.operators if isinstance(self.operators, Fragment) else list(self.operators),
             "window": None if self.window is None else vars(self.window),
             "applied": Fragment.of_counts(self.applied),
-            "faults": [list(vars(fault).values()) for fault in self.faults],
+            **fault_rows(self.faults),
             "policy": dict(self.policy),
             "measured": dict(self.measured),
         }
@@ -129,7 +130,7 @@ class StepFacts:
             tuple(told["operators"]),
             None if window is None else WindowPlace(**window),
             told["applied"],
-            tuple(FaultRecord(*fault) for fault in told["faults"]),
+            tuple(faults_in(told)),
             told["policy"],
             told["measured"],
         )

@@ -17,7 +17,13 @@ except ImportError as error:
 from moe_ckpt.metrics.collection import checkpoint_metrics
 from moe_ckpt.metrics.cost import BytesByFidelity, CheckpointBytes, CheckpointStall
 from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
-from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens
+from moe_ckpt.metrics.tokens import (
+    ExpertLoadSkewness,
+    ExpertsPerLayer,
+    MomentaryLostTokens,
+    PortionAtRisk,
+    PortionOfLostTokens,
+)
 from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
 __all__ = [
@@ -27,6 +33,7 @@ __all__ = [
     "ExpertAges",
     "ExpertLoadSkewness",
     "ExpertsPerLayer",
+    "MomentaryLostTokens",
     "OldestExpertAge",
     "PortionAtRisk",
     "PortionOfLostTokens",

@@ -12,7 +12,13 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.metrics.cost import BytesByFidelity, CheckpointBytes, CheckpointStall
 from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
-from moe_ckpt.metrics.tokens import ExpertLoadSkewness, ExpertsPerLayer, PortionAtRisk, PortionOfLostTokens
+from moe_ckpt.metrics.tokens import (
+    ExpertLoadSkewness,
+    ExpertsPerLayer,
+    MomentaryLostTokens,
+    PortionAtRisk,
+    PortionOfLostTokens,
+)
 from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
 
@@ -48,6 +54,7 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
     metrics: dict[str, Metric | MetricCollection] = {
         "plt": PortionOfLostTokens(**kwargs),
         "at_risk": PortionAtRisk(**kwargs),
+        "mlt": MomentaryLostTokens(**kwargs),
         "k": ExpertsPerLayer(**kwargs),
         "skewness": ExpertLoadSkewness(experts, **kwargs),
         "bytes": CheckpointBytes(**kwargs),
@@ -67,7 +74,10 @@ def facts(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
     return {
         "lost_tokens": record.lost_tokens,
         "routed_tokens": record.routed_tokens,
-        "at_risk_tokens": run_ledger.ledger.at_risk_tokens,
+        "at_risk_tokens": run_ledger.ledger.at_risk.tokens,
+        "at_risk_mlt": record.at_risk_mlt,
+        "mlt_newest": record.mlt_newest,
+        "mlt_worst": record.mlt_worst,
         "k": record.k,
         "popularity": run_ledger.popularity,
         "nbytes": record.nbytes,
@@ -90,7 +100,7 @@ def feeding(metrics: CheckpointMetrics) -> Observer:
             metrics.update(**facts(event.record, event.run_ledger))
         elif isinstance(event, TrainingEnded):  # the ranks have agreed on the last step only now
             found = facts(event.record, event.run_ledger)
-            for name in ("plt", "at_risk", "unsaved_tokens"):
+            for name in ("plt", "at_risk", "mlt", "unsaved_tokens"):
                 metrics[name].update(**metrics[name]._filter_kwargs(**found))
 
     return note

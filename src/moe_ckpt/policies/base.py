@@ -92,6 +92,7 @@ class PolicyContext:
         faults: Recoveries of the run so far.
         lost_tokens: Token-expert pairs that were lost in them.
         routed_tokens: Token-expert pairs since the run began.
+        routed_per_layer: ``[L]`` those of each MoE layer.
         window: The newest sparse window, as long as no snapshot of it failed or was left out; None if there is none.
         next_slot: How many slots of ``window`` have begun; 0 if there is none.
         sizes: Bytes of every operator, as its tensors are now.
@@ -118,6 +119,7 @@ class PolicyContext:
     faults: tuple[FaultRecord, ...] = ()
     lost_tokens: int = 0
     routed_tokens: int = 0
+    routed_per_layer: Counts = field(default_factory=_nothing)
     window: Window | None = None
     next_slot: int = 0
     sizes: Mapping[str, OperatorBytes] = field(default_factory=dict)

@@ -1,12 +1,13 @@
 """The budget for lost tokens: how it is split over values of K (Dynamic-K), and how it is never broken (the wall).
 
-PLT, the portion of lost tokens, is the tokens lost in all recoveries over the tokens routed (PEC, section 3). All
+PLT, the portion of lost tokens, is the tokens lost in all recoveries over the tokens routed (PEC, section 3). MLT, the
+momentary lost tokens, is what one recovery loses, of each layer's own tokens (``core.tokens.tokens_at_risk``). All
 functions are pure, and everything they need is in the manifest, so what they say survives a restart by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 
 import numpy as np
@@ -20,23 +21,29 @@ from moe_ckpt.policies.selection import Expert, known
 PLT_BUDGETS = {"default": 0.05, "strict": 0.0375, "loose": 0.075}
 """default: PEC's Dynamic-K. strict: MoC-System (ASPLOS'25). loose: where the PEC paper saw no harm to quality yet."""
 
+MLT_BUDGETS = {"default": 0.03, "loose": 0.06}
+"""MoEtion, arXiv 2412.15411 v1, table 1. default: loss stays flat. loose: beyond it, loss rises sharply."""
 
-def resolve_budget(value: float | str, owner: str = "plt_budget") -> float:
-    """The portion of lost tokens that ``value`` stands for: a number between 0 and 1, or a name in ``PLT_BUDGETS``.
+_MLT_UNITS = 1 << 40
+"""Portions of a layer's tokens are counted in such parts, rounded up: whole numbers, which are equal on all ranks."""
+
+
+def resolve_budget(value: float | str, owner: str = "plt_budget", names: Mapping[str, float] = PLT_BUDGETS) -> float:
+    """The portion of lost tokens that ``value`` stands for: a number between 0 and 1, or one of ``names``.
 
     owner: what the message calls the setting, such as ``MoC(plt_budget=``.
 
     Raises:
         ConfigError: neither.
     """
-    if isinstance(value, str) and value in PLT_BUDGETS:
-        return PLT_BUDGETS[value]
+    if isinstance(value, str) and value in names:
+        return names[value]
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
-    names = ", ".join(f"{name!r} ({budget:.2%})" for name, budget in PLT_BUDGETS.items())
+    known_names = ", ".join(f"{name!r} ({budget:.2%})" for name, budget in names.items())
     raise ConfigError(
         f"{owner}={value!r}: the budget for lost tokens must be a number between 0 and 1, both excluded, "
-        f"such as 0.05 for 5 %, or one of {names}"
+        f"such as 0.05 for 5 %, or one of {known_names}"
     )
 
 
@@ -94,13 +101,43 @@ def top_up(context: PolicyContext, stored: Collection[Expert] | Counts, budget: 
     stored: also as ``[n, 2]``, layer and expert.
     """
     unsaved = _unsaved_without(context, stored)
-    excess = int(unsaved.sum()) - max(tokens_left(context, budget), 0)
+    return _fewest(unsaved, int(unsaved.sum()) - max(tokens_left(context, budget), 0))
+
+
+def top_up_mlt(context: PolicyContext, stored: Collection[Expert] | Counts, budget: float) -> tuple[Expert, ...]:
+    """As ``top_up``, for a budget of MLT: a recovery to this checkpoint loses no more of its layers' tokens.
+
+    Other recoveries do not count. An expert weighs as much as its part of its layer's tokens, rounded up by less than
+    1e-12. Early in a run checkpoints are denser for the same time, with the budget of MLT in the place of PLT's.
+    """
+    portions = _portions(context, _unsaved_without(context, stored))
+    allowed = int(_exactly(budget) * len(context.catalog.layers) * _MLT_UNITS // 1)
+    return _fewest(portions, int(portions.sum()) - allowed)
+
+
+def mlt_at_risk(context: PolicyContext, stored: Collection[Expert]) -> float:
+    """MLT of a recovery that returns to a checkpoint of this step that holds ``stored``."""
+    portions = _portions(context, _unsaved_without(context, stored))
+    return int(portions.sum()) / _MLT_UNITS / max(len(context.catalog.layers), 1)
+
+
+def _portions(context: PolicyContext, unsaved: Counts) -> Counts:
+    """``[L, E]`` part of its layer's tokens, in ``_MLT_UNITS``."""
+    routed = context.routed_per_layer
+    whole = np.maximum(unsaved.sum(axis=1), routed if len(routed) == len(unsaved) else 0)
+    parts = unsaved / np.maximum(whole, 1)[:, None]  # one division each, which rounds alike everywhere
+    found: Counts = np.ceil(parts * _MLT_UNITS).astype(np.int64)
+    return found
+
+
+def _fewest(weights: Counts, excess: int) -> tuple[Expert, ...]:
+    """The fewest experts that weigh ``excess`` together, the heaviest first; all that weigh anything if that is less."""
     if excess <= 0:
         return ()
-    flat = unsaved.ravel()
+    flat = weights.ravel()
     order = np.argsort(-flat, kind="stable")
     needed = int(np.searchsorted(np.cumsum(flat[order]), excess)) + 1
-    rows, experts = np.divmod(order[:needed], unsaved.shape[1])
+    rows, experts = np.divmod(order[:needed], weights.shape[1])
     return tuple(sorted(zip(rows.tolist(), experts.tolist(), strict=True)))
 
 

@@ -10,7 +10,15 @@ from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, Policy, PolicyContext
-from moe_ckpt.policies.budget import at_risk, resolve_budget, tokens_left, top_up
+from moe_ckpt.policies.budget import (
+    MLT_BUDGETS,
+    at_risk,
+    mlt_at_risk,
+    resolve_budget,
+    tokens_left,
+    top_up,
+    top_up_mlt,
+)
 from moe_ckpt.policies.selection import Expert, experts_of
 from moe_ckpt.policies.wrapper import Wrapper
 
@@ -20,36 +28,49 @@ ACTIONS = ("escalate", "dense", "stop")
 @named_arguments
 @dataclass(frozen=True)
 class Guarded(Wrapper):
-    """``policy``, kept within a budget for lost tokens (PLT) whatever it plans.
+    """``policy``, kept within a budget for lost tokens (PLT, MLT or both) whatever it plans.
 
-    Where a fault that returns to the checkpoint planned would break the budget (``budget.top_up``), that checkpoint
-    saves more experts than ``policy`` asked for. When it saves, and that it saves at all, stays the policy's decision.
+    Where a fault that returns to the checkpoint planned would break a budget (``budget.top_up``, ``top_up_mlt``), that
+    checkpoint saves more experts than ``policy`` asked for. When it saves, and that it saves at all, stays the policy's decision.
 
     Attributes:
         policy: What decides within the budget.
-        budget: A number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
+        budget: Of PLT, all failures together: a number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
+            None: only ``mlt_budget`` counts.
         action: ``"escalate"``: the fewest experts that keep the budget are saved besides. ``"dense"``: all are, in that
             checkpoint. ``"stop"``: all are, and training is asked to end, since the policy cannot keep the budget by
             itself; not while no token was lost yet: every run starts with too few routed tokens for a budget, so it
             escalates.
+        mlt_budget: Of MLT, each failure by itself: a number likewise, or a name in ``policies.budget.MLT_BUDGETS``.
 
     Raises:
-        ConfigError: No policy, no such action, or a budget that is no portion.
+        ConfigError: No policy, no such action, no budget, or one that is no portion.
     """
 
-    budget: float | str = "default"
+    budget: float | str | None = "default"
     action: str = "escalate"
+    mlt_budget: float | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        resolve_budget(self.budget, "Guarded: budget")
+        if self.budget is None and self.mlt_budget is None:
+            raise ConfigError("Guarded(budget=None, mlt_budget=None): give at least one of the two budgets")
+        if self.budget is not None:
+            resolve_budget(self.budget, "Guarded: budget")
+        if self.mlt_budget is not None:
+            resolve_budget(self.mlt_budget, "Guarded: mlt_budget", MLT_BUDGETS)
         if self.action not in ACTIONS:
             raise ConfigError(f"Guarded(action={self.action!r}): no such action; choose from {list(ACTIONS)}")
 
     @property
-    def plt_budget(self) -> float:
+    def plt_budget(self) -> float | None:
         """``budget`` as a number."""
-        return resolve_budget(self.budget)
+        return None if self.budget is None else resolve_budget(self.budget)
+
+    @property
+    def most_mlt(self) -> float | None:
+        """``mlt_budget`` as a number."""
+        return None if self.mlt_budget is None else resolve_budget(self.mlt_budget, names=MLT_BUDGETS)
 
     @property
     def needs(self) -> Needs:
@@ -63,34 +84,49 @@ class Guarded(Wrapper):
         stored = experts_of(context, plan.operators())
         if plan.k is None and len(stored) == len(context.catalog.experts):
             return plan
-        own = self.plt_budget
-        plan = replace(plan, plt_budget=own if plan.plt_budget is None else min(own, plan.plt_budget))
-        more = top_up(context, stored, own)
+        told = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]
+        plan = replace(plan, plt_budget=min(told, default=None))
+        more = self._needed(context, stored)
         if not more:
             return plan
         if self.action == "escalate" or (self.action == "stop" and not context.lost_tokens):
             return _adding(plan, context, more)
-        halt = self._why(context, at_risk(context, stored)) if self.action == "stop" else None
+        halt = self._why(context, stored) if self.action == "stop" else None
         return replace(_adding_all(plan, context), halt=plan.halt or halt)
 
-    def _why(self, context: PolicyContext, risk_tokens: int) -> str:
+    def _needed(self, context: PolicyContext, stored: set[Expert]) -> tuple[Expert, ...]:
+        """Experts to save beside ``stored``, so that both budgets hold."""
+        of_plt = () if self.plt_budget is None else top_up(context, stored, self.plt_budget)
+        of_mlt = () if self.most_mlt is None else top_up_mlt(context, stored | {*of_plt}, self.most_mlt)
+        return tuple(sorted((*of_plt, *of_mlt)))
+
+    def _why(self, context: PolicyContext, stored: set[Expert]) -> str:
         routed = max(context.routed_tokens, 1)
-        lost = context.lost_tokens
-        if tokens_left(context, self.plt_budget) < 0:
-            found = f"{lost / routed:.2%} of all tokens are lost, over the budget of {self.plt_budget:.2%}"
-        else:
+        lost, budget, most = context.lost_tokens, self.plt_budget, self.most_mlt
+        setting = f"budget ({self.budget!r})"
+        if budget is not None and tokens_left(context, budget) < 0:
+            found = f"{lost / routed:.2%} of all tokens are lost, over the budget of {budget:.2%}"
+        elif budget is not None and top_up(context, stored, budget):
             found = (
                 f"{lost / routed:.2%} of all tokens are lost, and a failure now would make it "
-                f"{(lost + risk_tokens) / routed:.2%}, over the budget of {self.plt_budget:.2%}"
+                f"{(lost + at_risk(context, stored)) / routed:.2%}, over the budget of {budget:.2%}"
+            )
+        else:
+            setting = f"mlt_budget ({self.mlt_budget!r})"
+            found = (
+                f"a failure now would lose {mlt_at_risk(context, stored):.2%} of each layer's tokens, on average (MLT), "
+                f"over the budget of {most:.2%}"
             )
         return (
             f"{found}, at step {context.step}. All experts are saved. Before going on, save more experts per "
             f"checkpoint (raise k, or give MoC a plt_budget, by which k rises by itself), save more often, or raise "
-            f"the guard's budget ({self.budget!r}) or change its action from 'stop' to 'escalate'."
+            f"the guard's {setting} or change its action from 'stop' to 'escalate'."
         )
 
     def describe(self) -> dict[str, Any]:
-        return {**self.policy.describe(), "guard_budget": self.plt_budget, "guard_action": self.action}
+        momentary = {} if self.most_mlt is None else {"guard_mlt_budget": self.most_mlt}
+        said = {**self.policy.describe(), "guard_budget": self.plt_budget, "guard_action": self.action}
+        return {**said, **momentary}
 
 
 def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, ...]) -> SnapshotPlan:
@@ -108,20 +144,25 @@ def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
     return _adding(plan, context, tuple(sorted(every - there)))
 
 
-def guarded(policy: Policy, guard: str | None, plt_budget: float | str | None) -> Policy:
-    """``policy`` within ``Guarded``, or as it is if ``guard`` is None.
+def guarded(
+    policy: Policy, guard: str | None, plt_budget: float | str | None, mlt_budget: float | str | None = None
+) -> Policy:
+    """``policy`` within ``Guarded``, or as it is if ``guard`` is None. Without any budget: the default one of PLT.
 
     Raises:
         ConfigError: an unknown action or budget, a budget without a guard, or two guards.
     """
     if guard is None:
-        if plt_budget is not None:
+        given = {"plt_budget": plt_budget, "mlt_budget": mlt_budget}
+        alone = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        if alone:
             raise ConfigError(
-                f"plt_budget={plt_budget!r} without guard: say what is to happen when the budget for "
+                f"{alone} without guard: say what is to happen when the budget for "
                 "lost tokens would be broken (guard='escalate', 'dense' or 'stop'), or give MoC(plt_budget=...), by "
                 "which K rises by itself"
             )
         return policy
     if isinstance(policy, Guarded):
         raise ConfigError(f"guard={guard!r} around {policy!r}: give the guard once")
-    return Guarded(policy, "default" if plt_budget is None else plt_budget, guard)
+    budget = "default" if plt_budget is None and mlt_budget is None else plt_budget
+    return Guarded(policy, budget, guard, mlt_budget)

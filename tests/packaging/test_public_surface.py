@@ -34,8 +34,8 @@ SURFACE = {
         "MegatronCheckpoint MegatronLM Progress attach export_torch_dist import_torch_dist install load_weights"
     ),
     "moe_ckpt.metrics": (
-        "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer OldestExpertAge "
-        "PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"
+        "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer "
+        "MomentaryLostTokens OldestExpertAge PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"
     ),
     "moe_ckpt.policies": (
         "Activity AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini Guarded Measured MoC MoELayer MoEtion "

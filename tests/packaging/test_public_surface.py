@@ -35,7 +35,8 @@ SURFACE = {
     ),
     "moe_ckpt.metrics": (
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer "
-        "MomentaryLostTokens OldestExpertAge PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace checkpoint_metrics"
+        "MomentaryLostTokens OldestExpertAge PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace "
+        "checkpoint_metrics"
     ),
     "moe_ckpt.policies": (
         "Activity AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini Guarded Measured MoC MoELayer MoEtion "
@@ -66,8 +67,8 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
-    "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity snapshot_bytes "
-    "nothing_safe dense_step"
+    "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity "
+    "snapshot_bytes nothing_safe dense_step"
 )
 """What a policy of one's own decides from."""
 

@@ -29,17 +29,20 @@ from tests.unit.builders import catalog
 mpl.use("Agg")
 
 FIRST = {
-    "lost_tokens": 30, "routed_tokens": 1000, "at_risk_tokens": 50, "at_risk_mlt": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5, "k": 2, "popularity": [[8, 0], [4, 4]],
+    "lost_tokens": 30, "routed_tokens": 1000, "at_risk_tokens": 50,
+    "at_risk_mlt": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5, "k": 2, "popularity": [[8, 0], [4, 4]],
     "nbytes": 100, "stall_secs": 0.004, "oldest_expert_steps": 3, "ages": [[0, 3], [-1, 1]],
     "unsaved": [[0, 40], [7, 3]], "frozen_nbytes": 40, "window_age": 2, "window_size": 3, "window_slot": 1,
 }  # fmt: skip
 SECOND = FIRST | {
-    "lost_tokens": 60, "routed_tokens": 4000, "at_risk_tokens": 20, "at_risk_mlt": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "k": 4, "popularity": [[0, 8], [4, 4]],
+    "lost_tokens": 60, "routed_tokens": 4000, "at_risk_tokens": 20,
+    "at_risk_mlt": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "k": 4, "popularity": [[0, 8], [4, 4]],
     "nbytes": 0, "stall_secs": 0.001, "oldest_expert_steps": 2, "ages": [[1, 2], [0, 2]],
     "unsaved": [[9, 4], [0, 3]], "frozen_nbytes": 0, "window_age": 1, "window_size": 4, "window_slot": 0,
 }  # fmt: skip
 AFTER_BOTH = {
-    "plt": 0.015, "at_risk": 0.005, "mlt_if_failed_now": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "k": 4.0, "skewness": 0.0, "bytes": 50.0, "stall_ms_mean": 2.5,
+    "plt": 0.015, "at_risk": 0.005, "mlt_if_failed_now": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "k": 4.0,
+    "skewness": 0.0, "bytes": 50.0, "stall_ms_mean": 2.5,
     "stall_ms_worst": 4.0, "oldest_expert_steps": 2, "expert_ages": [[1, 2], [0, 2]],
     "unsaved_tokens": [[9, 4], [0, 3]], "bytes_full": 30.0, "bytes_compute": 20.0, "window_age": 1.0,
     "window_size": 4.0, "window_slot": 0.0,
@@ -228,7 +231,8 @@ def test_what_the_metrics_ask_for_comes_from_record_and_books():
     run_ledger.routed(np.array([[8, 0], [4, 4]]))
     run_ledger.ledger.at_risk = AtRisk(np.array([[1, 0], [4, 0]]), np.array([[8, 0], [4, 4]]))
     record = StepRecord(
-        9, at_risk_mlt=0.25, nbytes=9, frozen_nbytes=4, k=1, routed_tokens=16, lost_tokens=2, stall_secs=0.5, oldest_expert_steps=1,
+        9, at_risk_mlt=0.25, nbytes=9, frozen_nbytes=4, k=1, routed_tokens=16, lost_tokens=2, stall_secs=0.5,
+        oldest_expert_steps=1,
         window=3, slot=2, committed_step=7,
     )  # fmt: skip
     collection = m.checkpoint_metrics()
@@ -267,7 +271,8 @@ def test_over_ranks_bytes_add_up_stalls_are_the_slowest_and_nothing_counts_twice
     first, second = run_ranks(_on_two_ranks, 2)
     assert first[0] == second[0]
     expected = {
-        "plt": 0.03, "at_risk": 0.05, "mlt_if_failed_now": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5, "k": 2.0, "skewness": 0.5, "bytes": 150.0, "stall_ms_mean": 2.5,
+        "plt": 0.03, "at_risk": 0.05, "mlt_if_failed_now": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5,
+        "k": 2.0, "skewness": 0.5, "bytes": 150.0, "stall_ms_mean": 2.5,
         "stall_ms_worst": 4.0, "oldest_expert_steps": 3, "expert_ages": FIRST["ages"],
         "unsaved_tokens": FIRST["unsaved"], "bytes_full": 90.0, "bytes_compute": 60.0, "window_age": 2.0,
         "window_size": 3.0, "window_slot": 1.0,

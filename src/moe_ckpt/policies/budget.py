@@ -131,7 +131,7 @@ def _portions(context: PolicyContext, unsaved: Counts) -> Counts:
 
 
 def _fewest(weights: Counts, excess: int) -> tuple[Expert, ...]:
-    """The fewest experts that weigh ``excess`` together, the heaviest first; all that weigh anything if that is less."""
+    """The fewest experts that weigh ``excess`` together, the heaviest first; all that weigh anything if too few."""
     if excess <= 0:
         return ()
     flat = weights.ravel()

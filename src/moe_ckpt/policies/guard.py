@@ -31,7 +31,8 @@ class Guarded(Wrapper):
     """``policy``, kept within a budget for lost tokens (PLT, MLT or both) whatever it plans.
 
     Where a fault that returns to the checkpoint planned would break a budget (``budget.top_up``, ``top_up_mlt``), that
-    checkpoint saves more experts than ``policy`` asked for. When it saves, and that it saves at all, stays the policy's decision.
+    checkpoint saves more experts than ``policy`` asked for. When it saves, and that it saves at all, stays the policy's
+    decision.
 
     Attributes:
         policy: What decides within the budget.
@@ -114,8 +115,8 @@ class Guarded(Wrapper):
         else:
             setting = f"mlt_budget ({self.mlt_budget!r})"
             found = (
-                f"a failure now would lose {mlt_at_risk(context, stored):.2%} of each layer's tokens, on average (MLT), "
-                f"over the budget of {most:.2%}"
+                f"a failure now would lose {mlt_at_risk(context, stored):.2%} of each layer's tokens, on average "
+                f"(MLT), over the budget of {most:.2%}"
             )
         return (
             f"{found}, at step {context.step}. All experts are saved. Before going on, save more experts per "

@@ -10,7 +10,7 @@ recovered experts lack, divided by tokens * k summed over MoE layers, for the wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
@@ -55,7 +55,12 @@ def faults_in(data: Mapping[str, Any]) -> list[FaultRecord]:
     """Inverse of ``fault_rows``. An earlier release that went on with a run kept rows and dropped ``mlt``."""
     rows, portions = data["faults"], data.get("mlt", ())
     known = portions if len(portions) == len(rows) else [None] * len(rows)
-    return [FaultRecord(*map(int, row), *[0] * (4 - len(row)), mlt) for row, mlt in zip(rows, known, strict=True)]
+    return [_fault(row, mlt) for row, mlt in zip(rows, known, strict=True)]
+
+
+def _fault(row: Sequence[int], mlt: float | None) -> FaultRecord:
+    restored, lost, stale, routed = (*map(int, row), 0)[:4]  # the oldest files do not say what was routed
+    return FaultRecord(restored, lost, stale, routed, mlt)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,6 +56,20 @@ def _life(run: Run, rank: int, environment: Mapping[str, str]) -> None:
     crash_run.main(run)
 
 
+def exit_code(run: Run) -> int:
+    """Exit code of one life that nobody kills, whatever it is."""
+    process = start(run)
+    try:
+        process.join(LIFE_SECS)
+        assert not process.is_alive(), f"still running after {LIFE_SECS} s\n{output(run)}"
+        return int(process.exitcode)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
 def live(run: Run, kill_after_secs: float | None = None) -> int:
     """Exit code of one life; ``kill_after_secs`` after its first line of log it is killed from outside."""
     before = len(events(run))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_ckpt.cli.main import main
+from moe_ckpt.recovery.memory_checkpoints import MOST_STARTS
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -15,15 +17,19 @@ from tests.integration.lives import (
     assert_same_run,
     assert_store_sound,
     committed,
+    differences,
     events,
+    exit_code,
     live,
     live_ranks,
+    load,
     output,
     place,  # noqa: F401 - a fixture
     recomputed,
     split_lives,
+    undisturbed,
 )
-from tests.integration.test_memory_kills import DENSE, in_memory, left
+from tests.integration.test_memory_kills import DENSE, in_memory, kill_often, left
 from tests.integration.test_moevement_kills import WINDOWS, W
 from tests.support.deleting import delete_tree
 
@@ -96,11 +102,7 @@ def test_a_lost_node_goes_back_to_storage(policy, place):  # noqa: F811
 def test_killed_at_random_times(policy, seed, place):  # noqa: F811
     rng = random.Random(seed)
     run = in_memory(replace(POLICIES[policy], to_storage=rng.choice([1, 3, RARELY])), place)
-    for _ in range(10):
-        if live(run, kill_after_secs=rng.uniform(0.02, 0.3)) != KILLED:
-            break
-    else:
-        assert live(run) == 0, output(run)
+    kill_often(run, rng)
     assert_same_run(run)
     assert_promises_kept(run)
     assert left(run) == []
@@ -142,3 +144,19 @@ def test_a_lost_node_comes_back_from_its_peer(policy, lost, place):  # noqa: F81
     assert ("peers: other nodes" in output(run)) == (lost == 0), "as rank 0 sees it"
     assert_same_run(run)
     assert left(run) == []
+
+
+def test_a_replay_that_diverges_each_time_is_not_begun_for_ever(place):  # noqa: F811
+    """Deaths in the middle of it do not count, and the run goes on to its end when the cause is mended."""
+    run = in_memory(POLICIES["moevement"], place)
+    assert live(replace(run, crash=("compute", 17))) == KILLED
+    diverging = replace(run, sabotage="rng not restored")
+    for _ in range(MOST_STARTS):
+        assert live(replace(run, crash=("compute", 2))) == KILLED, "in the replay"
+        assert exit_code(diverging) == 1
+        assert "ReplayDivergedError" in output(run)
+    assert exit_code(run) == 1
+    assert "RecoveryLoopError" in output(run).strip().splitlines()[-1]
+    assert main(["memory", "retry", "--directory", run.memory]) == 0
+    assert live(run) == 0, output(run)
+    assert not list(differences(load(run), undisturbed(run)[0][0]))

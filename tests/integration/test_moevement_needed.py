@@ -18,17 +18,16 @@ from moe_ckpt.errors import ReplayDivergedError
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
-    LIFE_SECS,
     assert_same_run,
     differences,
     events,
+    exit_code,
     live,
     load,
     output,
     place,  # noqa: F401 - a fixture
     placed,
     split_lives,
-    start,
     undisturbed,
 )
 
@@ -87,20 +86,6 @@ def _first_life(run: Run, batch: int, wrong: str) -> None:
     assert live(replace(run, crash=("compute", batch), sabotage=wrong)) == KILLED, output(run)
 
 
-def _ends(run: Run) -> int:
-    """Exit code of one more life, whatever it is."""
-    process = start(run)
-    try:
-        process.join(LIFE_SECS)
-        assert not process.is_alive(), f"still running after {LIFE_SECS} s\n{output(run)}"
-        return int(process.exitcode)
-    finally:
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-
-
 def _copied(run: Run, directory: Path) -> Run:
     """The same killed run once more, to come back from where it was left."""
     copy = placed(run, directory, "copy")
@@ -118,7 +103,7 @@ def _assert_needed(case: Case, place: Path) -> None:  # noqa: F811
     assert live(replace(right, sabotage=case.always)) == 0, output(right)
     assert_same_run(right)
     assert split_lives(events(right))[-1][0]["step"] is not None, "nothing was restored"
-    code = _ends(replace(wrong, sabotage=",".join(filter(None, [case.always, case.wrong]))))
+    code = exit_code(replace(wrong, sabotage=",".join(filter(None, [case.always, case.wrong]))))
     if case.diverged:
         assert code == 1, output(wrong)
         last = output(wrong).strip().splitlines()[-1]

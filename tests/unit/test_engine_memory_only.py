@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from moe_ckpt import Memory
+from moe_ckpt.cli.main import main
 from moe_ckpt.core.memory_retention import HeldStep, needed
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.comm import largest
-from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.errors import HostMemoryError, RecoveryLoopError
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage, Storage
@@ -359,6 +360,64 @@ def test_a_new_beginning_leaves_nothing_to_come_back_to(where):
     with life(where) as second:
         second.session.training_begins()
     assert not list(where[1].rglob("*.head"))
+
+
+def starts_that_end_no_step(where, count):
+    for _ in range(count):
+        with life(where) as each:
+            come_back(each)
+            assert_state(each, at(6))
+
+
+def test_starts_that_end_no_step_do_not_go_on_for_ever(where, capsys):
+    train_and_fail(where)
+    starts_that_end_no_step(where, 3)
+    for _ in range(2):
+        with life(where) as fourth, pytest.raises(RecoveryLoopError, match="step_00000006 in memory") as caught:
+            come_back(fourth)
+        assert caught.value.starts == 3
+        [slot] = caught.value.slots
+        assert str(where[1]) in slot
+        assert "rank 0's, on rank 0" in slot
+    run_id = caught.value.run_id
+    assert f"moe-ckpt memory retry --run {run_id}" in str(caught.value)
+    assert main(["memory", "retry", "--run", run_id, "--directory", str(where[1])]) == 0
+    assert "goes on from memory" in capsys.readouterr().out
+    starts_that_end_no_step(where, 3)
+    assert main(["memory", "clear", "--run", run_id, "--directory", str(where[1])]) == 0
+    with life(where) as last:
+        come_back(last)
+        assert_state(last, at(1))
+
+
+def test_a_start_that_ends_a_step_counts_for_nothing(where):
+    """Though storage and memory get nothing newer: the step is not one that is saved."""
+    train_and_fail(where, policy=Dense(every_n_steps=6))
+    for _ in range(5):
+        with life(where, Dense(every_n_steps=6)) as each:
+            restored, _ = come_back(each)
+            assert restored.manifest.step == 6
+            each.go(2, settle=True)
+
+
+def test_all_ranks_end_a_row_of_starts_though_one_alone_has_counted(where, tmp_path):
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes)
+    for _ in range(3):
+        replicated(where, nodes, again=True, steps=0)
+    for path in nodes[1].rglob("*.starts"):
+        path.unlink()
+    raised = {}
+
+    def body(comm):
+        with life((where[0], nodes[comm.rank]), comm=comm) as each:
+            try:
+                come_back(each)
+            except RecoveryLoopError as error:
+                raised[comm.rank] = error.starts
+
+    run_threads(ThreadRanks(2), body)
+    assert raised == {0: 3, 1: 3}
 
 
 # --- copies on peers ---

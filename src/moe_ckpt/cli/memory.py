@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moe_ckpt.memory.survey import RankFacts
 
-ACTIONS = ("list", "explain", "clear")
+ACTIONS = ("list", "explain", "retry", "clear")
 EPILOG = """\
 examples:
   moe-ckpt memory                              every run of yours on this node, by rank
   moe-ckpt memory explain                      every slot: what it holds, and whether each byte is as it was written
+  moe-ckpt memory retry --run 3f0c             go on from where three starts failed once more, when the cause is mended
   moe-ckpt memory clear                        free what no living process holds
   moe-ckpt memory clear --run 3f0c             one run's, by the beginning of its name
   moe-ckpt memory --directory /mnt/tmpfs --json
@@ -27,7 +28,7 @@ exit code: 0 done, 1 damage found (explain), 2 the directory cannot be used
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "memory",
-        help="list, explain or free snapshots in this node's memory",
+        help="list, explain, retry or free snapshots in this node's memory",
         description="Look at the slots of Memory(directory=...) on this node. Nothing that a process uses is touched.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,8 +45,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     found = survey(args.directory, verify=args.action == "explain")
     found = [each for each in found if each.run_id.startswith(args.run)]
-    if args.action == "clear":
-        return _clear(args, found)
+    if args.action in ("retry", "clear"):
+        return _changed(args, found)
     damaged = any(slot.problem for each in found for slot in each.slots)
     if args.json:
         print(json.dumps({"directory": args.directory, "ranks": [_told(each) for each in found]}, indent=2))
@@ -96,24 +97,25 @@ def _explain(found: Sequence[RankFacts]) -> None:
             print(wrapped(f"  {slot.path.rpartition('/')[2]} ({human_bytes(slot.nbytes)}): {said}"))
 
 
-def _clear(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
+def _changed(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.memory.directory import user_directory
-    from moe_ckpt.memory.files import remove_run
+    from moe_ckpt.memory.files import remove_run, retry_run
 
-    freed: dict[str, int] = {}
+    clears = args.action == "clear"
+    done: dict[str, int] = {}
     kept: list[str] = []
     for run_id in dict.fromkeys(each.run_id for each in found):
-        mine = [each for each in found if each.run_id == run_id]
-        if remove_run(user_directory(args.directory) / run_id):
-            freed[run_id] = sum(each.nbytes for each in mine)
+        if (remove_run if clears else retry_run)(user_directory(args.directory) / run_id):
+            done[run_id] = sum(each.nbytes for each in found if each.run_id == run_id)
         else:
             kept.append(run_id)
     if args.json:
-        print(json.dumps({"directory": args.directory, "freed": freed, "kept": kept}, indent=2))
+        told = {"freed": done} if clears else {"retry": list(done)}
+        print(json.dumps({"directory": args.directory, **told, "kept": kept}, indent=2))
         return 0
-    for run_id, nbytes in freed.items():
-        print(f"run {run_id}: {human_bytes(nbytes)} freed")
+    for run_id, nbytes in done.items():
+        print(f"run {run_id}: " + (f"{human_bytes(nbytes)} freed" if clears else "its next start goes on from memory"))
     for run_id in kept:
         print(f"run {run_id}: a living process holds it, it is left alone")
     if not found:

@@ -26,6 +26,7 @@ class Share:
         writers: Ranks of that life.
         window: (first step, steps, place) of the sparse window that it is a step of; None if it stands by itself.
         base: Directory of the newest checkpoint on storage when it began; empty if there was none.
+        starts: How many in a row went on from it and got nowhere.
     """
 
     holder: int
@@ -39,6 +40,7 @@ class Share:
     writers: int
     window: tuple[int, int, int] | None
     base: str
+    starts: int = 0
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
@@ -67,6 +69,11 @@ class MemoryCheckpoint:
     def is_complete(self) -> bool:
         """Every writer's share of every snapshot is there."""
         return all(len(snapshot) == self.writers for snapshot in self.snapshots)
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """All of all snapshots."""
+        return tuple(share for snapshot in self.snapshots for shares in snapshot.values() for share in shares)
 
     @property
     def is_window(self) -> bool:

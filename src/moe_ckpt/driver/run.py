@@ -24,7 +24,7 @@ from moe_ckpt.engine.finishing import read_finished, write_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.errors import ConfigError, SaveFailedError
+from moe_ckpt.errors import ConfigError, ReplayDivergedError, SaveFailedError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.interop.weights import Loaded as LoadedWeights
@@ -257,7 +257,12 @@ class Driver:
 
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
-        replaying.compare(step, self._host.capture())
+        try:
+            replaying.compare(step, self._host.capture())
+        except ReplayDivergedError:
+            self.session.step_replayed(equal=False)
+            raise
+        self.session.step_replayed(equal=True)
         if replaying.done:
             self.replaying = None
             self.lifecycle.move(Event.REPLAYED, "replay")

@@ -98,7 +98,7 @@ class MemoryTier:
         self._open: list[int] = []
         self._asked: list[int] = []
         self._next = 0
-        self._is_restored = False
+        self._is_restored = self._replays = self._gets_on = False
         self._lock = threading.Lock()
 
     @property
@@ -137,6 +137,25 @@ class MemoryTier:
         """Nothing was restored from here, if that was not said: a later life must not come back to it either."""
         if not self._is_restored:
             self.restored(())
+
+    def step_ended(self) -> None:
+        """Training gets on from what was restored: the next start may go on from there, too."""
+        if not self._gets_on:
+            self._gets_on = self._replays = True
+            for found in self.left:
+                found.slot.forget_starts()
+
+    def step_replayed(self, *, equal: bool) -> None:
+        """A step of the window that was restored was computed again. It counts for this start if it is not ``equal``.
+
+        A replay takes long, so that a failure in it says nothing about what is replayed.
+        """
+        for found in () if equal and self._replays else self.left:
+            if not self._replays:
+                found.slot.withdraw_start()
+            if not equal:
+                found.slot.note_start()
+        self._replays = True
 
     def make(self, nbytes: int) -> Slot:
         """A new slot, at the expense of what earlier lives left if there is no other room.

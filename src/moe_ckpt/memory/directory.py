@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.memory.slot import DATA_SUFFIX, HEADER_SUFFIX
+from moe_ckpt.memory.slot import DATA_SUFFIX, HEADER_SUFFIX, STARTS_SUFFIX
 from moe_ckpt.storage.access import PRIVATE
 from moe_ckpt.storage.local import make_directories
 
@@ -117,7 +117,8 @@ class RankDirectory:
         there = {path.name: path for path in entries(self.path)} if self._is_held else {}
         for name, path in there.items():
             pair = {path.stem + DATA_SUFFIX, path.stem + HEADER_SUFFIX}
-            if not (name in pair and pair <= there.keys()) and name not in (LOCK, OWNER):
+            is_of_slot = name in (*pair, path.stem + STARTS_SUFFIX) and pair <= there.keys()
+            if not is_of_slot and name not in (LOCK, OWNER):
                 _delete(path)
 
     def clear(self) -> None:

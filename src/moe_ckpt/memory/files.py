@@ -25,7 +25,7 @@ from moe_ckpt.memory.directory import (
     said_holder,
     user_directory,
 )
-from moe_ckpt.memory.slot import Slot, set_aside
+from moe_ckpt.memory.slot import Slot, forget_starts, set_aside
 
 log = logging.getLogger("moe_ckpt")
 
@@ -238,6 +238,24 @@ def _touched(run: Path) -> float:
         with contextlib.suppress(OSError):
             touched = max(touched, path.lstat().st_mtime)
     return touched
+
+
+def retry_run(run: Path) -> bool:
+    """Let a run go on once more from slots that its last starts failed with; False if one of its processes is alive.
+
+    Raises:
+        OSError: Its directories cannot be locked.
+    """
+    free = True
+    for _, _, path in list(rank_directories(run)):
+        directory = RankDirectory.take(path)
+        if directory is None:
+            free = free and not path.exists()
+            continue
+        for slot in directory.slots:
+            forget_starts(slot)
+        directory.release()
+    return free
 
 
 def remove_run(run: Path) -> bool:

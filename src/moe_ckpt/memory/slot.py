@@ -21,6 +21,8 @@ from moe_ckpt.storage.access import PRIVATE
 log = logging.getLogger("moe_ckpt")
 
 DATA_SUFFIX, HEADER_SUFFIX, QUARANTINE_SUFFIX = ".data", ".head", ".damaged"
+STARTS_SUFFIX = ".starts"
+"""One byte for each start of the run that went on from the slot and got nowhere."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 _POPULATE_READ = 22
 """``MADV_POPULATE_READ`` of Linux, which Python does not name."""
@@ -115,7 +117,7 @@ class Slot:
     def remove(self) -> None:
         """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` keeps it."""
         try:
-            for suffix in (HEADER_SUFFIX, DATA_SUFFIX, ".tmp"):
+            for suffix in (HEADER_SUFFIX, STARTS_SUFFIX, DATA_SUFFIX, ".tmp"):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
         except OSError as error:
             log.warning("the memory slot %s cannot be removed: %s", self.path, error)
@@ -123,6 +125,38 @@ class Slot:
     def quarantine(self) -> None:
         """A slice is damaged."""
         set_aside(self.path)
+
+    @property
+    def starts(self) -> int:
+        """How many starts in a row went on from it and got nowhere."""
+        try:
+            return self.path.with_suffix(STARTS_SUFFIX).stat().st_size
+        except OSError:
+            return 0
+
+    def note_start(self) -> None:
+        """One more start goes on from it; a warning tells of trouble."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(PRIVATE.create(str(self.path.with_suffix(STARTS_SUFFIX)), flags), "ab") as file:
+                file.write(b".")
+        except OSError as error:
+            log.warning("that this start goes on from %s cannot be written down: %s", self.path, error)
+
+    def withdraw_start(self) -> None:
+        """This start gets somewhere: what ``note_start`` wrote is taken back."""
+        with contextlib.suppress(OSError):
+            os.truncate(self.path.with_suffix(STARTS_SUFFIX), max(0, self.starts - 1))
+
+    def forget_starts(self) -> None:
+        """Count anew."""
+        forget_starts(self.path)
+
+
+def forget_starts(path: Path) -> None:
+    """Count the starts that go on from a slot anew."""
+    with contextlib.suppress(OSError):  # else it is refused too early, and the message says what to do
+        path.with_suffix(STARTS_SUFFIX).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> None:

@@ -25,7 +25,7 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.engine.compiling import HELD
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.errors import CoverageError, DamagedError
+from moe_ckpt.errors import CoverageError, DamagedError, RecoveryLoopError
 from moe_ckpt.format.fragment import Fragment, encode_json
 from moe_ckpt.format.manifest import (
     FileRecord,
@@ -43,6 +43,7 @@ from moe_ckpt.format.part import pruned
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
 from moe_ckpt.format.slot import SlotHeader, StepFacts
+from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.reader import StoreReader
@@ -50,6 +51,9 @@ from moe_ckpt.recovery.slot_storage import STATE, SlotFile, SlotStorage
 from moe_ckpt.recovery.together import DAMAGED, NotUsableError, together
 
 log = logging.getLogger("moe_ckpt")
+
+MOST_STARTS = 3
+"""From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +102,10 @@ class MemoryCheckpoints:
         self._comm, self._tier, self._reader = comm, tier, reader
         self._used: Mapping[str, Share] = {}
         self._given_up: set[str] = set()
+        self._noted: set[int] = set()
         self._said: set[str] = set()
         self._own = tier.left
-        mine = [_told(each.header, number) for number, each in enumerate(self._own)]
+        mine = [_told(each, number) for number, each in enumerate(self._own)]
         payload = json.dumps([tier.node, [str(each.slot.path) for each in self._own], mine]).encode()
         self._shares: list[Share] = []
         self._paths: dict[Share, str] = {}
@@ -147,9 +152,11 @@ class MemoryCheckpoints:
 
         Raises:
             NotUsableError: Some rank cannot open it.
+            RecoveryLoopError: Too many starts have gone on from it, and ended no step.
         """
         candidates = [e for e in checkpoints_of(self._shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
+        self._note_start(directory, checkpoint)
         snapshots = self._describe(checkpoint)
         beneath = self._beneath(checkpoint, stored)
         return together(self._comm, lambda: self._opened(checkpoint, snapshots, beneath))
@@ -185,6 +192,17 @@ class MemoryCheckpoints:
         self._tier.restored([self._own[number] for number in sorted(numbers)])
 
     # --- opening ---
+
+    def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
+        """Count this start on every slot of the checkpoint, wherever it lies, until ``MemoryTier.step_ended``."""
+        shares = checkpoint.shares
+        starts = max(share.starts for share in shares)
+        if starts >= MOST_STARTS:
+            slots = [f"{self._paths[share]} (rank {share.writer}'s, on rank {share.holder})" for share in shares]
+            raise RecoveryLoopError(directory, starts, slots, self._tier.files.run_id)
+        for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
+            self._noted.add(number)
+            self._own[number].slot.note_start()
 
     def _beneath(self, checkpoint: MemoryCheckpoint, stored: Sequence[str]) -> Manifest | None:
         """The checkpoint on storage to lay it over; None if there is none that can be read."""
@@ -322,7 +340,8 @@ def age_of(directory: str) -> tuple[int, int]:
 # --- what ranks tell each other of slots ---
 
 
-def _told(header: SlotHeader, number: int) -> list[Any]:
+def _told(found: FoundSlot, number: int) -> list[Any]:
+    header = found.header
     window = header.facts.window
     place = None if window is None else [window.start, window.size, window.slot]
     return [
@@ -335,13 +354,14 @@ def _told(header: SlotHeader, number: int) -> list[Any]:
         header.world_size,
         place,
         header.facts.base,
+        found.slot.starts,
     ]
 
 
 def _share(holder: int, node: str, told: Sequence[Any]) -> Share:
-    number, life, generation, sequence, step, writer, writers, place, base = told
+    number, life, generation, sequence, step, writer, writers, place, base, starts = told
     window = None if place is None else (place[0], place[1], place[2])
-    return Share(holder, node, number, life, generation, sequence, step, writer, writers, window, base)
+    return Share(holder, node, number, life, generation, sequence, step, writer, writers, window, base, starts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,9 +52,9 @@ SURFACE = {
 ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
     "HostMemoryError MemoryFullError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
-    "OptimizerChangedError OtherLayoutError PeerLostError ReplayDivergedError SaveFailedError SparseWindowError "
-    "StaleGenerationError StateRefusedError StoreError StoreForbiddenError StoreInUseError StoreUnreadableError "
-    "StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
+    "OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError ReplayDivergedError SaveFailedError "
+    "SparseWindowError StaleGenerationError StateRefusedError StoreError StoreForbiddenError StoreInUseError "
+    "StoreUnreadableError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (

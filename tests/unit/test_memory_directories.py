@@ -349,7 +349,7 @@ def test_a_copy_of_the_store_leaves_the_slots_of_the_first_alone(where, tmp_path
     shutil.copytree(where[0], copy)
     with caplog.at_level(logging.INFO, "moe_ckpt"), life((copy, where[1])) as other:
         assert isinstance(other.session.tier, MemoryTier)
-        assert other.session.tier.left == ()
+        assert other.session.tier.left.found == ()
         assert other.session._resources.generation == 1, "a life of the same number would meet the other's directory"
         come_back(other)
         assert_state(other, EVERYTHING_AT_6)
@@ -358,7 +358,7 @@ def test_a_copy_of_the_store_leaves_the_slots_of_the_first_alone(where, tmp_path
     assert f"it is of the store {where[0]}" in caplog.text
     assert {path: path.read_bytes() for path in files(where[1])} == before
     with life(where) as again:
-        assert len(again.session.tier.left) >= 1
+        assert len(again.session.tier.left.found) >= 1
         come_back(again)
         again.finish()
     assert files(where[1]) == []

@@ -21,10 +21,11 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Observer, StepReplayed, all_of
 from moe_ckpt.engine.finishing import read_finished, write_finished
+from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.errors import ConfigError, ReplayDivergedError, SaveFailedError
+from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.interop.weights import Loaded as LoadedWeights
@@ -257,12 +258,13 @@ class Driver:
 
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
+        equal = False
         try:
             replaying.compare(step, self._host.capture())
-        except ReplayDivergedError:
-            self.session.step_replayed(equal=False)
-            raise
-        self.session.step_replayed(equal=True)
+            equal = True
+        finally:
+            if isinstance(self.session.tier, MemoryTier):
+                self.session.tier.left.step_replayed(equal=equal)
         if replaying.done:
             self.replaying = None
             self.lifecycle.move(Event.REPLAYED, "replay")

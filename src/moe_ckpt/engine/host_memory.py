@@ -13,6 +13,7 @@ from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_tier import HostTier
+from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.replica_opening import open_replication
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
@@ -65,7 +66,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         left = _together(run, memory, lambda: files.take_left(own=False))
         pool = HostBufferPool(budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         replicator = open_replication(run.comm, memory, run_id, generation, files.make, settings.timeout_secs)
-        tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, left, replicator)
+        tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, LeftSlots(left), replicator)
     except BaseException:
         files.close(keep=True)
         raise

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.replica_messages import SealedSlot
 from moe_ckpt.engine.replication import Replicator
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.format.manifest import ModelRecord
-from moe_ckpt.memory.files import FoundSlot, MemoryFiles
+from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
@@ -63,8 +64,8 @@ class _Entry:
 
 
 class MemoryTier:
-    """Owns the slots of one rank while they are in use. ``begin``, ``settle`` and ``restored`` are called on the
-    training thread, ``sealed`` on the thread that seals, ``ended`` on the persist thread.
+    """Owns the slots of one rank while they are in use. ``begin`` and ``settle`` are called on the training
+    thread, ``sealed`` on the thread that seals, ``ended`` on the persist thread.
 
     Args:
         rank: This process's.
@@ -72,7 +73,7 @@ class MemoryTier:
         model: That is trained, as manifests tell of it.
         pool: That the buffers come from.
         files: Where the slots lie.
-        left: What earlier lives left, which this process owns now. It does not count for the pool's budget.
+        left: What earlier lives left. It does not count for the pool's budget.
         replicator: Sends copies to peers, and holds theirs; None without.
 
     Attributes:
@@ -86,26 +87,18 @@ class MemoryTier:
         model: ModelRecord,
         pool: HostBufferPool,
         files: MemoryFiles,
-        left: Sequence[FoundSlot],
+        left: LeftSlots,
         replicator: Replicator | None = None,
     ) -> None:
         self.rank, self.node, self.model, self.files = rank, node, model, files
-        self.replicator = replicator
+        self.left, self.replicator = left, replicator
         self.complete_step: int | None = None
         self._pool = pool
-        self._left = list(left)
         self._entries: dict[int, _Entry] = {}
         self._open: list[int] = []
         self._asked: list[int] = []
         self._next = 0
-        self._is_restored = self._replays = self._gets_on = False
         self._lock = threading.Lock()
-
-    @property
-    def left(self) -> tuple[FoundSlot, ...]:
-        """What earlier lives left."""
-        with self._lock:
-            return tuple(self._left)
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
         """Does nothing: the share was sealed before it went to storage."""
@@ -124,39 +117,6 @@ class MemoryTier:
                     )
             self._release_unneeded()
 
-    def restored(self, used: Collection[FoundSlot]) -> None:
-        """The run goes on from these slots, or from none: the others are of no use any more."""
-        self._is_restored = True
-        with self._lock:
-            over = [found for found in self._left if found not in used]
-            self._left = [found for found in self._left if found in used]
-        for found in over:
-            found.slot.remove()
-
-    def training_begins(self) -> None:
-        """Nothing was restored from here, if that was not said: a later life must not come back to it either."""
-        if not self._is_restored:
-            self.restored(())
-
-    def step_ended(self) -> None:
-        """Training gets on from what was restored: the next start may go on from there, too."""
-        if not self._gets_on:
-            self._gets_on = self._replays = True
-            for found in self.left:
-                found.slot.forget_starts()
-
-    def step_replayed(self, *, equal: bool) -> None:
-        """A step of the window that was restored was computed again. It counts for this start if it is not ``equal``.
-
-        A replay takes long, so that a failure in it says nothing about what is replayed.
-        """
-        for found in () if equal and self._replays else self.left:
-            if not self._replays:
-                found.slot.withdraw_start()
-            if not equal:
-                found.slot.note_start()
-        self._replays = True
-
     def make(self, nbytes: int) -> Slot:
         """A new slot, at the expense of what earlier lives left if there is no other room.
 
@@ -167,7 +127,7 @@ class MemoryTier:
         try:
             return self.files.make(nbytes)
         except MemoryFullError:
-            if not self._release_left():
+            if not self.left.remove():
                 raise
             return self.files.make(nbytes)
 
@@ -245,7 +205,7 @@ class MemoryTier:
             kept = [*needed(entry.step for entry in self._entries.values()), *self._open]
             kept += range(self._next, self._next + _AHEAD)
         if newest:
-            self._release_left()
+            self.left.remove()
         if self.replicator is not None and ended:
             self.replicator.release_except(kept)
         return [(sequence, state != FAILED) for sequence, state in sorted(ended.items())]
@@ -262,14 +222,6 @@ class MemoryTier:
         buffer, entry.buffer = entry.buffer, None
         if buffer is not None:
             self._pool.give_back(buffer)
-
-    def _release_left(self) -> bool:
-        """Remove what earlier lives left; True if there was any. Never used again: its directories are theirs."""
-        with self._lock:
-            left, self._left = self._left, []
-        for found in left:
-            found.slot.remove()
-        return bool(left)
 
     def drop(self) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
@@ -314,9 +266,8 @@ class MemoryTier:
         """Memory of what is held."""
         with self._lock:
             buffers = [entry.buffer for entry in self._entries.values()]
-            left = sum(found.slot.memory.numel() for found in self._left)
             copies = 0 if self.replicator is None else self.replicator.held_bytes
-            return left + copies + sum(buffer.nbytes for buffer in buffers if buffer is not None)
+            return self.left.nbytes + copies + sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
     def retire(self, *, keep: bool) -> None:
         """The session ended. keep: what is sealed stays for whoever starts the run again."""
@@ -324,7 +275,7 @@ class MemoryTier:
             self.replicator.close(0.0 if keep else _PARTING_SECS)
         with self._lock:
             self._pool.retire()
-            self._left.clear()
+            self.left.forget()
             self._open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)

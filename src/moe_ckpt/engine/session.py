@@ -160,13 +160,8 @@ class CheckpointSession:
     def training_begins(self) -> None:
         """The state is complete, and the loop is entered. No collective."""
         if self._resources.memory is not None:
-            self._resources.memory.training_begins()
+            self._resources.memory.left.training_begins()
         self._run.tell(TrainingBegins())
-
-    def step_replayed(self, *, equal: bool) -> None:
-        """A step of a sparse window was computed again, before ``resume_from``. equal: To what was recorded."""
-        if self._resources.memory is not None:
-            self._resources.memory.step_replayed(equal=equal)
 
     def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:
         """Training begins after ``step``: save that state, if the policy wants it, and wait until it is committed.
@@ -254,7 +249,7 @@ class CheckpointSession:
         final_at = time.perf_counter()
         self._snapshots.step_begins()
         if self._resources.memory is not None:
-            self._resources.memory.step_ended()
+            self._resources.memory.left.step_ended()
         booking, pipeline = self._booking, self._resources.pipeline
         pipeline.raise_fatal()
         pipeline.join()

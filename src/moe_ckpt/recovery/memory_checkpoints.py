@@ -104,7 +104,7 @@ class MemoryCheckpoints:
         self._given_up: set[str] = set()
         self._noted: set[int] = set()
         self._said: set[str] = set()
-        self._own = tier.left
+        self._own = tier.left.found
         mine = [_told(each, number) for number, each in enumerate(self._own)]
         payload = json.dumps([tier.node, [str(each.slot.path) for each in self._own], mine]).encode()
         self._shares: list[Share] = []
@@ -189,12 +189,12 @@ class MemoryCheckpoints:
         """The run goes on: let go of all slots but those of the checkpoint opened last, if that was ``used``."""
         shares = self._used.values() if used else ()
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
-        self._tier.restored([self._own[number] for number in sorted(numbers)])
+        self._tier.left.keep([self._own[number] for number in sorted(numbers)])
 
     # --- opening ---
 
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
-        """Count this start on every slot of the checkpoint, wherever it lies, until ``MemoryTier.step_ended``."""
+        """Count this start on every slot of the checkpoint, wherever it lies, until it gets somewhere."""
         shares = checkpoint.shares
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:

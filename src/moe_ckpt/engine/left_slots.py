@@ -1,0 +1,78 @@
+"""Slots that earlier lives of the run left in this rank's memory, from the start of this life until it has its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+
+from moe_ckpt.memory.files import FoundSlot
+
+
+class LeftSlots:
+    """Owns them. ``remove`` may be called on any thread, the rest on the training thread.
+
+    Counts starts, too: one that goes on from a slot is noted there (``Slot.note_start``) until it gets somewhere. A
+    start that is killed in a replay counts for nothing, since a replay takes long; one whose replay diverges does.
+
+    Args:
+        found: The slots, which this process owns now.
+    """
+
+    def __init__(self, found: Sequence[FoundSlot]) -> None:
+        self._found = list(found)
+        self._is_chosen = self._replays = self._gets_on = False
+        self._lock = threading.Lock()
+
+    @property
+    def found(self) -> tuple[FoundSlot, ...]:
+        """Those that are still there."""
+        with self._lock:
+            return tuple(self._found)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of those."""
+        return sum(found.slot.memory.numel() for found in self.found)
+
+    def keep(self, used: Collection[FoundSlot]) -> None:
+        """The run goes on from these, or from none: the others are of no use any more."""
+        self._is_chosen = True
+        with self._lock:
+            over = [found for found in self._found if found not in used]
+            self._found = [found for found in self._found if found in used]
+        for found in over:
+            found.slot.remove()
+
+    def training_begins(self) -> None:
+        """The run goes on from none, if nothing was said: a later life must not come back to them either."""
+        if not self._is_chosen:
+            self.keep(())
+
+    def step_ended(self) -> None:
+        """Training gets on: the next start may go on from here, too."""
+        if not self._gets_on:
+            self._gets_on = self._replays = True
+            for found in self.found:
+                found.slot.forget_starts()
+
+    def step_replayed(self, *, equal: bool) -> None:
+        """A step of the window that was restored was computed again. equal: To what was recorded."""
+        for found in () if equal and self._replays else self.found:
+            if not self._replays:
+                found.slot.withdraw_start()
+            if not equal:
+                found.slot.note_start()
+        self._replays = True
+
+    def remove(self) -> bool:
+        """Remove them all, and do not use their directories again; returns whether there were any."""
+        found = self.forget()
+        for each in found:
+            each.slot.remove()
+        return bool(found)
+
+    def forget(self) -> list[FoundSlot]:
+        """Leave their files as they are; returns them."""
+        with self._lock:
+            found, self._found = self._found, []
+        return found

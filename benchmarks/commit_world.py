@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
@@ -81,7 +81,7 @@ class State:
         self._tensors = tuple(found)
         self._specs = specs_of(self._tensors)
 
-    def tensors(self) -> Sequence[StateTensor]:
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return self._tensors
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -88,7 +88,7 @@ class _State:
         self.catalog, self._tensors = state.catalog, state.tensors()
         self._specs = specs_of(self._tensors)
 
-    def tensors(self) -> Sequence[StateTensor]:
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return self._tensors
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -65,7 +65,7 @@ class Shard:
             if values[0] != step or not bool((values[1:] == 1).all()):
                 raise RuntimeError(f"{tensor.key} is not that of step {step}")
 
-    def tensors(self) -> Sequence[StateTensor]:
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return self._tensors
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -78,12 +78,17 @@ class TrainingState(Protocol):
     copies them in the background. ``plain()`` may change at any time, so it is copied at once.
     """
 
-    def tensors(self) -> Sequence[StateTensor]:
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         """This rank's parameters and optimizer state that exists now. Called at the start of every snapshot.
 
         The very same object as before, as long as the tensors exist, belong together and lie in memory as they did. So
         whoever has prepared something for them compares one object. A repeated call must be quick: it may compare, at
         the speed of built-in functions, but not describe.
+
+        Args:
+            of: Parameters that are read next: the others exist all the same, but where they lie may not have been
+                looked at. None if all are.
+            listed: The last call was of this very moment, so that which tensors there are need not be looked at again.
         """
         ...
 

@@ -409,7 +409,7 @@ class LiveState:
         offsets[dim], local[dim] = start, min(share, shape[dim] - start)
         return Box(tuple(offsets), tuple(local))
 
-    def tensors(self) -> Sequence[StateTensor]:
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return list(self.held.values())
 
     def specs(self) -> Sequence[TensorSpec]:

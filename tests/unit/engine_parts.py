@@ -7,7 +7,7 @@ talk through ``ThreadRanks``; the storage is a real directory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class TinyState:
         for key, tensor in self.held.items():
             tensor.local.copy_(values_at(step, key, tensor.global_shape, torch.float32))
 
-    def tensors(self) -> Sequence[StateTensor]:
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return self.change(list(self.held.values()))
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -17,7 +17,7 @@ from torch import nn
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.modeling import walk, watching
+from moe_ckpt.modeling import walk, watching, words
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from tests.unit.test_training_state import OPTIMIZERS, make, train
 
@@ -74,11 +74,13 @@ def assert_like_new(model, opts, state):
     assert all(tensors[name].data_ptr() == others[name].data_ptr() for name in tensors if name.startswith("buffers"))
 
 
-@pytest.fixture(params=["at once", "in parts", "without versions"])
+@pytest.fixture(params=["at once", "in parts", "without words", "without versions"])
 def parts(request, monkeypatch):
-    """The same for models with more modules than are compared at a time, and where torch tells no versions of dicts."""
+    """The same for models with more modules than are compared at a time, and where less can be read of objects."""
     if request.param == "in parts":
         monkeypatch.setattr(walk, "_PART", 2)
+    if request.param == "without words":
+        monkeypatch.setattr(words, "_KNOWN", False)
     if request.param == "without versions":
         monkeypatch.setattr(watching, "dict_version", None)
 
@@ -461,9 +463,36 @@ def calls(experts):
 def test_a_repeated_description_runs_no_code_per_expert():
     few, many = calls(4), calls(64)
     assert few == many < 2000
-    assert calls(2000) <= many + 100, "per 2048 modules"
+    assert calls(3000) <= many + 100, "per 8192 modules"
     with torch.device("cpu"):  # makes Python run for each function of torch
         assert calls(4) == calls(64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [the_memory_of_a_parameter_moves, the_memory_of_one_tensor_of_the_state_moves, the_memory_of_all_state_moves],
+    ids=lambda f: f.__name__,
+)
+def test_where_parameters_that_are_read_lie_is_looked_at_and_where_others_do_is_not(change):
+    model, opt, state = build()
+    before = state.tensors()
+    change(model, opt)
+    others = [name for name, p in model.named_parameters() if p is not first(model)]
+    if change is not the_memory_of_all_state_moves:
+        assert state.tensors(of=others) is before
+    assert state.tensors(of=(), listed=True) is before
+    found = state.tensors(of=["experts.0.gate.weight"], listed=True)
+    assert facts(found) == facts(TorchTrainingState(model, [opt]).tensors()), "then all are described anew"
+
+
+@pytest.mark.parametrize("place", ["_TYPE_AT", "_VERSION_AT", "_MANAGED_AT"])
+def test_words_are_read_only_where_they_are_what_python_says(place, monkeypatch):
+    modules = list(Model().modules())
+    read = words.types_and_attributes(modules), words.versions(list(map(vars, modules)), watching.dict_version)
+    assert None not in read or sys.version_info >= (3, 12)
+    monkeypatch.setattr(words, place, 16)
+    read = words.types_and_attributes(modules), words.versions(list(map(vars, modules)), watching.dict_version)
+    assert None in read
 
 
 def test_names_of_parameters_are_encoded_once():

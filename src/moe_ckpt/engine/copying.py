@@ -32,7 +32,7 @@ from moe_ckpt.engine.cuts import (
     Table,
 )
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.gathering import Numbers, by_size, pieces_of
+from moe_ckpt.format.gathering import Numbers, by_size, memory_at, pieces_of
 from moe_ckpt.format.shard import SliceEntry, moved
 
 _LARGE_NBYTES = 1 << 16
@@ -161,16 +161,9 @@ class HostMoves:
                 ctypes.memmove(memory.data_ptr() + begin, address, self.nbytes)
             return
         low = int(self.addresses.min())
-        source = _Addressed(low, int(self.addresses.max()) + self.nbytes - low)
-        found = pieces_of(np.asarray(source), self.nbytes)[self.addresses - low]
+        source = memory_at(low, int(self.addresses.max()) + self.nbytes - low)
+        found = pieces_of(source, self.nbytes)[self.addresses - low]
         pieces_of(memory.numpy(), self.nbytes)[self.begins] = found
-
-
-class _Addressed:
-    """Some of this process's memory, for numpy."""
-
-    def __init__(self, begin: int, nbytes: int) -> None:
-        self.__array_interface__ = {"data": (begin, True), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 @dataclass(frozen=True, eq=False)

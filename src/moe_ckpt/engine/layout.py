@@ -27,12 +27,17 @@ class Layout:
         self._seen: Sequence[TensorSpec] | None = None
         self.changes = 0
 
+    @property
+    def owed(self) -> Mapping[str, int]:
+        """See ``Ledger.owed``."""
+        return self._ledger.owed
+
     def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
         """Note the tensors that exist now. Returns the operators to be saved in any case: see ``Ledger.owed``."""
         if specs is not self._seen:
             self._compare(specs)
             self._seen = specs
-        return self._ledger.owed
+        return self.owed
 
     def _compare(self, specs: Sequence[TensorSpec]) -> None:
         keys: dict[str, set[str]] = {}

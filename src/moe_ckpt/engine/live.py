@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.shares import ComputeTypes, coupled_operators, operator_bytes
@@ -31,16 +33,34 @@ class LiveState:
         self.sizes: Mapping[str, OperatorBytes] = {}
         self.coupled: tuple[frozenset[str], ...] = ()
         self._catalog = ledger.catalog
+        self._parameters = {op.id: {span.parameter for span in op.spans} for op in self._catalog.operators}
+        for parameter, home in self._catalog.home.items():
+            self._parameters[home].add(parameter)
         self._state = state
         self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
         self._weighed_at = -1
 
     def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
-        """Returns this rank's tensors and those of all; listed once per step, though a window asks twice."""
+        """Returns this rank's tensors and those of all; listed once per step. Where they lie ``describe_for`` tells."""
         if self._described is None:
-            tensors = self._state.tensors()
+            tensors = self._state.tensors(of=())
             self._described = tensors, self._state.specs()
         return self._described
+
+    def describe_for(self, plan: SnapshotPlan) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
+        """The same, where what the plan saves, or is owed, lies now."""
+        listed = self._described is not None
+        tensors = self._state.tensors(of=self._parameters_of(plan), listed=listed)
+        self._described = tensors, self._state.specs()
+        return self._described
+
+    def _parameters_of(self, plan: SnapshotPlan) -> Collection[str] | None:
+        """Those of which the plan's operators have a part; None for all."""
+        every = len(self._catalog.everything)
+        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.owed
+        if sum(map(len, saved)) >= every:
+            return None
+        return set(chain.from_iterable(map(self._parameters.__getitem__, chain.from_iterable(saved))))
 
     def forget(self) -> None:
         """The tensors that ``describe`` listed may be others from now on."""

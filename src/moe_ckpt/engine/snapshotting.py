@@ -142,7 +142,7 @@ class Snapshotter:
         """
         settings, live = self._run.settings, self.live
         patience_secs = self._end_secs if last else settings.timeout_secs
-        tensors, specs = live.describe()
+        tensors, specs = live.describe_for(plan)
         request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, ways=ways)
         live.forget()
         began = time.perf_counter()

@@ -52,6 +52,18 @@ def by_size(sizes: Numbers) -> Iterator[tuple[int, Numbers]]:
             yield int(found[at]), order[at:stop]
 
 
+class _Addressed:
+    """Some of this process's memory, for numpy."""
+
+    def __init__(self, begin: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (begin, True), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def memory_at(begin: int, nbytes: int) -> Bytes:
+    """This process's memory from an address on. Whoever reads of it sees to it that something lies there."""
+    return np.asarray(_Addressed(begin, nbytes))
+
+
 def pieces_of(memory: Bytes, nbytes: int) -> npt.NDArray[np.void]:
     """All pieces of ``nbytes`` that are in ``memory``, one from each byte on."""
     return np.ndarray((len(memory) - nbytes + 1,), f"V{nbytes}", memory, strides=(1,))

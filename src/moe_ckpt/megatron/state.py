@@ -107,8 +107,9 @@ class MegatronTrainingState:
 
     # --- ports.TrainingState ---
 
-    def tensors(self) -> tuple[StateTensor, ...]:
-        if self._views is None or not self._views.current():
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
+        views = self._views
+        if views is None or not (listed or views.are_there()) or not views.lie_there(of):
             self._tensors = tuple(tensor for live in self._inventory.parameters for tensor in self._of(live))
             self._views = _Views(self._inventory.parameters, self._slots)
             self._states = self._state_names()
@@ -231,20 +232,32 @@ class _Views:
         self._states = [(each, each.state) for each in inner]
         self._held = Entries([state for _, state in self._states])
         self._entries = Entries([slot.state for slot in used], torch.Tensor)
-        viewed: list[torch.Tensor] = [live.parameter for live in parameters]
-        for slot in used:
-            viewed += [value for key, value in slot.state.items() if key != STEP and isinstance(value, torch.Tensor)]
-            viewed += [] if slot.updated is None else [slot.updated]
-        self._memory = Memory(list({id(tensor): tensor for tensor in viewed}.values()))
+        self._memory = Memory(
+            (part.name, tensor)
+            for live in parameters
+            for tensor in _viewed(live.parameter, slots.get(live.parameter))
+            for part in live.parts
+        )
 
-    def current(self) -> bool:
-        """Returns False after optimizer state was added, removed or loaded, or memory was moved."""
+    def are_there(self) -> bool:
+        """Returns False after optimizer state was added, removed or loaded."""
         return (
             all(optimizer.state is state for optimizer, state in self._states)
             and self._held.same()
             and self._entries.same()
-            and self._memory.same()
         )
+
+    def lie_there(self, names: Collection[str] | None) -> bool:
+        """Returns False after memory was moved. names: Of parameters, whose memory alone matters; None for all."""
+        return self._memory.same(names)
+
+
+def _viewed(parameter: nn.Parameter, slot: Slot | None) -> Iterator[torch.Tensor]:
+    """The tensors that a parameter's views are of."""
+    yield parameter
+    if slot is not None and slot.updated is not None:
+        yield slot.updated
+        yield from (value for key, value in slot.state.items() if key != STEP and isinstance(value, torch.Tensor))
 
 
 def _keep_bias_exact(router: Any) -> None:

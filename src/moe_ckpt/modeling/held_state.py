@@ -26,7 +26,7 @@ class HeldState:
         states: (name, parameter, live state) of those with state. In the order of the groups, since that of
             ``optimizer.state`` is that of first use.
         scalars: (name, live state) of those with state that is no tensor.
-        tensors: All tensors among the states.
+        tensors: All tensors among the states, each with the name of its parameter.
     """
 
     def __init__(self, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -46,7 +46,8 @@ class HeldState:
             if parameter in self._state
         ]
         self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
-        self.tensors: list[torch.Tensor] = self._entries.values
+        owners = [name for name, _, state in self.states for value in state.values() if isinstance(value, torch.Tensor)]
+        self.tensors: list[tuple[str, torch.Tensor]] = list(zip(owners, self._entries.values, strict=True))
         self.scalars = list(compress(((name, state) for name, _, state in self.states), self._entries.loose))
 
     def is_current(self) -> bool:

@@ -7,6 +7,7 @@ Optimizer state is discovered, not assumed. Tensors become ``StateTensor`` s, ev
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -77,11 +78,12 @@ class TorchTrainingState:
             if type(optimizer) not in _ELEMENTWISE:
                 self._mixed.update(held[index].parameters)
 
-    def tensors(self) -> tuple[StateTensor, ...]:
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
         """All parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
-        walk, held = self._refresh()
+        known = self._walk if listed else None
+        walk, held = self._refresh() if known is None else (known, self._held)
         listing = self._listing
-        if listing is None or not listing.is_of(walk, held):
+        if listing is None or not listing.is_of(walk, held, of):
             listing = self._listing = self._list(walk, held, listing)
         self._prepared = False
         return listing.tensors
@@ -315,14 +317,15 @@ class _Listing:
         self.views = views
         self._walk = walk
         self._states = states
-        self._memory = Memory([*walk.parameters.values(), *(tensor for held in states for tensor in held.tensors)])
+        self._memory = Memory([*walk.parameters.items(), *chain.from_iterable(held.tensors for held in states)])
         self.tensors: tuple[StateTensor, ...] = tuple(views.tensors)
         given = () if before is None else before.tensors
         if len(given) == len(self.tensors) and all(map(is_, given, self.tensors)):
             self.tensors = given
 
-    def is_of(self, walk: Walk, states: tuple[HeldState, ...]) -> bool:
-        return self._walk is walk and self._states is states and self._memory.same()
+    def is_of(self, walk: Walk, states: tuple[HeldState, ...], parameters: Collection[str] | None) -> bool:
+        """parameters: of these alone it matters where they lie; None for all."""
+        return self._walk is walk and self._states is states and self._memory.same(parameters)
 
 
 def _spec_of(tensor: StateTensor) -> TensorSpec:

@@ -12,11 +12,12 @@ from operator import attrgetter, is_
 
 from torch import nn
 
+from moe_ckpt.modeling import words
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
 from moe_ckpt.modeling.watching import Entries, Versions
 
 _TABLES = attrgetter("_parameters", "_modules", "_buffers")
-_PART = 2048
+_PART = 8192
 """All modules are compared in every call, so many at a time: what the first comparison has read of them is then
 still in the processor's cache for the last one."""
 Named = tuple[tuple[str, nn.Module], ...]
@@ -58,6 +59,7 @@ class _Modules:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._types = list(map(type, modules))
+        self._words = words.types_and_attributes(modules)
         self._attributes = list(map(vars, modules))
         self._versions = Versions(self._attributes)
         # In a row, not in tuples: the garbage collector looks at each.
@@ -66,16 +68,23 @@ class _Modules:
         self._parameters = Entries([module._parameters for module in modules])
         self._buffers = [module._buffers for module in modules]
         self._counts = list(map(len, self._buffers))
+        self._buffer_versions = Versions(self._buffers)
 
     def same(self) -> bool:
         return (
-            list(map(type, self._modules)) == self._types
-            and all(map(is_, map(vars, self._modules), self._attributes))
+            self._have_same_attributes()
             and self._versions.same(self._keep_tables)
             and self._children.same()
             and self._parameters.same()
-            and list(map(len, self._buffers)) == self._counts
+            and self._buffer_versions.same(lambda _: list(map(len, self._buffers)) == self._counts)
         )
+
+    def _have_same_attributes(self) -> bool:
+        """Whether the modules are of the same types, and have the same dicts of attributes."""
+        if self._words is not None:
+            return self._words.same()
+        same_types = list(map(type, self._modules)) == self._types
+        return same_types and all(map(is_, map(vars, self._modules), self._attributes))
 
     def _keep_tables(self, places: Sequence[int]) -> bool:
         """Whether the modules at ``places``, of which some attribute was set, have the same tables."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, ne, not_
+from operator import attrgetter, is_, not_
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_ckpt.modeling import words
 from moe_ckpt.modeling.blocks import is_dtensor
 
 dict_version: Callable[[dict[Any, Any]], int] | None = None
@@ -41,10 +42,14 @@ class Versions:
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self._dicts = dicts
         self._version = dict_version if _VERSIONED.issuperset(map(type, dicts)) else None
+        self._words = None if self._version is None else words.versions(dicts, self._version)
         self._seen = self._now()
 
-    def _now(self) -> list[int]:
-        return [] if self._version is None else list(map(self._version, self._dicts))
+    def _now(self) -> words.Values:
+        if self._words is not None:
+            return self._words.read()
+        found = () if self._version is None else map(self._version, self._dicts)
+        return np.fromiter(found, np.uint64)
 
     def same(self, compare: Callable[[Sequence[int]], bool]) -> bool:
         """Whether the dicts are what they were.
@@ -56,9 +61,10 @@ class Versions:
         now = self._now()
         if self._version is None:
             return compare(range(len(self._dicts)))
-        if now == self._seen:
+        others = (now != self._seen).nonzero()[0].tolist()
+        if not others:
             return True
-        if not compare(list(compress(range(len(now)), map(ne, now, self._seen)))):
+        if not compare(others):
             return False
         self._seen = now
         return True
@@ -113,24 +119,43 @@ class Memory:
     It changes without another tensor object by ``p.data = other``, and where FSDP2 allocates anew. Not noticed is
     ``p.data = other`` with another view of the very same memory (``p.data.t()``): to compare shapes and strides
     as well takes longer than all the rest.
+
+    Args:
+        named: Tensors, each with the parameter that it belongs to, or once with each of several.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._sharded = [tensor for tensor in tensors if is_dtensor(tensor)]
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in named:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        self._sharded = [tensor for tensor in tensors.values() if is_dtensor(tensor)]
         self._blocks = list(map(_BLOCK, self._sharded))
         self._layouts = list(map(_LAYOUT, self._sharded))
-        self._tensors = [tensor for tensor in tensors if not is_dtensor(tensor)] + self._blocks
-        order = np.argsort(self._found())  # in which they lie in memory, and are read in less time
-        self._tensors = [self._tensors[at] for at in order.tolist()]
-        self._addresses = self._found()
+        plain = [tensor for tensor in tensors.values() if not is_dtensor(tensor)]
+        given, found = plain + self._sharded, plain + self._blocks
+        order = np.argsort(_addresses(found)).tolist()  # in which they lie in memory, and are read in less time
+        self._tensors = [found[at] for at in order]
+        self._addresses = _addresses(self._tensors)
+        self._places: dict[str, list[int]] = {}
+        for place, at in enumerate(order):
+            for name in names[id(given[at])]:
+                self._places.setdefault(name, []).append(place)
 
-    def same(self) -> bool:
-        return (
-            all(map(is_, map(_BLOCK, self._sharded), self._blocks))
-            and all(map(is_, map(_LAYOUT, self._sharded), self._layouts))
-            and np.array_equal(self._found(), self._addresses)
-        )
+    def same(self, names: Iterable[str] | None = None) -> bool:
+        """Whether it lies where it lay. names: asked of the tensors of these alone, in time that grows with them."""
+        if not all(map(is_, map(_BLOCK, self._sharded), self._blocks)):
+            return False
+        if not all(map(is_, map(_LAYOUT, self._sharded), self._layouts)):
+            return False
+        if names is None:
+            return np.array_equal(_addresses(self._tensors), self._addresses)
+        places = list(chain.from_iterable(map(self._places.get, names, repeat(()))))
+        found = _addresses(list(map(self._tensors.__getitem__, places)))
+        return np.array_equal(found, self._addresses[places])
 
-    def _found(self) -> npt.NDArray[np.uint64]:
-        with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
-            return np.fromiter(map(torch.Tensor.data_ptr, self._tensors), np.uint64, len(self._tensors))
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
+    with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
+        return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))

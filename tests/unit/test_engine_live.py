@@ -1,0 +1,109 @@
+"""Where the tensors lie that a plan saves is looked at before they are copied, and where all the others do is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ckpt.core.ledger import Ledger
+from moe_ckpt.core.placement import everywhere
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_slot
+from moe_ckpt.core.window import Window
+from moe_ckpt.engine.live import LiveState
+from moe_ckpt.modeling.discover import build_catalog
+from moe_ckpt.modeling.training_state import TorchTrainingState
+from tests.support.tiny_moe import TinyMoE
+
+CHOSEN, OTHER = "expert/0/1", "expert/0/2"
+
+
+class Run:
+    """A model with its optimizer, as the engine sees them."""
+
+    def __init__(self, *, stacked: bool = False) -> None:
+        self.model = TinyMoE(stacked=stacked)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        for p in self.model.parameters():
+            p.grad = torch.ones_like(p)
+        self.optimizer.step()
+        self.catalog = build_catalog(self.model)
+        self.ledger = Ledger(self.catalog)
+        state = TorchTrainingState(self.model, [self.optimizer])
+        self.live = LiveState(self.ledger, state, everywhere(self.catalog.layers, 1))
+        self.parameters = dict(self.model.named_parameters())
+
+    def parameter_of(self, operator: str) -> str:
+        return self.catalog.by_id[operator].spans[0].parameter
+
+    def next_step(self) -> None:
+        self.live.forget()
+
+    def address(self, plan: SnapshotPlan, key: str) -> int:
+        """Where the engine would read it."""
+        tensors, _ = self.live.describe_for(plan)
+        return next(tensor.local.data_ptr() for tensor in tensors if tensor.key == key)
+
+    def move(self, name: str) -> None:
+        self.parameters[name].data = self.parameters[name].data.clone()
+
+
+def plan_of(kind: str, run: Run) -> SnapshotPlan:
+    if kind == "stored":
+        return save_full(3, (CHOSEN,))
+    if kind == "in memory":
+        return save_full(3, (OTHER,), host_only=(CHOSEN,))
+    if kind == "owed":
+        run.ledger.owe([CHOSEN], 1)
+        return save_full(3, (OTHER,))
+    if kind == "all":
+        return save_full(3, run.catalog.everything)
+    return save_slot(3, (OTHER,), (CHOSEN,), Window(3, ((OTHER,), (CHOSEN,))), 0)
+
+
+@pytest.mark.parametrize("asked_before", [False, True], ids=["", "as a window does"])
+@pytest.mark.parametrize("kind", ["stored", "in memory", "owed", "compute weights", "all"])
+def test_what_a_plan_saves_is_read_where_it_lies_now(kind, asked_before):
+    run = Run()
+    plan, name = plan_of(kind, run), run.parameter_of(CHOSEN)
+    run.address(plan, f"model/{name}")
+    run.move(name)
+    run.next_step()
+    if asked_before:
+        run.live.weigh()
+    assert run.address(plan, f"model/{name}") == run.parameters[name].data_ptr()
+
+
+def test_a_step_count_that_is_saved_with_the_gate_is_read_where_it_lies_now():
+    run = Run(stacked=True)
+    name = run.parameter_of(CHOSEN)
+    plan, key = save_full(3, (run.catalog.home[name],)), f"optim/0/{name}/step"
+    run.address(plan, key)
+    count = run.optimizer.state[run.parameters[name]]["step"]
+    count.data = count.data.clone()
+    run.next_step()
+    assert run.address(plan, key) == count.data_ptr()
+
+
+def test_what_a_plan_does_not_save_is_not_looked_at_until_one_does():
+    run = Run()
+    plan, name = save_full(3, (CHOSEN,)), run.parameter_of(OTHER)
+    assert name != run.parameter_of(CHOSEN)
+    before = run.address(plan, f"model/{name}")
+    run.move(name)
+    run.next_step()
+    assert run.address(plan, f"model/{name}") == before
+    run.next_step()
+    assert run.address(save_full(4, (OTHER,)), f"model/{name}") == run.parameters[name].data_ptr()
+
+
+def test_state_that_appears_is_noticed_whatever_the_plan():
+    run = Run()
+    plan = save_full(3, (CHOSEN,))
+    before, specs = run.live.describe_for(plan)
+    run.live.layout.update(specs)
+    parameter = run.parameters[run.parameter_of(OTHER)]
+    run.optimizer.state[parameter]["largest"] = torch.zeros_like(parameter)
+    run.next_step()
+    found, specs = run.live.describe_for(plan)
+    assert len(found) == len(before) + 1
+    assert OTHER in run.live.layout.update(specs)

@@ -11,7 +11,10 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
+from operator import attrgetter
+
+import numpy as np
 
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, save_slot
@@ -230,6 +233,9 @@ def share_bytes(
     return tuple(map(max, zip(*found, strict=True)))
 
 
+_FULL, _COMPUTE = attrgetter("full"), attrgetter("compute")
+
+
 class _Runs:
     """How far a slot may reach, answered in O(log n).
 
@@ -238,12 +244,13 @@ class _Runs:
     """
 
     def __init__(self, order: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> None:
-        found = [sizes[op] for op in order]
-        self._done = list(accumulate([size.full for size in found], initial=0))
-        later = list(accumulate([size.compute for size in reversed(found)], initial=0))[::-1]
-        reach = [done + frozen for done, frozen in zip(self._done, later, strict=True)]
+        found = list(map(sizes.__getitem__, order))
+        full, compute = (np.fromiter(map(each, found), np.int64, len(found)) for each in (_FULL, _COMPUTE))
+        done = np.concatenate([[0], np.cumsum(full)])
+        reach = done + compute.sum() - np.concatenate([[0], np.cumsum(compute)])
+        self._done: list[int] = done.tolist()
         # The least from here on: sorted, even where compute weights outweigh an operator (a copy in a wider dtype).
-        self._reach = list(accumulate(reversed(reach), min))[::-1]
+        self._reach: list[int] = np.minimum.accumulate(reach[::-1])[::-1].tolist()
 
     @property
     def dense_bytes(self) -> int:

@@ -19,11 +19,16 @@ Popularity ``A`` of an expert (appendix B of the paper):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice, repeat
 from math import fsum
+from operator import itemgetter
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
 from moe_ckpt.core.placement import interleaved_order
@@ -75,7 +80,8 @@ class Ordering:
             return former.order, former.frequencies
         # A stable sort keeps between equals the order of layers, and in each the experts of one owner after another's.
         in_turns = _in_turns(catalog.layers, context.owners)
-        return self._with_others(catalog, sorted(in_turns, key=values.__getitem__)), now or None
+        ascending = np.argsort(_numbers(map(values.__getitem__, in_turns)), kind="stable")
+        return self._with_others(catalog, list(map(in_turns.__getitem__, ascending.tolist()))), now or None
 
     def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
         """True when so much has changed that the order should be made anew.
@@ -89,8 +95,9 @@ class Ordering:
         if before is None:
             return True
         limit = self.change + _ROUNDING
-        moved = sum(abs(share - (was := before.get(op, 0.0))) > was * limit for op, share in now.items())
-        return moved >= self.experts * experts - _ROUNDING
+        was, share = _numbers(map(before.get, now, repeat(0.0))), _numbers(now.values())
+        moved = np.count_nonzero(np.abs(share - was) > was * limit)
+        return bool(moved >= self.experts * experts - _ROUNDING)
 
     def _with_others(self, catalog: Catalog, experts: Sequence[str]) -> tuple[str, ...]:
         others = [op.id for op in catalog.always_saved]
@@ -113,18 +120,28 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, flo
         table = hard
     if kind == "capacity_normalised":
         table = [_over_even_share(tokens) for tokens in table]
-    rows = {layer.index: row for layer, row in zip(catalog.layers, table, strict=True)}
-    return {op: rows[layer][expert] for op, layer, expert in catalog.experts_by_layer}
+    return dict(zip(map(_ID, catalog.experts_by_layer), chain.from_iterable(table), strict=True))
 
 
 def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
     """Activation frequency: each expert's share of its layer's popularity. Layers with none are left out."""
-    totals: dict[int, list[float]] = {layer.index: [] for layer in catalog.layers}
-    for op, layer, _ in catalog.experts_by_layer:
-        totals[layer].append(values[op])
-    # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
-    sums = {layer: fsum(found) for layer, found in totals.items()}
-    return {op: values[op] / sums[layer] for op, layer, _ in catalog.experts_by_layer if sums[layer] > 0}
+    found: dict[str, float] = {}
+    ops = map(_ID, catalog.experts_by_layer)
+    for layer in catalog.layers:
+        those = list(islice(ops, layer.experts))
+        tokens = list(map(values.__getitem__, those))
+        # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
+        total = fsum(tokens)
+        if total > 0:
+            found.update(zip(those, [count / total for count in tokens], strict=True))
+    return found
+
+
+_ID: Callable[[tuple[str, int, int]], str] = itemgetter(0)
+
+
+def _numbers(values: Iterable[float]) -> npt.NDArray[np.float64]:
+    return np.fromiter(values, np.float64)
 
 
 @lru_cache(maxsize=8)

@@ -21,7 +21,7 @@ class Run:
     """A model with its optimizer, as the engine sees them."""
 
     def __init__(self, *, stacked: bool = False) -> None:
-        self.model = TinyMoE(stacked=stacked)
+        self.model = TinyMoE(experts=8, stacked=stacked)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for p in self.model.parameters():
             p.grad = torch.ones_like(p)

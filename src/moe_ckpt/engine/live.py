@@ -15,6 +15,10 @@ from moe_ckpt.engine.shares import ComputeTypes, coupled_operators, operator_byt
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 
 
+_MANY = 4
+"""Of so many operators one is many: to name the parameters of more takes longer than to look at all."""
+
+
 class LiveState:
     """Lists the tensors once per step, and weighs operators when their tensors change. For the training thread only.
 
@@ -56,9 +60,8 @@ class LiveState:
 
     def _parameters_of(self, plan: SnapshotPlan) -> Collection[str] | None:
         """Those of which the plan's operators have a part; None for all."""
-        every = len(self._catalog.everything)
         saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.owed
-        if sum(map(len, saved)) >= every:
+        if sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
             return None
         return set(chain.from_iterable(map(self._parameters.__getitem__, chain.from_iterable(saved))))
 

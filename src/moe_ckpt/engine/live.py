@@ -14,7 +14,6 @@ from moe_ckpt.engine.layout import Layout
 from moe_ckpt.engine.shares import ComputeTypes, coupled_operators, operator_bytes
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 
-
 _MANY = 4
 """Of so many operators one is many: to name the parameters of more takes longer than to look at all."""
 

@@ -24,7 +24,7 @@ STAMP := $(VENV)/.moe_ckpt_installed
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
-demo: $(STAMP) ## Train without failures, and with Dense, MoC and MoEvement under kills; table and report.html
+demo: $(STAMP) ## Train without failures, and with Dense, MoC, MoEvement and Gemini under kills; table and report.html
 	@$(PY) recipes/gpt_moe_lightning/demo.py $(DEMO)
 
 demo-megatron: $(STAMP) ## The real Megatron-Core on 4 CPU processes (PP2 x EP2), with and without kills; table

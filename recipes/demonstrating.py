@@ -49,12 +49,21 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]
                 process.wait()
 
 
-def kills_in(run_dir: Path) -> list[tuple[int, int]]:
-    """(rank, iteration) of each kill so far, as the processes wrote down before they died."""
+@dataclass(frozen=True)
+class Killed:
+    """One kill that has happened. node: The memory of the rank's node was lost with it."""
+
+    rank: int
+    step: int
+    node: bool
+
+
+def kills_in(run_dir: Path) -> list[Killed]:
+    """The kills so far, as the processes wrote them down before they died."""
     path = run_dir / "kills.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kills = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [(kill["rank"], kill["step"]) for kill in kills]
+    return [Killed(kill.get("rank", 0), kill["step"], kill.get("node", False)) for kill in kills]
 
 
 class KillNews:
@@ -68,8 +77,9 @@ class KillNews:
         new = kills_in(run_dir)[self._told :]
         self._told += len(new)
         return [
-            f"rank {rank} was killed on purpose in iteration {step} (kill -9); torchrun starts all processes again"
-            for rank, step in new
+            f"rank {kill.rank} was killed on purpose in iteration {kill.step} (kill -9)"
+            f"{', and the memory of its node deleted' if kill.node else ''}; torchrun starts all processes again"
+            for kill in new
         ]
 
 

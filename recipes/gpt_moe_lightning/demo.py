@@ -1,11 +1,12 @@
-"""`make demo`: the same GPT-MoE run five times, killed in four of them, and what that cost.
+"""`make demo`: the same GPT-MoE run six times, killed in five of them, and what that cost.
 
 Two processes under torchrun train on real English. Never failing; then with a full checkpoint every 10
 iterations (Dense) and kills; then with a partial checkpoint at every iteration (MoC, k = 1) and the same
 kills, twice: with the experts in turn, and with those that have most to lose; then with sparse windows
 (MoEvement): a part at every iteration, and exact. Its window is fixed at three iterations, so that what the
-demo shows does not depend on how fast the machine is. Nothing restarts by hand: torchrun starts the processes
-again, and they find their checkpoint.
+demo shows does not depend on how fast the machine is; and at last with a full checkpoint at every iteration in the
+memory of peers (Gemini), where the last kill takes its node's memory along. Nothing restarts by hand: torchrun
+starts the processes again, and they find their checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,19 +34,23 @@ from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 from recipes.demonstrating import KillNews, ended, last_words, prepare  # noqa: E402
-from recipes.gpt_moe_lightning import at_scale  # noqa: E402
+from recipes.gpt_moe_lightning import at_scale, recoveries  # noqa: E402
 from recipes.gpt_moe_lightning.at_scale import AtScale  # noqa: E402
 from recipes.gpt_moe_lightning.heat import heat_text  # noqa: E402
 from recipes.gpt_moe_lightning.report import write_report  # noqa: E402
-from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, summarise, table_cells, verdicts  # noqa: E402
+from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, summarise, table_cells  # noqa: E402
+from recipes.gpt_moe_lightning.verdicts import verdicts  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Scenario:
+    """One run. on_peers: each process is a node, with a memory directory of its own, and one of them is lost."""
+
     name: str
     title: str
     overrides: tuple[str, ...]
     failing: bool = True
+    on_peers: bool = False
 
 
 SCENARIOS = (
@@ -56,17 +63,32 @@ SCENARIOS = (
         ("moe_ckpt/policy=moc", "moe_ckpt.policy.k=1", "moe_ckpt.policy.selector=load_aware"),
     ),
     Scenario("moevement", "MoEvement W=3", ("moe_ckpt/policy=moevement", "moe_ckpt.policy.window=3")),
+    Scenario(
+        "gemini",
+        "Gemini on peers",
+        (
+            "moe_ckpt/policy=gemini",
+            "moe_ckpt.policy.every_n_steps=1",
+            "moe_ckpt/memory=replicated",
+            "moe_ckpt.memory.storage_every_n_steps=50",
+        ),
+        on_peers=True,
+    ),
 )
+TMPFS = Path("/dev/shm")
 
 
 @dataclass
 class Settings:
+    """memory: below it each process that plays a node has its memory directory."""
+
     steps: int = 140
     kills: int = 3
     seed: int = 7
     ranks: int = 2
     out: Path = field(default_factory=lambda: Path("runs/demo"))
     extra: tuple[str, ...] = ()
+    memory: Path = TMPFS
 
 
 def command(scenario: Scenario, settings: Settings, run_dir: Path) -> list[str]:
@@ -80,6 +102,8 @@ def command(scenario: Scenario, settings: Settings, run_dir: Path) -> list[str]:
     ]
     if scenario.failing:
         overrides += ["faults=seeded", f"faults.kills={settings.kills}", f"faults.seed={settings.seed}"]
+    if scenario.on_peers:
+        overrides += [f"moe_ckpt.memory.directory={settings.memory}/node_${{oc.env:RANK}}", "faults.nodes=1"]
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}",
         f"--max-restarts={settings.kills + 2}", "--monitor-interval=0.1",
@@ -163,6 +187,14 @@ def run_scenario(scenario: Scenario, settings: Settings, watch: Watch) -> RunSum
     return run
 
 
+@contextmanager
+def nodes_memory(settings: Settings) -> Iterator[None]:
+    """A directory for the nodes' memory, on a tmpfs where there is one; removed, with what a run left in it."""
+    with tempfile.TemporaryDirectory(prefix="moe_ckpt_demo_", dir=TMPFS if os.access(TMPFS, os.W_OK) else None) as path:
+        settings.memory = Path(path)
+        yield
+
+
 def facts(settings: Settings, runs: Sequence[RunSummary]) -> Iterator[str]:
     """What somebody needs to repeat the report."""
     import torch
@@ -197,6 +229,19 @@ def print_scale(console: Console, scale: Sequence[AtScale]) -> None:
     console.print(at_scale.PLAN)
 
 
+def print_recoveries(console: Console, runs: Sequence[RunSummary]) -> None:
+    """Of the runs whose checkpoints lie in memory, what came back from where."""
+    for run in runs:
+        if not run.memory_bytes:
+            continue
+        table = Table(title=f"{run.title}: {recoveries.TITLE.lower()}", title_justify="left")
+        for column in recoveries.COLUMNS:
+            table.add_column(column, justify="right")
+        for recovery in run.recoveries:
+            table.add_row(*recovery.cells())
+        console.print(table)
+
+
 def print_table(console: Console, runs: Sequence[RunSummary]) -> None:
     table = Table(title="What it cost", title_justify="left")
     table.add_column("")
@@ -214,16 +259,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch = Watch(console, settings)
     console.print(
         f"A GPT-MoE (2.7 M parameters, 8 experts) on {settings.ranks} processes, {settings.steps} iterations, "
-        f"five times; {settings.kills} kills (kill -9, on purpose) in each of the last four."
+        f"six times; {settings.kills} kills (kill -9, on purpose) in each of the last five. The last kill of the last "
+        "run takes the memory of its node along."
     )
     try:
-        with Live(watch, console=console, refresh_per_second=4):
+        with Live(watch, console=console, refresh_per_second=4), nodes_memory(settings):
             runs = [run_scenario(scenario, settings, watch) for scenario in SCENARIOS]
     except RuntimeError as error:
         console.print(Text(str(error), style="red"))
         return 1
     checks = verdicts(*runs, kills=settings.kills)
     print_table(console, runs)
+    print_recoveries(console, runs)
     for check in checks:
         console.print(Text(("yes  " if check.passed else "NO   ") + check.sentence, "green" if check.passed else "red"))
     console.print(heat_text(runs, console.width))
@@ -247,10 +294,14 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--steps", type=int, default=Settings.steps, help="iterations per run (default %(default)s)")
     parser.add_argument("--kills", type=int, default=Settings.kills, help="kills per failing run (default %(default)s)")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of the kills (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=Settings.ranks, help="processes (default %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=Settings.ranks, help="processes, at least 2 (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="directory (default %(default)s)")
     parser.add_argument("overrides", nargs="*", help="more Hydra overrides, for all runs")
     args = parser.parse_args(argv)
+    if args.ranks < 2 or args.kills < 1:
+        parser.error(f"--ranks {args.ranks} --kills {args.kills}: a node is lost and comes back from another: 2, and 1")
     return Settings(args.steps, args.kills, args.seed, args.ranks, args.out.absolute(), tuple(args.overrides))
 
 

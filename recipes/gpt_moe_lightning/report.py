@@ -5,16 +5,25 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.demonstrating import Verdict
-from recipes.gpt_moe_lightning import at_scale
+from recipes.gpt_moe_lightning import at_scale, recoveries
 from recipes.gpt_moe_lightning.at_scale import AtScale
 from recipes.gpt_moe_lightning.heat import PANELS, draw_heat, partial_runs
-from recipes.gpt_moe_lightning.summary import ROWS, Curve, RunSummary, table_cells
+from recipes.gpt_moe_lightning.summary import (
+    BEHIND,
+    ROWS,
+    SENT,
+    STORAGE_BEHIND,
+    STORED,
+    Curve,
+    RunSummary,
+    table_cells,
+)
 
 # Colours that colour-blind readers can tell apart; widths that show a line under another one.
 LINES = (
@@ -23,6 +32,7 @@ LINES = (
     {"color": "#D55E00", "linewidth": 1.2},
     {"color": "#009E73", "linewidth": 1.2},
     {"color": "#AA3377", "linewidth": 0.9},
+    {"color": "#E69F00", "linewidth": 0.9},
 )
 
 STYLE = """
@@ -67,6 +77,18 @@ def _plt(axes: Any, run: RunSummary, line: Mapping[str, Any]) -> None:
     _line("moe_ckpt/plt", 100)(axes, run, line)
     steps, values = run.curve("moe_ckpt/plt_if_failed_now")
     axes.plot(steps, [100 * v for v in values], color=line["color"], linewidth=1, linestyle=":")
+
+
+def _beside(metric: str, other: str, scale: float = 1.0) -> Callable[[Any, RunSummary, Mapping[str, Any]], None]:
+    """Of runs with memory that outlives the processes, ``other`` as a dotted line beside ``metric``."""
+
+    def draw(axes: Any, run: RunSummary, line: Mapping[str, Any]) -> None:
+        _line(metric, scale)(axes, run, line)
+        if run.memory_bytes:
+            steps, values = run.curve(other)
+            axes.plot(steps, [v * scale for v in values], color=line["color"], linewidth=1, linestyle=":")
+
+    return draw
 
 
 def _always(text: str) -> Callable[[Sequence[RunSummary]], str]:
@@ -118,16 +140,17 @@ PLOTS = (
     Plot(
         "Bytes written per iteration",
         "MB",
-        "moe_ckpt/bytes",
+        STORED,
         1e-6,
         _always(
             "Dense writes everything in every tenth iteration and nothing between. MoC writes all that is not an "
             "expert, and one expert of each layer, in every iteration; only its very first checkpoint is a full one. "
             "MoEvement writes everything in the course of three iterations, and of what has its turn later the weights "
-            "alone, so that these iterations can be computed again. All restart from the newest checkpoint. What "
-            "counts at scale is the height of a bar: all of it must be copied beside one iteration, or training waits."
+            "alone, so that these iterations can be computed again. All restart from the newest checkpoint. Gemini "
+            "writes everything to memory and to a peer, and every fiftieth checkpoint to storage. What counts at scale "
+            "is the height of a bar: all of it must be copied beside one iteration, or training waits."
         ),
-        _line("moe_ckpt/bytes", 1e-6, "steps-mid"),
+        _line(STORED, 1e-6, "steps-mid"),
     ),
     Plot(
         "Stall per iteration",
@@ -139,6 +162,31 @@ PLOTS = (
             "backward pass, and the writing beside whatever follows; only what does not fit into that shows up here."
         ),
         _line("moe_ckpt/stall_ms"),
+    ),
+    Plot(
+        "Iterations since the newest checkpoint",
+        "iterations",
+        BEHIND,
+        1.0,
+        _always(
+            "How many iterations a kill at this moment would throw away: those since the newest checkpoint that all "
+            "processes have, of MoC with some experts still older. Solid: in the nearest tier. With memory that "
+            "outlives the processes that is memory, and the dotted line says how far storage is behind: what would be "
+            "lost if all nodes failed at once."
+        ),
+        _beside(BEHIND, STORAGE_BEHIND),
+    ),
+    Plot(
+        "In memory, and sent to peers",
+        "MB",
+        "moe_ckpt/memory_bytes",
+        1e-6,
+        _always(
+            "Of the runs with memory that outlives the processes. Solid: what lies there, of all ranks together: up to "
+            "three checkpoints of each rank, and as many copies of its peer's. Dotted: what was sent to peers during "
+            "the iteration."
+        ),
+        _beside("moe_ckpt/memory_bytes", SENT, 1e-6),
     ),
 )
 
@@ -176,15 +224,18 @@ def overview(runs: Sequence[RunSummary]) -> bytes:
     from matplotlib.figure import Figure
 
     partial = partial_runs(runs)
-    heights = (8.6, 2.9 * len(partial)) if partial else (8.6,)
+    rows = (len(PLOTS) + 1) // 2
+    heights = (4.1 * rows, 2.9 * len(partial)) if partial else (4.1 * rows,)
     figure = Figure(figsize=(14, sum(heights)), dpi=90, layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    grid = parts[0].add_gridspec(2, 2, height_ratios=(1.25, 1))
+    grid = parts[0].add_gridspec(rows, 2, height_ratios=(1.25, *[1] * (rows - 1)))
+    labels = None
     for number, plot in enumerate(PLOTS):
         axes = _fill(parts[0], grid[divmod(number, 2)], plot, runs)
         axes.get_legend().remove()
         axes.set_title(plot.title, loc="left", fontsize=11, pad=16)
-    parts[0].legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+        labels = labels or axes.get_legend_handles_labels()
+    parts[0].legend(*labels, loc="outside lower center", ncols=len(LINES), frameon=False)
     if partial:
         draw_heat(parts[1], runs, PANELS)
     return _png(figure)
@@ -212,7 +263,7 @@ def _fill(figure: Any, place: Any, plot: Plot, runs: Sequence[RunSummary]) -> An
         axes.annotate("kill", (step, 1), color="#666666", fontsize=9, **at)
     axes.set_ylabel(plot.unit)
     lowest.set_xlabel("iteration")
-    axes.legend(frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1, 1.06))
+    axes.legend(frameon=False, ncols=len(LINES), loc="lower right", bbox_to_anchor=(1, 1.06))
     return axes
 
 
@@ -292,19 +343,36 @@ def render(
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>moe_ckpt demo</title>'
         f"<style>{STYLE}</style></head><body><h1>A Mixture-of-Experts run, killed and killed again</h1>"
-        "<p>The same training run five times: never failing; failing, with a full checkpoint now and then (Dense); "
+        "<p>The same training run six times: never failing; failing, with a full checkpoint now and then (Dense); "
         "failing at the same iterations, with a partial checkpoint at every iteration (MoC), once with the experts "
-        "in turn, once with those that have most to lose; and with a checkpoint spread over every three iterations "
-        "(MoEvement), which brings back the exact state.</p>"
-        f"<ul>{verdicts}</ul><table><tr><th></th>{head}</tr>{rows}</table>{_scale_section(scale)}{plots}"
+        "in turn, once with those that have most to lose; with a checkpoint spread over every three iterations "
+        "(MoEvement), which brings back the exact state; and with a full one at every iteration in the memory of peers "
+        "(Gemini), where the last kill takes the memory of its node along.</p>"
+        f"<ul>{verdicts}</ul><table><tr><th></th>{head}</tr>{rows}</table>{_recoveries_section(runs)}"
+        f"{_scale_section(scale)}{plots}"
         f"<h2>How it was run</h2><ul>{notes}</ul></body></html>\n"
     )
 
 
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _recoveries_section(runs: Sequence[RunSummary]) -> str:
+    """Of the runs whose checkpoints lie in memory, a row for each kill."""
+    in_memory = [run for run in runs if run.memory_bytes]
+    tables = [
+        f"<h3>{html.escape(run.title)}</h3>" + _table(recoveries.COLUMNS, (each.cells() for each in run.recoveries))
+        for run in in_memory
+    ]
+    told = f"<h2>{recoveries.TITLE}</h2><p>{html.escape(recoveries.TEXT)}</p>"
+    return told + "".join(tables) if tables else ""
+
+
 def _scale_section(scale: Sequence[AtScale]) -> str:
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in at_scale.COLUMNS)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in scale)
-    table = f"<table><tr>{head}</tr>{rows}</table>" if scale else ""
+    table = _table(at_scale.COLUMNS, (row.cells() for row in scale)) if scale else ""
     return (
         f"<h2>Which policy is best?</h2><p>{html.escape(at_scale.sentence(scale))}</p>{table}"
         f"<p>{html.escape(at_scale.PLAN)}</p>"

@@ -5,7 +5,8 @@ A metric line is ``{"step": s, "generation": g, "time": t, "<metric>": value, ..
 torn by a crash is skipped when read. A step that was computed again to bring a sparse window back has
 ``moe_ckpt/replayed`` 1 and no other ``moe_ckpt/`` metric, for nothing is saved at it. Times are seconds since
 the epoch. The event ``experts`` carries tables ``[L, E]``: ``ages`` (steps since each expert's newest committed
-copy, -1 without one) and ``unsaved`` tokens.
+copy, -1 without one) and ``unsaved`` tokens. The event ``restored`` says on each rank how many bytes of the step that
+it returned to came from where: ``own`` memory of the node, memory of ``peers``, ``storage``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
 
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.policies import Tier
+
+PLACES = {Tier.HOST: "own", Tier.PEER: "peers", Tier.STORAGE: "storage"}
 
 
 def generation() -> int:
@@ -98,7 +102,8 @@ class Diary(Callback):
 
 
 class ExpertDiary(Callback):
-    """Writes how old and how far behind each expert's newest copy is; on rank 0, for all ranks know the same.
+    """Writes where the state came from; and how old and how far behind each expert's newest copy is, on rank 0, for all
+    ranks know the same of that.
 
     checkpoint: whose metrics are read. Its step is over only after every other callback's last hook of the batch, so
     a step is written when the next one begins, or training ends.
@@ -109,6 +114,15 @@ class ExpertDiary(Callback):
         self.checkpoint = checkpoint
         self.every_n_steps = every_n_steps
         self._written: int | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plan = self.checkpoint.recovery_plan
+        if plan is None:
+            return
+        nbytes = dict.fromkeys(PLACES.values(), 0)
+        for row in plan.rows():
+            nbytes[PLACES[row.source.tier]] += row.nbytes
+        self.run_log.event("restored", step=plan.step, **nbytes)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._write(trainer)

@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recipes.demonstrating import Verdict, human_bytes
+from recipes.demonstrating import human_bytes
+from recipes.gpt_moe_lightning.recoveries import Recovery, recoveries_in
 from recipes.gpt_moe_lightning.runlog import read_lines, read_runlog
 
 Curve = tuple[list[float], list[float]]
 Tables = npt.NDArray[np.int64]
+
+STORED, SENT = "moe_ckpt/bytes_to_storage", "moe_ckpt/bytes_to_peers"
+BEHIND, STORAGE_BEHIND = "moe_ckpt/steps_behind", "moe_ckpt/storage_steps_behind"
+"""Metrics that are made of those in the diary."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,15 @@ class RunSummary:
     lost_tokens: token-expert assignments whose updates the restored experts lacked; plt: their portion.
     checkpoints: begun; a sparse window is one.
     bytes_per_iteration, bytes_at_compute, stall_ms_mean, stall_ms_max: over all executed iterations but those replayed;
-    bytes of all ranks together, stall of the slowest rank.
+    bytes of all ranks together that go to storage, stall of the slowest rank.
+    recoveries: one for each kill, as far as they are done.
     """
 
     title: str
     records: tuple[Mapping[str, Any], ...]
     wall_secs: float = 0.0
     kills: int = 0
+    recoveries: tuple[Recovery, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -85,15 +92,40 @@ class RunSummary:
 
     @property
     def checkpoints(self) -> int:
-        return sum(r.get("moe_ckpt/bytes", 0) > 0 and not r.get("moe_ckpt/window_slot", 0) for r in self.records)
+        return sum(r.get(STORED, 0) > 0 and not r.get("moe_ckpt/window_slot", 0) for r in self.records)
 
     @property
     def bytes_per_checkpoint(self) -> float:
-        return sum(self._all("moe_ckpt/bytes")) / max(1, self.checkpoints)
+        return sum(self._all(STORED)) / max(1, self.checkpoints)
 
     @property
     def bytes_per_iteration(self) -> float:
-        return _mean(self._all("moe_ckpt/bytes"))
+        return _mean(self._all(STORED))
+
+    @property
+    def most_bytes(self) -> float:
+        """In one iteration."""
+        return max(self._all(STORED), default=0.0)
+
+    @property
+    def memory_bytes(self) -> float:
+        """The most that lay in memory that outlives the processes, copies of others included; 0 without such memory."""
+        return max(self._all("moe_ckpt/memory_bytes"), default=0.0)
+
+    @property
+    def sent_per_iteration(self) -> float:
+        """Bytes sent to peers."""
+        return _mean(self._all(SENT))
+
+    @property
+    def replica_lag_steps(self) -> int:
+        """The most that a rank's copies on peers ever were behind."""
+        return int(max(self._all("moe_ckpt/replica_lag_steps"), default=0.0))
+
+    @property
+    def down_secs(self) -> float:
+        """Mean time from the last iteration before a kill to the first after it."""
+        return _mean(recovery.secs for recovery in self.recoveries)
 
     @property
     def bytes_at_compute(self) -> float:
@@ -158,23 +190,52 @@ class RunSummary:
 
 def summarise(title: str, run_dir: Path, wall_secs: float = 0.0) -> RunSummary:
     ranks = read_runlog(run_dir)
-    return RunSummary(title, tuple(over_ranks(ranks)), wall_secs, len(read_lines(run_dir / "kills.jsonl")))
+    kills, back = len(read_lines(run_dir / "kills.jsonl")), tuple(recoveries_in(run_dir, ranks))
+    return RunSummary(title, tuple(over_ranks(ranks)), wall_secs, kills, back)
 
 
 def over_ranks(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rank 0's diary, with bytes summed and stalls the longest over the ranks' lines of the same step."""
+    """Rank 0's diary, with bytes summed, and stalls and lags the largest, over the ranks' lines of the same step.
+
+    Added to its lines: what goes to storage (``STORED``), what was sent to peers (``SENT``), and how far a checkpoint
+    that is complete is behind, in the nearest tier (``BEHIND``) and on storage (``STORAGE_BEHIND``).
+    """
     totals: dict[Any, list[dict[str, Any]]] = {}
     for record in (r for rank in ranks for r in rank if "moe_ckpt/bytes" in r):
         totals.setdefault((record["generation"], record["step"]), []).append(record)
     merged = []
+    sent_in: dict[Any, float] = {}
     for record in ranks[0] if ranks else []:
         if "moe_ckpt/bytes" in record:
             same = totals[record["generation"], record["step"]]
-            for name in ("moe_ckpt/bytes", "moe_ckpt/bytes_compute"):
-                record[name] = sum(r.get(name, 0) for r in same)
-            record["moe_ckpt/stall_ms"] = max(r["moe_ckpt/stall_ms"] for r in same)
+            record = record | _merged(same) | _behind(record)
+            life, sent = record["generation"], record.get("moe_ckpt/replica_sent_bytes")
+            if sent is not None:
+                record[SENT], sent_in[life] = sent - sent_in.get(life, 0), sent
         merged.append(record)
     return merged
+
+
+def _merged(same: list[dict[str, Any]]) -> dict[str, float]:
+    """Of one step, what all ranks say together."""
+    found: dict[str, float] = {
+        name: sum(r.get(name, 0) for r in same) for name in ("moe_ckpt/bytes", "moe_ckpt/bytes_compute")
+    }
+    found[STORED] = found["moe_ckpt/bytes"] * same[0].get("moe_ckpt/to_storage", 1)
+    found["moe_ckpt/stall_ms"] = max(r["moe_ckpt/stall_ms"] for r in same)
+    if "moe_ckpt/memory_bytes" in same[0]:
+        for name in ("moe_ckpt/memory_bytes", "moe_ckpt/replica_sent_bytes"):
+            found[name] = sum(r.get(name, 0) for r in same)
+        found["moe_ckpt/replica_lag_steps"] = max(r.get("moe_ckpt/replica_lag_steps", 0) for r in same)
+    return found
+
+
+def _behind(record: Mapping[str, Any]) -> dict[str, float]:
+    """Iterations since the newest checkpoint that every rank has, and since the newest one on storage."""
+    stored = record.get("moe_ckpt/committed_step")
+    nearest = record.get("moe_ckpt/memory_step", stored)
+    known = {BEHIND: nearest, STORAGE_BEHIND: stored}
+    return {name: record["step"] - newest for name, newest in known.items() if newest is not None}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -185,6 +246,8 @@ def _mean(values: Iterable[float]) -> float:
 ROWS: tuple[tuple[str, str], ...] = (
     ("iterations", "the length of the run"),
     ("processes killed", "kill -9 of a rank, in the middle of an iteration"),
+    ("nodes lost with them", "the memory of that rank's node was deleted, too"),
+    ("down per kill", "from the last iteration before it to the first after it; mostly the start of the processes"),
     ("iterations computed again", "finished ones that the kill threw away, or that bring a sparse window back"),
     ("of these, per kill", "what one failure costs, on average"),
     ("replays among them", "to bring a sparse window back; nothing is saved at them"),
@@ -196,9 +259,12 @@ ROWS: tuple[tuple[str, str], ...] = (
         "weights alone, per iteration",
         "part of what is written: at compute fidelity, without the optimizer state that follows later in the window",
     ),
+    ("most in memory", "files in memory that outlive the processes, copies of other nodes included"),
+    ("sent to peers per iteration", "averaged over all iterations, all ranks together"),
+    ("copies behind, at most", "iterations that a node's newest copy on a peer was ever behind"),
     ("stall per iteration", "mean / worst time that training waited for the checkpoint"),
     ("experts per layer", "how many of each layer's experts a checkpoint writes (K)"),
-    ("oldest expert, iterations", "the most iterations that the newest copy of an expert was ever behind"),
+    ("oldest expert, iterations", "the most iterations that an expert's newest copy on storage was ever behind"),
     ("skewness of load", "0: every expert gets as many tokens, 1: one gets all; mean over layers and iterations"),
     ("lost tokens", "tokens that a restored expert no longer knows"),
     ("PLT", "portion of lost tokens: their share of all tokens"),
@@ -214,14 +280,19 @@ def table_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
     return (
         str(run.steps),
         str(run.kills),
+        str(sum(recovery.killed.node for recovery in run.recoveries)),
+        f"{run.down_secs:.1f} s" if run.recoveries else "-",
         str(run.recomputed),
         f"{run.recomputed / run.kills:.1f}" if run.kills else "-",
         str(run.replayed),
         str(run.checkpoints),
         human_bytes(run.bytes_per_checkpoint),
         human_bytes(run.bytes_per_iteration),
-        human_bytes(max(run._all("moe_ckpt/bytes"), default=0.0)),
+        human_bytes(run.most_bytes),
         human_bytes(run.bytes_at_compute),
+        human_bytes(run.memory_bytes) if run.memory_bytes else "-",
+        human_bytes(run.sent_per_iteration) if run.memory_bytes else "-",
+        str(run.replica_lag_steps) if run.memory_bytes else "-",
         f"{run.stall_ms_mean:.1f} / {run.stall_ms_max:.0f} ms",
         " then ".join(map(str, run.experts_per_layer)) or "all",
         str(run.oldest_expert_steps),
@@ -240,76 +311,3 @@ def _difference(run: RunSummary, baseline: RunSummary) -> str:
         return "unknown"
     away = run.val_loss - baseline.val_loss
     return f"{away:+.4f}" if abs(away) >= 5e-5 else f"{away:+.1e}" if away else "0"
-
-
-def verdicts(
-    baseline: RunSummary,
-    dense: RunSummary,
-    sequential: RunSummary,
-    load_aware: RunSummary,
-    windows: RunSummary,
-    *,
-    kills: int,
-) -> tuple[Verdict, ...]:
-    """What the demo promises, checked on what was measured. windows: the run under MoEvement."""
-    failing = (dense, sequential, load_aware, windows)
-    survived = all(run.kills == kills and run.val_loss is not None for run in failing)
-    counts = ", ".join(str(run.kills) for run in failing)
-    return (
-        Verdict(
-            survived,
-            f"All four failing runs lost a process to kill -9 {kills} times and came back by themselves."
-            if survived
-            else f"NOT as planned: {counts} kills instead of {kills} each, or a run did not finish.",
-        ),
-        _exact(baseline, dense),
-        *(_partial(baseline, dense, run) for run in (sequential, load_aware)),
-        _compared(sequential, load_aware),
-        _exact(baseline, windows),
-        _spared(dense, windows),
-    )
-
-
-def _exact(baseline: RunSummary, run: RunSummary) -> Verdict:
-    """Losses of iterations that were computed more than once count each time."""
-    same = baseline.parameters is not None and baseline.parameters == run.parameters
-    losses = baseline.losses == run.losses
-    end = baseline.val_loss is not None and baseline.val_loss == run.val_loss
-    return Verdict(
-        same and losses and end and run.lost_tokens == 0,
-        f"{run.title}: parameters and every loss equal those of the run that never failed, bit for bit; no token lost."
-        if same and losses and end and run.lost_tokens == 0
-        else f"{run.title} DIFFERS from the run that never failed (parameters equal: {same}, training losses equal: "
-        f"{losses}, validation loss equal: {end}, lost tokens: {run.lost_tokens:,}).",
-    )
-
-
-def _partial(baseline: RunSummary, dense: RunSummary, run: RunSummary) -> Verdict:
-    drift = abs((run.val_loss or float("inf")) - (baseline.val_loss or 0.0))
-    return Verdict(
-        run.val_loss is not None,
-        f"{run.title}: {run.lost_tokens:,} tokens lost (PLT {run.plt:.2%}), iterations computed again: "
-        f"{run.recomputed} (Dense: {dense.recomputed}), validation loss {drift:.4f} away from the run that never "
-        "failed.",
-    )
-
-
-def _compared(sequential: RunSummary, load_aware: RunSummary) -> Verdict:
-    """Which selection loses less depends on the router's skewness and on the kills, so either may, and is said."""
-    finished = sequential.val_loss is not None and load_aware.val_loss is not None
-    less = load_aware.lost_tokens / sequential.lost_tokens - 1 if sequential.lost_tokens else 0.0
-    return Verdict(
-        finished,
-        f"Experts chosen by load lost {load_aware.lost_tokens:,} tokens, experts in turn "
-        f"{sequential.lost_tokens:,} ({less:+.0%}), through the same kills.",
-    )
-
-
-def _spared(dense: RunSummary, windows: RunSummary) -> Verdict:
-    """How much a kill costs Dense depends on where in its ten iterations it comes, so this is said and not demanded."""
-    share = windows.bytes_per_iteration / dense.bytes_per_checkpoint if dense.bytes_per_checkpoint else 0.0
-    return Verdict(
-        windows.val_loss is not None,
-        f"{windows.title}: iterations computed again: {windows.recomputed}, {windows.replayed} of them replays "
-        f"(Dense: {dense.recomputed}); it writes {share:.0%} of a whole checkpoint at every iteration.",
-    )

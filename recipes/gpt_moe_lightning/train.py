@@ -51,10 +51,13 @@ class TrainerConfig:
 class FaultConfig:
     """kill -9 of random ranks at random steps; the same ones for the same seed.
 
+    nodes: so many of the kills, the last ones, lose a node: its memory directory is deleted, too. Each node must have
+    one of its own, as in ``'moe_ckpt.memory.directory=/dev/shm/node_${oc.env:RANK}'``, which is made where it is not.
     after: share of the run in which nothing is killed yet.
     """
 
     kills: int = 0
+    nodes: int = 0
     seed: int = 0
     after: float = 0.1
     phases: tuple[str, ...] = ("compute",)
@@ -87,8 +90,11 @@ class Faults(Callback):
         self.on_step(trainer.global_step + 1)
 
 
-def kill_hook(config: RunConfig) -> Any:
-    """This rank's hook of the kill schedule, or None. It remembers on disk which kills have happened."""
+def kill_hook(config: RunConfig, node_memory: str | None = None) -> Any:
+    """This rank's hook of the kill schedule, or None. It remembers on disk which kills have happened.
+
+    node_memory: the directory that a lost node loses.
+    """
     if not config.faults.kills:
         return None
     from moe_ckpt.testing.faults import KillSchedule
@@ -100,10 +106,13 @@ def kill_hook(config: RunConfig) -> Any:
         first_step=max(2, int(config.trainer.max_steps * config.faults.after)),
         last_step=config.trainer.max_steps,
         phases=tuple(config.faults.phases),
+        nodes=config.faults.nodes,
     )
+    if config.faults.nodes and node_memory is not None:
+        os.makedirs(node_memory, mode=0o700, exist_ok=True)  # the node that comes in a lost one's place has none
     memory = Path(config.run_dir) / "kills.jsonl"
     memory.parent.mkdir(parents=True, exist_ok=True)
-    return schedule.hook(int(os.environ.get("RANK", "0")), memory)
+    return schedule.hook(int(os.environ.get("RANK", "0")), memory, node_memory=node_memory)
 
 
 def make_trainer(config: TrainerConfig, log: RunLog, callbacks: list[Callback]) -> Trainer:
@@ -192,11 +201,12 @@ def run_config(cfg: DictConfig) -> RunConfig:
 def main(cfg: DictConfig) -> float:
     """Run a composed config; the validation loss, for Hydra's sweepers."""
     from hydra.utils import instantiate
+    from omegaconf import OmegaConf
 
     # Lightning prints its messages itself; passed on to Hydra's handler they would all appear twice.
     logging.getLogger("lightning").propagate = not logging.getLogger("lightning").handlers
     config = run_config(cfg)
-    faults = kill_hook(config)
+    faults = kill_hook(config, OmegaConf.select(cfg, "moe_ckpt.memory.directory"))
     hooks = {"on_phase": faults.on_phase} if faults is not None else {}
     wanted = "_target_" in (cfg.get("moe_ckpt") or {})  # "~moe_ckpt" on the command line leaves it out
     checkpoint = instantiate(cfg.moe_ckpt, **hooks) if wanted else None

@@ -16,6 +16,7 @@ from rich.console import Console
 from recipes.demonstrating import MARKER, KillNews, Verdict, prepare
 from recipes.gpt_moe_lightning import at_scale, demo
 from recipes.gpt_moe_lightning.heat import draw_heat, heat_text, kill_marks, row_labels, shaded
+from recipes.gpt_moe_lightning.recoveries import COLUMNS
 from recipes.gpt_moe_lightning.report import (
     HARMLESS_PLT,
     PLOTS,
@@ -27,7 +28,18 @@ from recipes.gpt_moe_lightning.report import (
     plt_text,
     render,
 )
-from recipes.gpt_moe_lightning.summary import ROWS, RunSummary, over_ranks, summarise, table_cells, verdicts
+from recipes.gpt_moe_lightning.summary import (
+    BEHIND,
+    ROWS,
+    SENT,
+    STORAGE_BEHIND,
+    STORED,
+    RunSummary,
+    over_ranks,
+    summarise,
+    table_cells,
+)
+from recipes.gpt_moe_lightning.verdicts import verdicts
 
 
 def diary(run_dir: Path, rank: int, records: list[dict], torn: str = "") -> None:
@@ -89,7 +101,70 @@ def test_replayed_steps_are_told_apart_and_a_window_is_one_checkpoint(tmp_path):
     assert run.losses == {number: {5.0 / number} for number in range(1, 7)}
 
 
-YES = [True] * 7
+def peers_run(run_dir: Path, *, storage: int = 0, end: dict | None = None) -> RunSummary:
+    """Two ranks, killed after iteration 2, and after iteration 3 with the node of rank 1, which rank 0's restores."""
+
+    def step(number: int, life: int, rank: int, memory_step: int, stored: float = 0.0) -> list[dict]:
+        at = {"step": number, "generation": life, "time": 10.0 * number + 100 * life + rank}
+        saved = {"moe_ckpt/bytes": 6e6, "moe_ckpt/stall_ms": 1.0, "moe_ckpt/to_storage": stored,
+                 "moe_ckpt/memory_step": memory_step, "moe_ckpt/committed_step": 1, "moe_ckpt/lost_tokens": 0,
+                 "moe_ckpt/memory_bytes": 2e7 + rank, "moe_ckpt/replica_lag_steps": rank,
+                 "moe_ckpt/replica_sent_bytes": 6e6 * number + rank}  # fmt: skip
+        return [at | {"train/loss": 5.0}, at | saved]
+
+    def back(life: int, at: int, own: int, peers: int) -> list[dict]:
+        return [
+            {"event": "process_start", "generation": life},
+            {"event": "restored", "step": at, "own": own, "peers": peers, "storage": storage, "generation": life},
+        ]
+
+    for rank in (0, 1):
+        records = [*step(1, 0, rank, 1, 1.0), *step(2, 0, rank, 1)]
+        records += [*back(1, 1, 12, 0), *step(2, 1, rank, 1), *step(3, 1, rank, 2)]
+        records += [*back(2, 3, 0 if rank else 12, 12 if rank else 0), *step(4, 2, rank, 3)]
+        diary(run_dir, rank, [*records, *([end] if end else [])])
+    lines_of_kills = [
+        {"step": 3, "rank": 0, "phase": "compute", "node": False},
+        {"step": 4, "rank": 1, "phase": "compute", "node": True},
+    ]
+    (run_dir / "kills.jsonl").write_text("".join(json.dumps(kill) + "\n" for kill in lines_of_kills))
+    return summarise("on peers", run_dir)
+
+
+def test_what_came_back_from_where(tmp_path):
+    run = peers_run(tmp_path / "run")
+    assert len(COLUMNS) == len(run.recoveries[0].cells())
+    assert [recovery.cells() for recovery in run.recoveries] == [
+        ("3", "rank 0", "1", "24 B", "-", "-", "1", "100.0 s"),
+        ("4", "rank 1 and its node", "3", "12 B", "12 B", "-", "0", "110.0 s"),
+    ]
+    (tmp_path / "run" / "metrics.rank1.jsonl").write_text("")  # it is starting still
+    assert summarise("on peers", tmp_path / "run").recoveries == ()
+
+
+def test_memory_is_shown_by_tier_and_of_all_ranks_together(tmp_path):
+    run = peers_run(tmp_path / "run")
+    assert run.curve(BEHIND) == ([1, 2, 3, 4], [0, 1, 1, 1]), "of a step computed twice the last"
+    assert run.curve(STORAGE_BEHIND) == ([1, 2, 3, 4], [0, 1, 2, 3])
+    assert run.curve(STORED) == ([1, 2, 3, 4], [12e6, 0, 0, 0])
+    assert (run.memory_bytes, run.replica_lag_steps) == (4e7 + 1, 1)
+    sent = [r[SENT] for r in run.records if SENT in r]
+    assert sent == [12e6 + 1, 12e6, 24e6 + 1, 12e6, 48e6 + 1], "a life counts from nothing"
+    cells = dict(zip((title for title, _ in ROWS), table_cells(run, run), strict=True))
+    assert (cells["most in memory"], cells["copies behind, at most"], cells["nodes lost with them"]) == (
+        "40.0 MB", "1", "1",
+    )  # fmt: skip
+    page = render([run], [], [])
+    assert all(f"<td>{cell}</td>" in page for recovery in run.recoveries for cell in recovery.cells())
+    behind, memory = (alternative(plot, [run]) for plot in PLOTS[-2:])
+    assert "on peers: 0 to 1, in the end 1" in behind
+    assert "on peers: 40 to 40" in memory
+    figure = Figure()
+    axes = _fill(figure, figure.add_gridspec(1, 1)[0], PLOTS[-2], [run])
+    assert [list(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 4] == [[0, 1, 1, 1], [0, 1, 2, 3]]
+
+
+YES = [True] * 9
 
 
 @pytest.mark.parametrize(
@@ -98,28 +173,33 @@ YES = [True] * 7
         ("dense", {}, 2, 3.5, YES),
         ("dense", {"parameters": "b"}, 2, 3.5, [True, False, *YES[2:]]),
         ("dense", {"train/loss": 5.1}, 2, 3.5, [True, False, *YES[2:]]),
-        ("windows", {"parameters": "b"}, 2, 3.5, [*YES[:5], False, True]),
-        ("windows", {"train/loss": 5.1}, 2, 3.5, [*YES[:5], False, True]),
-        ("windows", {"first/loss": 5.1}, 2, 3.5, [*YES[:5], False, True]),  # right only when computed again
-        ("windows", {"val_loss": 3.6}, 2, 3.5, [*YES[:5], False, True]),
-        ("windows", {"lost": 1}, 2, 3.5, [*YES[:5], False, True]),
+        ("windows", {"parameters": "b"}, 2, 3.5, [*YES[:5], False, *YES[6:]]),
+        ("windows", {"train/loss": 5.1}, 2, 3.5, [*YES[:5], False, *YES[6:]]),
+        ("windows", {"first/loss": 5.1}, 2, 3.5, [*YES[:5], False, *YES[6:]]),  # right only when computed again
+        ("windows", {"val_loss": 3.6}, 2, 3.5, [*YES[:5], False, *YES[6:]]),
+        ("windows", {"lost": 1}, 2, 3.5, [*YES[:5], False, *YES[6:]]),
         ("windows", {}, 1, 3.5, [False, *YES[1:]]),
-        ("dense", {}, 2, None, [False, True, True, False, False, True, True]),
+        ("dense", {}, 2, None, [False, True, True, False, False, *YES[5:]]),
+        ("peers", {"parameters": "b"}, 2, 3.5, [*YES[:7], False, True]),
+        ("peers", {"storage": 1}, 2, 3.5, [*YES[:8], False]),
     ],
 )
 def test_the_verdict_tells_a_difference(tmp_path, exact, change, kills, by_load, passed):
     good = ("a", 5.0, 3.5)
     ends = {"never": good, "dense": good, "moc": ("c", 5.0, 3.5), "load": ("d", 5.0, by_load), "windows": good}
     ends[exact] = (change.get("parameters", "a"), change.get("train/loss", 5.0), change.get("val_loss", 3.5))
+    digest, _, val_loss = ends.pop("peers", good)
+    end = {"event": "finished", "val_loss": val_loss, "parameters": digest}
+    peers = peers_run(tmp_path / "peers", storage=change.get("storage", 0), end=end)
     for name, (digest, loss, val_loss) in ends.items():
         lost = {"moc": 200, "load": 150, exact: change.get("lost", 0)}.get(name, 0)
         first = lines(2, 2, 0, change["first/loss"]) if name == exact and "first/loss" in change else []
         last = {"step": 3, "moe_ckpt/lost_tokens": lost, "moe_ckpt/plt": lost / 1e4}
         end = {"event": "finished", "val_loss": val_loss, "parameters": digest}
-        diary(tmp_path / name, 0, [*first, *lines(1, 3, 0, loss), last, end])
+        diary(tmp_path / name, 0, [*first, *lines(1, 4, 0, loss), last, end])
         (tmp_path / name / "kills.jsonl").write_text('{"step": 1}\n' * kills)
     runs = [summarise(name, tmp_path / name) for name in ends]
-    checks = verdicts(*runs, kills=2)
+    checks = verdicts(*runs, peers, kills=2)
     assert [check.passed for check in checks] == passed
     assert checks[4].sentence.startswith("Experts chosen by load lost 150 tokens, experts in turn 200 (-25%)")
 
@@ -216,8 +296,8 @@ def test_report_is_one_file_that_loads_nothing(tmp_path, run_with_experts):
     diary(tmp_path / "r", 0, [{**r, "moe_ckpt/bytes": 1e6, "moe_ckpt/stall_ms": 3.0} for r in lines(1, 5, 0, 2.0)])
     run = summarise("a <b> run", tmp_path / "r")
     page = render([run, run, run, run_with_experts], [Verdict(False, "NOT equal & so on")], ["fact"])
-    assert page.count('src="data:image/png;base64,') == 5
-    assert render([run, run], [], []).count('src="data:image/png;base64,') == 4  # no heat maps of nothing
+    assert page.count('src="data:image/png;base64,') == 7
+    assert render([run, run], [], []).count('src="data:image/png;base64,') == 6  # no heat maps of nothing
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert "a &lt;b&gt; run" in page
     assert "NOT equal &amp; so on" in page
@@ -263,7 +343,7 @@ def test_alternative_texts_say_what_each_picture_shows(five_runs, run_with_exper
     texts = [alternative(plot, five_runs) for plot in PLOTS]
     assert len(set(texts)) == len(PLOTS)
     assert all(text.startswith(plot.title) and plot.unit in text for text, plot in zip(texts, PLOTS, strict=True))
-    assert all("kills after iterations 3. " in text for text in texts)
+    assert all("kills after iterations 3." in text for text in texts)
     assert "MoC: 4.25 to 5, in the end 4.25" in texts[0]
     assert "largest difference to never failing: Dense 0, MoC 0.25, MoEvement 0." in texts[0]
     assert "MoC: 7.6 to 7.6" in texts[1]  # in the unit of the picture
@@ -316,9 +396,11 @@ def test_each_kill_is_said_once_and_that_it_was_meant(tmp_path):
     kills = tmp_path / "kills.jsonl"
     kills.write_text('{"step": 4, "rank": 1, "phase": "compute"}\n{"step": 9, "ra')
     (line,) = news.lines(tmp_path)
-    assert line.startswith("rank 1 was killed on purpose in iteration 4 (kill -9)")
-    kills.write_text('{"step": 4, "rank": 1, "phase": "compute"}\n{"step": 9, "rank": 0, "phase": "compute"}\n')
-    assert [line[:30] for line in news.lines(tmp_path)] == ["rank 0 was killed on purpose i"]
+    assert line.startswith("rank 1 was killed on purpose in iteration 4 (kill -9); torchrun")
+    lost = '{"step": 9, "rank": 0, "phase": "compute", "node": true}\n'
+    kills.write_text('{"step": 4, "rank": 1, "phase": "compute"}\n' + lost)
+    [line] = news.lines(tmp_path)
+    assert line.startswith("rank 0 was killed on purpose in iteration 9 (kill -9), and the memory of its node deleted;")
     assert news.lines(tmp_path) == []
 
 
@@ -340,12 +422,12 @@ def test_demo_survives_its_kills_and_says_so(tmp_path, capsys):
     code = demo.main(["--steps", "26", "--kills", "2", "--out", str(out), "trainer.val_batches=2"])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    names = ("never_failing", "dense", "moc", "moc_load_aware", "moevement")
+    names = ("never_failing", "dense", "moc", "moc_load_aware", "moevement", "gemini")
     runs = {name: summarise(name, out / name) for name in names}
-    assert [runs[name].kills for name in runs] == [0, 2, 2, 2, 2]
+    assert [runs[name].kills for name in runs] == [0, 2, 2, 2, 2, 2]
     assert all(run.steps == 26 for run in runs.values())
-    windows = runs["moevement"]
-    for run in (runs["dense"], windows):
+    windows, peers = runs["moevement"], runs["gemini"]
+    for run in (runs["dense"], windows, peers):
         assert (run.parameters, run.val_loss) == (runs["never_failing"].parameters, runs["never_failing"].val_loss)
         assert run.losses == runs["never_failing"].losses
         assert run.lost_tokens == 0
@@ -355,6 +437,11 @@ def test_demo_survives_its_kills_and_says_so(tmp_path, capsys):
     assert windows.replayed % 2 == 0
     assert {int(size) for size in windows.curve("moe_ckpt/window_size")[1]} == {3}
     assert windows.bytes_at_compute > 0
+    assert [(each.killed.node, each.storage) for each in peers.recoveries] == [(False, 0), (True, 0)]
+    process, node = peers.recoveries
+    assert (process.own, process.peers) == (2 * node.own, 0), "both ranks"
+    assert node.own == node.peers == peers.bytes_per_checkpoint, "the rank that is left, and the one that is new"
+    assert max(peers.curve(BEHIND)[1]) < max(peers.curve(STORAGE_BEHIND)[1]) == 25
     assert 0.4 < windows.bytes_per_iteration / runs["dense"].bytes_per_checkpoint < 0.5  # 12 and 4 bytes, W = 3
     for name in ("moc", "moc_load_aware"):
         run = runs[name]
@@ -368,7 +455,9 @@ def test_demo_survives_its_kills_and_says_so(tmp_path, capsys):
     page = (out / "report.html").read_text()
     assert "bit for bit" in page
     assert "What it cost" in printed
-    assert printed.count("killed on purpose in iteration") == 8
+    assert printed.count("killed on purpose in iteration") == 10
+    assert printed.count("and the memory of its node deleted") == 1
+    assert list(demo.TMPFS.glob("moe_ckpt_demo_*")) == []
     assert "cannot be seen at this size" in " ".join(printed.split())
     assert "Experts chosen by load lost" in printed
     assert printed.count("unsaved tokens, █ = ") == 2

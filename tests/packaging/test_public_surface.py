@@ -44,7 +44,7 @@ SURFACE = {
         "gate_id needs_of non_expert_id save_full save_nothing"
     ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
-    "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process",
+    "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process lose_node",
     "moe_ckpt.testing.megatron_cpu": "install",
 }
 """Module -> its ``__all__``. Every package with an ``__all__`` is listed."""

@@ -18,6 +18,7 @@ from moe_ckpt.core.memory_retention import HeldStep, needed
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.comm import largest
+from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import HostMemoryError, RecoveryLoopError
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.policies import Dense, MoC
@@ -82,6 +83,9 @@ def test_a_life_comes_back_to_a_step_that_storage_never_had(where):
         assert_state(second, at(6))
         assert fault.lost_tokens == 0
         assert restored.place == "memory and step_00000001"
+        assert set(restored.plan.from_source(restored.plan.sources[0])) == set(ALL), "from this node"
+        assert second.session.completed(StepRecord(6)).memory_step == 6, "a failure now would come back to it again"
+        assert second.session.run_ledger.ledger.at_risk_plt == 0, "all of the checkpoint on storage is of one step"
         second.go(3, settle=True)
     with life(where) as third:
         come_back(third)

@@ -145,6 +145,35 @@ def test_draws_are_repeatable_spread_and_possible():
     assert KillSchedule.draw(1, 0, 1, 1, 1).kills == ()
 
 
+def test_the_last_kills_lose_their_nodes_and_the_others_stay_as_they_are():
+    alone, lost = (KillSchedule.draw(7, 4, 3, 10, 99, nodes=nodes).kills for nodes in (0, 2))
+    assert [kill.node for kill in lost] == [False, False, True, True]
+    assert [(k.step, k.rank, k.phase) for k in lost] == [(k.step, k.rank, k.phase) for k in alone]
+    assert KillSchedule.from_json(KillSchedule(lost).to_json()).kills == lost
+    with pytest.raises(ConfigError, match="nodes=5 says how many of the 4 kills"):
+        KillSchedule.draw(7, 4, 3, 10, 99, nodes=5)
+    with pytest.raises(ConfigError, match=r"rank 2 is to be lost in step 3; node_memory="):
+        KillSchedule((Kill(3, 2, "compute", node=True),)).hook(2, "kills")
+
+
+def test_a_lost_node_takes_its_memory_along_and_no_other(tmp_path):
+    for name in ("node_0", "node_1"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "slot").write_bytes(b"x")
+    schedule = KillSchedule((Kill(3, 1, "compute"), Kill(4, 1, "compute", node=True)))
+    seen = []
+
+    def life(step):
+        died_with = lambda: seen.append(sorted(path.name for path in tmp_path.glob("node_*")))  # noqa: E731
+        schedule.hook(1, tmp_path / "kills", kill=died_with, node_memory=tmp_path / "node_1").on_step(step)
+
+    life(3)
+    life(4)
+    life(5)
+    assert seen == [["node_0", "node_1"], ["node_0"]]
+    assert schedule.fired(tmp_path / "kills") == schedule.kills
+
+
 def test_json_round_trip():
     schedule = KillSchedule.draw(3, 5, 2, 1, 50, ("compute", "write"))
     assert KillSchedule.from_json(schedule.to_json()) == schedule

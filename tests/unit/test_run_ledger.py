@@ -109,6 +109,33 @@ def test_what_came_back_from_memory_is_at_risk_until_storage_holds_it():
     assert run_ledger.ledger.at_risk.tokens == 3
 
 
+def test_what_only_memory_had_is_not_at_risk_where_storage_is_of_one_step():
+    """A return to storage computes those steps again: only what its experts lack of its own step would be lost."""
+    dense, lacking = saved_at_one(), saved_at_one()
+    before = dense.tokens.applied - counts(5, 3, 2)
+    dense.tokens.applied = before
+    lacking.tokens.applied = before + counts(0, 2, 0)
+    for stored, at_risk in ((dense, 0), (lacking, 2)):
+        run_ledger, manifest = RunLedger(MODEL), manifest_of(saved_at_one(), 4)
+        fault = run_ledger.resume_from(
+            manifest, same_store=True, tokens_from_host=manifest_tokens(manifest), beneath=manifest_of(stored, 1)
+        )
+        assert (fault.lost_tokens, run_ledger.committed_step) == (0, 1)
+        assert run_ledger.ledger.at_risk.tokens == at_risk
+
+
+def manifest_of(run_ledger, step):
+    return Manifest(
+        run_id="r", step=step, generation=0, world_size=1, index=7, created_unix_secs=0.0, model=ModelRecord(""),
+        files=(), operators=dict.fromkeys(EVERYTHING, OperatorRecord(step, ())), states=(), policy={},
+        tokens=run_ledger.tokens.to_dict(),
+    )  # fmt: skip
+
+
+def manifest_tokens(manifest):
+    return np.array(manifest.tokens["applied"], dtype=np.int64)
+
+
 def test_a_checkpoint_of_another_store_lends_its_history_and_no_copy():
     run_ledger, fault = restored(same_store=False)
     now = context(run_ledger, 3)

@@ -32,6 +32,7 @@ from moe_ckpt.callbacks.first_callback import FirstCallback
 from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
+from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.engine.options import OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError
@@ -77,6 +78,8 @@ class MoECheckpoint(_Unranked):
         policy: Within its guard if there is one.
         dirpath: Directory or URL of the store.
         restored_step: Step of the checkpoint that training resumed from; None before, and for a new run.
+        recovery_plan: Where each operator of that checkpoint came from, memory of this node, of others, or storage, as
+            this rank sees it. None, too, where ``fit(ckpt_path=...)`` was given.
 
     Raises:
         ConfigError: An unknown option, or an impossible value.
@@ -97,6 +100,7 @@ class MoECheckpoint(_Unranked):
         self.isolate_validation = isolate_validation
         self.policy, self.dirpath = self.options.policy, self.options.dirpath
         self.restored_step: int | None = None
+        self.recovery_plan: RecoveryPlan | None = None
         self._first = FirstCallback()
         self._fit: Fit | None = None
         self._data = DataPosition()
@@ -152,7 +156,7 @@ class MoECheckpoint(_Unranked):
         self._fit, self._first.fit, self._step_log = fit, fit, fit.step_log
         fit.resume(previous)
         if fit.driver.restored_step is not None:
-            self.restored_step = fit.driver.restored_step
+            self.restored_step, self.recovery_plan = fit.driver.restored_step, fit.driver.recovery_plan
             self._given = self._saved_ledger = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,7 +165,7 @@ class MoECheckpoint(_Unranked):
         given, run_ledger, self._given, self._saved_ledger = self._given, self._saved_ledger, None, None
         self._fit.begin(given, run_ledger, self._data, (self, self._first))
         if given is not None:
-            self.restored_step = self._fit.driver.restored_step
+            self.restored_step, self.recovery_plan = self._fit.driver.restored_step, None
 
     # --- every step ---
 

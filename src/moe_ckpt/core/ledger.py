@@ -84,18 +84,20 @@ class Ledger:
         """Memory has ``operators``, and nothing older, in the state that had seen ``[L, E]`` tokens."""
         self.tokens.mark_held(self._experts(self.catalog.places_of(operators)), seen)
 
-    def restore(self, steps: Mapping[str, int], *, whole: bool) -> None:
+    def restore(self, steps: Mapping[str, int], seen: Counts, *, whole: bool) -> None:
         """The run went on from a checkpoint of this store. To be called after ``tokens.recover``.
 
         Args:
             steps: Operator -> step of the version that the checkpoint names; of a sparse window its last step.
+            seen: ``[L, E]`` tokens routed by the step of that checkpoint, which memory may have been ahead of.
             whole: See ``record``.
         """
         places = self.catalog.places_of(tuple(steps))
         self._steps[places] = list(steps.values())
         if whole:
             self._built_upon[places] = True
-        self.at_risk = self._unsaved()  # of experts that memory had newer than storage
+        # Of experts that memory had newer than storage. What was routed since would be routed again.
+        self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def forget(self) -> None:
         """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""

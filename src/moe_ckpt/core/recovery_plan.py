@@ -61,7 +61,7 @@ class PlanRow:
 
 @dataclass(frozen=True, eq=False)
 class RecoveryPlan:
-    """Where each operator comes from. Equal on every rank.
+    """Where each operator comes from. Equal on every rank, but for what is memory of this node, and what of another.
 
     Attributes:
         checkpoint: Directory of the checkpoint that the run returns to.

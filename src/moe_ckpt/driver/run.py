@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import Change, say_changes
 from moe_ckpt.driver.replaying import Repeated, Replaying
@@ -107,6 +108,7 @@ class Driver:
     Attributes:
         last: What the newest step cost; None before the first.
         restored_step: Step of the checkpoint that training resumed from; of a sparse window, its last one.
+        recovery_plan: Where each operator of that checkpoint came from, as this rank sees it.
         replaying: The replay of a sparse window, until it is done.
     """
 
@@ -114,6 +116,7 @@ class Driver:
         self.options = options
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
+        self.recovery_plan: RecoveryPlan | None = None
         self.replaying: Replaying | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
@@ -195,7 +198,7 @@ class Driver:
         """Restores all but the tensors, which are loaded."""
         manifest, dirpath, rank = restored.manifest, self.options.dirpath, self.comm.rank
         changes, inexact = self._host.load(restored)
-        self.restored_step = manifest.step
+        self.restored_step, self.recovery_plan = manifest.step, restored.plan
         if restored.replay is not None:
             self.replaying = Replaying(restored.replay, restored.plain, self._host.repeated)
             self.lifecycle.move(Event.RESUME_WINDOW, "resume()")

@@ -77,7 +77,8 @@ class MemoryTier:
         replicator: Sends copies to peers, and holds theirs; None without.
 
     Attributes:
-        complete_step: Step of the newest snapshot that every rank holds, in this life; None before the first.
+        complete_step: Step of the newest checkpoint that the ranks hold: of this life, or the one that it goes on from.
+            None before the first, and where this rank needed the room.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class MemoryTier:
         except MemoryFullError:
             if not self.left.remove():
                 raise
+            self.complete_step = None  # those of this life are still to come
             return self.files.make(nbytes)
 
     def begin(self, snapshot: Snapshot) -> None:

@@ -150,7 +150,8 @@ class RunLedger:
             versions = {op: record.step for op, record in stored.operators.items()}
             if stored.window:
                 versions = dict.fromkeys(versions, stored.step)
-            self.ledger.restore(versions, whole=not stored.window)
+            seen = TokenBook.from_dict(stored.tokens, tokens.layers, tokens.experts).applied
+            self.ledger.restore(versions, seen, whole=not stored.window)
         return fault
 
     def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Event, State
 from moe_ckpt.engine.comm import make_communicator
@@ -90,6 +91,8 @@ class MegatronCheckpoint:
         dirpath: Directory or URL of the store.
         metrics: The torchmetrics of ``moe_ckpt.metrics``, updated at each step, of this rank in this process; None
             where torchmetrics is not installed.
+        recovery_plan: Where each operator of the checkpoint came from that training resumed from: memory of this node,
+            of others, or storage, as this rank sees it; None before, and for a new run.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class MegatronCheckpoint:
         self.options = options
         self.policy, self.dirpath = options.policy, options.dirpath
         self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])
+        self.recovery_plan: RecoveryPlan | None = None
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
         try:
             self._driver.open(
@@ -184,6 +188,7 @@ class MegatronCheckpoint:
                 self._host.generators.take()
 
         self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise))
+        self.recovery_plan = self._driver.recovery_plan
         self._first = FirstForward(self._chunks, self.begin_training)
         return loop.begun_at
 

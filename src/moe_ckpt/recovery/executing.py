@@ -46,6 +46,7 @@ class Restored:
         path: Of the file of ``plain``, for messages.
         from_memory: It came from memory that outlived a process, as a whole or in part.
         beneath: Then the checkpoint on storage that it is, or was laid over; None if storage has nothing of it.
+        plan: Where each operator came from; None if storage alone was asked.
     """
 
     manifest: Manifest
@@ -55,6 +56,7 @@ class Restored:
     path: str = ""
     from_memory: bool = False
     beneath: Manifest | None = None
+    plan: RecoveryPlan | None = None
 
     @property
     def place(self) -> str:
@@ -125,11 +127,11 @@ class Recovery:
         together(comm, lambda: storage.verify(stored, state))
         if memory is None or not kept:
             together(comm, lambda: storage.prepare_and_write(stored, state))
-            return restored
+            return replace(restored, plan=plan)
         together(comm, lambda: storage.prepare(state))
         lacking = frozenset(memory.write(kept, state))
         together(comm, lambda: storage.write((*stored, *lacking), state))
-        return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]))
+        return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]), plan=plan)
 
     def _return_to_memory(self, opened: OpenedMemory) -> Restored:
         """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store."""
@@ -149,7 +151,7 @@ class Recovery:
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
         tokens = opened.tokens_from_memory(operators)
-        return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath)
+        return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath, plan=plan)
 
     def _spans(self, opened: OpenedMemory) -> Iterator[Span]:
         """What this rank reads of the checkpoint."""

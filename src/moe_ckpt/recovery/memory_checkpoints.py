@@ -185,11 +185,16 @@ class MemoryCheckpoints:
         if not bad:
             self._given_up.add(directory)
 
-    def keep_only(self, used: bool) -> None:
-        """The run goes on: let go of all slots but those of the checkpoint opened last, if that was ``used``."""
-        shares = self._used.values() if used else ()
+    def keep_only(self, step: int | None) -> None:
+        """The run goes on: let go of all slots but those of the checkpoint opened last, if it is of that ``step``.
+
+        Args:
+            step: None if memory gave nothing.
+        """
+        shares = () if step is None else self._used.values()
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         self._tier.left.keep([self._own[number] for number in sorted(numbers)])
+        self._tier.complete_step = step
 
     # --- opening ---
 

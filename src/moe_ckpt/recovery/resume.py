@@ -84,7 +84,7 @@ def resume_newest(
             window = passed_over.windows[0]
             _say_passed_over(reader.manifest(window.directory), window.reason, restored.manifest)
         if memory is not None:
-            memory.keep_only(restored.from_memory)
+            memory.keep_only(restored.manifest.step if restored.from_memory else None)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
     if not directories:
         return None

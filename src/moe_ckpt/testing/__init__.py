@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from moe_ckpt.testing.faults import PHASES, FaultyStorage, Kill, KillHook, KillSchedule, crash_at, kill_process
+from moe_ckpt.testing.faults import (
+    PHASES,
+    FaultyStorage,
+    Kill,
+    KillHook,
+    KillSchedule,
+    crash_at,
+    kill_process,
+    lose_node,
+)
 
-__all__ = ["PHASES", "FaultyStorage", "Kill", "KillHook", "KillSchedule", "crash_at", "kill_process"]
+__all__ = ["PHASES", "FaultyStorage", "Kill", "KillHook", "KillSchedule", "crash_at", "kill_process", "lose_node"]

@@ -5,7 +5,8 @@ Three tools, each put around or into the real thing:
 - ``FaultyStorage(inner, fail_at=n)``: the n-th storage call fails. Loop over n = 1, 2, ... until a save
   passes without a failure, and every call has failed once.
 - ``crash_at("rename", 2)``: an ``on_phase`` callable that kills the process at a named phase.
-- ``KillSchedule``: which rank dies at which step and phase of a long run with restarts.
+- ``KillSchedule``: which rank dies at which step and phase of a long run with restarts, alone or with its node's
+  memory.
 
     schedule = KillSchedule.draw(seed=7, kills=3, ranks=2, first_step=20, last_step=200)
     hook = schedule.hook(rank=0, memory_path="kills.jsonl")
@@ -17,14 +18,16 @@ Three tools, each put around or into the real thing:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError, StoreUnwritableError
@@ -137,6 +140,23 @@ def kill_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_node(directory: str | os.PathLike[str], kill: Callable[[], None] = kill_process) -> None:
+    """The node dies: its memory is gone, and this process with it.
+
+    To the next life it is as if another node had come in its place, with an empty memory. Other processes of the node
+    are left to the launcher, which ends them when it sees this one dead.
+
+    Args:
+        directory: What the node has as ``Memory(directory=...)``: a directory of its own. It need not exist.
+        kill: What is called last.
+    """
+    gone = f"{os.fspath(directory)}.lost"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(directory, gone)  # at once, so that no other thread seals anything in it meanwhile
+        shutil.rmtree(gone, ignore_errors=True)
+    kill()
+
+
 def crash_at(phase: str, n: int = 1, kill: Callable[[], None] = kill_process) -> Callable[[str], None]:
     """Returns an ``on_phase`` callable that kills the process the n-th time that ``phase`` is reached.
 
@@ -168,11 +188,16 @@ def crash_at(phase: str, n: int = 1, kill: Callable[[], None] = kill_process) ->
 
 @dataclass(frozen=True, order=True)
 class Kill:
-    """Rank ``rank`` dies in ``phase``, in step ``step`` or the first later step that gets to the phase."""
+    """Rank ``rank`` dies in ``phase``, in step ``step`` or the first later step that gets to the phase.
+
+    Attributes:
+        node: Its node is lost: memory that outlives the process dies, too (``lose_node``).
+    """
 
     step: int
     rank: int
     phase: str
+    node: bool = False
 
     def __post_init__(self) -> None:
         _require_phases((self.phase,))
@@ -193,6 +218,7 @@ class KillSchedule:
         first_step: int,
         last_step: int,
         phases: Sequence[str] = PHASES,
+        nodes: int = 0,
     ) -> KillSchedule:
         """Returns random kills, the same for the same arguments: at most one per step.
 
@@ -203,9 +229,10 @@ class KillSchedule:
             first_step: First step in which a rank may die.
             last_step: Last one.
             phases: To draw from.
+            nodes: How many of the kills, the last ones, lose a node. The others stay as they are without.
 
         Raises:
-            ConfigError: Unknown phase, no ranks, or more kills than steps.
+            ConfigError: Unknown phase, no ranks, more kills than steps, or more nodes lost than kills.
         """
         _require_phases(phases)
         steps = range(first_step, last_step + 1)
@@ -214,13 +241,16 @@ class KillSchedule:
                 f"KillSchedule: {kills} kills do not fit into the {len(steps)} steps from {first_step} to {last_step} "
                 f"with {ranks} ranks and {len(phases)} phases; every kill needs a step of its own"
             )
+        if not 0 <= nodes <= kills:
+            raise ConfigError(f"KillSchedule: nodes={nodes} says how many of the {kills} kills lose a node")
         rng = random.Random(seed)
         drawn = []
         for step in sorted(rng.sample(steps, kills)):
             phase = rng.choice(list(phases))
             rank = rng.randrange(ranks)
             drawn.append(Kill(step, 0 if phase in RANK_0_PHASES else rank, phase))
-        return cls(tuple(drawn))
+        kept = kills - nodes
+        return cls(tuple(replace(kill, node=number >= kept) for number, kill in enumerate(drawn)))
 
     def to_json(self) -> str:
         return json.dumps([asdict(kill) for kill in self.kills])
@@ -238,7 +268,11 @@ class KillSchedule:
             raise ConfigError(f"KillSchedule: not a schedule in JSON: {error}") from error
 
     def hook(
-        self, rank: int, memory_path: str | os.PathLike[str], kill: Callable[[], None] = kill_process
+        self,
+        rank: int,
+        memory_path: str | os.PathLike[str],
+        kill: Callable[[], None] = kill_process,
+        node_memory: str | os.PathLike[str] | None = None,
     ) -> KillHook:
         """Returns what carries out this rank's kills.
 
@@ -246,8 +280,12 @@ class KillSchedule:
             rank: Whose.
             memory_path: See ``KillHook``; one file serves all ranks.
             kill: See ``KillHook``.
+            node_memory: See ``KillHook``.
+
+        Raises:
+            ConfigError: A node is to be lost, and ``node_memory`` is not given.
         """
-        return KillHook(tuple(k for k in self.kills if k.rank == rank), Path(memory_path), kill)
+        return KillHook(tuple(k for k in self.kills if k.rank == rank), Path(memory_path), kill, node_memory)
 
     def fired(self, memory_path: str | os.PathLike[str]) -> tuple[Kill, ...]:
         """The kills that have happened, in the order of their happening. Assert at the end that none is missing."""
@@ -267,16 +305,28 @@ class KillHook:
         memory_path: A file with one line of JSON per kill that has happened, written and synced before the process
             dies, so that the restarted job is not killed again at the same place.
         kill: What is called.
+        node_memory: The memory of this rank's node, see ``lose_node``. What stands for the node that comes in a lost
+            one's place makes the directory anew before it opens a session.
+
+    Raises:
+        ConfigError: A node is to be lost, and ``node_memory`` is not given.
     """
 
     kills: tuple[Kill, ...]
     memory_path: Path
     kill: Callable[[], None] = kill_process
+    node_memory: str | os.PathLike[str] | None = None
     _step: int | None = None
     _pending: list[Kill] = field(init=False)
     _guard: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        lost = next((kill for kill in self.kills if kill.node), None)
+        if lost is not None and self.node_memory is None:
+            raise ConfigError(
+                f"KillHook: the node of rank {lost.rank} is to be lost in step {lost.step}; node_memory= must name its "
+                "Memory(directory=...)"
+            )
         done = set(_remembered(self.memory_path))
         self._pending = [kill for kill in sorted(self.kills) if kill not in done]
 
@@ -293,7 +343,10 @@ class KillHook:
                 return
             self._pending.remove(due[0])
             _remember(self.memory_path, due[0])
-            self.kill()
+            if due[0].node and self.node_memory is not None:
+                lose_node(self.node_memory, self.kill)
+            else:
+                self.kill()
 
 
 def _remembered(path: Path) -> tuple[Kill, ...]:

@@ -229,13 +229,13 @@ def overview(runs: Sequence[RunSummary]) -> bytes:
     figure = Figure(figsize=(14, sum(heights)), dpi=90, layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     grid = parts[0].add_gridspec(rows, 2, height_ratios=(1.25, *[1] * (rows - 1)))
-    labels = None
+    labels: tuple[Any, Any] | None = None
     for number, plot in enumerate(PLOTS):
         axes = _fill(parts[0], grid[divmod(number, 2)], plot, runs)
         axes.get_legend().remove()
         axes.set_title(plot.title, loc="left", fontsize=11, pad=16)
         labels = labels or axes.get_legend_handles_labels()
-    parts[0].legend(*labels, loc="outside lower center", ncols=len(LINES), frameon=False)
+    parts[0].legend(*(labels or ([], [])), loc="outside lower center", ncols=len(LINES), frameon=False)
     if partial:
         draw_heat(parts[1], runs, PANELS)
     return _png(figure)

@@ -194,7 +194,7 @@ def _written(ckpt: Any, name: str | None) -> Iterator[None]:
     original = ckpt._host.state.tensors
     if name is not None:
         mutated = WRITTEN[name][0](list(original()))
-        ckpt._host.state.tensors = lambda: mutated
+        ckpt._host.state.tensors = lambda **_: mutated
     try:
         yield
     finally:

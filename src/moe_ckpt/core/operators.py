@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -258,12 +258,6 @@ def prove_tiling(operators: Iterable[Operator], parameters: Mapping[str, tuple[i
         problems.extend(_gaps(name, shape[0] if shape else 1, claims[name]))
     if problems:
         raise CoverageError("operator catalog", tuple(problems))
-
-
-def experts_among(catalog: Catalog, operators: Sequence[str]) -> list[tuple[int, int]]:
-    """``(layer, expert)`` of the experts among ``operators``."""
-    at = catalog.expert_at
-    return [at[op] for op in operators if op in at]
 
 
 def _gaps(name: str, rows: int, claims: list[tuple[int, int, str]]) -> Iterator[str]:

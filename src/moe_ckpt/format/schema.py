@@ -97,7 +97,6 @@ def _is_text(found: Any) -> bool:
 
 text = value(_is_text, "text")
 flag = value(lambda found: isinstance(found, bool), "true or false")
-whole_from_0 = whole()
 
 
 def matching(pattern: re.Pattern[str], wanted: str) -> Check:

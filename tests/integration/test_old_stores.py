@@ -12,6 +12,7 @@ from moe_ckpt.cli.main import main as moe_ckpt
 from tests.fixtures.make_stores import LIGHTNING, MEGATRON, fit, megatron_life
 from tests.support.processes import run_ranks
 
+WARM = "tests.support.megatron_warm"
 ARCHIVES = sorted((Path(__file__).parents[1] / "fixtures").glob("stores-*.tar.xz"))
 
 
@@ -39,6 +40,6 @@ def test_a_lightning_store(stores, name):
 def test_a_megatron_store(stores, name):
     directory, expected = stores
     assert moe_ckpt(["verify", str(directory / name)]) == 0
-    found = run_ranks(megatron_life, 2, str(directory / name), MEGATRON[name], None)
+    found = run_ranks(megatron_life, 2, str(directory / name), MEGATRON[name], None, preload=WARM)
     assert found == expected[name]["ranks"]
     assert moe_ckpt(["verify", str(directory / name)]) == 0

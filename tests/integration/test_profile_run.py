@@ -30,6 +30,8 @@ from tests.support.waiting import retry_until
 
 __all__ = ["place"]
 
+MEGATRON = "tests.support.megatron_warm"
+
 
 def test_lives_of_a_killed_run_are_all_there(place):
     path = str(place / "profile.json")
@@ -162,7 +164,7 @@ def _megatron(rank: int, world_size: int, directory: str) -> None:
 @pytest.mark.slow
 def test_megatron_tells_stages_and_expert_parallelism(tmp_path: Path):
     for _ in range(2):
-        run_ranks(_megatron, 4, str(tmp_path))
+        run_ranks(_megatron, 4, str(tmp_path), preload=MEGATRON)
     found = read_profile(tmp_path / "p.json")
     one, two = found.lives
     assert (one.ranks, one.pp, one.dp, one.ep) == (4, 2, 1, 2)

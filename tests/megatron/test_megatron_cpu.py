@@ -265,7 +265,7 @@ def between_two(rank, world_size):
 
 
 def test_replaced_names_between_two_processes():
-    run_ranks(between_two, 2)
+    run_ranks(between_two, 2, preload=WARM)
 
 
 # --- The same model in every layout

@@ -13,6 +13,8 @@ from tests.support import run_ranks
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Life, live
 
+WARM = "tests.support.megatron_warm"
+
 
 def split(rank: int, world_size: int, life: Life, first: int) -> dict[str, Any]:
     """A life in which the first stage has ``first`` layers."""
@@ -33,8 +35,8 @@ def split(rank: int, world_size: int, life: Life, first: int) -> dict[str, Any]:
 def test_expert_biases_move_with_their_layers(tmp_path: Path):
     setup = Setup(pp=2, layers=3, num_microbatches=2, expert_bias=True)
     life = Life(str(tmp_path / "store"), 3, setup, ("Dense", {"every_n_steps": 1}))
-    before = run_ranks(split, 2, life, 2)
-    after = run_ranks(split, 2, replace(life, seed=9), 1)
+    before = run_ranks(split, 2, life, 2, preload=WARM)
+    after = run_ranks(split, 2, replace(life, seed=9), 1, preload=WARM)
     assert [len(each["buffers"]) // 2 for each in (*before, *after)] == [2, 1, 1, 2]
     assert after[0]["progress"].iteration == 3
     for part in ("tensors", "buffers"):

@@ -18,6 +18,7 @@ from recipes.gpt_moe_megatron.runlog import read
 from recipes.gpt_moe_megatron.sizes import compose
 from tests.support.processes import run_ranks
 
+WARM = "tests.support.megatron_warm"
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt_moe_megatron"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
@@ -79,7 +80,7 @@ def held(rank: int, world_size: int, run: RunConfig) -> dict[str, int]:
 def test_ranks_hold_what_sizes_says(overrides):
     run = compose([*overrides, "trainer.global_batch=4"])
     ranks = run.parallel.ranks
-    found = run_ranks(held, ranks, run)
+    found = run_ranks(held, ranks, run, preload=WARM)
     for stage, (count, state) in enumerate(json.loads(python("-c", COUNTS, json.dumps(overrides)))):
         here = found[stage * ranks // run.parallel.pp : (stage + 1) * ranks // run.parallel.pp]
         for name in ("dense", "expert"):

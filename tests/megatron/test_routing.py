@@ -17,6 +17,7 @@ from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 from tests.support.processes import run_ranks
 
+WARM = "tests.support.megatron_warm"
 ONE = Setup(layers=2, num_microbatches=2)
 TOKENS = ONE.seq * ONE.micro_batch * ONE.num_microbatches
 CAPACITY = {0.5: 8, 1.25: 20}
@@ -282,7 +283,7 @@ def one_rank(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    [result] = run_ranks(one_rank, 1)
+    [result] = run_ranks(one_rank, 1, preload=WARM)
     return result
 
 
@@ -451,7 +452,7 @@ def spread(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
     ids=["PP2 EP2", "PP2 VPP2 capacity", "TP2 EP2 recompute"],
 )
 def test_the_sum_over_ranks_is_every_token_once(setup, ranks, data_ranks):
-    results = run_ranks(spread, ranks, setup)
+    results = run_ranks(spread, ranks, setup, preload=WARM)
     total = sum(result["counted"].popularity for result in results)
     tokens = 2 * setup.num_microbatches * data_ranks * setup.micro_batch * setup.seq
     assert total.shape == (setup.layers, setup.experts)

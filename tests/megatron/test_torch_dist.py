@@ -21,6 +21,7 @@ from tests.support.megatron_move import whole_tensors
 from tests.support.megatron_run import digest
 from tests.support.processes import run_ranks
 
+WARM = "tests.support.megatron_warm"
 BASE = Setup(hidden=16, ffn=16, vocab=32, seq=8, num_microbatches=2)
 STEPS, MORE = 3, 2
 
@@ -94,7 +95,7 @@ def require_same(one, other):
 
 def test_trains_on_exactly(tmp_path):
     setup = replace(BASE, ep=2, dist_opt=True, precision="bf16")
-    for exported, imported in run_ranks(both, 2, str(tmp_path / "iter_0000003"), setup):
+    for exported, imported in run_ranks(both, 2, str(tmp_path / "iter_0000003"), setup, preload=WARM):
         require_same(exported, imported)
 
 
@@ -126,7 +127,7 @@ def small(setup):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_on_exactly(tmp_path, name):
-    for exported, imported in run_ranks(both, 2, str(tmp_path / "iter_0000003"), small(LAYOUTS[name])):
+    for exported, imported in run_ranks(both, 2, str(tmp_path / "iter_0000003"), small(LAYOUTS[name]), preload=WARM):
         require_same(exported, imported)
 
 
@@ -142,15 +143,15 @@ def both_in_form(rank, world_size, path, setup, form):
 @pytest.mark.slow
 def test_the_form_that_megatrons_script_saves_by_default(tmp_path):
     setup, form = replace(BASE, ep=2, dist_opt=True, precision="bf16"), "dp_reshardable"
-    for exported, imported in run_ranks(both_in_form, 2, str(tmp_path / "iter_0000003"), setup, form):
+    for exported, imported in run_ranks(both_in_form, 2, str(tmp_path / "iter_0000003"), setup, form, preload=WARM):
         require_same(exported, imported)
 
 
 @pytest.mark.slow
 def test_trains_on_exactly_in_a_new_job(tmp_path):
     path, setup = str(tmp_path / "iter_0000003"), small(Setup(pp=2, ep=2, dist_opt=True))
-    exported = run_ranks(exporting, 4, path, setup)
-    imported = run_ranks(importing, 4, path, setup)
+    exported = run_ranks(exporting, 4, path, setup, preload=WARM)
+    imported = run_ranks(importing, 4, path, setup, preload=WARM)
     for one, other in zip(exported, imported, strict=True):
         require_same(one, other)
 
@@ -200,7 +201,7 @@ def weights_of(told):
 def test_opens_in_another_layout(tmp_path, dist_opt):
     base = replace(small(Setup(glu=True)), precision="bf16", dist_opt=dist_opt)
     others = [replace(base, tp=2, ep=2, num_microbatches=4), replace(base, pp=2, ep=2, num_microbatches=4)]
-    for before, found, plain in run_ranks(carrying, 4, str(tmp_path), replace(base, ep=2), others, False):
+    for before, found, plain in run_ranks(carrying, 4, str(tmp_path), replace(base, ep=2), others, False, preload=WARM):
         for told in found:
             assert told == before
         assert weights_of(plain) == weights_of(before)
@@ -210,7 +211,7 @@ def test_opens_in_another_layout(tmp_path, dist_opt):
 def test_weights_alone_open_across_expert_parallelism(tmp_path):
     base = replace(small(Setup()), precision="bf16", dist_opt=True)
     others = [base, replace(base, pp=2, dist_opt=False, num_microbatches=4)]
-    for before, found, plain in run_ranks(carrying, 2, str(tmp_path), replace(base, ep=2), others, True):
+    for before, found, plain in run_ranks(carrying, 2, str(tmp_path), replace(base, ep=2), others, True, preload=WARM):
         for told in [*found, plain]:
             assert weights_of(told) == weights_of(before)
 
@@ -253,7 +254,7 @@ def beginning(rank, world_size, place, setup, policy):
 def test_a_run_begins_from_it(tmp_path, policy, second):
     setup = replace(BASE, ep=2, dist_opt=True, precision="bf16")
     samples = 2 * 2 * 2  # of an iteration: ranks, micro-batches, and samples in each
-    for told, same in run_ranks(beginning, 2, str(tmp_path), setup, policy):
+    for told, same in run_ranks(beginning, 2, str(tmp_path), setup, policy, preload=WARM):
         assert told == [(STEPS, STEPS * samples, None), (second[0], second[0] * samples, second[1])]
         assert same
 
@@ -293,7 +294,7 @@ def refusing(rank, world_size, place, setup):
 
 @pytest.mark.slow
 def test_what_is_refused(tmp_path):
-    said = run_ranks(refusing, 2, str(tmp_path), replace(BASE, ep=2, dist_opt=True, precision="bf16"))
+    said = run_ranks(refusing, 2, str(tmp_path), replace(BASE, ep=2, dist_opt=True, precision="bf16"), preload=WARM)
     assert said[0] == said[1]
     for text, part in zip(
         said[0],

@@ -70,14 +70,14 @@ def exit_code(run: Run) -> int:
         process.close()
 
 
-def live(run: Run, kill_after_secs: float | None = None) -> int:
-    """Exit code of one life; ``kill_after_secs`` after its first line of log it is killed from outside."""
+def live(run: Run, kill_after_secs: float | None = None, kill_after_lines: int = 1) -> int:
+    """Exit code of one life; ``kill_after_secs`` after so many lines of its log it is killed from outside."""
     before = len(events(run))
     process = start(run)
     deadline = time.monotonic() + LIFE_SECS
     try:
         if kill_after_secs is not None:
-            while process.is_alive() and len(events(run)) == before and time.monotonic() < deadline:
+            while process.is_alive() and len(events(run)) < before + kill_after_lines and time.monotonic() < deadline:
                 time.sleep(0.002)
             process.join(kill_after_secs)
             process.kill()

@@ -38,7 +38,8 @@ def _killed(run: Run, seed: int, kills: int) -> list[list[dict[str, Any]]]:
     """The run's lives: ``kills`` of them ended by kill -9 at a random moment, the last by itself."""
     rng = random.Random(seed)
     for _ in range(kills):
-        if live(run, kill_after_secs=rng.uniform(0.1, 0.5)) != KILLED:
+        # Counted in steps: on a busy machine half a second may be over before one is.
+        if live(run, rng.uniform(0.0, 0.05), kill_after_lines=rng.randrange(6, 60)) != KILLED:
             break
     assert live(run) == 0 or events(run)[-1]["event"] == "end", output(run)
     experts = run.model["experts"]

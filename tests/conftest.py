@@ -20,6 +20,10 @@ settings.register_profile(
 )
 settings.load_profile("moe_ckpt")
 
+# Read when torch is imported, here and in every process that a test starts. The tests are many processes on few cores
+# already, and threads that wait for each other there take the cores from those who work.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 os.environ.pop("COLUMNS", None)  # of the terminal that the tests are started from: they say themselves how wide one is
 
 THREAD_PREFIXES = ("moe_ckpt", "moe-ckpt")

@@ -30,21 +30,31 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.memory_tiers_rank import RANKS, STEPS
+from benchmarks.memory_tiers_rank import LOOPBACK, RANKS, SENT, STAGER, STEPS
 
 _EXAMPLE = "example: python benchmarks/memory_tiers.py --mib 256 --rounds 5 --write"
 IDLE, PRIVATE, STORAGE = "no checkpoint", "private memory, storage", "storage in the page cache"
-WAYS: dict[str, dict[str, Any] | None] = {
+Way = dict[str, Any] | str | None
+WAYS: dict[str, Way] = {
     PRIVATE: None,
     "Memory(), storage": {"storage_every_n_steps": 1},
     "Memory(), no storage": {"storage_every_n_steps": 1000},
     "Memory(replicas=1), storage": {"storage_every_n_steps": 1, "replicas": 1},
     "Memory(replicas=1), no storage": {"storage_every_n_steps": 1000, "replicas": 1},
+    "DCP _ReplicationStager, no storage": STAGER,
 }
+THREE: dict[str, Way] = {
+    f"Memory(replicas={number}), no storage": {"storage_every_n_steps": 1000, "replicas": number}
+    for number in range(3)
+}
+"""Of three nodes."""
 LOST: dict[str, tuple[int, ...]] = {"own memory": (), "a peer's memory": (1,), STORAGE: (0, 1)}
 """Source of what comes back -> nodes whose memory is lost."""
-SPANS = ("imports", "model", "open", "resume")
-"""Start of the process and imports; process group and model; ``session.open``; ``resume_newest``, ``resume_from``."""
+SPANS = ("imports", "model", "open", "resume", "first step")
+"""Start of the process and imports; process group and model; ``session.open``; ``resume_newest``, ``resume_from``; the
+next step, whose checkpoint has begun."""
+PARTS = ("plan", "transfer", "verify", "load")
+"""Of ``resume``: what lies where, and what is needed of it; from other nodes; checksums; into the live tensors."""
 BACK = "open + resume"
 _TIMEOUT_SECS = 300.0
 
@@ -59,21 +69,22 @@ def run_ranks(scratch: Path, order: Mapping[str, Any], *, killed: bool = False) 
     """
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         meet, out = Path(place, "meet"), Path(place, "out")
-        text = json.dumps({**order, "meet": str(meet), "out": str(out)})
+        ranks = order.get("ranks", RANKS)
+        text = json.dumps({"ranks": ranks, **order, "meet": str(meet), "out": str(out)})
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "benchmarks.memory_tiers_rank", text]
         began = time.monotonic()
         started: list[subprocess.Popen[bytes]] = []
         try:
-            started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(RANKS))
+            started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks))
             codes = [process.wait(_TIMEOUT_SECS) for process in started]
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        if codes != [-signal.SIGKILL if killed else 0] * RANKS:
+        if codes != [-signal.SIGKILL if killed else 0] * ranks:
             raise RuntimeError(f"the ranks ended with {codes}")
-        return began, [] if killed else [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(RANKS)]
+        return began, [] if killed else [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
 
 
 def turned(names: Sequence[str], turn: int) -> list[str]:
@@ -82,7 +93,9 @@ def turned(names: Sequence[str], turn: int) -> list[str]:
     return [*names[at:], *names[:at]]
 
 
-def stalls(scratch: Path, args: argparse.Namespace, turn: int) -> Mapping[str, dict[str, float]]:
+def stalls(
+    scratch: Path, args: argparse.Namespace, turn: int, ways: Mapping[str, Way], ranks: int = RANKS
+) -> Mapping[str, dict[str, float]]:
     """Of rank 0, of one round."""
     root = scratch / "stalls"
     root.mkdir()
@@ -93,7 +106,8 @@ def stalls(scratch: Path, args: argparse.Namespace, turn: int) -> Mapping[str, d
         "compute_secs": args.compute_ms / 1e3,
         "iterations": args.iterations,
         "idle": IDLE,
-        "ways": [(name, WAYS[name]) for name in turned(list(WAYS), turn)],
+        "ranks": ranks,
+        "ways": [(name, ways[name]) for name in turned(list(ways), turn)],
     }
     found: Mapping[str, dict[str, float]] = run_ranks(scratch, order)[1][0]
     shutil.rmtree(root)
@@ -118,9 +132,22 @@ def recoveries(scratch: Path, mib: int, turn: int) -> dict[str, dict[str, float]
             raise RuntimeError(f"{name}: came back to steps {[each['step'] for each in ranks]}, not {wanted}")
         marks = [began, *(max(reached) for reached in zip(*(each["marks"] for each in ranks), strict=True))]
         spans = dict(zip(SPANS, (after - before for before, after in pairwise(marks)), strict=True))
-        found[name] = {**spans, BACK: spans["open"] + spans["resume"], "total": marks[-1] - marks[0]}
+        parts = {part: max(each["parts"][part] for each in ranks) for part in PARTS[1:]}
+        parts["plan"] = spans["resume"] - sum(parts.values())
+        found[name] = {**spans, **parts, BACK: spans["open"] + spans["resume"], "total": marks[-1] - marks[0]}
         shutil.rmtree(root)
     shutil.rmtree(kept)
+    return found
+
+
+def sends(scratch: Path, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each round, of rank 0, which sends."""
+    root = scratch / "sends"
+    root.mkdir()
+    memory = WAYS["Memory(replicas=1), no storage"]
+    order = {"job": "sends", "root": str(root), "mib": args.mib, "rounds": args.rounds, "memory": memory}
+    found: dict[str, list[float]] = run_ranks(scratch, order)[1][0]
+    shutil.rmtree(root)
     return found
 
 
@@ -128,11 +155,12 @@ def _median(samples: Sequence[Mapping[str, float]], key: str) -> float:
     return median(each[key] for each in samples)
 
 
-def stall_table(found: Stalls, title: str) -> Table:
-    """Ratios against private memory; CPU beyond that of no checkpoint."""
+def stall_table(found: Stalls, title: str, against: str = PRIVATE) -> Table:
+    """Ratios against one of them; CPU beyond that of no checkpoint."""
     idle = _median(found[IDLE], "cpu_secs")
-    reference = _median(found[PRIVATE], "stall_secs"), _median(found[PRIVATE], "cpu_secs") - idle
-    table = _table(title, "stall ms", "of private", "CPU ms", "beyond none", "of private", "to storage")
+    reference = _median(found[against], "stall_secs"), _median(found[against], "cpu_secs") - idle
+    of = "of private" if against == PRIVATE else "of the first"
+    table = _table(title, "stall ms", of, "CPU ms", "beyond none", of, "to storage")
     for name, samples in found.items():
         stall, cpu = _median(samples, "stall_secs"), _median(samples, "cpu_secs")
         row = [f"{stall * 1e3:.2f}", "-", f"{cpu * 1e3:.1f}", f"{(cpu - idle) * 1e3:.1f}", "-"]
@@ -149,6 +177,23 @@ def recovery_table(found: Recoveries, title: str) -> Table:
     for name, samples in found.items():
         of_storage = (_ratio(_median(samples, key), _median(found[STORAGE], key)) for key in ratios)
         table.add_row(name, *(f"{_median(samples, key) * 1e3:.0f}" for key in keys), *of_storage)
+    return table
+
+
+def parts_table(found: Recoveries, title: str) -> Table:
+    """Milliseconds of each part of ``resume``."""
+    table = _table(title, *(f"{part} ms" for part in PARTS))
+    for name, samples in found.items():
+        table.add_row(name, *(f"{_median(samples, part) * 1e3:.0f}" for part in PARTS))
+    return table
+
+
+def sends_table(found: Mapping[str, Sequence[float]], title: str, mib: int) -> Table:
+    """Ratios against the bare bytes."""
+    table = _table(title, "ms", "GB/s", "of loopback")
+    for name, secs in found.items():
+        speed = (mib << 20) / median(secs) / 1e9
+        table.add_row(name, f"{median(secs) * 1e3:.0f}", f"{speed:.2f}", _ratio(median(secs), median(found[LOOPBACK])))
     return table
 
 
@@ -177,20 +222,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args(argv)
     stalled: Stalls = {name: [] for name in (IDLE, *WAYS)}
+    three: Stalls = {name: [] for name in (IDLE, *THREE)}
+    sent: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
     recovered: Recoveries = {name: [] for name in LOST}
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="memory_tiers_") as place:
         for turn in range(args.rounds):
-            for name, cost in stalls(Path(place), args, turn).items():
-                stalled[name].append(cost)
+            for ways, ranks, costs in ((WAYS, RANKS, stalled), (THREE, 3, three)):
+                for name, cost in stalls(Path(place), args, turn, ways, ranks).items():
+                    costs[name].append(cost)
             for name, spans in recoveries(Path(place), args.mib, turn).items():
                 recovered[name].append(spans)
+        for name, secs in sends(Path(place), args).items():
+            sent[name] += secs
     console = Console(width=None if sys.stdout.isatty() else 120)
     size = f"{args.mib} MiB per rank, {RANKS} ranks, medians of {args.rounds}"
     console.print(stall_table(stalled, f"a dense checkpoint at each iteration of {args.compute_ms:g} ms; {size}"))
-    console.print(recovery_table(recovered, f"from kill -9 to the restored state; {size}"))
+    console.print(stall_table(three, f"the same on 3 nodes of a rank; {args.mib} MiB per rank", next(iter(THREE))))
+    console.print(recovery_table(recovered, f"from kill -9 to the first new step; {size}"))
+    console.print(parts_table(recovered, "of which resume"))
+    console.print(sends_table(sent, f"{args.mib} MiB from one rank to another", args.mib))
     if args.write:
         options = {name: getattr(args, name) for name in ("mib", "rounds", "iterations", "compute_ms")}
-        facts = {"machine": report.machine(), **options, "stalls": stalled, "recoveries": recovered}
+        facts = {"machine": report.machine(), **options, "stalls": stalled, "three_nodes": three}
+        facts |= {"recoveries": recovered, "sends": sent}
         report.write_json(args.out / "memory_tiers.json", facts)
     return 0
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -27,26 +28,34 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.replica_messages import SealedSlot
+from moe_ckpt.engine.replica_wire import CHUNK_NBYTES
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
+from moe_ckpt.memory.slot import Slot, read_header
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.recovery.slot_storage import SlotStorage
+from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage import LocalStorage
 
 RANKS = 2
+"""Unless the order says otherwise."""
 STEPS = 4
 """Of the life that is killed: the first is on storage, all are in memory."""
-_LAYERS, _EXPERTS, _WARM = 6, 8, 4
+_LAYERS, _EXPERTS, _WARM = 6, 12, 4
 _TIMEOUT_SECS = 60.0
+STAGER = "stager"
+SENT, LOOPBACK = "a verified copy", "bare bytes over loopback"
 
 
 class Shard:
     """What a session asks of a training state: this rank's rows of every stack of experts, and all of the rest."""
 
-    def __init__(self, rank: int, mib: int) -> None:
-        mine = _EXPERTS // RANKS
+    def __init__(self, rank: int, mib: int, ranks: int = RANKS) -> None:
+        mine = _EXPERTS // ranks
         with torch.device("meta"):
             whole = synthetic(_LAYERS, _EXPERTS, (mib << 20) // (3 * 4 * _LAYERS * mine))
         self.catalog = whole.catalog
@@ -115,7 +124,7 @@ class Life:
                 retention=RetentionPolicy(keep_last=1),
                 when_busy="wait",
                 timeout_secs=_TIMEOUT_SECS,
-                local_ranks=RANKS,
+                local_ranks=dist.get_world_size(),
                 memory=None if memory is None else Memory(directory=node, **memory),
             ),
         )
@@ -139,6 +148,39 @@ class Life:
         while replicator is not None and replicator.lag_steps:
             time.sleep(0.001)
 
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self.session.finish(self.step, self.state.plain, save_last=False)
+
+
+class Stager:
+    """torch.distributed.checkpoint's own copies on peers (``_ReplicationStager``), into files on the same tmpfs."""
+
+    def __init__(self, root: Path, state: Shard) -> None:
+        from torch.distributed.checkpoint.staging import _ReplicationStager  # takes long, and the others do without
+
+        self.state, self.step = state, 0
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group")
+        self._stager = _ReplicationStager(group, storage_dir=str(root / f"dcp_{dist.get_rank()}"))
+
+    def train(self, compute_secs: float) -> tuple[float, bool]:
+        """As ``Life.train``."""
+        _compute(compute_secs)
+        self.step += 1
+        self.state.update(self.step)
+        began = time.perf_counter()
+        self._stager.stage({tensor.key: tensor.local for tensor in self.state.tensors()})
+        return time.perf_counter() - began, False
+
+    def wait(self) -> None:
+        """It has no background."""
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self._stager.close()
+
 
 def _compute(secs: float) -> None:
     """The work of an accelerator, and a barrier that stands for the reduction of gradients."""
@@ -148,7 +190,8 @@ def _compute(secs: float) -> None:
 
 def stalls(order: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Each way of saving in turn: stall and CPU seconds of this process, per iteration."""
-    state, secs, count = Shard(rank, order["mib"]), order["compute_secs"], order["iterations"]
+    state = Shard(rank, order["mib"], order["ranks"])
+    secs, count = order["compute_secs"], order["iterations"]
     dist.barrier()
     root = Path(order["root"])
     before = time.process_time()
@@ -158,19 +201,19 @@ def stalls(order: Mapping[str, Any], rank: int) -> dict[str, Any]:
     idle = {"stall_secs": 0.0, "cpu_secs": (time.process_time() - before) / count, "to_storage": 0}
     found = {order["idle"]: idle}
     for name, memory in order["ways"]:
-        life = Life(root, state, memory)
+        run = Stager(root, state) if memory == STAGER else Life(root, state, memory)
         for _ in range(_WARM):
-            life.train(secs)
-        life.wait()
+            run.train(secs)
+        run.wait()
         before = time.process_time()
-        records = [life.train(secs) for _ in range(count)]
-        life.wait()
+        records = [run.train(secs) for _ in range(count)]
+        run.wait()
         found[name] = {
             "stall_secs": median(stall for stall, _ in records),
             "cpu_secs": (time.process_time() - before) / count,
             "to_storage": sum(to_storage for _, to_storage in records),
         }
-        life.session.finish(life.step, state.plain, save_last=False)
+        run.end()
         dist.barrier()
         if rank == 0:
             shutil.rmtree(root)
@@ -191,9 +234,14 @@ def first_life(order: Mapping[str, Any], rank: int) -> None:
 
 def second_life(order: Mapping[str, Any], rank: int, marks: list[float]) -> dict[str, Any]:
     """Comes back. marks: Of the clock that all processes of the machine share; more are added."""
-    state = Shard(rank, order["mib"])
+    state = Shard(rank, order["mib"], order["ranks"])
     for tensor in state.tensors():
         tensor.local.zero_()
+    parts = {
+        "transfer": spent_in(SlotStorage, "fetch"),
+        "verify": spent_in(StorageSource, "verify"),
+        "load": spent_in(StorageSource, "prepare_and_write"),
+    }
     marks.append(time.monotonic())
     life = Life(Path(order["root"]), state, order["memory"])
     marks.append(time.monotonic())
@@ -202,9 +250,94 @@ def second_life(order: Mapping[str, Any], rank: int, marks: list[float]) -> dict
         raise RuntimeError("nothing was found")
     life.session.resume_from(restored.manifest, **restored.going_on)
     marks.append(time.monotonic())
-    state.require(restored.manifest.step)
-    life.session.finish(restored.manifest.step, state.plain, save_last=False)
-    return {"marks": marks, "step": restored.manifest.step}
+    life.step = restored.manifest.step
+    life.train(0.0)
+    marks.append(time.monotonic())
+    state.require(life.step)
+    life.end()
+    return {"marks": marks, "step": restored.manifest.step, "parts": {name: sum(secs) for name, secs in parts.items()}}
+
+
+def spent_in(owner: type, name: str) -> list[float]:
+    """Returns where from now on the seconds of each call of a method are noted."""
+    found: list[float] = []
+    method = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            found.append(time.monotonic() - began)
+
+    setattr(owner, name, timed)
+    return found
+
+
+def sends(order: Mapping[str, Any], rank: int) -> dict[str, list[float]]:
+    """Seconds in which what rank 0 saves at a step gets to rank 1: as a verified copy, and as bare bytes."""
+    life = Life(Path(order["root"]), Shard(rank, order["mib"], order["ranks"]), order["memory"])
+    for _ in range(3):
+        life.train(0.0)
+        life.wait()
+    tier = life.session.tier
+    if not isinstance(tier, MemoryTier) or tier.replicator is None:
+        raise RuntimeError("no copies on peers")
+    share = _newest_share(tier.files.path, rank)
+    plain = _Loopback(rank, share.memory)
+    found: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
+    for number in range(order["rounds"] + 1):
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 0:
+            tier.replicator.submit(10_000 + number, share).result()
+        found[SENT].append(time.monotonic() - began)
+        dist.barrier()
+        tier.replicator.release(10_001 + number)
+        dist.barrier()
+        began = time.monotonic()
+        plain.move()
+        found[LOOPBACK].append(time.monotonic() - began)
+    plain.close()
+    life.end()
+    return {name: secs[1:] for name, secs in found.items()}  # the first one meets cold pages
+
+
+def _newest_share(directory: Path, rank: int) -> SealedSlot:
+    """What this rank saved last."""
+    slots = [Slot.open(path.with_suffix("")) for path in directory.glob("*.head")]
+    slot, header = max((each for each in slots if each[1].rank == rank), key=lambda each: each[1].step)
+    end = max(part.begin + entry.end for part in header.parts for entry in header.slices(part, "a slot"))
+    return SealedSlot(header.step, slot.memory[:end], read_header(slot.path))
+
+
+class _Loopback:
+    """As many bytes from rank 0 to rank 1 through a plain socket, in calls of 16 MiB, with an answer of one byte."""
+
+    def __init__(self, rank: int, memory: torch.Tensor) -> None:
+        self._is_source = rank == 0
+        listener = socket.create_server(("127.0.0.1", 0))
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, (memory.numel(), listener.getsockname()[1]))
+        (nbytes, _), (_, port) = told
+        self._view = memory.numpy().data if rank == 0 else memoryview(bytearray(nbytes))
+        self._socket = socket.create_connection(("127.0.0.1", port)) if rank == 0 else listener.accept()[0]
+        listener.close()
+
+    def move(self) -> None:
+        for begin in range(0, len(self._view), CHUNK_NBYTES):
+            chunk = self._view[begin : begin + CHUNK_NBYTES]
+            if self._is_source:
+                self._socket.sendall(chunk)
+            else:
+                self._socket.recv_into(chunk, len(chunk), socket.MSG_WAITALL)
+        if self._is_source:
+            self._socket.recv(1)
+        else:
+            self._socket.sendall(b"!")
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def main(argv: list[str]) -> int:
@@ -215,10 +348,11 @@ def main(argv: list[str]) -> int:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{order['meet']}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{order['meet']}", rank=rank, world_size=order["ranks"])
     if order["job"] == "first":
         first_life(order, rank)
-    found = stalls(order, rank) if order["job"] == "stalls" else second_life(order, rank, marks)
+    job = order["job"]
+    found = {"stalls": stalls, "sends": sends}[job](order, rank) if job != "second" else second_life(order, rank, marks)
     Path(f"{order['out']}.{rank}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

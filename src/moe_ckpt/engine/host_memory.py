@@ -66,7 +66,8 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         left = _together(run, memory, lambda: files.take_left(own=False))
         pool = HostBufferPool(budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         replicator = open_replication(run.comm, memory, run_id, generation, files.make, settings.timeout_secs)
-        tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, LeftSlots(left), replicator)
+        slots = LeftSlots(left, files.remove)
+        tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:
         files.close(keep=True)
         raise

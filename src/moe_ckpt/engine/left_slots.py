@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from moe_ckpt.memory.files import FoundSlot
 
@@ -16,10 +16,12 @@ class LeftSlots:
 
     Args:
         found: The slots, which this process owns now.
+        delete: Deletes slots, for which nobody waits, and empties the list (``MemoryFiles.remove``).
     """
 
-    def __init__(self, found: Sequence[FoundSlot]) -> None:
+    def __init__(self, found: Sequence[FoundSlot], delete: Callable[[list[FoundSlot]], None]) -> None:
         self._found = list(found)
+        self._delete = delete
         self._is_chosen = self._replays = self._gets_on = False
         self._lock = threading.Lock()
 
@@ -40,8 +42,7 @@ class LeftSlots:
         with self._lock:
             over = [found for found in self._found if found not in used]
             self._found = [found for found in self._found if found in used]
-        for found in over:
-            found.slot.remove()
+        self._delete(over)
 
     def training_begins(self) -> None:
         """The run goes on from none, if nothing was said: a later life must not come back to them either."""
@@ -67,9 +68,9 @@ class LeftSlots:
     def remove(self) -> bool:
         """Remove them all, and do not use their directories again; returns whether there were any."""
         found = self.forget()
-        for each in found:
-            each.slot.remove()
-        return bool(found)
+        were_any = bool(found)
+        self._delete(found)
+        return were_any
 
     def forget(self) -> list[FoundSlot]:
         """Leave their files as they are; returns them."""

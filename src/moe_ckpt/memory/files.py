@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ckpt.errors import DamagedError
+from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.directory import (
     RankDirectory,
@@ -25,6 +25,7 @@ from moe_ckpt.memory.directory import (
     said_holder,
     user_directory,
 )
+from moe_ckpt.memory.removing import SlotRemover
 from moe_ckpt.memory.slot import Slot, forget_starts, set_aside
 
 log = logging.getLogger("moe_ckpt")
@@ -65,6 +66,7 @@ class MemoryFiles:
         self._own = make_rank_directory(root, run_id, generation, rank, store)
         self._left: list[RankDirectory] = []
         self._numbers = itertools.count()
+        self._remover = SlotRemover()
 
     @property
     def path(self) -> Path:
@@ -78,7 +80,23 @@ class MemoryFiles:
 
     def make(self, nbytes: int) -> Slot:
         """A new slot. Raises ``MemoryFullError``, ``OSError``. On any thread, one at a time."""
-        return Slot.create(self.path / f"slot_{next(self._numbers):03d}", nbytes)
+        path = self.path / f"slot_{next(self._numbers):03d}"
+        try:
+            return Slot.create(path, nbytes)
+        except MemoryFullError:
+            if not self._remover.wait():
+                raise
+            return Slot.create(path, nbytes)
+
+    def remove(self, found: list[FoundSlot]) -> None:
+        """Delete slots of earlier lives, in the background. Their memory is free when nobody else knows them.
+
+        Args:
+            found: Emptied.
+        """
+        slots = [each.slot for each in found]
+        found.clear()
+        self._remover.remove(slots)
 
     def take_left(self, *, own: bool) -> list[FoundSlot]:
         """Take over what ended lives left on this node, except what living processes hold, or a copy's life left.
@@ -122,6 +140,7 @@ class MemoryFiles:
             keep: Leave sealed slots to whoever starts the run again. Else nothing that this rank made stays, nor of
                 earlier lives on this node but what living processes hold.
         """
+        self._remover.wait()
         left, self._left = self._left, []
         for directory in (self._own, *left):
             if keep:

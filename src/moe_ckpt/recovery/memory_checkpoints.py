@@ -193,7 +193,9 @@ class MemoryCheckpoints:
         """
         shares = () if step is None else self._used.values()
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
-        self._tier.left.keep([self._own[number] for number in sorted(numbers)])
+        kept = [self._own[number] for number in sorted(numbers)]
+        self._own = ()  # nobody but ``left`` knows what it lets go of
+        self._tier.left.keep(kept)
         self._tier.complete_step = step
 
     # --- opening ---

@@ -1,0 +1,79 @@
+"""Slots that are let go of: gone for later lives at once, and their room when it is needed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.memory.files import FoundSlot, MemoryFiles
+from moe_ckpt.memory.slot import Slot
+from tests.support.replicas import header_of
+
+NBYTES = 4096
+
+
+@pytest.fixture
+def files(tmp_path: Path):
+    found = MemoryFiles(str(tmp_path), "a-run", 1, "a-life", 0, "a-store")
+    yield found
+    found.close(keep=False)
+
+
+@pytest.fixture
+def let_go(monkeypatch) -> threading.Event:
+    """Until it is set, the kernel is busy with the pages of what is deleted."""
+    event, remove = threading.Event(), Slot.remove
+
+    def slow(slot: Slot) -> None:
+        event.wait()
+        remove(slot)
+
+    monkeypatch.setattr(Slot, "remove", slow)
+    yield event
+    event.set()
+
+
+def sealed(files: MemoryFiles) -> FoundSlot:
+    slot = files.make(NBYTES)
+    slot.seal(header_of(slot, NBYTES, step=1, generation=1, rank=0))
+    return FoundSlot(*Slot.open(slot.path))
+
+
+def test_nobody_comes_back_to_what_is_let_go_of_and_nobody_waits_for_it(files, let_go):
+    found = [sealed(files), sealed(files)]
+    files.remove(found)
+    assert found == []
+    assert not list(files.path.glob("*.head"))
+    assert len(list(files.path.glob("*.data"))) == 2
+    let_go.set()
+    files._remover.wait()
+    assert not list(files.path.glob("*.data"))
+
+
+def test_who_finds_no_room_waits_for_what_is_being_deleted(files, let_go, monkeypatch):
+    found = [sealed(files)]
+    old, create, tries = found[0].slot.path.with_suffix(".data"), Slot.create, []
+
+    def full(path: Path, nbytes: int) -> Slot:
+        tries.append(path)
+        let_go.set()
+        if len(tries) == 1 or old.exists():
+            raise MemoryFullError(str(path.parent), nbytes, 0)
+        return create(path, nbytes)
+
+    files.remove(found)
+    monkeypatch.setattr(Slot, "create", full)
+    assert files.make(NBYTES).memory.numel() == NBYTES
+    assert len(tries) == 2
+
+
+def test_no_room_is_an_error_where_nothing_is_being_deleted(files, monkeypatch):
+    def full(path: Path, nbytes: int) -> Slot:
+        raise MemoryFullError(str(path.parent), nbytes, 0)
+
+    monkeypatch.setattr(Slot, "create", full)
+    with pytest.raises(MemoryFullError):
+        files.make(NBYTES)

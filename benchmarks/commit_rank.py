@@ -86,7 +86,7 @@ def _commits(state: State, others: Others, policy: Policy, rank: int, order: dic
         session.begin_run(state.plain)
         for step in range(1, order["warm"] + order["steps"] + 1):
             comm.traffic, acted, before = Traffic(), comm.acting, persist_cpu()
-            record = session.after_update(step, Deferred(lambda: tokens), state.plain)
+            record = session.after_update(step, Deferred(lambda: tokens), state.plain, updated=False)
             ended = session.drain(step)
             if not record.begun or not ended[-1].committed:
                 raise RuntimeError(f"step {step} was not committed: {ended[-1].cause if ended else 'not begun'}")

@@ -159,7 +159,7 @@ def _step(ours: checkpoint.MegatronCheckpoint, iteration: int) -> tuple[float, f
     """(wall, processor) seconds of one ``after_step``, without what it took to act the peers."""
     before = time.thread_time()
     began = time.perf_counter()
-    record = ours.after_step(iteration)
+    record = ours.after_step(iteration, updated=False)
     took = time.perf_counter() - began
     used = time.thread_time() - before
     if not record.begun:

@@ -127,7 +127,7 @@ def first_life(store: str, memory: str | None, mib: int) -> None:
     tokens = StepTokens(np.ones((_LAYERS, _EXPERTS), dtype=np.int64))
     for step in range(1, _STEPS + 1):
         session.before_update()
-        session.after_update(step, Deferred(lambda: tokens), state.plain)
+        session.after_update(step, Deferred(lambda: tokens), state.plain, updated=False)
     session.drain(_STEPS)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -50,7 +50,7 @@ def _turn(case: Case, rank: Rank, name: str, turn: Turn, directory: Path) -> Sam
                 continue
             ours.before_step()
             rank.optimizer.step()
-            record = ours.after_step(iteration)
+            record = ours.after_step(iteration, updated=False)
             if not record.begun:
                 raise RuntimeError(f"no checkpoint began at step {iteration}")
             nbytes = record.nbytes

@@ -103,7 +103,7 @@ def slot_header(
 ) -> SlotHeader:
     """That of a slot of which only the slices matter."""
     facts = StepFacts(index=step, base="", operators=("gate/0",), window=None, applied=[[step]])
-    return SlotHeader(run_id, "a-life", step, step, generation, rank, ranks, "boot", nbytes, facts, b"{}", parts)
+    return SlotHeader(run_id, "a-life", step, step, generation, rank, ranks, "boot", nbytes, 0, facts, b"{}", parts)
 
 
 def _part(slot: Slot, kind: str, begin: int, end: int, facts: tuple[int, int, int]) -> SlotPart:

@@ -59,7 +59,7 @@ def test_acted_ranks_send_what_a_real_rank_sends(tmp_path, name):
     session.open()
     session.begin_run(state.plain)
     for step in range(1, 7):
-        session.after_update(step, told(np.ones((LAYERS, EXPERTS), dtype=np.int64)), state.plain)
+        session.after_update(step, told(np.ones((LAYERS, EXPERTS), dtype=np.int64)), state.plain, updated=False)
         session.drain(step)
     session.close()
     assert len(plans) == len(sent) >= 6
@@ -87,7 +87,7 @@ def test_acted_ranks_delete_what_real_ones_would(tmp_path):
     try:
         session.begin_run(state.plain)
         for step in range(1, 6):
-            session.after_update(step, told(np.ones((LAYERS, EXPERTS), dtype=np.int64)), state.plain)
+            session.after_update(step, told(np.ones((LAYERS, EXPERTS), dtype=np.int64)), state.plain, updated=False)
             session.drain(step)
     finally:
         session.close()

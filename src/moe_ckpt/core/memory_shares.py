@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
+
 
 @dataclass(frozen=True)
 class Share:
@@ -27,6 +29,7 @@ class Share:
         window: (first step, steps, place) of the sparse window that it is a step of; None if it stands by itself.
         base: Directory of the newest checkpoint on storage when it began; empty if there was none.
         starts: How many in a row went on from it and got nowhere.
+        freshness: What the writer's checksums showed (``core.freshness``).
     """
 
     holder: int
@@ -41,6 +44,7 @@ class Share:
     window: tuple[int, int, int] | None
     base: str
     starts: int = 0
+    freshness: int = UNKNOWN
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
@@ -82,13 +86,15 @@ class MemoryCheckpoint:
 
 
 def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
-    """All of which memory has every step, or parts of the only one, the newest first."""
+    """All of which memory has every step, or parts of the only one, the newest first. What is stale is none."""
     by_snapshot: dict[tuple[str, int], list[Share]] = {}
     for share in shares:
         by_snapshot.setdefault((share.life, share.sequence), []).append(share)
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     found: list[tuple[int, MemoryCheckpoint]] = []
     for (life, sequence), group in by_snapshot.items():
+        if of_all(share.freshness for share in group) == STALE:
+            continue
         window = group[0].window
         if window is None:
             found.append((sequence, _checkpoint([group])))

@@ -240,12 +240,13 @@ class Driver:
             self.session.drain(self._host.step)
             self._undrained = False
 
-    def after_update(self, began: float, tokens: Deferred[StepTokens]) -> StepRecord:
+    def after_update(self, began: float, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
         """The newest step is final: books its tokens and begins the next checkpoint, or continues the replay.
 
         Args:
             began: When the adapter's hook began (``perf_counter``).
             tokens: See ``CheckpointSession.after_update``.
+            updated: Likewise.
 
         Raises:
             SaveFailedError: Too many checkpoints failed in a row.
@@ -256,7 +257,8 @@ class Driver:
         if self.replaying is not None:
             return self._replayed(self.replaying, step)
         self.session.add_stall(time.perf_counter() - began)
-        self.last = self.session.after_update(step, tokens, lambda: self._host.capture(described=True))
+        capture = lambda: self._host.capture(described=True)  # noqa: E731
+        self.last = self.session.after_update(step, tokens, capture, updated=updated)
         return self.last
 
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:

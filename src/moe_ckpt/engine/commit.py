@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from moe_ckpt.core import freshness
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook
@@ -138,7 +139,8 @@ class Committer:
             acknowledged: By all ranks.
 
         Raises:
-            SaveFailedError: a rank failed, or an earlier step of the window did. Nothing is committed.
+            SaveFailedError: a rank failed, or an earlier step of the window did, or the snapshot is stale. Nothing is
+                committed.
             CoverDiffersError: what the ranks wrote is not what was planned. Likewise.
             CoverageError: an operator was never saved. Likewise.
             FilesGoneError: files that older checkpoints wrote are gone, and the next one must hold everything.
@@ -146,6 +148,8 @@ class Committer:
         """
         if acknowledged.causes:
             raise SaveFailedError(snapshot.step, acknowledged.causes)
+        if acknowledged.is_stale:
+            raise SaveFailedError(snapshot.step, (freshness.CAUSE,))
         request = snapshot.request
         where = f"checkpoint of step {request.step}"
         if acknowledged.ranks != self.world_size or acknowledged.cover:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from moe_ckpt.core.freshness import CAUSE, STALE, UNKNOWN
 from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
@@ -50,6 +51,7 @@ class _Entry:
         buffer: Its bytes; None once it was given up.
         to_storage: It is to be written from the buffer still.
         state: Of this rank's share.
+        freshness: What its checksums show.
         told: The other ranks were told that it is sealed.
         on_storage: A checkpoint on storage holds it.
     """
@@ -59,6 +61,7 @@ class _Entry:
     buffer: HostBuffer | None
     to_storage: bool
     state: int = NOT_YET
+    freshness: int = UNKNOWN
     told: bool = False
     on_storage: bool = False
 
@@ -155,29 +158,32 @@ class MemoryTier:
         With peers it counts as sealed when all of them have answered, or are given up: one without room has said so.
         """
         slot, sequence, replicator = snapshot.buffer.slot, snapshot.memory_sequence, self.replicator
+        freshness = UNKNOWN if snapshot.share is None else snapshot.share.freshness
         if header is None or slot is None:
             self._sealed(sequence, FAILED)
         elif replicator is None:
-            self._sealed(sequence, SEALED)
+            self._sealed(sequence, SEALED, freshness)
         elif not snapshot.request.copied:
             replicator.left_out(snapshot.step)
-            self._sealed(sequence, ALONE)
+            self._sealed(sequence, ALONE, freshness)
         else:
             end = max((begin + part.nbytes for begin, part in snapshot.plan.parts), default=0)
             copies = replicator.submit(sequence, SealedSlot(snapshot.step, slot.memory[:end], header))
             copies.add_done_callback(
-                lambda done: self._sealed(sequence, SEALED if replicator.all_hold(done) else ALONE)
+                lambda done: self._sealed(sequence, SEALED if replicator.all_hold(done) else ALONE, freshness)
             )
 
-    def _sealed(self, sequence: int, state: int) -> None:
+    def _sealed(self, sequence: int, state: int, freshness: int = UNKNOWN) -> None:
         with self._lock:
             entry = self._entries.get(sequence)  # none once the session has ended
             if entry is not None:
-                entry.state = state
+                entry.state, entry.freshness = state, freshness
                 self._release_unneeded()
 
     def reports(self) -> list[int]:
-        """What to tell the other ranks: the states of snapshots that are not settled, always as many numbers."""
+        """What to tell the other ranks: the states of snapshots that are not settled, and then what the checksums of
+        each show (``core.freshness``); always as many numbers.
+        """
         with self._lock:
             copied = [sequence for sequence in self._open if self._entries[sequence].step.copied]
             alone = [sequence for sequence in self._open if not self._entries[sequence].step.copied]
@@ -185,7 +191,9 @@ class MemoryTier:
             entries = [self._entries[sequence] for sequence in self._asked]
             for entry in entries:
                 entry.told = entry.state in _SAFE
-            return [*(entry.state for entry in entries), *[NOT_YET] * (2 * _REPORTED - len(entries))]
+            filler = 2 * _REPORTED - len(entries)
+            states = [*(entry.state for entry in entries), *[NOT_YET] * filler]
+            return [*states, *(entry.freshness for entry in entries), *[UNKNOWN] * filler]
 
     def settle(self, told: Sequence[int]) -> list[tuple[int, bool]]:
         """Take in what is true of all ranks, of the snapshots that ``reports`` was about when it was sent.
@@ -195,7 +203,9 @@ class MemoryTier:
         """
         with self._lock:
             asked, self._asked = self._asked, []
-            ended = {sequence: state for sequence, state in zip(asked, told, strict=False) if state != NOT_YET}
+            shown = told[2 * _REPORTED :]
+            found = zip(asked, told, shown, strict=False)
+            ended = {sequence: self._judged(sequence, *each) for sequence, *each in found if each[0] != NOT_YET}
             for sequence, state in ended.items():
                 entry = self._entries[sequence]
                 entry.step = replace(entry.step, complete=state != FAILED, copied=state == SEALED)
@@ -211,6 +221,15 @@ class MemoryTier:
         if self.replicator is not None and ended:
             self.replicator.release_except(kept)
         return [(sequence, state != FAILED) for sequence, state in sorted(ended.items())]
+
+    def _judged(self, sequence: int, state: int, freshness: int) -> int:
+        """The state of a snapshot, which is ``FAILED`` if it is stale."""
+        if state == FAILED or freshness != STALE:
+            return state
+        if self.rank == 0:
+            step = self._entries[sequence].training_step
+            log.warning("memory does not hold the checkpoint of step %d: %s", step, CAUSE)
+        return FAILED
 
     def _release_unneeded(self) -> None:
         kept = needed(entry.step for entry in self._entries.values())

@@ -34,6 +34,7 @@ class SnapshotRequest:
         base: Directory of the newest checkpoint on storage; empty before the first.
         stored: It goes to storage; otherwise into memory that outlives the process only.
         copied: It goes to peers, where there are any.
+        updates: That changed weights in this process by then.
     """
 
     step: int
@@ -52,6 +53,7 @@ class SnapshotRequest:
     base: str = ""
     stored: bool = True
     copied: bool = True
+    updates: int = 0
 
     @property
     def directory(self) -> str:

@@ -12,11 +12,13 @@ import math
 import os
 import re
 import time
+from dataclasses import replace
 
 from moe_ckpt.core.coverage import prove_cover
 from moe_ckpt.engine.commit import Abandoned, Committer, CoverDiffersError
 from moe_ckpt.engine.compiling import cover_difference
 from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.memory_tier import MemoryTier
@@ -62,6 +64,7 @@ class SnapshotResolver:
         self._tier = tier
         self._max_failures = run.settings.most_failures
         self._failures = FailureCount()
+        self._watch = FreshnessWatch()
         self._reason = ""
 
     def resolve(self, snapshot: Snapshot) -> Resolution:
@@ -142,10 +145,13 @@ class SnapshotResolver:
 
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
-            share = snapshot.share or seal_share(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+            share = snapshot.share
+            if share is None:
+                share = seal_share(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+                share = replace(share, freshness=self._watch.seen(snapshot, share.parts))
             records, state = write_share(self._storage, snapshot, share, self._comm.rank)
             self._tier.offer(snapshot, share)
-            return acknowledge(records, state, cover_difference(snapshot.plan))
+            return acknowledge(records, state, cover_difference(snapshot.plan), share.freshness)
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from moe_ckpt.engine.commit import OperatorRows
 from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
@@ -33,13 +35,15 @@ class MemorySealer:
         self._tier = tier
         self._to_storage = to_storage
         self._rows = OperatorRows(run.catalog)
+        self._watch = FreshnessWatch()
 
     def resolve(self, snapshot: Snapshot) -> Resolution:
         """Seal this rank's share. Whatever goes wrong, the other ranks learn of it, and storage is tried."""
         trouble, header = snapshot.refused, None
         try:
             if trouble is None:
-                snapshot.share = seal_share(snapshot, self._tier.files.run_id, self._comm.rank, self._comm.world_size)
+                share = seal_share(snapshot, self._tier.files.run_id, self._comm.rank, self._comm.world_size)
+                snapshot.share = replace(share, freshness=self._watch.seen(snapshot, share.parts))
                 header = self._seal(snapshot, snapshot.share)
         except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
             trouble = f"{type(error).__name__}: {error}"
@@ -75,6 +79,7 @@ class MemorySealer:
             world_size=self._comm.world_size,
             boot_id=files.boot_id,
             nbytes=nbytes,
+            freshness=share.freshness,
             facts=StepFacts(
                 index=request.index,
                 base=request.base,

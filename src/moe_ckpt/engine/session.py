@@ -234,20 +234,23 @@ class CheckpointSession:
         self._stall += secs
         self._booking.meter.waited(secs)
 
-    def after_update(self, step: int, tokens: Deferred[StepTokens], capture: Capture) -> StepRecord:
+    def after_update(
+        self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool = True
+    ) -> StepRecord:
         """The state after optimizer step ``step`` is final: plan, and start copying.
 
         Args:
             step: Optimizer steps done.
             tokens: Of this rank; a device may still be counting them.
             capture: Gives the plain state.
+            updated: False if the step's update was left out, because gradients overflowed.
 
         Raises:
             SaveFailedError: too many checkpoints failed in a row.
             RuntimeError: a peer is gone.
         """
         final_at = time.perf_counter()
-        self._snapshots.step_begins()
+        self._snapshots.step_begins(updated=updated)
         if self._resources.memory is not None:
             self._resources.memory.left.step_ended()
         booking, pipeline = self._booking, self._resources.pipeline

@@ -49,6 +49,7 @@ class Snapshotter:
         backlog: Counts snapshots that were left out or waited for.
         flush: Says which snapshots go to storage.
         copies: Says which go to peers.
+        updates: That changed weights in this process.
     """
 
     def __init__(self, run: RunContext, resources: SessionResources) -> None:
@@ -58,6 +59,7 @@ class Snapshotter:
         self.backlog = Backlog(run.settings, run.comm)
         self.flush = StorageFlush(run.settings, windows=needs_of(run.policy).windows, rank=run.comm.rank)
         self.copies = PeerCopies(run.settings, rank=run.comm.rank)
+        self.updates = 0
         self._run = run
         self._resources = resources
         self._end_secs = run.settings.timeout_secs
@@ -67,8 +69,13 @@ class Snapshotter:
         """Checkpoints that storage did not get because it was behind, whether memory has them or nothing has."""
         return self.backlog.skips + self.flush.skips
 
-    def step_begins(self) -> None:
-        """The state of another step is final: its tensors may be others, and the run does not end before it."""
+    def step_begins(self, *, updated: bool = True) -> None:
+        """The state of another step is final: its tensors may be others, and the run does not end before it.
+
+        Args:
+            updated: Its update was made, not left out because gradients overflowed.
+        """
+        self.updates += updated
         self.live.forget()
         self._end_secs = self._run.settings.timeout_secs
 
@@ -202,6 +209,7 @@ class Snapshotter:
             base=self.booking.committed_directory or "",
             stored=ways.stored,
             copied=ways.copied,
+            updates=self.updates,
         )
         return request, pending
 

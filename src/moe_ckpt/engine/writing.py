@@ -16,6 +16,7 @@ import xxhash
 
 from moe_ckpt.core.cover_sum import PRIME
 from moe_ckpt.core.coverage import Box
+from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
 from moe_ckpt.engine.compiling import CompiledPart
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import StoreUnwritableError, TornSnapshotError
@@ -44,6 +45,7 @@ class Acknowledgement:
         covers: ``cover_difference`` of each rank's plan.
         experts, others, states: Names of their files, one line each: by ``format.manifest.GROUPS``.
         file_rows, state_rows: As they will be in the part document (``format.part``).
+        freshness: What their checksums show, a byte of each rank (``core.freshness``).
     """
 
     errors: bytes = b""
@@ -53,6 +55,7 @@ class Acknowledgement:
     states: bytes = b""
     file_rows: bytes = b""
     state_rows: bytes = b""
+    freshness: bytes = bytes(1)
 
     @classmethod
     def failed(cls, rank: int, reason: str) -> Acknowledgement:
@@ -61,7 +64,8 @@ class Acknowledgement:
     @property
     def columns(self) -> list[bytes]:
         """For ``Communicator.combine``."""
-        return [self.errors, self.covers, self.experts, self.others, self.states, self.file_rows, self.state_rows]
+        files = [self.experts, self.others, self.states, self.file_rows, self.state_rows]
+        return [self.errors, self.covers, *files, self.freshness]
 
     @property
     def ranks(self) -> int:
@@ -72,6 +76,11 @@ class Acknowledgement:
     def causes(self) -> tuple[str, ...]:
         """The causes, if any, for which a checkpoint must not be committed."""
         return tuple(f"rank {rank}: {reason}" for rank, reason in json.loads(b"[%b]" % self.errors[:-1]))
+
+    @property
+    def is_stale(self) -> bool:
+        """No rank has seen anything change that updates change."""
+        return of_all(self.freshness) == STALE
 
     @property
     def cover(self) -> int:
@@ -103,8 +112,10 @@ class SealedPart:
     header: Sequence[Chunk]
 
 
-def acknowledge(files: Sequence[FileRecord], state: StateRecord, cover: int) -> Acknowledgement:
-    """That of a rank that wrote these files. cover: ``cover_difference`` of its plan."""
+def acknowledge(
+    files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN
+) -> Acknowledgement:
+    """That of a rank that wrote these files. cover: ``cover_difference`` of its plan. freshness: of its share."""
     names = {kind: b"".join(_line(each.path) for each in files if each.kind == kind) for kind in KINDS}
     return Acknowledgement(
         covers=cover.to_bytes(_COVER_NBYTES, "little"),
@@ -113,6 +124,7 @@ def acknowledge(files: Sequence[FileRecord], state: StateRecord, cover: int) -> 
         states=_line(state.path),
         file_rows=b"".join(map(file_row, files)),
         state_rows=state_row(state),
+        freshness=bytes([freshness]),
     )
 
 
@@ -122,15 +134,22 @@ def _line(path: str) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class SealedShare:
-    """One rank's share of a snapshot, as it goes to storage. state: the bytes of the state file."""
+    """One rank's share of a snapshot, as it goes to storage.
+
+    Attributes:
+        parts: What it consists of.
+        state: The bytes of the state file.
+        freshness: What its checksums show beside those before (``core.freshness``).
+    """
 
     parts: tuple[SealedPart, ...]
     state: bytes
+    freshness: int = UNKNOWN
 
     def detached(self) -> SealedShare:
         """The same with headers of its own: those that were rendered are good until the next of their plan is."""
         parts = (replace(each, header=tuple(map(bytes, each.header))) for each in self.parts)
-        return SealedShare(tuple(parts), self.state)
+        return replace(self, parts=tuple(parts))
 
 
 def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> SealedShare:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
 from moe_ckpt.core.tokens import FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment
@@ -19,7 +20,7 @@ from moe_ckpt.format.schema import anything, listing, mapping, maybe, number, on
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
 
-SLOT_VERSION = 2
+SLOT_VERSION = 3
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -52,6 +53,7 @@ _BODY = record(
         "world_size": whole(1, MOST_RANKS),
         "boot_id": text,
         "nbytes": whole(),
+        "freshness": one_of(UNKNOWN, STALE, FRESH),
         "facts": _FACTS,
         "state": record(_PIECE),
         "parts": listing(_PART, most=16),
@@ -150,6 +152,7 @@ class SlotHeader:
         world_size: Ranks of that life.
         boot_id: Of the machine's kernel.
         nbytes: Of the slot.
+        freshness: What its checksums showed beside those of the rank's slot before (``core.freshness``).
         facts: Of the step.
         state: The rank's state file.
         parts: What lies in the slot.
@@ -164,6 +167,7 @@ class SlotHeader:
     world_size: int
     boot_id: str
     nbytes: int
+    freshness: int
     facts: StepFacts
     state: bytes
     parts: tuple[SlotPart, ...]
@@ -183,7 +187,7 @@ class SlotHeader:
         return header.slices
 
 
-_SCALARS = ("run_id", "life", "sequence", "step", "generation", "rank", "world_size", "boot_id", "nbytes")
+_SCALARS = ("run_id", "life", "sequence", "step", "generation", "rank", "world_size", "boot_id", "nbytes", "freshness")
 
 
 def encode_slot(header: SlotHeader) -> bytes:

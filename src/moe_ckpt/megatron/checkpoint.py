@@ -274,7 +274,7 @@ class MegatronCheckpoint:
         self._host.generators.note()
         updated = self._watch.updated is not False if updated is None else updated
         tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
-        return self._driver.after_update(began, tokens)
+        return self._driver.after_update(began, tokens, updated=updated)
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
         """Instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.

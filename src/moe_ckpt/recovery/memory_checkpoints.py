@@ -362,13 +362,15 @@ def _told(found: FoundSlot, number: int) -> list[Any]:
         place,
         header.facts.base,
         found.slot.starts,
+        header.freshness,
     ]
 
 
 def _share(holder: int, node: str, told: Sequence[Any]) -> Share:
-    number, life, generation, sequence, step, writer, writers, place, base, starts = told
+    number, life, generation, sequence, step, writer, writers, place, base, starts, freshness = told
     window = None if place is None else (place[0], place[1], place[2])
-    return Share(holder, node, number, life, generation, sequence, step, writer, writers, window, base, starts)
+    of = number, life, generation, sequence, step, writer, writers, window, base, starts, freshness
+    return Share(holder, node, *of)
 
 
 @dataclass(frozen=True, eq=False)

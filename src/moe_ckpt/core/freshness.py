@@ -1,0 +1,71 @@
+"""Whether a snapshot holds what was trained: after an update, checksums are not all what they were. Pure.
+
+A checkpoint can be intact and yet stale: of tensors that the optimizer does not write into any more, it is the same one
+again and again, and nobody notices until it is needed. Optimizer state moves with every update, whatever the learning
+rate. So if updates were made since slices were sealed before, and not one slice of any rank has another checksum than
+then, the snapshot is refused. One that moved, on any rank, is enough: an expert without tokens, or a row of an
+embedding that nobody asked for, stays as it is and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+UNKNOWN, STALE, FRESH = 0, 1, 2
+"""What one rank has seen, ascending: the maximum over ranks is true of all. ``UNKNOWN`` is nothing to compare."""
+CAUSE = (
+    "the snapshot is stale: updates were made since the one before, and nothing that was copied has changed on any "
+    "rank, nor has optimizer state. Either training changes other tensors than those that are checkpointed (model or "
+    "optimizer were made anew after it began), or its updates run without gradients"
+)
+NEITHER, WEIGHT, MOMENT = 0, 1, 2
+"""Kinds of slices: what no update need change, such as buffers; parameters; optimizer state."""
+_NEVER = -1
+
+
+def kind_of_slice(key: str) -> int:
+    """``MOMENT`` for a key below ``optim/``, ``WEIGHT`` below ``model/``."""
+    return MOMENT if key.startswith("optim/") else WEIGHT if key.startswith("model/") else NEITHER
+
+
+def of_all(seen: Iterable[int]) -> int:
+    """What the ranks have seen together."""
+    return max(seen, default=UNKNOWN)
+
+
+class Checksums:
+    """Checksums of numbered slices as they were sealed last, with the number of updates made by then."""
+
+    def __init__(self) -> None:
+        self._kinds = np.zeros(0, dtype=np.int8)
+        self._updates = np.zeros(0, dtype=np.int64)
+        self._digests = np.zeros(0, dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def add(self, keys: Iterable[str]) -> None:
+        """More slices, numbered on from those there are."""
+        kinds = np.fromiter(map(kind_of_slice, keys), np.int8)
+        self._kinds = np.concatenate([self._kinds, kinds])
+        self._updates = np.concatenate([self._updates, np.full(len(kinds), _NEVER)])
+        self._digests = np.concatenate([self._digests, np.zeros(len(kinds), dtype=np.uint64)])
+
+    def seal(self, numbers: npt.NDArray[np.int64], digests: npt.NDArray[np.uint64], updates: int) -> int:
+        """These slices have these checksums after so many updates. Returns what that shows.
+
+        Args:
+            numbers: ``[n]`` slices.
+            digests: ``[n]`` their checksums.
+            updates: Made in this process so far.
+        """
+        kinds, before = self._kinds[numbers], self._updates[numbers]
+        judged = (kinds != NEITHER) & (before != _NEVER) & (before < updates)
+        moved = judged & (self._digests[numbers] != digests)
+        self._updates[numbers], self._digests[numbers] = updates, digests
+        if moved.any():
+            return FRESH
+        return STALE if (judged & (kinds == MOMENT)).any() else UNKNOWN

@@ -1,0 +1,30 @@
+"""Compares each snapshot of this rank with the one before: see ``core.freshness``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_ckpt.core.freshness import Checksums, of_all
+from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.writing import SealedPart
+from moe_ckpt.format.shard import SliceEntry
+
+
+class FreshnessWatch:
+    """For the thread that seals. What it knows of slices goes by their numbers on a shelf, and ends with that."""
+
+    def __init__(self) -> None:
+        self._entries: list[SliceEntry] | None = None
+        self._checksums = Checksums()
+
+    def seen(self, snapshot: Snapshot, parts: Sequence[SealedPart]) -> int:
+        """What the checksums of a snapshot's parts show."""
+        updates = snapshot.request.updates
+        return of_all(self._of(each, updates) for each in parts if each.part.cuts)
+
+    def _of(self, sealed: SealedPart, updates: int) -> int:
+        slices = sealed.part.slices
+        if slices.entries is not self._entries:
+            self._entries, self._checksums = slices.entries, Checksums()
+        self._checksums.add([entry.key for entry in slices.entries[len(self._checksums) :]])
+        return self._checksums.seal(slices.numbers, sealed.checksums, updates)

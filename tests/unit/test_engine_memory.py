@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.engine import host_tier
 from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError, StoreError, StoreUnwritableError
+from moe_ckpt.memory import preflight
 from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
 from moe_ckpt.memory.files import remove_run, sweep
 from moe_ckpt.memory.slot import Slot
@@ -203,8 +205,8 @@ def test_memory_on_some_ranks_only_is_refused_by_all(where):
             raised[comm.rank] = str(error)
 
     run_threads(ThreadRanks(2), begin)
-    assert "others have it on" in raised[0]
-    assert "others have it off" in raised[1]
+    assert "memory=None on rank 0, but rank 1 has it on" in raised[0]
+    assert "on rank 1, but rank 0 has it off" in raised[1]
 
 
 def test_ranks_that_disagree_on_what_goes_to_storage_are_refused_by_all(where):
@@ -239,8 +241,29 @@ def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
 
     run_threads(ThreadRanks(2), begin)
     assert "there is no such directory" in str(raised[1])
-    assert "another rank could not open its memory directory" in str(raised[0])
+    assert "rank 1 could not open its memory directory" in str(raised[0])
     assert files(memory) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("/data/run", "ext4"), ("/data/my run/x", "xfs"), ("/dev/shm/x", ""), ("/dev/shmelter", "ext4"), ("/", "ext4")],
+)
+def test_a_directory_that_is_no_tmpfs_is_warned_of_once(tmp_path, monkeypatch, caplog, place, kind):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/a / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n"
+        "/dev/b /data ext4 rw 0 0\n/dev/c /data/my\\040run xfs rw 0 0\n"
+    )
+    monkeypatch.setattr(preflight, "_said", set())
+    monkeypatch.setattr(preflight, "file_system", partial(preflight.file_system, mounts=str(mounts)))
+    for _ in range(2):
+        preflight.say_file_system(place)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(kind)
+    for line in said:
+        assert f"Memory(directory={place!r}) lies on {kind}, not on a tmpfs" in line
+        assert "not synced" in line
 
 
 def test_a_full_tmpfs_costs_the_tier_and_not_the_run(where, monkeypatch, caplog):
@@ -353,7 +376,7 @@ def test_a_slot_of_another_version_is_not_read(where):
 def test_a_second_process_of_the_same_rank_is_refused(where):
     """Two nodes that share one directory by mistake."""
     first = make_rank_directory(str(where[1]), "run", 0, 3, "store")
-    with pytest.raises(ConfigError, match="is in use by another process"):
+    with pytest.raises(ConfigError, match=r"is in use by process [1-9]"):
         make_rank_directory(str(where[1]), "run", 0, 3, "store")
     first.remove()
 

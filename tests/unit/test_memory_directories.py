@@ -396,8 +396,9 @@ def test_two_processes_of_one_rank_are_refused_after_a_moment(root, monkeypatch)
         busy.setattr(directories, "_PATIENCE_SECS", 60.0)
         second = make_rank_directory(root, RUN, 0, 3, STORE)  # whoever held it was removing it
     remover.join()
-    with pytest.raises(ConfigError, match="is in use by another process"):
-        make_rank_directory(root, RUN, 0, 3, STORE)
+    said = f"is in use by process {os.getpid()}, for the store {STORE}; this process has the store of-another-job"
+    with pytest.raises(ConfigError, match=said):
+        make_rank_directory(root, RUN, 0, 3, "of-another-job")
     second.remove()
 
 

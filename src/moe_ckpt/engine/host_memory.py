@@ -91,9 +91,11 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
 
 
 def _require_on_all(run: RunContext, memory: Memory | None) -> None:
-    on, off = largest(run.comm, [int(memory is not None), int(memory is None)])
+    rank, is_on = run.comm.rank, memory is not None
+    on, off = largest(run.comm, [(rank + 1) * is_on, (rank + 1) * (not is_on)])
     if on and off:
-        raise ConfigError(f"memory={memory!r} on rank {run.comm.rank}, but others have it {'off' if memory else 'on'}")
+        other = f"rank {off - 1} has it off" if is_on else f"rank {on - 1} has it on"
+        raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. All ranks have it, or none")
 
 
 def _require_same_cadence(run: RunContext, memory: Memory) -> None:
@@ -122,9 +124,9 @@ def _together(run: RunContext, memory: Memory, action: Callable[[], T]) -> T:
         trouble = error
     except OSError as error:
         trouble = StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}")
-    [failed] = largest(run.comm, [int(trouble is not None)])
+    [failed] = largest(run.comm, [0 if trouble is None else run.comm.rank + 1])
     if trouble is not None:
         raise trouble
     if failed:
-        raise StoreError("another rank could not open its memory directory; its log says why")
+        raise StoreError(f"rank {failed - 1} could not open its memory directory; its log says why")
     return found

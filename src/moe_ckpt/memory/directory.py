@@ -229,7 +229,9 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
     made = _made(path)
     if made is None:
         raise ConfigError(
-            f"{path} is in use by another process. Nodes of one run must not share Memory(directory={root!r})"
+            f"{path} is in use by {said_holder(holder_of(path))}, for the store {owner_of(path).store or '(unknown)'}; "
+            f"this process has the store {store}. Nodes of one run must not share Memory(directory={root!r}), and a "
+            "store serves one job at a time"
         )
     try:
         made.clear()  # of a life that ended before it said so anywhere

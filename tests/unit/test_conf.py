@@ -106,6 +106,7 @@ def test_two_levels_and_a_budget_reach_moc(user_app):
         selector="load_aware", snapshot_k=4, plt_budget="strict"
     )
     assert policy("moe_ckpt.policy.plt_budget=0.02").budget == 0.02
+    assert policy("moe_ckpt.policy.k=auto", "moe_ckpt.policy.snapshot_k=auto") == MoC(k="auto", snapshot_k="auto")
     dynamic = instantiate(user_app("moe_ckpt/policy=moc_dynamic", "moe_ckpt.policy.k=2").moe_ckpt.policy)
     assert dynamic == MoC(k=2, selector="least_loss", plt_budget="default")
 

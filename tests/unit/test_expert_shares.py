@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import MoELayer
-from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, least_capacity, owned_total
+from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,6 @@ def test_more_at_risk_never_gets_less(risk, size, total):
     shares = layer_shares(risk, [size] * len(risk), total)
     for one, its in zip(risk, shares, strict=True):
         assert all(its >= other for less, other in zip(risk, shares, strict=True) if less < one)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 60))
-def test_the_least_capacity_is_the_first_that_is_enough(owned, total):
-    enough = next(n for n in range(11) if owned_total(n, owned) >= min(total, sum(owned)))
-    assert least_capacity(total, owned) == enough
 
 
 OWNERS = (0, 0, 1, 1, 0, 0, 1, 1)

@@ -79,9 +79,12 @@ def test_gates_and_non_experts_are_always_saved_and_what_is_left_buys_experts():
 def test_the_budget_is_what_the_slower_rate_saves_between_two_checkpoints():
     measured = Measured(recent_iteration_secs=2.0, copy_bytes_per_sec=90.0, persist_bytes_per_sec=30.0)
     assert MoEtion().budget_bytes(measured) == 60
-    assert MoEtion(every_n_steps=3).budget_bytes(measured) == 180
+    assert MoEtion(every_n_steps=3).budget_bytes(measured) == 180, "180 are copied in one iteration, and no more"
+    assert MoEtion(every_n_steps=4).budget_bytes(measured) == 180
+    assert MoEtion(every_n_steps=4).budget_bytes(replace(measured, update_secs=0.5)) == 135
     assert MoEtion(budget_fraction=0.25, every_n_steps=3).budget_bytes(measured) == 45
-    assert len(chosen(MoEtion(every_n_steps=3, budget_fraction=0.5), limit=48.0)) == 3
+    known = replace(at(144.0), persist_bytes_per_sec=48.0)
+    assert len(chosen(MoEtion(every_n_steps=3, budget_fraction=0.5), measured=known)) == 3
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,7 @@ def test_an_expert_too_large_for_any_rank_alone_is_saved_over_the_budget():
 
 
 def heaviest(context, operators):
-    """Bytes on the rank that saves most, recounted from the catalog: see ``Stage.affordable``."""
+    """Bytes on the rank that saves most, recounted from the catalog: see ``save_budget.Load``."""
     placement = context.placement or everywhere(context.catalog.layers, context.ranks)
     peak = 0
     for stage, width in enumerate(placement.stages):

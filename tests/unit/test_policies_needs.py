@@ -135,6 +135,7 @@ def told(policy):
         (Gemini("young", mtbf_secs=3600), "next_due alone replicas"),
         (MoC(), "next_due partial"),
         (MoC(plt_budget=0.05, every_n_steps=2), "next_due partial lost_tokens period_steps"),
+        (MoC(k="auto"), "next_due partial sizes"),
         (MoEtion(), "next_due partial sizes"),
         (MoEtion(experts=2), "next_due partial"),
         (MoEvement(), "next_due sizes windows alone explain"),

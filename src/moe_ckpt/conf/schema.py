@@ -40,10 +40,10 @@ class GeminiConfig:
 @dataclass
 class MoCConfig:
     _target_: str = "moe_ckpt.policies.MoC"
-    k: int = 1
+    k: Union[int, str] = 1  # noqa: UP007
     every_n_steps: int = 1
     selector: str = "sequential"
-    snapshot_k: Optional[int] = None  # noqa: UP045
+    snapshot_k: Optional[Union[int, str]] = None  # noqa: UP007, UP045
     plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
 
 

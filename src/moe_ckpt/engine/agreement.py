@@ -189,6 +189,7 @@ def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Coun
         int(standing.storage_busy),
         _nanos(time.monotonic()) if leads else 0,
         int(standing.copies_behind),
+        _nanos(measured.update_secs),
         *standing.in_memory,
     ]
     return np.asarray(numbers, dtype=np.int64)
@@ -208,12 +209,13 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
             _per_sec(values[9]),
             _per_sec(values[10]),
             _secs(values[11]),
+            _secs(values[15]),
         ),
         lost=frozenset(first + i for i in range(count) if lost >> i & 1),
         storage_busy=bool(values[12]),
         secs=values[13] / _NANO,
         copies_behind=bool(values[14]),
-        in_memory=tuple(values[15:]),
+        in_memory=tuple(values[16:]),
     )
 
 

@@ -34,6 +34,8 @@ class Meter:
         self._copies: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._writes: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._moved = -1
+        self._updates: deque[float] = deque(maxlen=_RECENT_LAPS)
+        self._update_began: float | None = None
 
     def lap(self, now: float, *, loaded: bool) -> None:
         """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
@@ -44,7 +46,13 @@ class Meter:
                 self._clean.append(took)
             elif self._clean:
                 self._extra += max(0.0, took - median(self._clean))
-        self._last, self._waited = now, 0.0
+        if self._update_began is not None:
+            self._updates.append(now - self._update_began)
+        self._last, self._waited, self._update_began = now, 0.0, None
+
+    def update_begins(self, now: float) -> None:
+        """What was copied is joined at ``now``, and the update of the lap under way may change it."""
+        self._update_began = now
 
     def waited(self, secs: float) -> None:
         """Training waited for checkpointing in the lap under way."""
@@ -78,6 +86,7 @@ class Meter:
         tell(self._persists, "persist_secs")
         tell(self._copies, "copy_bytes_per_sec")
         tell(self._writes, "persist_bytes_per_sec")
+        tell(self._updates, "update_secs", _KNOWN_LAPS)
 
     @property
     def known(self) -> dict[str, float]:
@@ -92,4 +101,5 @@ class Meter:
             median(self._copies) if self._copies else None,
             median(self._writes) if self._writes else None,
             median(self._all) if self._all else None,
+            median(self._updates) if self._updates else None,
         )

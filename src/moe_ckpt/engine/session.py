@@ -227,6 +227,7 @@ class CheckpointSession:
             self._booking.receive(self._resources.pipeline)
             received = time.perf_counter()
             self._agree_secs += received - joined
+            self._booking.meter.update_begins(received)
             self._run.tell(Joined(received))
 
     def add_stall(self, secs: float) -> None:

@@ -18,6 +18,7 @@ from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.errors import ConfigError
@@ -37,6 +38,7 @@ class Measured:
         copy_bytes_per_sec: From live tensors to host memory; the minimum over ranks.
         persist_bytes_per_sec: From host memory to a commit; the minimum over ranks.
         recent_iteration_secs: Median of the last iterations, whatever ran beside them, less what training waited.
+        update_secs: Of an iteration, the optimizer's update, beside which nothing may be copied.
     """
 
     iteration_secs: float | None = None
@@ -45,6 +47,23 @@ class Measured:
     copy_bytes_per_sec: float | None = None
     persist_bytes_per_sec: float | None = None
     recent_iteration_secs: float | None = None
+    update_secs: float | None = None
+
+    @property
+    def overlap_secs(self) -> float | None:
+        """From one update to the next: forward and backward, in which a copy costs no wait; None until known."""
+        whole = self.recent_iteration_secs
+        return None if whole is None else max(0.0, whole - (self.update_secs or 0.0))
+
+    def copy_bytes(self, fraction: float = 1.0) -> int | None:
+        """Most bytes that one rank copies to host memory beside forward and backward; None until known."""
+        return bytes_in_time(self.overlap_secs, self.copy_bytes_per_sec, fraction)
+
+    def persist_bytes(self, every_n_steps: int, fraction: float = 1.0) -> int | None:
+        """Most bytes that one rank commits from one checkpoint to the next, that many steps later; None until known."""
+        whole = self.recent_iteration_secs
+        between = None if whole is None else whole * every_n_steps
+        return bytes_in_time(between, self.persist_bytes_per_sec, fraction)
 
     @property
     def saving_bytes_per_sec(self) -> float | None:

@@ -7,7 +7,7 @@ ranks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
 from moe_ckpt.core.placement import Placement, everywhere
+from moe_ckpt.core.save_budget import Load, least_capacity
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
@@ -56,24 +57,6 @@ def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: i
         left -= sum(sizes[layer] for layer in full)
         sharing = [layer for layer in sharing if layer not in full]
     return tuple(shares)
-
-
-def owned_total(capacity: int, owned: Collection[int]) -> int:
-    """Experts that can be saved at once if no rank saves over ``capacity`` of those that it owns."""
-    return sum(min(capacity, count) for count in owned)
-
-
-def least_capacity(total: int, owned: Collection[int]) -> int:
-    """The smallest capacity per rank with which ``total`` experts can be saved, or all if there are fewer."""
-    wanted = min(total, sum(owned))
-    low, high = 0, max(owned, default=0)
-    while low < high:
-        middle = (low + high) // 2
-        if owned_total(middle, owned) >= wanted:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 class Taking:
@@ -195,32 +178,17 @@ class Stage:
 
         limit: bytes of one rank; None: no budget. least: experts that are saved in any case.
         """
-        most, capacity = (0, None) if limit is None else self.affordable(limit)
+        most, capacity = (0, None) if limit is None else self.load.affordable(limit)
         least = min(least, self.total)
         if most >= least:
             return most, capacity
         return least, least_capacity(least, self.owned.values()) if self.by_owner else None
 
-    def affordable(self, limit: int) -> tuple[int, int | None]:
-        """(S_total, most of them that one rank may own) with which no rank has over ``limit`` bytes to save.
-
-        Three ways of division, as ``core.placement.Placement`` tells them:
-        - expert parallelism: each rank has an even share of the rest, and what it owns: the rest must fit, and what
-          remains buys the same number of experts for every owner;
-        - plain data parallelism: the rest is dealt out around the experts, so all bytes together must fit all ranks
-          together, and no rank may own more than fit it alone;
-        - everything divided evenly (FSDP): all bytes together must fit all ranks together.
-        """
-        each = max(self.expert_bytes, 1)
-        if self.divided is not None:
-            left = limit - -(-self.shared_bytes // self.ranks)
-            capacity = max(0, left * self.divided // each)
-            return owned_total(capacity, self.owned.values()), capacity
-        together = min(max(0, limit * self.ranks - self.shared_bytes) // each, self.total)
-        if not self.by_owner:
-            return together, None
-        capacity = limit // each
-        return min(together, owned_total(capacity, self.owned.values())), capacity
+    @cached_property
+    def load(self) -> Load:
+        """What a budget buys is computed from."""
+        owned = tuple(self.owned.values())
+        return Load(self.ranks, owned, self.by_owner, self.divided, self.shared_bytes, self.expert_bytes)
 
 
 class Together:
@@ -299,8 +267,8 @@ def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, Operator
         unknown = [op for op in catalog.everything if op not in sizes]
         if unknown:
             raise ConfigError(
-                f"MoEtion: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not "
-                f"there, such as {unknown[0]}; give MoEtion(experts=...) where sizes are not known"
+                f"PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not there, such "
+                f"as {unknown[0]}; give MoEtion(experts=...), or MoC a number of experts, where sizes are not known"
             )
         for op in catalog.always_saved:
             shared[stage_of.get(op.id, 0)] += sizes[op.id].full

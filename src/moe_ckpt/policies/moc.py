@@ -12,12 +12,16 @@ import numpy as np
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.core.save_budget import largest_k
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import Needs, PolicyContext, interval_passed, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
+from moe_ckpt.policies.expert_shares import stages_of
 from moe_ckpt.policies.selection import Expert, Request
 from moe_ckpt.policies.selectors import SELECTORS
+
+AUTO = "auto"
 
 
 @named_arguments
@@ -30,13 +34,14 @@ class MoC:
     dense, since there is no older copy to fall back on. Source: PEC, arXiv 2408.04307; MoC-System, ASPLOS '25.
 
     Attributes:
-        k: Experts saved per MoE layer, ``1 <= k <= E``.
+        k: Experts saved per MoE layer, ``1 <= k <= E``; or ``"auto"``: as many as one checkpoint can commit before the
+            next begins, and copy (see ``levels``).
         every_n_steps: Steps from one checkpoint to the next.
         selector: Which experts: ``"sequential"`` (the oldest), ``"load_aware"`` (those with most unsaved tokens, the
             paper's rule) or ``"least_loss"`` (unsaved tokens times age).
         snapshot_k: Experts per MoE layer that are copied to host memory, ``k <= snapshot_k <= E`` (two-level PEC).
             Those that are not written stay there until the next checkpoint, for a recovery that finds this memory
-            alive. None: ``k``.
+            alive. ``"auto"``: as many as are copied beside one forward and backward pass. None: ``k``.
         plt_budget: Portion of lost tokens to stay within, a number or a name in ``policies.budget.PLT_BUDGETS``. K then
             doubles as faults use it up, and falls as training goes on (``dynamic_k``), ``snapshot_k`` with it where it
             must; and a checkpoint that would let one more fault break the budget saves more experts (``top_up``). None:
@@ -46,19 +51,20 @@ class MoC:
         ConfigError: A value out of range, or no such selector.
     """
 
-    k: int = 1
+    k: int | str = 1
     every_n_steps: int = 1
     selector: str = "sequential"
-    snapshot_k: int | None = None
+    snapshot_k: int | str | None = None
     plt_budget: float | str | None = None
 
     def __post_init__(self) -> None:
-        require_positive("MoC", k=self.k, every_n_steps=self.every_n_steps)
+        require_positive("MoC", every_n_steps=self.every_n_steps)
+        _require_k("k", self.k)
         if not isinstance(self.selector, str) or self.selector not in SELECTORS:
             raise ConfigError(f"MoC(selector={self.selector!r}): no such selector; choose from {sorted(SELECTORS)}")
         if self.snapshot_k is not None:
-            require_positive("MoC", snapshot_k=self.snapshot_k)
-            if self.snapshot_k < self.k:
+            _require_k("snapshot_k", self.snapshot_k)
+            if isinstance(self.k, int) and isinstance(self.snapshot_k, int) and self.snapshot_k < self.k:
                 raise ConfigError(
                     f"MoC(k={self.k}, snapshot_k={self.snapshot_k}): what goes to storage passes through host memory, "
                     "so snapshot_k must be at least k; raise snapshot_k or lower k"
@@ -79,21 +85,40 @@ class MoC:
             )
         for layer in catalog.layers:
             for name, value in (("k", self.k), ("snapshot_k", self.snapshot_k or self.k)):
-                if value > layer.experts:
+                if isinstance(value, int) and value > layer.experts:
                     raise ConfigError(f"MoC({name}={value}): layer {layer.name!r} has only {layer.experts} experts")
 
-    def current_k(self, context: PolicyContext) -> int:
-        """Experts per layer that go to storage, with what was lost so far."""
-        if self.budget is None:
-            return self.k
-        most = max((layer.experts for layer in context.catalog.layers), default=self.k)
-        return dynamic_k(self.k, most, context.lost_tokens, context.routed_tokens, self.budget)
+    def levels(self, context: PolicyContext) -> tuple[int, int]:
+        """``k`` and ``snapshot_k`` of a checkpoint now, at least 1 and ``k``.
+
+        "auto" is the largest K with which no rank has more to copy than fits beside one forward and backward pass
+        (``snapshot_k``), or to commit than fits between two checkpoints (``k``, which is no more than what is copied
+        either), at the rates that this run measured on its slowest rank; 1 until they are measured. Both are decided
+        anew at each checkpoint, from numbers that the ranks have agreed on. Dynamic-K raises what that gives.
+        """
+        k, snapshot_k = self.k, self.snapshot_k
+        if self._is_auto:
+            copied = _largest(context, context.measured.copy_bytes())
+            if snapshot_k == AUTO:
+                snapshot_k = max(copied, k) if isinstance(k, int) else copied
+            if not isinstance(k, int):
+                most = snapshot_k if isinstance(snapshot_k, int) else copied
+                k = min(most, _largest(context, context.measured.persist_bytes(self.every_n_steps)))
+        assert isinstance(k, int)
+        if self.budget is not None:
+            most = max((layer.experts for layer in context.catalog.layers), default=k)
+            k = dynamic_k(k, most, context.lost_tokens, context.routed_tokens, self.budget)
+        return k, max(k, snapshot_k) if isinstance(snapshot_k, int) else k
+
+    @property
+    def _is_auto(self) -> bool:
+        return AUTO in (self.k, self.snapshot_k)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):
             return save_nothing(context.step)
-        k = self.current_k(context)
-        request = Request(k, max(self.snapshot_k or k, k), self.every_n_steps)
+        k, snapshot_k = self.levels(context)
+        request = Request(k, snapshot_k, self.every_n_steps)
         selection = SELECTORS[self.selector](context, request)
         catalog, budget = context.catalog, self.budget
         chosen = np.zeros(len(catalog.everything), dtype=bool)
@@ -110,7 +135,13 @@ class MoC:
     @property
     def needs(self) -> Needs:
         budgeted = self.plt_budget is not None
-        return Needs(partial=True, lost_tokens=budgeted, period_steps=self.every_n_steps, next_due=self.next_due)
+        return Needs(
+            sizes=self._is_auto,
+            partial=True,
+            lost_tokens=budgeted,
+            period_steps=self.every_n_steps,
+            next_due=self.next_due,
+        )
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
@@ -119,6 +150,21 @@ class MoC:
     def describe(self) -> dict[str, Any]:
         resolved = {"snapshot_k": self.snapshot_k or self.k, "plt_budget": self.budget}
         return {"name": "moc", **asdict(self), **resolved}
+
+
+def _require_k(name: str, value: int | str) -> None:
+    if value != AUTO:
+        if isinstance(value, str):
+            raise ConfigError(f"MoC({name}={value!r}): give a number of experts per layer, or {AUTO!r}")
+        require_positive("MoC", **{name: value})
+
+
+def _largest(context: PolicyContext, limit: int | None) -> int:
+    """The largest K with which no rank saves over ``limit`` bytes; 1 where that is not known, or too few."""
+    if limit is None:
+        return 1
+    stages = stages_of(context, weighed=True)
+    return max(1, min((largest_k(stage.sizes, stage.load.affordable(limit)[0]) for stage in stages), default=1))
 
 
 def _places(catalog: Catalog, experts: Sequence[Expert]) -> Counts:

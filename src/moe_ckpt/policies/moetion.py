@@ -22,7 +22,6 @@ from moe_ckpt.policies.base import Measured, Needs, PolicyContext, interval_pass
 from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.selection import known
-from moe_ckpt.policies.window_report import time_limit_bytes
 
 SELECTIONS = ("popular", "round_robin")
 
@@ -35,10 +34,10 @@ _Room = tuple[Stage, int, int | None]
 class MoEtion:
     """Save all gates and non-experts, and the experts that the rest of a budget buys, at each checkpoint.
 
-    The budget is what a rank can save in the time between two checkpoints: ``rate * iteration time * every_n_steps *
-    budget_fraction``, with the slower of the measured rates of copying and of committing. Non-experts are paid first.
-    What that leaves is ``S_total`` experts, on the rank that has most to save (``Stage.affordable``), of each pipeline
-    stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
+    The budget is what a rank can copy beside one iteration's forward and backward, and commit until the next
+    checkpoint, at the measured rates: the smaller of ``copy rate * (iteration - update)`` and ``commit rate * iteration
+    * every_n_steps``, times ``budget_fraction``. Non-experts are paid first. What that leaves is ``S_total`` experts, on
+    the rank that has most to save (``core.save_budget.Load.affordable``), of each pipeline stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
     tokens are saved, ties oldest first, then lowest index (Algorithm 1, ``expert_shares.layer_shares``). What a layer
     cannot save because the owners of its experts have no room left goes to the next best experts of all layers.
 
@@ -58,7 +57,7 @@ class MoEtion:
         experts: Per layer on average, ``S_total / L``, instead of what the budget gives; every owner rank then saves
             about equally many. None: by the budget.
         selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: even shares, oldest experts first.
-        budget_fraction: Portion of the time between checkpoints that saving may take.
+        budget_fraction: Portion of both times that saving may take.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -105,9 +104,9 @@ class MoEtion:
 
     def budget_bytes(self, measured: Measured) -> int | None:
         """Most bytes of one checkpoint on one rank that there is time for; None while not known."""
-        secs = measured.recent_iteration_secs
-        between = None if secs is None else secs * self.every_n_steps
-        return time_limit_bytes(between, measured.saving_bytes_per_sec, self.budget_fraction)
+        copied = measured.copy_bytes(self.budget_fraction)
+        persisted = measured.persist_bytes(self.every_n_steps, self.budget_fraction)
+        return None if copied is None or persisted is None else min(copied, persisted)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """The plan's ``k`` is the mean of experts per layer that fit, rounded down.

@@ -15,6 +15,7 @@ from typing import Any
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
+from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,
@@ -30,7 +31,7 @@ from moe_ckpt.core.window import (
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
 from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
-from moe_ckpt.policies.window_report import WindowReport, time_limit_bytes
+from moe_ckpt.policies.window_report import WindowReport
 
 PROFILE_STEPS = 10
 """A run measures for so many steps, with one window only beside them; and where rates are not known it waits for so
@@ -188,7 +189,7 @@ class MoEvement:
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
         measured = context.measured
-        return time_limit_bytes(measured.recent_iteration_secs, measured.saving_bytes_per_sec, self.budget_fraction)
+        return bytes_in_time(measured.recent_iteration_secs, measured.saving_bytes_per_sec, self.budget_fraction)
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)

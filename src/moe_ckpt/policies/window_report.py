@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import OperatorBytes, Window, balance, lanes_of, share_bytes, slot_bytes
 
 _NOTICED = 0.01
@@ -96,7 +97,7 @@ class WindowReport:
     @property
     def limit_bytes(self) -> int | None:
         """Most bytes that one rank can save in its portion of an iteration; None where that is not known."""
-        return time_limit_bytes(self.iteration_secs, self.bytes_per_sec, self.budget_fraction)
+        return bytes_in_time(self.iteration_secs, self.bytes_per_sec, self.budget_fraction)
 
     @property
     def fits(self) -> bool | None:
@@ -240,15 +241,6 @@ class WindowReport:
             "frequencies": None if self.window.frequencies is None else dict(self.window.frequencies),
             "slots": slots,
         }
-
-
-def time_limit_bytes(
-    iteration_secs: float | None, bytes_per_sec: float | None, budget_fraction: float = 1.0
-) -> int | None:
-    """Most bytes that one rank can save in its portion of an iteration; None where that is not known."""
-    if not iteration_secs or not bytes_per_sec:
-        return None
-    return int(bytes_per_sec * iteration_secs * budget_fraction)
 
 
 def _share(nbytes: float, of: int) -> str:

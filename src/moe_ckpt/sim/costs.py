@@ -158,6 +158,7 @@ class Costs:
             copy_bytes_per_sec=self.copy_rate,
             persist_bytes_per_sec=self.move_rate,
             recent_iteration_secs=self.iteration.secs,
+            update_secs=self.iteration.update_secs,
         )
 
 

@@ -1,0 +1,72 @@
+"""What there is time to save on one rank, and how many experts that buys."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.core.save_budget import Load, bytes_in_time, largest_k, least_capacity, owned_total
+from moe_ckpt.policies.base import Measured
+
+OWNED = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@given(OWNED, st.integers(0, 60))
+def test_the_least_capacity_is_the_first_that_is_enough(owned, total):
+    enough = next(n for n in range(11) if owned_total(n, owned) >= min(total, sum(owned)))
+    assert least_capacity(total, owned) == enough
+
+
+@given(OWNED, st.integers(-1, 60))
+def test_the_largest_k_is_the_last_that_is_not_too_much(sizes, total):
+    fits = [k for k in range(max(sizes) + 1) if sum(min(k, size) for size in sizes) <= total]
+    assert largest_k(sizes, total) == max(fits, default=0)
+
+
+def _heaviest(load: Load, total: int) -> float:
+    """Bytes on the rank with most, if ``total`` experts are saved and owners save as evenly as they can."""
+    most = least_capacity(total, load.owned)
+    if load.divided is not None:
+        return -(-load.shared_bytes // load.ranks) + most * load.expert_bytes / load.divided
+    even = (load.shared_bytes + total * load.expert_bytes) / load.ranks
+    return max(even, most * load.expert_bytes) if load.by_owner else even
+
+
+@given(
+    st.builds(
+        Load,
+        ranks=st.integers(1, 4),
+        owned=OWNED.map(tuple),
+        by_owner=st.booleans(),
+        divided=st.sampled_from([None, 1, 2]),
+        shared_bytes=st.integers(0, 200),
+        expert_bytes=st.integers(1, 40),
+    ),
+    st.integers(0, 800),
+)
+def test_what_is_affordable_fits_and_one_expert_more_does_not(load, limit):
+    total, capacity = load.affordable(limit)
+    assert 0 <= total <= sum(load.owned)
+    if total:
+        assert _heaviest(load, total) <= limit
+        assert capacity is None or least_capacity(total, load.owned) <= capacity
+    if total < sum(load.owned):
+        assert _heaviest(load, total + 1) > limit
+    assert load.affordable(limit + 1)[0] >= total
+
+
+@pytest.mark.parametrize(("secs", "rate"), [(None, 5.0), (2.0, None), (0.0, 5.0), (2.0, 0.0)])
+def test_what_is_not_measured_buys_nothing_known(secs, rate):
+    assert bytes_in_time(secs, rate) is None
+
+
+def test_copies_have_the_time_between_two_updates_and_storage_that_between_two_checkpoints():
+    measured = Measured(
+        recent_iteration_secs=2.0, update_secs=0.5, copy_bytes_per_sec=90.0, persist_bytes_per_sec=30.0
+    )
+    assert (measured.overlap_secs, measured.copy_bytes(), measured.persist_bytes(3)) == (1.5, 135, 180)
+    assert (measured.copy_bytes(0.5), measured.persist_bytes(3, 0.5)) == (67, 90)
+    assert Measured(recent_iteration_secs=2.0).overlap_secs == 2.0
+    assert Measured(recent_iteration_secs=2.0, update_secs=3.0).overlap_secs == 0.0
+    assert Measured(update_secs=3.0).overlap_secs is None

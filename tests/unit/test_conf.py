@@ -107,6 +107,8 @@ def test_two_levels_and_a_budget_reach_moc(user_app):
     )
     assert policy("moe_ckpt.policy.plt_budget=0.02").budget == 0.02
     assert policy("moe_ckpt.policy.k=auto", "moe_ckpt.policy.snapshot_k=auto") == MoC(k="auto", snapshot_k="auto")
+    with pytest.raises(InstantiationException, match=r"MoC\(k='two'\): k must be .* or 'auto'"):
+        policy("moe_ckpt.policy.k=two")
     dynamic = instantiate(user_app("moe_ckpt/policy=moc_dynamic", "moe_ckpt.policy.k=2").moe_ckpt.policy)
     assert dynamic == MoC(k=2, selector="least_loss", plt_budget="default")
 
@@ -204,8 +206,8 @@ def test_remote_store_wants_a_place(user_app):
         ("moe_ckpt/policy=nope", ["nope", "checkfreq", "dense", "moc", "Available options"]),
         ("moe_ckpt/store=nope", ["nope", "local", "remote"]),
         ("moe_ckpt.policy.kk=3", ["moe_ckpt.policy.kk", "MoCConfig"]),
-        ("moe_ckpt.policy.k=two", ["two", "Integer", "moe_ckpt.policy.k"]),
-        ("moe_ckpt.policy.snapshot_k=most", ["most", "Integer", "moe_ckpt.policy.snapshot_k"]),
+        ("moe_ckpt.policy.every_n_steps=two", ["two", "Integer", "moe_ckpt.policy.every_n_steps"]),
+        ("moe_ckpt.policy.snapshot_k=[3]", ["snapshot_k"]),
         ("moe_ckpt.dirpth=x", ["dirpth", "CheckpointConfig"]),
     ],
 )
@@ -346,7 +348,7 @@ def test_a_users_app_needs_no_import_of_ours(tmp_path):
 
     jobs = app("-m", "moe_ckpt/policy=dense,moc,checkfreq", "hydra.sweep.dir=sweep")
     assert jobs.stdout.count("POLICY") == 3, jobs.stderr
-    wrong = app("moe_ckpt.policy.k=two")
+    wrong = app("moe_ckpt.policy.every_n_steps=two")
     assert wrong.returncode == 1
     assert "could not be converted to Integer" in wrong.stderr
 

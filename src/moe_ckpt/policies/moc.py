@@ -153,10 +153,8 @@ class MoC:
 
 
 def _require_k(name: str, value: int | str) -> None:
-    if value != AUTO:
-        if isinstance(value, str):
-            raise ConfigError(f"MoC({name}={value!r}): give a number of experts per layer, or {AUTO!r}")
-        require_positive("MoC", **{name: value})
+    if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"MoC({name}={value!r}): {name} must be a whole number of at least 1, or {AUTO!r}")
 
 
 def _largest(context: PolicyContext, limit: int | None) -> int:

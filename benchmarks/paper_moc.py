@@ -17,7 +17,7 @@ class DoublingMoC(MoC):
 
     def current_k(self, context: PolicyContext) -> int:
         """After each recovery K doubles while what was lost is above the budget's shares up to it (1/2, 1/4, ...)."""
-        k, share, lost = self.k, Fraction(str(self.budget)) / 2, 0
+        k, share, lost = int(self.k), Fraction(str(self.budget)) / 2, 0
         most = max(layer.experts for layer in context.catalog.layers)
         allowed = share
         for fault in context.faults:

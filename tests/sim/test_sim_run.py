@@ -18,6 +18,7 @@ from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.run import simulate
 from tests.sim.builders import LOCAL, predicted, scenario, sparse
 from tests.sim.naive import Naive
+from tests.unit.builders import context
 
 SKEWED = ExpertLoad(skewness=0.2, drift=0.3, drift_secs=200.0)
 SLOW, ONE_BUFFER = {"storage_bytes_per_sec": 80e3}, {"when_busy": "skip", "max_in_flight": 1}
@@ -50,6 +51,7 @@ REPEATING = {
         MoC(k=1, snapshot_k=3, every_n_steps=2),
         {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER},
     ),
+    "moc by itself": (MoC(k="auto", snapshot_k="auto"), {"load": SKEWED, "cluster": SLOW}),
     "moetion": (MoEtion(), {"load": SKEWED}),
     "moetion of three": (MoEtion(experts=3), {"load": SKEWED, "parallel": Parallel(pp=2, ep=4)}),
     "moetion in turn": (
@@ -66,6 +68,20 @@ REPEATING = {
     "moevement on slow storage": (MoEvement(max_window=4), {"load": SKEWED, "cluster": SLOW}),
     "moevement that skips": (MoEvement(max_window=3), {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER}),
 }
+
+
+@pytest.mark.parametrize("portion", [0.9999, 1.0001])
+@pytest.mark.parametrize("parallel", [Parallel(pp=1, ep=8), Parallel(pp=2, ep=4)], ids=str)
+def test_moc_by_itself_saves_as_many_experts_as_storage_takes_in_an_iteration(parallel, portion):
+    """Storage, shared evenly by all ranks, takes ``portion`` of what K = 3 writes in an iteration."""
+    given = scenario(MoC(k=3), parallel=parallel)
+    costs = Costs(given.layout, given.precision, given.iteration, given.system)
+    facts = replace(context(given.layout.model.catalog), placement=given.layout.placement)
+    ranks = {k: costs.stored(MoC(k=k).plan(facts)).rank for k in range(1, 9)}
+    rate = portion * ranks[3] / given.iteration.secs
+    cluster = {"storage_bytes_per_sec": rate * parallel.ranks}
+    itself = scenario(MoC(k="auto", snapshot_k="auto"), parallel=parallel, cluster=cluster, duration_secs=50.0)
+    assert simulate(itself).k == max(k for k, nbytes in ranks.items() if nbytes <= rate * given.iteration.secs)
 
 
 @pytest.mark.parametrize("name", REPEATING)

@@ -82,6 +82,10 @@ def test_a_time_too_short_to_count_is_not_taken_for_unknown():
     assert told_of([]).measured == Measured()
 
 
+def test_the_time_of_updates_is_told():
+    assert told_of([], update_secs=0.25, recent_iteration_secs=1.0).measured.overlap_secs == 0.75
+
+
 def test_more_resolutions_than_fit_are_told_in_their_order():
     many = [resolution(7 + i, committed=i % 3 > 0) for i in range(40)]
     assert told_of(many).resolved == tuple((7 + i, i % 3 > 0) for i in range(32)), "the rest comes at the next step"

@@ -184,9 +184,11 @@ def test_an_expert_nobody_uses_is_saved_after_a_few_rounds_at_no_more_than_half_
     [
         {"index": 9},  # checkpoints were made every 10 steps on average: a round is 20 steps
         {
-            "index": 100, "policy": MoEtion(every_n_steps=10), "last_step": 90,
+            "index": 100,
+            "policy": MoEtion(every_n_steps=10),
+            "last_step": 90,
             "measured": replace(at(84.0), persist_bytes_per_sec=8.4),
-        },  # fmt: skip
+        },
         {"index": 100, "chosen_at": np.zeros((0, 0), dtype=np.int64)},  # nothing known of ages
     ],
     ids=["storage-is-slow", "interval", "unknown"],

@@ -35,9 +35,10 @@ class MoEtion:
     """Save all gates and non-experts, and the experts that the rest of a budget buys, at each checkpoint.
 
     The budget is what a rank can copy beside one iteration's forward and backward, and commit until the next
-    checkpoint, at the measured rates: the smaller of ``copy rate * (iteration - update)`` and ``commit rate * iteration
-    * every_n_steps``, times ``budget_fraction``. Non-experts are paid first. What that leaves is ``S_total`` experts, on
-    the rank that has most to save (``core.save_budget.Load.affordable``), of each pipeline stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
+    checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
+    every_n_steps``, whichever is less, times ``budget_fraction``. Non-experts are paid first. What that leaves is
+    ``S_total`` experts, on the rank that has most to save (``core.save_budget.Load.affordable``), of each pipeline
+    stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
     tokens are saved, ties oldest first, then lowest index (Algorithm 1, ``expert_shares.layer_shares``). What a layer
     cannot save because the owners of its experts have no room left goes to the next best experts of all layers.
 

@@ -81,7 +81,7 @@ def _two_ranks(rank: int, world_size: int, root: str) -> tuple[list[int], list[i
     pl.seed_everything(3, verbose=False)
     checkpoint = MoECheckpoint(AUTO, root, when_busy="wait", save_last=False)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=DDPStrategy(process_group_backend="gloo"), max_steps=8,
+        accelerator="cpu", devices=world_size, strategy=DDPStrategy(process_group_backend="gloo"), max_steps=14,
         logger=False, callbacks=[known, checkpoint], enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(TinyMoE(), loader(64, shuffle=False))
@@ -92,8 +92,8 @@ def test_two_ranks_that_measure_differently_have_one_k_that_of_the_slower(tmp_pa
     first, second = run_ranks(_two_ranks, 2, str(tmp_path))
     assert first == second
     ks, stored = first
-    assert set(ks[1:]) <= {1, 2}, "1 until the rates are known"
-    assert ks[-1] == 2
-    assert stored[-1] == LAYERS * 2
+    # 1 until a rank knows its rates, and that of rank 0 as long as it alone does.
+    assert ks[-3:] == [2, 2, 2]
+    assert stored[-3:] == [LAYERS * 2] * 3
 
 

@@ -94,17 +94,16 @@ class MoC:
         "auto" is the largest K with which no rank has more to copy than fits beside one forward and backward pass
         (``snapshot_k``), or to commit than fits between two checkpoints (``k``, which is no more than what is copied
         either), at the rates that this run measured on its slowest rank; 1 until they are measured. Both are decided
-        anew at each checkpoint, from numbers that the ranks have agreed on. Dynamic-K raises what that gives.
+        anew at each checkpoint, from numbers that the ranks have agreed on, and hold for experts that are dealt evenly;
+        what is only copied comes after what is written, so that some rank may have more of it. Dynamic-K raises both.
         """
-        k, snapshot_k = self.k, self.snapshot_k
-        if self._is_auto:
-            copied = _largest(context, context.measured.copy_bytes())
-            if snapshot_k == AUTO:
-                snapshot_k = max(copied, k) if isinstance(k, int) else copied
-            if not isinstance(k, int):
-                most = snapshot_k if isinstance(snapshot_k, int) else copied
-                k = min(most, _largest(context, context.measured.persist_bytes(self.every_n_steps)))
-        assert isinstance(k, int)
+        copied = _largest(context, context.measured.copy_bytes()) if self._is_auto else 1
+        snapshot_k = copied if self.snapshot_k == AUTO else self.snapshot_k
+        if isinstance(self.k, int):
+            k = self.k
+        else:
+            stored = _largest(context, context.measured.persist_bytes(self.every_n_steps))
+            k = min(stored, snapshot_k if isinstance(snapshot_k, int) else copied)
         if self.budget is not None:
             most = max((layer.experts for layer in context.catalog.layers), default=k)
             k = dynamic_k(k, most, context.lost_tokens, context.routed_tokens, self.budget)

@@ -51,7 +51,7 @@ class Measured:
 
     @property
     def overlap_secs(self) -> float | None:
-        """From one update to the next: forward and backward, in which a copy costs no wait; None until known."""
+        """Time from one update to the next, forward and backward, in which a copy costs no wait; None until known."""
         whole = self.recent_iteration_secs
         return None if whole is None else max(0.0, whole - (self.update_secs or 0.0))
 

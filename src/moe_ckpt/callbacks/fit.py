@@ -194,14 +194,14 @@ class Fit:
         last_for_now = trainer.is_last_batch or validation_due(trainer)
         if last_for_now:
             driver.before_update(receive=False)  # what follows may swap or average weights
-        stepped, updates = self._watch.book(self.host.step)
-        if not updates:
-            if stepped:
+        batch = self._watch.book(self.host.step)
+        if not batch.updates:
+            if batch.stepped:
                 self._counter.discard()
             return
         if windows is not None:
-            windows.check_updates(self._policy, updates)
-        record = driver.after_update(began, self._counter.take())
+            windows.check_updates(self._policy, batch.updates)
+        record = driver.after_update(began, self._counter.take(), updated=batch.sure)
         if windows is not None:
             windows.step_ends(self.session)
             if driver.replaying is None and not driver.options.needs.windows:  # the replay is done

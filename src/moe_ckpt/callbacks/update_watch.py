@@ -7,12 +7,26 @@ A step that the loss scaler skips advances ``global_step`` but runs no optimizer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import ConfigError
+
+
+class Batch(NamedTuple):
+    """What a batch did.
+
+    Attributes:
+        stepped: ``trainer.global_step`` moved.
+        updates: How many there were.
+        sure: One of them was not left out for an overflow.
+    """
+
+    stepped: bool
+    updates: int
+    sure: bool
 
 
 class UpdateWatch:
@@ -33,7 +47,7 @@ class UpdateWatch:
         after_batch: Callable[[], None],
     ) -> None:
         self._updates = self._booked = 0
-        self._global_step = 0
+        self._global_step = self._sure = 0
         self._hooks: list[RemovableHandle] = []
         name = "on_train_batch_end"
         theirs, had = getattr(module, name), vars(module).get(name)
@@ -65,8 +79,8 @@ class UpdateWatch:
         """Whether any update was booked."""
         return self._booked > 0
 
-    def book(self, global_step: int) -> tuple[bool, int]:
-        """Returns whether ``trainer.global_step`` moved in this batch, and how many updates it made.
+    def book(self, global_step: int) -> Batch:
+        """Returns what this batch did.
 
         There are none where the loss scaler skipped the step, or gradients are accumulated.
 
@@ -80,11 +94,13 @@ class UpdateWatch:
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
             )
-        self._booked = self._updates
-        return stepped, updates
+        sure, self._booked, self._sure = self._sure > 0, self._updates, 0
+        return Batch(stepped, updates, sure)
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, optimizer: Any, *_: Any) -> None:
         self._updates += 1
+        # A fused optimizer is handed the loss scale, and leaves out an overflow by itself, on the device.
+        self._sure += getattr(optimizer, "found_inf", None) is None
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -232,6 +232,7 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     found["too late to resume"] = said(ckpt.resume)
     second = said(lambda: attach(built, root))
     found["in use"] = second
+    megatron_gpt.train_step(built, 1)
     ckpt.after_step(2)
     ckpt.finish()
     found["after finish"] = said(ckpt.before_step)

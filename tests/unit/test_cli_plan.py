@@ -77,7 +77,7 @@ def test_what_is_simulated_is_said_while_it_is(capsys):
     code, out, err = call(capsys, *longer, "--storage-only")
     assert code == 0
     first, *closer = err.splitlines()
-    assert first == "simulating 7 policies, 3 h 00 min of 10 h 00 min"
+    assert first == "simulating 8 policies, 3 h 00 min of 10 h 00 min"
     assert closer
     assert all(line.startswith("a closer look at moc_k") for line in closer)
     assert "~ simulated for 3." in out

@@ -79,10 +79,10 @@ def test_what_is_simulated_is_said_while_it_is(capsys):
     first, *closer = err.splitlines()
     assert first == "simulating 8 policies, 3 h 00 min of 10 h 00 min"
     assert closer
-    assert all(line.startswith("a closer look at moc_k") for line in closer)
+    assert all(line.startswith("a closer look at moc_auto") for line in closer)
     assert "~ simulated for 3." in out
     assert re.search(r"^dense +~0\.", out, re.MULTILINE)
-    assert re.search(r"^moc_k2 +0\.", out, re.MULTILINE), "what is recommended was simulated to the end"
+    assert re.search(r"^moc_auto +0\.", out, re.MULTILINE), "what is recommended was simulated to the end"
 
 
 def test_trainer_only_leaves_it_out(capsys):

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.synthetic import synthetic
+from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.comm import SoloCommunicator
@@ -39,9 +39,7 @@ from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies import Dense
-from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 
@@ -80,35 +78,13 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
     return found
 
 
-class _State:
-    """What a session asks of a training state, around tensors that nobody trains."""
-
-    def __init__(self, mib: int) -> None:
-        state = synthetic(_LAYERS, _EXPERTS, (mib << 20) // (3 * 4 * _LAYERS * _EXPERTS))
-        self.catalog, self._tensors = state.catalog, state.tensors()
-        self._specs = specs_of(self._tensors)
-
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
-        return self._tensors
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return self._specs
-
-    def plain(self, *, described: bool = False) -> Mapping[str, Any]:
-        return {}
-
-    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
-        """They exist already."""
-
-    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
-        """There is nothing else."""
-
-    def load_plain(self, plain: Mapping[str, Any]) -> None:
-        """Likewise."""
+def _state(mib: int) -> StillState:
+    live = synthetic(_LAYERS, _EXPERTS, (mib << 20) // (3 * 4 * _LAYERS * _EXPERTS))
+    return StillState(live.catalog, live.tensors())
 
 
-def _session(store: str, memory: str | None, mib: int) -> tuple[CheckpointSession, _State]:
-    state = _State(mib)
+def _session(store: str, memory: str | None, mib: int) -> tuple[CheckpointSession, StillState]:
+    state = _state(mib)
     session = CheckpointSession(
         storage=LocalStorage(store),
         policy=Dense(),

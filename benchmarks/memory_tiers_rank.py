@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.synthetic import synthetic
+from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.agreement import StepTokens
@@ -33,9 +33,8 @@ from moe_ckpt.engine.replica_wire import CHUNK_NBYTES
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.memory.slot import Slot, read_header
-from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies import Dense
-from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.ports import StateTensor
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.slot_storage import SlotStorage
 from moe_ckpt.recovery.sources import StorageSource
@@ -51,16 +50,14 @@ STAGER = "stager"
 SENT, LOOPBACK = "a verified copy", "bare bytes over loopback"
 
 
-class Shard:
+class Shard(StillState):
     """What a session asks of a training state: this rank's rows of every stack of experts, and all of the rest."""
 
     def __init__(self, rank: int, mib: int, ranks: int = RANKS) -> None:
         mine = _EXPERTS // ranks
         with torch.device("meta"):
             whole = synthetic(_LAYERS, _EXPERTS, (mib << 20) // (3 * 4 * _LAYERS * mine))
-        self.catalog = whole.catalog
-        self._tensors = tuple(_rows(each, rank * mine, mine) for each in whole.tensors())
-        self._specs = specs_of(self._tensors)
+        super().__init__(whole.catalog, [_rows(each, rank * mine, mine) for each in whole.tensors()])
 
     def update(self, step: int) -> None:
         """One element of each tensor tells the step, the others do not change: no compute that hides a copy's cost."""
@@ -73,24 +70,6 @@ class Shard:
             values = tensor.local.view(-1)
             if values[0] != step or not bool((values[1:] == 1).all()):
                 raise RuntimeError(f"{tensor.key} is not that of step {step}")
-
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
-        return self._tensors
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return self._specs
-
-    def plain(self, *, described: bool = False) -> Mapping[str, Any]:
-        return {}
-
-    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
-        """They exist already."""
-
-    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
-        """There is nothing else."""
-
-    def load_plain(self, plain: Mapping[str, Any]) -> None:
-        """Likewise."""
 
 
 def _rows(tensor: StateTensor, first: int, count: int) -> StateTensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +18,8 @@ from moe_ckpt.core.operators import (
     gate_id,
     non_expert_id,
 )
-from moe_ckpt.ports import StateTensor
+from moe_ckpt.modeling.training_state import specs_of
+from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,32 @@ class LiveState:
 
     def tensors(self) -> list[StateTensor]:
         return list(self._tensors)
+
+
+class StillState:
+    """What a session asks of a training state (``ports.TrainingState``), around tensors that nobody trains."""
+
+    def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
+        self.catalog, self._tensors = catalog, tensors
+        self._specs = specs_of(tensors)
+
+    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
+        return self._tensors
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def plain(self, *, described: bool = False) -> Mapping[str, Any]:
+        return {}
+
+    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
+        """They exist already."""
+
+    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+        """There is nothing else."""
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        """Likewise."""
 
 
 def synthetic(layers: int, experts: int, expert_elements: int, *, listed: bool = False) -> LiveState:

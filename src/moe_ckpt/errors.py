@@ -330,13 +330,13 @@ class ReplayDivergedError(UserError, RuntimeError):
 class RecoveryLoopError(StoreError, RuntimeError):
     """Start after start goes on from the same checkpoint in memory, and none of them ends a step."""
 
-    def __init__(self, directory: str, starts: int, slots: Sequence[str], run_id: str) -> None:
+    def __init__(self, directory: str, starts: int, slots: Sequence[str], run_id: str, root: str) -> None:
+        of = f"--run {run_id} --directory {root}"
         shown = ", ".join(slots[:4]) + (f" and {len(slots) - 4} more" if len(slots) > 4 else "")
         super().__init__(
             f"the last {starts} starts went on from {directory} in memory, and none of them ended a step; what their "
             f"logs end with says why. This one does not try again. When the cause is mended, on every node: moe-ckpt "
-            f"memory retry --run {run_id}; to go back to what storage has: moe-ckpt memory clear --run {run_id}. Its "
-            f"slots: {shown}"
+            f"memory retry {of}; to go back to what storage has: moe-ckpt memory clear {of}. Its slots: {shown}"
         )
         self.directory = directory
         self.starts = starts

@@ -384,7 +384,7 @@ def test_starts_that_end_no_step_do_not_go_on_for_ever(where, capsys):
         assert str(where[1]) in slot
         assert "rank 0's, on rank 0" in slot
     run_id = caught.value.run_id
-    assert f"moe-ckpt memory retry --run {run_id}" in str(caught.value)
+    assert f"moe-ckpt memory retry --run {run_id} --directory {where[1]};" in str(caught.value)
     assert main(["memory", "retry", "--run", run_id, "--directory", str(where[1])]) == 0
     assert "goes on from memory" in capsys.readouterr().out
     starts_that_end_no_step(where, 3)

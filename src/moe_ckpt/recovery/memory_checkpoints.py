@@ -206,7 +206,8 @@ class MemoryCheckpoints:
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:
             slots = [f"{self._paths[share]} (rank {share.writer}'s, on rank {share.holder})" for share in shares]
-            raise RecoveryLoopError(directory, starts, slots, self._tier.files.run_id)
+            files = self._tier.files
+            raise RecoveryLoopError(directory, starts, slots, files.run_id, str(files.path.parents[3]))
         for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
             self._noted.add(number)
             self._own[number].slot.note_start()

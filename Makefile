@@ -6,12 +6,13 @@
 #
 # PYTHON=python3.12  another interpreter      VENV=/some/dir  another place for the environment
 # PYTEST="-k moc"    more pytest arguments    DEMO=, BENCH=   arguments of the demo and the benchmark
-# WORKERS=4          processes that `make test` runs tests in, file by file; a test may start up to 8 more
+# WORKERS=4          processes that `make test` runs tests in, file by file; a test may start up to 8 more. One more
+#                    than there are cores serves best: some tests wait for a timeout
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST ?=
-WORKERS ?= 2
+WORKERS ?= 3
 DEMO ?=
 BENCH ?=
 

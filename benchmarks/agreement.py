@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.engine.agreement import Standing, StepAgreement, StepTokens
-from moe_ckpt.engine.comm import GlooCommunicator
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.policies.base import Measured
 

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.core.tree import hops
 from moe_ckpt.engine.agreement import Standing, StepAgreement, StepTokens
-from moe_ckpt.engine.comm import GlooCommunicator
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.policies.base import Measured
 

@@ -42,11 +42,7 @@ from moe_ckpt.core.operators import (
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.tree import TreeNode
-from moe_ckpt.engine.compiling import CompiledPart
-from moe_ckpt.engine.cuts import Cut
 from moe_ckpt.engine.outcomes import Outcome
-from moe_ckpt.engine.pieces import LocalState, shard_kind, wanted_boxes, wanted_replay
-from moe_ckpt.engine.shares import Sharder
 from moe_ckpt.engine.snapshot import side_tensors
 from moe_ckpt.engine.writing import acknowledge
 from moe_ckpt.format.identity import Identity
@@ -56,6 +52,10 @@ from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.compiling import CompiledPart
+from moe_ckpt.slices.cuts import Cut
+from moe_ckpt.slices.pieces import LocalState, shard_kind, wanted_boxes, wanted_replay
+from moe_ckpt.slices.shares import Sharder
 
 PERSIST_THREAD = "moe_ckpt-persist"
 _WIDTH = 4

@@ -37,12 +37,12 @@ from benchmarks.synthetic import LiveState, synthetic
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.compiling import CompiledPlan, PlanCompiler
-from moe_ckpt.engine.copying import Move, carry_out
-from moe_ckpt.engine.request import SnapshotRequest
 from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
+from moe_ckpt.slices.copying import Move, carry_out
+from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage.local import LocalStorage
 
 _GRIDS = ((6, 8), (12, 16), (24, 64), (48, 128))

@@ -14,7 +14,7 @@ from benchmarks.acting import wait_until_written
 from benchmarks.megatron_world import ActedCommunicator, Case, Rank, acted_peers, medians, route
 from benchmarks.stopwatch import Stopwatch, Watched
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.engine import compiling, copying, pipeline, session
+from moe_ckpt.engine import pipeline, session
 from moe_ckpt.engine.bookkeeping import Bookkeeper
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.room import Room
@@ -29,6 +29,7 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moevement import MoEvement
+from moe_ckpt.slices import compiling, copying
 
 WARM_UP = 4
 """Steps that are not counted: the first checkpoint is dense, and buffers come into being."""

@@ -23,13 +23,11 @@ import torch.distributed as dist
 
 from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
+from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.replica_messages import SealedSlot
-from moe_ckpt.engine.replica_wire import CHUNK_NBYTES
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.memory.slot import Slot, read_header
@@ -38,6 +36,8 @@ from moe_ckpt.ports import StateTensor
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.slot_storage import SlotStorage
 from moe_ckpt.recovery.sources import StorageSource
+from moe_ckpt.replicas.messages import SealedSlot
+from moe_ckpt.replicas.wire import CHUNK_NBYTES
 from moe_ckpt.storage import LocalStorage
 
 RANKS = 2
@@ -266,6 +266,7 @@ def sends(order: Mapping[str, Any], rank: int) -> dict[str, list[float]]:
     plain = _Loopback(rank, share.memory)
     found: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
     for number in range(order["rounds"] + 1):
+        tier.replicator.store.mirrored(10_000 + number, {})  # nothing of it is taken from the holder's own tensors
         dist.barrier()
         began = time.monotonic()
         if rank == 0:

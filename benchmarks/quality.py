@@ -3,7 +3,8 @@
 Three seeds of a run that never fails say how much the validation loss differs by chance. Then the same seeds
 with ``kill -9``, under MoC within its budget, and under MoC that saves so little that the budget breaks. A
 second comparison leaves the router unbalanced and counts what sequential and load-aware selection lose under
-the same kills. See docs/moc.md.
+the same kills. A third one runs MoEtion with few experts per checkpoint, with and without the capacity boost. See
+docs/moc.md and docs/moetion.md.
 """
 
 from __future__ import annotations
@@ -60,6 +61,13 @@ SELECTION = (
     Arm("sequential", ("moe_ckpt/policy=moc", "moe_ckpt.policy.selector=sequential", _UNBALANCED)),
     Arm("load-aware", ("moe_ckpt/policy=moc", "moe_ckpt.policy.selector=load_aware", _UNBALANCED)),
 )
+
+_FEW = ("moe_ckpt/policy=moetion", "moe_ckpt.policy.experts=1", "moe_ckpt.policy.every_n_steps=5")
+BOOST = (
+    Arm("MoEtion, 1 expert, no boost", (*_FEW, "moe_ckpt.policy.capacity_boost=null")),
+    Arm("MoEtion, 1 expert, boost", _FEW),
+)
+COMPARISONS = {"quality": QUALITY, "selection": SELECTION, "boost": (QUALITY[0], *BOOST)}
 
 
 @dataclass
@@ -131,6 +139,8 @@ def facts(found: dict[str, list[RunSummary]]) -> dict[str, list[dict[str, Any]]]
                 "seed": seed,
                 "val_loss": r.val_loss,
                 "plt": r.plt,
+                "mlt_worst": _newest(r, "moe_ckpt/mlt_worst"),
+                "owed_tokens": _newest(r, "moe_ckpt/owed_tokens"),
                 "lost_tokens": r.lost_tokens,
                 "kills": r.kills,
                 "recomputed": r.recomputed,
@@ -146,6 +156,11 @@ def facts(found: dict[str, list[RunSummary]]) -> dict[str, list[dict[str, Any]]]
 def _average(run: RunSummary, metric: str) -> float | None:
     values = run.curve(metric)[1]
     return mean(values) if values else None
+
+
+def _newest(run: RunSummary, metric: str) -> float | None:
+    values = run.curve(metric)[1]
+    return values[-1] if values else None
 
 
 def show(console: Console, told: dict[str, list[dict[str, Any]]]) -> None:
@@ -170,7 +185,7 @@ def sentences(found: dict[str, list[RunSummary]]) -> list[str]:
     base = found.get(QUALITY[0].name)
     if base:
         told.append(f"Chance: {noise(base):.4f} (standard deviation of the loss over {len(base)} seeds).")
-        for arm in (arm for arm in QUALITY[1:] if arm.name in found):
+        for arm in (arm for arm in (*QUALITY[1:], *BOOST) if arm.name in found):
             gaps = [(r.val_loss or 0) - (b.val_loss or 0) for r, b in zip(found[arm.name], base, strict=True)]
             told.append(f"{arm.name}: {mean(gaps):+.4f} from the same seed without failures.")
     sequential, aware = (sum(r.lost_tokens for r in found.get(arm.name, ())) for arm in SELECTION)
@@ -219,7 +234,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, default=Options.seeds, help="runs per arm (default 3)")
     made.add_argument("--kills", type=int, default=Options.kills, help="kill -9 per failing run (default 4)")
     made.add_argument("--jobs", type=int, default=Options.jobs, help="runs at the same time (default 2)")
-    made.add_argument("--only", choices=("quality", "selection"), help="one of the two comparisons")
+    made.add_argument("--only", choices=tuple(COMPARISONS), help="one of the comparisons")
     made.add_argument("--dir", type=Path, default=None, help="run below this directory")
     made.add_argument("--write", action="store_true", help="keep JSON in results/ and the picture in docs/images/")
     made.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
@@ -231,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     options = Options(given.steps, given.seeds, given.kills, given.jobs, tuple(given.extra))
     console = Console(width=None if sys.stdout.isatty() else 150)
-    arms = {"quality": QUALITY, "selection": SELECTION}.get(given.only, QUALITY + SELECTION)
+    arms = COMPARISONS.get(given.only, QUALITY + SELECTION + BOOST)
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_quality_", dir=given.dir) as home:
         failed = Failures()
         found = run_all(arms, options, Path(home), console, failed)

@@ -26,6 +26,8 @@ from benchmarks import (
     sim_papers_ablation,
     sim_papers_ettr,
     sim_papers_figures,
+    sim_papers_moetion,
+    sim_papers_pec,
     sim_papers_scaling,
     sim_papers_sizes,
     sim_papers_windows,
@@ -69,7 +71,10 @@ PARTS: dict[str, tuple[Callable[[Tick], dict[str, Any]], int]] = {
     "figure13": (sim_papers_ablation.figure13, 4),
     "figure16": (sim_papers_figures.figure16, 4),
     "moetion": (sim_papers_sizes.moetion, 2),
+    "moetion_time": (sim_papers_moetion.moetion_time, 20),
     "pec": (sim_papers_sizes.pec, 1),
+    "loss_over_k": (sim_papers_pec.loss_over_k, 1),
+    "two_levels": (sim_papers_pec.two_levels, 3),
     "known": (sim_papers_sizes.known, 1),
 }
 """Name -> (what makes it, how often it says that something is done)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks import report
 from benchmarks.lost_tokens import Workload, skewness
 from benchmarks.moc_sim import SimulatedRun, catalog
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
+from moe_ckpt.core.tokens import Counts, TokenBook, tokens_at_risk
 from moe_ckpt.policies import MoEtion, Policy
 
 SKEWNESS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.6)
@@ -37,21 +37,48 @@ _EXAMPLE = "example: python benchmarks/tokens_at_risk.py --seeds 2    (about 10 
 
 def risks(policy: Policy, work: Workload, seed: int) -> tuple[np.ndarray, float]:
     """Tokens at risk after each step since the first checkpoint, and the skewness drawn."""
-    rng = np.random.default_rng(seed)
-    shares = work.popularity(rng)
-    found = skewness(shares)
+    found = skewness(work.popularity(np.random.default_rng(seed)))
     run = SimulatedRun(policy, catalog(work.layers, work.experts), work.ranks)
     series = []
+    for counts in _routed(work, np.random.default_rng(seed)):
+        run.step(counts)
+        if run.store:
+            newest = TokenBook.from_dict(run.store[-1].tokens, work.layers, work.experts)
+            series.append(tokens_at_risk(newest.unsaved(Tier.STORAGE), run.run_ledger.tokens.applied))
+    return np.array(series), found
+
+
+def _routed(work: Workload, rng: np.random.Generator) -> Iterator[Counts]:
+    """``[L, E]`` of each step: shares that drift by swaps."""
+    shares = work.popularity(rng)
     for step in range(work.steps):
         if step and step % work.swap_steps == 0:
             for row in shares:
                 pair = rng.choice(work.experts, 2, replace=False)
                 row[pair] = row[pair[::-1]]
-        run.step(rng.multinomial(work.tokens, shares))
-        if run.store:
-            newest = TokenBook.from_dict(run.store[-1].tokens, work.layers, work.experts)
-            series.append(tokens_at_risk(newest.unsaved(Tier.STORAGE), run.run_ledger.tokens.applied))
-    return np.array(series), found
+        yield rng.multinomial(work.tokens, shares)
+
+
+def selected_again(experts: int, saved: int, skewed: float = 0.1, seeds: int = 2) -> float:
+    """Portion of the experts that popular selection saves which it has saved one iteration before, after the first.
+
+    Args:
+        experts: Of a layer.
+        saved: Of them, per layer on average.
+        skewed: Skewness S of the drawn load, which drifts.
+        seeds: Runs to take the mean of.
+    """
+    again = chosen = 0
+    for seed in range(seeds):
+        work = Workload(4, experts, 1, skewed, steps=100)
+        before: set[str] = set()
+        run = SimulatedRun(MoEtion(experts=saved), catalog(work.layers, experts), work.ranks)
+        for counts in _routed(work, np.random.default_rng(seed)):
+            now = {op for op in run.step(counts).operators() if op.startswith("expert/")}
+            if len(now) < work.layers * experts:  # not the dense one that a run begins with
+                again, chosen = again + len(now & before), chosen + len(now)
+            before = now
+    return again / chosen if chosen else 1.0
 
 
 def compare(shapes: Sequence[tuple[int, int, int]], steps: int, seeds: int) -> list[dict[str, Any]]:

@@ -118,7 +118,7 @@ def worker(directory: Path, kills: int, seed: int) -> None:
     log.note("begin")
     torch.set_num_threads(1)
     try:
-        from moe_ckpt.engine.comm import make_communicator
+        from moe_ckpt.comm.communicator import make_communicator
 
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_SECS))
         make_communicator(TIMEOUT_SECS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -25,6 +26,12 @@ settings.load_profile("moe_ckpt")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 os.environ.pop("COLUMNS", None)  # of the terminal that the tests are started from: they say themselves how wide one is
+
+MEMORY_BACKED = Path("/dev/shm")
+if MEMORY_BACKED.is_dir() and os.access(MEMORY_BACKED, os.W_OK) and shutil.disk_usage(MEMORY_BACKED).free > 2 << 30:
+    # For tmp_path. Tests write thousands of files and wait for each to be on the disk, of which they learn nothing: who
+    # kills a process loses no file that it has written, and no test cuts the power.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_BACKED))
 
 THREAD_PREFIXES = ("moe_ckpt", "moe-ckpt")
 SETTLE_SECS = 60.0
@@ -49,6 +56,36 @@ FOREIGN_ENVIRONMENT = frozenset(
 )
 _TEMPORARY_ROOTS = tuple({str(Path(tempfile.gettempdir()).resolve()), "/tmp", "/dev/shm"})
 
+LONGEST = frozenset(
+    {
+        "test_capacity_boost.py",
+        "test_cli_simulate.py",
+        "test_comm.py",
+        "test_crash_ddp.py",
+        "test_crash_kill.py",
+        "test_crash_storage.py",
+        "test_crash_variations.py",
+        "test_edited_documents.py",
+        "test_exact.py",
+        "test_gradient_capture.py",
+        "test_lightning_sharded.py",
+        "test_megatron_lm.py",
+        "test_memory.py",
+        "test_memory_kills.py",
+        "test_replication.py",
+        "test_reshard.py",
+        "test_sampler_lightning.py",
+        "test_sim_conf.py",
+        "test_training_state_kept.py",
+    }
+)
+"""These files take from ten seconds to a minute each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: where files are dealt out to processes, none of these is to work alone at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 def pytest_collectstart() -> None:
     """Test modules are imported now: see ``tests.support.imports``."""
@@ -59,6 +96,14 @@ def pytest_collection_finish() -> None:
     """What has been imported lives as long as the process; the collector need not look at it again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that the test starts by ``sys.executable`` run in forks of a warm server (``tests.support.warm``)."""
+    from tests.support import warm
+
+    monkeypatch.setattr(sys, "executable", warm.python())
 
 
 @pytest.fixture(autouse=True)

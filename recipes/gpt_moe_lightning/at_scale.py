@@ -15,13 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 WHERE = "DeepSeek-MoE, 16.4 B parameters, on 96 GPUs, a failure every 10 minutes, 12 hours"
-ARGUMENTS = ("setup=moevement_deepseek", "policy=dense,moc,moevement", "failures.mtbf_secs=600")
-TITLES = {"dense": "Dense", "moc": "MoC", "moevement": "MoEvement"}
+ARGUMENTS = ("setup=moevement_deepseek", "policy=dense,moc_peers,moevement_peers", "failures.mtbf_secs=600")
+TITLES = {
+    "dense": "Dense, on storage",
+    "moc_peers": "MoC, in the memory of two peers",
+    "moevement_peers": "MoEvement, in the memory of two peers",
+}
 WHY = (
     "Which policy is best cannot be seen at this size. The state is so small that Dense writes all of it in passing, "
     "and what a kill throws away is computed again in a moment: here Dense is the cheapest. With the model and the "
     "cluster grow the time to write everything, hence the distance between full checkpoints, hence the work that each "
-    "failure throws away; and failures come more often. "
+    "failure throws away; and failures come more often. What saves a part at a time can stay in memory, its own "
+    "and that of peers (Memory(replicas=2)). "
 )
 PLAN = "For your own model and cluster: moe-ckpt plan."
 COLUMNS = ("simulated", "a checkpoint", "time that trained", "thrown away by failures", "lost tokens (PLT)")

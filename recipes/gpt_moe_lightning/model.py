@@ -12,13 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from moe_ckpt.modeling.boosting import LayerBoost
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Gate(nn.Module):
         self.num_experts = config.experts
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, boost: LayerBoost | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``[T, H]`` -> probabilities ``[T, E]``, chosen experts ``[T, k]``, their weights ``[T, k]``.
 
         Computed in fp32 under autocast too: rounding here would change which experts are chosen. With
@@ -75,6 +78,9 @@ class Gate(nn.Module):
         with torch.autocast(hidden_states.device.type, enabled=False):
             probabilities = F.linear(hidden_states.float(), self.weight.float()).softmax(dim=-1)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if boost is not None:
+            chosen = boost.select(probabilities, chosen)
+            weights = probabilities.gather(-1, chosen)
         if self.top_k > 1:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return probabilities, chosen, weights
@@ -108,7 +114,12 @@ class Experts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Gate and experts in place of an MLP. ``aux_loss`` holds the balancing loss of the last forward."""
+    """Gate and experts in place of an MLP. ``aux_loss`` holds the balancing loss of the last forward.
+
+    ``moe_boost`` is set by MoECheckpoint while experts have lost tokens to make up (docs/moetion.md).
+    """
+
+    moe_boost: LayerBoost | None = None
 
     def __init__(self, config: GPTMoEConfig) -> None:
         super().__init__()
@@ -120,10 +131,10 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, H]`` -> ``[B, S, H]``."""
         tokens = x.reshape(-1, x.shape[-1])
-        probabilities, chosen, weights = self.gate(tokens)
+        probabilities, chosen, weights = self.gate(tokens, self.moe_boost if self.capacity_factor is None else None)
         self.aux_loss = load_balancing_loss(probabilities, chosen)
         if self.capacity_factor is not None:
-            chosen = drop_over_capacity(chosen, self.gate.num_experts, self.capacity_factor)
+            chosen = drop_over_capacity(chosen, self.gate.num_experts, self.capacity_factor, self.moe_boost)
         mixed: Tensor = self.experts(tokens, chosen, weights)
         return mixed.reshape(x.shape)
 
@@ -138,7 +149,7 @@ def load_balancing_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
     return experts * (share * probabilities.mean(dim=0)).sum()
 
 
-def drop_over_capacity(chosen: Tensor, experts: int, capacity_factor: float) -> Tensor:
+def drop_over_capacity(chosen: Tensor, experts: int, capacity_factor: float, boost: LayerBoost | None = None) -> Tensor:
     """``[T, k]`` with assignments beyond each expert's capacity replaced by ``experts`` (meaning: dropped).
 
     First choices come before second choices, then earlier tokens before later ones (GShard, alg. 1).
@@ -147,7 +158,8 @@ def drop_over_capacity(chosen: Tensor, experts: int, capacity_factor: float) -> 
     capacity = math.ceil(capacity_factor * tokens * top_k / experts)
     by_choice = chosen.t().reshape(-1)
     earlier = F.one_hot(by_choice, experts).cumsum(dim=0).gather(1, by_choice[:, None]).squeeze(1) - 1
-    kept = torch.where(earlier < capacity, by_choice, experts)
+    room = capacity if boost is None else boost.capacities(torch.bincount(by_choice, minlength=experts), capacity)
+    kept = torch.where(earlier < (room if isinstance(room, int) else room[by_choice]), by_choice, experts)
     return kept.reshape(top_k, tokens).t()
 
 

@@ -327,6 +327,20 @@ class ReplayDivergedError(UserError, RuntimeError):
         self.found = found
 
 
+class GradientGapError(StoreError, LookupError):
+    """An operator cannot be brought to a step: something between its anchor and that step is not held."""
+
+    def __init__(self, operator: str, missing: int, step: int, found: str) -> None:
+        super().__init__(
+            f"{operator} does not reach step {step} from gradients: of step {missing}, {found}. It must be saved or "
+            "sent in full before gradients of it count again."
+        )
+        self.operator = operator
+        self.missing = missing
+        self.step = step
+        self.found = found
+
+
 class RecoveryLoopError(StoreError, RuntimeError):
     """Start after start goes on from the same checkpoint in memory, and none of them ends a step."""
 

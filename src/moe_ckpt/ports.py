@@ -52,6 +52,7 @@ class StateTensor:
     replicated: True when all of this rank's peers (``core.placement``) hold this same block, so that one of them
     may write it for all; False when the framework shards it and this rank holds a part.
     duplicate: True when another rank holds this same part and writes it (HSDP): read into, never written.
+    writer: Of a duplicate, the rank that writes it, where this one knows.
     on_param_device: False for state kept on the CPU though its parameter is not.
     mixes_rows: True for a parameter whose optimizer lets its rows act on one another, or may do so: no row's update can
         be repeated without the state of all. Said of the parameter itself, not of its optimizer state.
@@ -69,6 +70,7 @@ class StateTensor:
     duplicate: bool = False
     mixes_rows: bool = False
     updated_here: bool = True
+    writer: int | None = None
 
 
 class TrainingState(Protocol):

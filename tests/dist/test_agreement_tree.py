@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from moe_ckpt.comm import communicator as comms
+from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.core.tree import TreeNode, most_messages
-from moe_ckpt.engine import comm as comms
-from moe_ckpt.engine.comm import GlooCommunicator
 from tests.support import run_ranks
 
 STEPS = 5

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from moe_ckpt.engine.comm import GlooCommunicator, SoloCommunicator, make_communicator
+from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator, make_communicator
 from moe_ckpt.errors import PeerLostError
 from tests.support import processes, start_ranks
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from moe_ckpt.engine.comm import GlooCommunicator
+from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.errors import PeerLostError, StaleGenerationError
 from tests.support import start_ranks
 

@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt import Memory
+from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
+from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 from tests.dist.test_training_state_fsdp2 import Model, sharded
@@ -48,9 +49,12 @@ class Life:
     """One life of a rank: model, optimizer and session, all new.
 
     memory: arguments of ``Memory``, where snapshots lie in slots, of a node for each rank.
+    policy: MoC with all experts in memory, unless another one is given.
     """
 
-    def __init__(self, root: str, fsdp: bool, seed: int, memory: dict | None = None) -> None:
+    def __init__(
+        self, root: str, fsdp: bool, seed: int, memory: dict | None = None, policy: Policy | None = None
+    ) -> None:
         self.fsdp = fsdp
         self.model = sharded(seed) if fsdp else Model(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -59,7 +63,7 @@ class Life:
         self.comm = make_communicator(TIMEOUT_SECS)
         self.session = CheckpointSession(
             storage=self.storage,
-            policy=MoC(k=1, snapshot_k=EXPERTS),
+            policy=policy or MoC(k=1, snapshot_k=EXPERTS),
             catalog=build_catalog(self.model),
             state=self.state,
             comm=self.comm,

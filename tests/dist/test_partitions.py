@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from moe_ckpt.engine.comm import make_communicator
+from moe_ckpt.comm.communicator import make_communicator
 from tests.dist.test_replication import LARGE, PATIENCE_SECS, _failure, texts, warnings_of
 from tests.support.networks import Network, network_or_skip
 from tests.support.processes import run_ranks

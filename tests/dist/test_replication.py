@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.engine.replica_messages import SealedSlot
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
+from moe_ckpt.replicas.messages import SealedSlot
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.replicas import RUN, Rank, bytes_of, resources
 

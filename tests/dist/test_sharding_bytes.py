@@ -16,19 +16,19 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import GRAIN_BYTES, SHARDINGS, water_level
-from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.engine.shares import Sharder, expert_owners, weigh
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.slices.shares import Sharder, expert_owners, weigh
 from moe_ckpt.storage import LocalStorage
 from tests.support import run_ranks
 from tests.unit.engine_parts import told

@@ -116,6 +116,7 @@ class Recorder(pl.Callback):
         self.on_compute = on_compute
         self.lines: list[dict[str, Any]] = []
         self.layers: list[torch.Tensor] = []
+        self.scored: list[torch.Tensor] = []
         self._hooks: list[Any] = []
 
     def note(self, trainer: pl.Trainer | None, **what: Any) -> None:
@@ -135,13 +136,19 @@ class Recorder(pl.Callback):
         routers = [m for m in pl_module.modules() if isinstance(m, Router)]
         experts = pl_module.hparams.get("experts", 4)
         self.layers = [torch.zeros(experts, dtype=torch.int64) for _ in routers]
+        self.scored = [torch.zeros(experts, dtype=torch.int64) for _ in routers]
         for at, router in enumerate(routers):
-            self._hooks.append(router.register_forward_hook(lambda m, _, out, at=at: self._routed(at, m, out)))
+            self._hooks.append(router.register_forward_hook(lambda m, x, out, at=at: self._routed(at, m, x[0], out)))
 
-    def _routed(self, at: int, module: torch.nn.Module, out: Any) -> None:
+    def _routed(self, at: int, module: torch.nn.Module, x: torch.Tensor, out: Any) -> None:
+        """What the router returned; and the best experts by its scores, which nothing has changed."""
         if module.training:
             for chosen in out[1].flatten().tolist():
                 self.layers[at][chosen] += 1
+            with torch.no_grad():
+                order = torch.nn.functional.linear(x, module.weight).float().sort(dim=-1, descending=True).indices
+            for chosen in order[:, : module.top_k].flatten().tolist():
+                self.scored[at][chosen] += 1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All is restored by now, save the RNG: MoECheckpoint's turn comes after this callback's."""
@@ -170,8 +177,10 @@ class Recorder(pl.Callback):
             "acked": acked,
             "k": None if callback is None or callback.last is None else callback.last.k,
             "routed": [layer.tolist() for layer in self.layers],
+            "scored": [layer.tolist() for layer in self.scored],
+            "owed": None if callback is None or callback.last is None else callback.last.owed_tokens,
         }
-        for layer in self.layers:
+        for layer in (*self.layers, *self.scored):
             layer.zero_()
         if self.run.hashes:
             what["hashes"] = hashes(pl_module, trainer.optimizers[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -31,20 +30,18 @@ from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import open_storage
 from tests.integration import crash_run
 from tests.integration.crash_run import Run
+from tests.support import warm
 from tests.support.deleting import delete_tree
 
 KILLED = -signal.SIGKILL
 LIFE_SECS = 400.0
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.integration.lives_warm"])
+PRELOAD = "tests.integration.lives_warm"
 
 
-def start(run: Run, rank: int = 0, environment: Mapping[str, str] | None = None) -> Any:
+def start(run: Run, rank: int = 0, environment: Mapping[str, str] | None = None) -> warm.Started:
     """One process of the program, started."""
-    process = _context.Process(target=_life, args=(run, rank, dict(environment or {})))
-    process.start()
-    return process
+    return warm.start(PRELOAD, _life, run, rank, dict(environment or {}))
 
 
 def _life(run: Run, rank: int, environment: Mapping[str, str]) -> None:

@@ -11,16 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.freezing import ClipNorms
 from moe_ckpt.driver import replaying
+from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.modeling import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.recovery.index import TensorIndex
 from moe_ckpt.recovery.replay import Replay
-from tests.support.tiny_moe import TinyMoE
+from tests.support.tiny_moe import Router, TinyMoE
 
 
 def apply(names: str) -> None:
@@ -138,6 +140,35 @@ def _other_weights() -> None:
     TinyMoE.configure_optimizers = changed
 
 
+def _boost_not_loaded() -> None:
+    """What stale experts have still to make up is forgotten by a restart."""
+    begin = Boosting.begin
+    Boosting.begin = lambda self, plain, *args, **kwargs: begin(self, {}, *args, **kwargs)
+
+
+def _fractions_not_loaded() -> None:
+    """What rounding left of a boosted expert's portion is."""
+
+    def without(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        carried = {layer: torch.zeros_like(rows) for layer, rows in state.get("carried", {}).items()}
+        return {**state, "carried": carried}
+
+    begin = Boosting.begin
+    Boosting.begin = lambda self, plain, *args, **kwargs: begin(
+        self, {**plain, "boost": without(plain.get("boost", {}))}, *args, **kwargs
+    )
+
+
+def _chooses_by_sorting() -> None:
+    """The model's routers choose in a way that nobody can take part in."""
+
+    def forward(self: Router, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, experts = F.softmax(F.linear(x, self.weight).float(), dim=-1).sort(dim=-1, descending=True)
+        return scores[:, : self.top_k].to(x.dtype), experts[:, : self.top_k]
+
+    Router.forward = forward
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     "norms not given": _norms_not_given,
     "hyperparameters not loaded": _hyperparameters_not_loaded,
@@ -151,4 +182,7 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "no step 0": _no_step_0,
     "other weights": _other_weights,
     "unchecked": _unchecked,
+    "boost not loaded": _boost_not_loaded,
+    "fractions not loaded": _fractions_not_loaded,
+    "chooses by sorting": _chooses_by_sorting,
 }

@@ -1,9 +1,13 @@
-"""Two ranks under a real torchrun: one is killed, the job restarts by itself and ends as it would have."""
+"""Two ranks under a real torchrun: one is killed, the job restarts by itself and ends as it would have.
+
+Ranks are forks of a warm server here; in the slow tests they are fresh interpreters.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -20,6 +24,7 @@ from tests.integration.lives import (
     split_lives,
 )
 from tests.integration.recount import Recount, check_history
+from tests.support import warm
 from tests.support.torchrun import torchrun
 
 DENSE = Run(None, policy=("dense", 1), epochs=4, ranks=2)
@@ -28,12 +33,13 @@ MOC = replace(DENSE, policy=("moc", 1), hashes=True, callback={"when_busy": "wai
 TWO_RANK_ORDER = (0, 2, 1, 3)
 
 
-def killed(run: Run, kills: tuple[Kill, ...]) -> Run:
+def killed(run: Run, kills: tuple[Kill, ...], python: str = sys.executable) -> Run:
     """Run to the end under torchrun; every kill must have happened. Returns the run as it was told."""
     run = replace(run, kills=KillSchedule(kills).to_json())
     said = torchrun(
-        "tests.integration.crash_run", run.to_json(), ranks=run.ranks, restarts=len(kills) + 1, timeout_secs=500
-    )
+        "tests.integration.crash_run", run.to_json(), ranks=run.ranks, restarts=len(kills) + 1, timeout_secs=500,
+        python=python,
+    )  # fmt: skip
     fired = KillSchedule(kills).fired(f"{run.log}.kills")
     assert sorted(fired) == sorted(kills), f"fired: {json.dumps([asdict(kill) for kill in fired])}\n{said[-3000:]}"
     return run
@@ -58,11 +64,12 @@ def _check_moc(run: Run) -> Recount:
 
 def test_dense_loses_nothing(place):  # noqa: F811
     """Comes back in the middle of the second epoch, under a sampler that must be told so in time."""
-    run = killed(placed(replace(DENSE, sampler="plain"), place), (Kill(8, 1, "write"),))
+    run = killed(placed(replace(DENSE, sampler="plain"), place), (Kill(8, 1, "write"),), warm.python())
     _check_dense(run, most_lives=2)
 
 
 def test_moc_loses_what_it_says(place):  # noqa: F811
+    """In fresh interpreters, as users start them."""
     run = killed(placed(MOC, place), (Kill(9, 0, "manifest"),))
     recount = _check_moc(run)
     assert recount.lost > 0

@@ -367,13 +367,14 @@ def test_the_words_on_lost_tokens_fit_the_numbers(five_runs):
 def test_the_report_does_not_leave_the_choice_of_a_policy_to_the_toy(five_runs):
     spent = {"useful": 80.0, "stall": 0.0, "lost": 12.0, "down": 5.0, "idle": 0.0, "retrieve": 2.0, "replay": 1.0}
     common = {"spent": spent, "plt": 0.0, "k": None, "window": None, "interval": 15}
-    outcomes = [{"system": "dense"}, {"system": "moc", "k": 8, "interval": 1}, {"system": "moevement", "window": 2}]
+    partial, windows = {"system": "moc_peers", "k": 8, "interval": 1}, {"system": "moevement_peers", "window": 2}
+    outcomes = [{"system": "dense"}, partial, windows]
     runs = [{"ettr": {"mean": 0.8}, "outcomes": [common | outcome]} for outcome in outcomes]
     rows = at_scale.read({"runs": runs})
     assert [row.cells() for row in rows] == [
-        ("Dense", "every 15 iterations", "80.0%", "13.0%", "0.00%"),
-        ("MoC", "every iteration, 8 experts per layer", "80.0%", "13.0%", "0.00%"),
-        ("MoEvement", "in parts, over 2 iterations", "80.0%", "13.0%", "0.00%"),
+        ("Dense, on storage", "every 15 iterations", "80.0%", "13.0%", "0.00%"),
+        ("MoC, in the memory of two peers", "every iteration, 8 experts per layer", "80.0%", "13.0%", "0.00%"),
+        ("MoEvement, in the memory of two peers", "in parts, over 2 iterations", "80.0%", "13.0%", "0.00%"),
     ]
     page = _scale_section(rows)
     assert "cannot be seen at this size" in page

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import FinishedRunError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import StoreLock
+from tests.support import warm
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,7 @@ LENGTHS = [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 16}, {"max_epochs"
 
 @pytest.mark.parametrize("length", LENGTHS, ids=str)
 def test_a_finished_run_trains_nothing_and_nobody_saves_once_more(tmp_path, caplog, length):
+    caplog.set_level(logging.WARNING, "moe_ckpt")
     first = Life(tmp_path, **length)
     before = contents(tmp_path)
     caplog.clear()
@@ -229,7 +231,7 @@ for number, (callbacks, options) in enumerate(
 
 def test_without_logging_set_up_every_start_says_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=500, check=True,
+        [warm.python(), "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=500, check=True,
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lives = [life.strip().splitlines()[1:] for life in done.stderr.split("life ")[1:]]

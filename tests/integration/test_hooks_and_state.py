@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 
 from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
-from moe_ckpt.engine import copying
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.slices import copying
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 
 

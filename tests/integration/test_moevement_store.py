@@ -52,9 +52,12 @@ def one_thread():
 
 @pytest.fixture
 def killed(place):  # noqa: F811
-    """A run that died at step 17, with two windows in its store, and the dense checkpoint that it began with."""
+    """A run that died with two windows in its store, and the dense checkpoint that it began with.
+
+    At the commit of the fourth window: what the third one supersedes is deleted before that, at any speed.
+    """
     run = placed(RUN, place)
-    assert live(replace(run, crash=("compute", 17))) == KILLED
+    assert live(replace(run, crash=("manifest", 5))) == KILLED
     assert [len(manifest.slots) for manifest in manifests(run.store)] == [W, W, 1]
     return run
 

@@ -16,15 +16,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from moe_ckpt.callbacks import MoECheckpoint, lightning_state
 from moe_ckpt.callbacks import fit as fit_module
 from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import snapshot
-from moe_ckpt.engine.comm import SoloCommunicator
-from moe_ckpt.engine.copying import target
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.modeling import routing
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.slices.copying import target
 from moe_ckpt.storage import LocalStorage
 from tests.support.acted_gpu import CUDA, ActedGPU
 from tests.support.tiny_moe import TinyMoE, loader, state_of

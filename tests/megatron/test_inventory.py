@@ -31,7 +31,7 @@ class GroupedLikeTransformerEngine(nn.Module):
 
 def describe(built: Any) -> tuple[Any, Any, Any]:
     """(parameters of the model, what this rank tells the others, its state tensors): all that the rest is built on."""
-    from moe_ckpt.engine.comm import make_communicator
+    from moe_ckpt.comm.communicator import make_communicator
     from moe_ckpt.megatron.inventory import take_inventory
     from moe_ckpt.megatron.state import MegatronTrainingState
     from moe_ckpt.megatron.topology import bind

@@ -77,3 +77,20 @@ def test_a_node_that_is_lost_with_its_memory_comes_back_from_its_peer(name, lost
     assert ended.resumed > [int(before.split("_")[1])], "storage has only what the run began with"
     require_exact(case, tmp_path, ended)
     assert left(tmp_path) == []
+
+
+DATA = replace(CASES["ep2-dp2-sharded"], setup=Setup(**EXPERTS_DATA), copies=COPIES)
+"""No optimizer state is divided: experts are in two data-parallel groups, all else in one of four ranks."""
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_data_parallel_peers_had_anyway_brings_a_lost_node_back(lost, tmp_path):
+    kill(DATA, tmp_path)
+    before = newest(tmp_path)
+    delete_tree(tmp_path / "memory" / f"node_{lost}")
+    ended = finish(DATA, tmp_path)
+    assert ended.resumed > [int(before.split("_")[1])], "storage has only what the run began with"
+    require_exact(DATA, tmp_path, ended)
+    assert left(tmp_path) == []
+    newest_records = [result["records"][DATA.steps] for result in ended.results]
+    assert all(record.replica_saved_nbytes > 0 for record in newest_records)

@@ -18,6 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from recipes.gpt_moe_megatron.config import DataConfig, ModelConfig, ParallelConfig, TrainerConfig
 from recipes.gpt_moe_megatron.data import Feed, Synthetic, TokenFile, source
 from recipes.gpt_moe_megatron.sizes import compose
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt_moe_megatron"
@@ -46,10 +47,14 @@ def _hydra():
     GlobalHydra.instance().clear()
 
 
-def python(*args):
-    """Of a process of its own: counting imports Megatron-Core, for which names in torch are changed."""
+def python(*args, interpreter=None):
+    """Of a process of its own: counting imports Megatron-Core, for which names in torch are changed.
+
+    interpreter: None for a fork of the server that has imported it.
+    """
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=500, env=env, cwd=ROOT)
+    command = [interpreter or warm.python(warm.MEGATRON), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -254,7 +259,7 @@ def test_sizes_of_a_papers_run():
 
 
 def test_the_help_shows_an_example():
-    assert "sizes.py experiment=" in python(str(RECIPE / "sizes.py"), "--help")
+    assert "sizes.py experiment=" in python(str(RECIPE / "sizes.py"), "--help", interpreter=sys.executable)
 
 
 # --- scripts ---

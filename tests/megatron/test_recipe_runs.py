@@ -16,9 +16,10 @@ pytest.importorskip("megatron")
 from recipes.gpt_moe_megatron.config import RunConfig
 from recipes.gpt_moe_megatron.runlog import read
 from recipes.gpt_moe_megatron.sizes import compose
+from tests.support import warm
 from tests.support.processes import run_ranks
 
-WARM = "tests.support.megatron_warm"
+WARM = warm.MEGATRON
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt_moe_megatron"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
@@ -39,7 +40,8 @@ PLAIN_BYTES = 32 * 1024
 
 def python(*args, timeout=500):
     env = os.environ | ENVIRONMENT
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT)
+    command = [warm.python(WARM), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -33,7 +33,7 @@ def calls(function: Any) -> int:
 
 
 def notices(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
-    from moe_ckpt.engine.comm import make_communicator
+    from moe_ckpt.comm.communicator import make_communicator
     from moe_ckpt.megatron.inventory import take_inventory
     from moe_ckpt.megatron.optimizers import leaves
     from moe_ckpt.megatron.state import MegatronTrainingState

@@ -10,7 +10,7 @@ from tests.support import run_ranks
 
 
 def ranks_on_this_host(rank: int, world_size: int) -> tuple[int, int]:
-    from moe_ckpt.engine.comm import make_communicator
+    from moe_ckpt.comm.communicator import make_communicator
     from moe_ckpt.megatron.topology import local_ranks
 
     comm = make_communicator(60)

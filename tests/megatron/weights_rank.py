@@ -64,7 +64,7 @@ def begin(rank: int, world_size: int, place: str, setup: Setup, source: str, sto
 def load_alone(rank: int, world_size: int, place: str, setup: Setup, source: str) -> dict[str, str]:
     """``megatron.load_weights`` into a model that has no optimizer: the whole weights after it."""
     from moe_ckpt import megatron
-    from moe_ckpt.engine.comm import make_communicator
+    from moe_ckpt.comm.communicator import make_communicator
     from moe_ckpt.megatron.inventory import take_inventory
     from moe_ckpt.megatron.state import MegatronTrainingState
     from moe_ckpt.megatron.topology import bind

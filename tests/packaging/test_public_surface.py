@@ -35,7 +35,8 @@ SURFACE = {
     ),
     "moe_ckpt.metrics": (
         "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer "
-        "MomentaryLostTokens OldestExpertAge PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge WindowPlace "
+        "MomentaryLostTokens OldestExpertAge OwedTokens PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge "
+        "WindowPlace "
         "checkpoint_metrics"
     ),
     "moe_ckpt.policies": (
@@ -51,8 +52,9 @@ SURFACE = {
 
 ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
-    "HostMemoryError MemoryFullError MissingPackageError MoECheckpointError NoCheckpointError NoMoELayerError "
-    "OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError ReplayDivergedError SaveFailedError "
+    "GradientGapError HostMemoryError MemoryFullError MissingPackageError MoECheckpointError NoCheckpointError "
+    "NoMoELayerError OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError ReplayDivergedError "
+    "SaveFailedError "
     "SparseWindowError StaleGenerationError StateRefusedError StoreError StoreForbiddenError StoreInUseError "
     "StoreUnreadableError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
@@ -68,12 +70,12 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
     "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity "
-    "snapshot_bytes nothing_safe dense_step"
+    "snapshot_bytes nothing_safe dense_step memory"
 )
 """What a policy of one's own decides from."""
 
 NEEDS = (
-    "sizes windows soft_counts decayed_counts lost_tokens gradients partial alone replicas period_steps next_due "
+    "sizes windows soft_counts decayed_counts lost_tokens gradients partial alone boost replicas period_steps next_due "
     "explain"
 )
 """What a policy of one's own may say that it needs."""
@@ -83,7 +85,7 @@ POLICY_OPTIONS = {
     "CheckFreq": "max_overhead profile_steps max_interval",
     "Gemini": "every_n_steps mtbf_secs profile_steps max_interval",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
-    "MoEtion": "every_n_steps experts selection budget_fraction",
+    "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
 }
 

@@ -32,8 +32,8 @@ from typing import Any
 
 from tests.support import warm
 
-WARM = "tests.support.torch_warm"
-"""Imported once per process of pytest, for ranks that name nothing else."""
+WARM = warm.WARM
+"""Imported once, for ranks that name nothing else."""
 PATIENCE_SECS = 400.0
 """For ranks that are to come to an end by themselves, on a machine that may be busy."""
 GRACE_SECS = 15.0

@@ -10,12 +10,18 @@ import sys
 import pytest
 
 
-def torchrun(module: str, argument: str, *, ranks: int, restarts: int, timeout_secs: float) -> str:
-    """Run ``python -m module argument`` on ``ranks`` ranks. It must end well; returns what it printed."""
+def torchrun(
+    module: str, argument: str, *, ranks: int, restarts: int, timeout_secs: float, python: str = sys.executable
+) -> str:
+    """Run ``python -m module argument`` on ``ranks`` ranks. It must end well; returns what it printed.
+
+    python: what the agent starts ranks by; itself it is run by the interpreter. See ``warm.python``.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", "-m", "tests.support.started", module, argument]
     environment = {
         **os.environ,
+        "PYTHON_EXEC": python,
         "PYTHONPATH": os.pathsep.join(sys.path),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

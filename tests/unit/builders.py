@@ -15,10 +15,10 @@ from moe_ckpt.core.operators import (
     gate_id,
     non_expert_id,
 )
-from moe_ckpt.engine.cuts import SliceSource
-from moe_ckpt.engine.pieces import LocalState, cut
-from moe_ckpt.engine.shares import WriteAssignment
 from moe_ckpt.policies import PolicyContext
+from moe_ckpt.slices.cuts import SliceSource
+from moe_ckpt.slices.pieces import LocalState, cut
+from moe_ckpt.slices.shares import WriteAssignment
 
 
 def catalog(layers: int, experts: int, *, stacked: bool = True, first_index: int = 0) -> Catalog:

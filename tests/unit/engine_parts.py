@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Observer
 from moe_ckpt.engine.record import StepRecord

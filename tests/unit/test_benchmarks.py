@@ -266,6 +266,7 @@ def test_memory_tiers_costs_and_comes_back_from_where_it_says(tmp_path, capfd):
     assert "Memory(replicas=1), no storage" in said
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_memory_tiers_ends_its_ranks_and_removes_its_files_if_one_fails(tmp_path, monkeypatch):
     monkeypatch.setitem(memory_tiers.WAYS, memory_tiers.PRIVATE, {"replicas": -1})
     options = f"--mib 2 --rounds 1 --iterations 1 --compute-ms 0 --directory {tmp_path}"

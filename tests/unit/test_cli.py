@@ -302,6 +302,7 @@ def on_a_terminal(command, columns, **environment):
     return text.decode().replace("\r", "")
 
 
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.skipif(sys.platform != "linux", reason="pseudo terminals differ")
 @pytest.mark.parametrize("columns", [80, 100, 160])
 def test_inspect_fits_the_terminal(run, columns):
@@ -311,6 +312,7 @@ def test_inspect_fits_the_terminal(run, columns):
     assert any(line.startswith(STEP) for line in lines)
 
 
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.skipif(sys.platform != "linux", reason="pseudo terminals differ")
 def test_colours_only_where_they_are_wanted(run):
     pytest.importorskip("rich")
@@ -318,6 +320,7 @@ def test_colours_only_where_they_are_wanted(run):
     assert not re.search(r"\x1b\[[0-9;]*(3|4)8;", on_a_terminal(["inspect", str(run.root)], 100, NO_COLOR="1"))
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_what_goes_to_a_pipe_does_not_depend_on_the_terminal(run):
     def piped(columns):
         command = [sys.executable, "-m", "moe_ckpt.cli.main", "inspect", str(run.root)]

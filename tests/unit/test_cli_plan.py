@@ -107,6 +107,7 @@ def test_one_node_has_no_peers():
     assert memory_systems(scenario_of(composed(tiny))) == []
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
     from moe_ckpt.profiling import rates
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -34,6 +33,7 @@ from moe_ckpt.format.part import encode_part, file_row, state_row
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
+from tests.support import warm
 from tests.support.old_manifests import encode_old
 
 NOW = 1_000_000.0
@@ -383,7 +383,7 @@ collect(LocalStorage(sys.argv[1], crash_at("gc", int(sys.argv[2]))), RetentionPo
 def test_kill_minus_nine_during_collection(storage, n):
     for step, others in ((1, ()), (2, (1,)), (3, (2,)), (4, (3,))):
         commit(storage, step, others)
-    done = subprocess.run([sys.executable, "-c", COLLECTOR, storage.root, str(n)], check=False, timeout=300)
+    done = subprocess.run([warm.python(), "-c", COLLECTOR, storage.root, str(n)], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
     require_whole(storage)
     clean_start(storage)

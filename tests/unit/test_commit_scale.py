@@ -23,6 +23,7 @@ from tests.unit.engine_parts import told
 LAYERS, EXPERTS, RANKS = 3, 8, 4
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_both_ranks_of_every_policy_are_measured(tmp_path, capfd):
     out = tmp_path / "out.json"
     options = f"--cases 2x8/4 --warm 1 --steps 4 --dir {tmp_path} --json {out}"

@@ -27,6 +27,7 @@ from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = Path(conf.__file__).parent
@@ -140,6 +141,9 @@ def test_what_moetion_saves_is_set_by_value(user_app):
     own = ("moe_ckpt.policy.experts=2", "moe_ckpt.policy.selection=round_robin", "moe_ckpt.policy.budget_fraction=0.5")
     policy = instantiate(user_app("moe_ckpt/policy=moetion", *own).moe_ckpt.policy)
     assert policy == MoEtion(experts=2, selection="round_robin", budget_fraction=0.5)
+    for boost in (0.25, None):
+        own = f"moe_ckpt.policy.capacity_boost={'null' if boost is None else boost}"
+        assert instantiate(user_app("moe_ckpt/policy=moetion", own).moe_ckpt.policy) == MoEtion(capacity_boost=boost)
     with pytest.raises(InstantiationException, match=r"selection='nope'\): no such selection; choose from .*'popular'"):
         instantiate(user_app("moe_ckpt/policy=moetion", "moe_ckpt.policy.selection=nope").moe_ckpt.policy)
 
@@ -293,15 +297,15 @@ def test_an_app_laid_out_as_the_template_takes_the_settings_of_every_other_app(t
     search = "hydra.searchpath=[pkg://moe_ckpt.conf]"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
-    def app(*args):
-        command = [sys.executable, "train.py", search, *args]
+    def app(*args, python=sys.executable):
+        command = [python, "train.py", search, *args]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     app("callbacks=[default,moe_ckpt]", "moe_ckpt/policy=moc", "moe_ckpt.policy.k=2", "moe_ckpt.dirpath=mine")
     policies = {name: describe(tmp_path / name)["steps"][0]["policy"] for name in ("mine",)}
-    app("experiment=exact")
+    app("experiment=exact", python=warm.python())
     policies["exact"] = describe(tmp_path / "exact")["steps"][0]["policy"]
     assert (policies["mine"]["name"], policies["mine"]["k"]) == ("moc", 2)
     assert (policies["exact"]["name"], policies["exact"]["every_n_steps"]) == ("dense", 2)

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_ckpt.cli.main import main as moe_ckpt
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.engine.collect import clean_start
-from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import DamagedError, MoECheckpointError
 from moe_ckpt.format.sealed import digest, seal, unseal

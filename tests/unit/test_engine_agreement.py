@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.engine import session as sessions
 from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus
-from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies import CheckFreq, Measured

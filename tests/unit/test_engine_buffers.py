@@ -79,9 +79,9 @@ def test_a_huge_buffer_is_not_lent_for_a_small_snapshot():
 
 @given(st.integers(1, 1 << 40))
 def test_buffers_have_a_little_room_so_that_they_serve_again(nbytes):
-    size = buffers._roomy(nbytes)
+    size = buffers.roomy(nbytes)
     assert nbytes <= size <= nbytes + max(1, nbytes // 16)
-    assert buffers._roomy(size) == size
+    assert buffers.roomy(size) == size
 
 
 def test_a_buffer_given_back_twice_is_an_error():

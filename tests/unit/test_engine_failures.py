@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.errors import SaveFailedError, UnencodableStateError
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBufferPool
-from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import NoCheckpointError, SaveFailedError
 from moe_ckpt.policies import Dense, MoC

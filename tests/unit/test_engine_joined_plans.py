@@ -18,19 +18,19 @@ from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine import pieces
-from moe_ckpt.engine.compiling import CompiledPart, CompiledPlan, PlanCompiler, cover_difference
-from moe_ckpt.engine.copying import carry_out, target
-from moe_ckpt.engine.cuts import Shelf, SliceSource, sorted_rows
-from moe_ckpt.engine.pieces import LocalState, cut_replay
-from moe_ckpt.engine.request import SnapshotRequest
-from moe_ckpt.engine.shares import Sharder
 from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, with_checksums
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices import pieces
+from moe_ckpt.slices.compiling import CompiledPart, CompiledPlan, PlanCompiler, cover_difference
+from moe_ckpt.slices.copying import carry_out, target
+from moe_ckpt.slices.cuts import Shelf, SliceSource, sorted_rows
+from moe_ckpt.slices.pieces import LocalState, cut_replay
+from moe_ckpt.slices.request import SnapshotRequest
+from moe_ckpt.slices.shares import Sharder
 from tests.unit.builders import catalog, pieces_of
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.plan import SnapshotPlan, save_full
-from moe_ckpt.engine.comm import SoloCommunicator
 from moe_ckpt.engine.events import SnapshotBegan
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.policies import Dense, MoC

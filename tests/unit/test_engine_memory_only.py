@@ -14,10 +14,10 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.cli.main import main
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_retention import HeldStep, needed
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import HostMemoryError, RecoveryLoopError
 from moe_ckpt.format.slot import decode_slot

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine.pieces import LocalState, shard_kind, wanted_boxes
-from moe_ckpt.engine.shares import Sharder, expert_owners
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.shard import lay_out
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices.pieces import LocalState, shard_kind, wanted_boxes
+from moe_ckpt.slices.shares import Sharder, expert_owners
 from tests.unit.builders import catalog, pieces_of
 
 

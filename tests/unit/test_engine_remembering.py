@@ -13,15 +13,15 @@ from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full
 from moe_ckpt.core.window import Window, slot_plan
-from moe_ckpt.engine import compiling
-from moe_ckpt.engine.compiling import CompiledPlan, PlanCompiler, cover_difference
-from moe_ckpt.engine.copying import carry_out, target
-from moe_ckpt.engine.request import SnapshotRequest
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import copy_at_once
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices import compiling
+from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler, cover_difference
+from moe_ckpt.slices.copying import carry_out, target
+from moe_ckpt.slices.request import SnapshotRequest
 from tests.unit.builders import catalog
 
 MODEL = catalog(2, 4)
@@ -160,7 +160,7 @@ def test_few_plans_are_kept_of_a_large_model(monkeypatch):
     for op in MODEL.experts:
         made.compile(request((op.id,)), tensors, specs, ())
     assert 1 <= sum(len(entries(plan)) for plan in made._plans.values()) <= 40
-    assert made.compile(request((MODEL.experts[-1].id,)), tensors, specs, ()) is list(made._plans.values())[-1]
+    assert made.compile(request((MODEL.experts[-1].id,)), tensors, specs, ()) is made._plans.values()[-1]
 
 
 @pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])

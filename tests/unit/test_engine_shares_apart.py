@@ -8,8 +8,8 @@ import torch
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.sharding import GRAIN_BYTES
-from moe_ckpt.engine.shares import Sharder, WriteAssignment
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices.shares import Sharder, WriteAssignment
 from tests.unit.builders import catalog
 
 EXPERT_BYTES = 48

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.engine.finishing import read_finished, write_finished
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.finished import FINISHED_NAME, Finished

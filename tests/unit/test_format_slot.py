@@ -8,7 +8,8 @@ import pytest
 
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.slot import decode_slot, encode_slot
+from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.format.slot import SlotHeader, decode_slot, encode_slot
 from tests.support.replicas import slot_header
 
 HEADER = slot_header("run", 9, 0, 1, 2, 64, ())
@@ -24,3 +25,28 @@ def test_a_portion_above_all_is_damage():
     header = replace(HEADER, facts=replace(HEADER.facts, faults=(FaultRecord(5, 7, 2, 70, 1.5),)))
     with pytest.raises(DamagedError, match="mlt"):
         decode_slot(encode_slot(header), "a")
+
+
+def other_version(header: SlotHeader, version: int, **without: None) -> bytes:
+    """The slot as another release would have written it."""
+    raw = encode_slot(header)
+    end = 8 + int.from_bytes(raw[:8], "little")
+    body = {**unseal(raw[8:end], "a"), "format_version": version}
+    document = seal({name: value for name, value in body.items() if name not in without})
+    return len(document).to_bytes(8, "little") + document + raw[end:]
+
+
+def test_slots_of_version_3_are_whole_shares():
+    found = decode_slot(other_version(replace(HEADER, sent=True), 3, sent=None), "a")
+    assert found == replace(HEADER, facts=found.facts)
+    assert not found.sent
+
+
+def test_what_a_copy_lacks_is_said_of_it():
+    assert decode_slot(encode_slot(replace(HEADER, sent=True)), "a").sent
+
+
+@pytest.mark.parametrize("version", [1, 2, 5])
+def test_another_version_is_named_and_refused(version: int):
+    with pytest.raises(DamagedError, match=rf"format_version.*{version}"):
+        decode_slot(other_version(HEADER, version), "a")

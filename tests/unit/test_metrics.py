@@ -30,19 +30,21 @@ mpl.use("Agg")
 
 FIRST = {
     "lost_tokens": 30, "routed_tokens": 1000, "at_risk_tokens": 50,
-    "at_risk_mlt": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5, "k": 2, "popularity": [[8, 0], [4, 4]],
+    "at_risk_mlt": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5, "owed_tokens": 2**24 + 1,
+    "k": 2, "popularity": [[8, 0], [4, 4]],
     "nbytes": 100, "stall_secs": 0.004, "oldest_expert_steps": 3, "ages": [[0, 3], [-1, 1]],
     "unsaved": [[0, 40], [7, 3]], "frozen_nbytes": 40, "window_age": 2, "window_size": 3, "window_slot": 1,
 }  # fmt: skip
 SECOND = FIRST | {
     "lost_tokens": 60, "routed_tokens": 4000, "at_risk_tokens": 20,
-    "at_risk_mlt": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "k": 4, "popularity": [[0, 8], [4, 4]],
+    "at_risk_mlt": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "owed_tokens": 90,
+    "k": 4, "popularity": [[0, 8], [4, 4]],
     "nbytes": 0, "stall_secs": 0.001, "oldest_expert_steps": 2, "ages": [[1, 2], [0, 2]],
     "unsaved": [[9, 4], [0, 3]], "frozen_nbytes": 0, "window_age": 1, "window_size": 4, "window_slot": 0,
 }  # fmt: skip
 AFTER_BOTH = {
     "plt": 0.015, "at_risk": 0.005, "mlt_if_failed_now": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "k": 4.0,
-    "skewness": 0.0, "bytes": 50.0, "stall_ms_mean": 2.5,
+    "owed_tokens": 90.0, "skewness": 0.0, "bytes": 50.0, "stall_ms_mean": 2.5,
     "stall_ms_worst": 4.0, "oldest_expert_steps": 2, "expert_ages": [[1, 2], [0, 2]],
     "unsaved_tokens": [[9, 4], [0, 3]], "bytes_full": 30.0, "bytes_compute": 20.0, "window_age": 1.0,
     "window_size": 4.0, "window_slot": 0.0,
@@ -272,7 +274,7 @@ def test_over_ranks_bytes_add_up_stalls_are_the_slowest_and_nothing_counts_twice
     assert first[0] == second[0]
     expected = {
         "plt": 0.03, "at_risk": 0.05, "mlt_if_failed_now": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5,
-        "k": 2.0, "skewness": 0.5, "bytes": 150.0, "stall_ms_mean": 2.5,
+        "k": 2.0, "owed_tokens": 2**24 + 1.0, "skewness": 0.5, "bytes": 150.0, "stall_ms_mean": 2.5,
         "stall_ms_worst": 4.0, "oldest_expert_steps": 3, "expert_ages": FIRST["ages"],
         "unsaved_tokens": FIRST["unsaved"], "bytes_full": 90.0, "bytes_compute": 60.0, "window_age": 2.0,
         "window_size": 3.0, "window_slot": 1.0,
@@ -297,6 +299,7 @@ def lines(ax):
         (m.ExpertsPerLayer, [1, 2], [1, 2], "experts per layer"),
         (m.ExpertLoadSkewness, [0.25, 0.5], [0.25, 0.5], "skewness of expert load"),
         (m.CheckpointBytes, [2e6, 1e6], [2, 1], "written per iteration (MB)"),
+        (m.OwedTokens, [7, 3], [7, 3], "tokens to make up"),
         (m.OldestExpertAge, [3, 4], [3, 4], "age of the oldest expert (steps)"),
         (m.WindowAge, [1, 2], [1, 2], "age of the newest complete window (steps)"),
     ],

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from moe_ckpt.engine.comm import SoloCommunicator
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import (
     ConfigError,

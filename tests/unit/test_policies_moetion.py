@@ -23,7 +23,7 @@ from moe_ckpt.core.sharding import water_level
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
-from moe_ckpt.policies.base import Measured
+from moe_ckpt.policies.base import Measured, MemoryFacts
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from tests.unit.builders import catalog, context, experts_in
 
@@ -438,6 +438,7 @@ def test_the_comparison_that_the_documentation_shows_runs(tmp_path, capfd):
 def test_it_is_a_policy_that_is_told_sizes_where_it_goes_by_them():
     assert isinstance(MoEtion(), Policy)
     said = {"every_n_steps": 1, "experts": 2, "selection": "popular", "budget_fraction": 1.0}
+    said["capacity_boost"] = 0.1
     assert MoEtion(experts=2).describe() == {"name": "moetion", **said}
     assert needs_of(MoEtion()).sizes
     assert needs_of(Guarded(MoEtion())).sizes
@@ -465,6 +466,12 @@ def test_a_guard_adds_what_the_budget_for_lost_tokens_asks_for():
         ({"budget_fraction": 1.1}, r"MoEtion\(budget_fraction=1.1\)"),
         ({"budget_fraction": float("nan")}, r"MoEtion\(budget_fraction=nan\)"),
         ({"budget_fraction": True}, r"MoEtion\(budget_fraction=True\)"),
+        ({"capacity_boost": 0}, r"MoEtion\(capacity_boost=0\): the portion .* above 0 and at most 1, such as 0.1 for"),
+        ({"capacity_boost": -0.1}, r"MoEtion\(capacity_boost=-0.1\)"),
+        ({"capacity_boost": 1.01}, r"MoEtion\(capacity_boost=1.01\)"),
+        ({"capacity_boost": float("nan")}, r"MoEtion\(capacity_boost=nan\)"),
+        ({"capacity_boost": True}, r"MoEtion\(capacity_boost=True\).*None switches it off"),
+        ({"capacity_boost": "10%"}, r"MoEtion\(capacity_boost='10%'\)"),
         ({"budget_fraction": "all"}, r"MoEtion\(budget_fraction='all'\)"),
     ],
 )
@@ -484,3 +491,82 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
 def test_sizes_that_are_missing_are_an_error_that_names_one():
     with pytest.raises(ConfigError, match=r"PolicyContext.sizes.*11 are not there, such as non_expert/embed.*experts="):
         MoEtion().plan(facts(sizes={}))
+
+
+# --- memory that outlives the process: two sets ---
+
+
+def in_memory(copied: float, sent: float | None, model=MODEL, seed=0, **more) -> dict:
+    """Not due on storage; the tokens of both memories are drawn."""
+    rng = np.random.default_rng(seed)
+    shape = (len(model.layers), max(layer.experts for layer in model.layers))
+    tiers = (Tier.HOST, Tier.PEER)
+    memory = MemoryFacts(
+        expected_unsaved={tier: rng.integers(0, 100, shape) for tier in tiers},
+        chosen_at={tier: np.full(shape, 8) for tier in tiers},
+        storage_due=False,
+        replicas=1,
+    )
+    measured = Measured(
+        recent_iteration_secs=1.0, copy_bytes_per_sec=copied, persist_bytes_per_sec=1.0, send_bytes_per_sec=sent
+    )
+    return {"memory": replace(memory, **more), "measured": measured, "model": model}
+
+
+def sets_of(policy=MoEtion(), **known):  # noqa: B008 - it is frozen
+    """(sent, what stays here besides)"""
+    plan = policy.plan(facts(**known))
+    assert not plan.sends_held
+    assert {op.id for op in known["model"].always_saved} <= set(plan.operators())
+    return experts_in(plan.operators()), experts_in(plan.operators(Tier.HOST))
+
+
+def test_the_slow_way_gets_fewer_experts_and_each_those_that_it_lacks_most():
+    """36 bytes of gates and the rest, 12 of each expert: 84 pay for 4 of them, 60 for 2."""
+    known = in_memory(copied=84.0, sent=60.0)
+    unsaved = known["memory"].expected_unsaved
+    unsaved[Tier.HOST][:], unsaved[Tier.PEER][:] = 0, 0
+    unsaved[Tier.HOST][0] = [9, 8, 7, 6]
+    unsaved[Tier.PEER][1] = [5, 9, 7, 8]
+    sent, here = sets_of(**known)
+    assert sent == {(1, 1), (1, 3)}, "what peers lack most"
+    assert here == {(0, 0), (0, 1)}, "and beside it what this memory lacks most"
+
+
+def test_storage_pays_for_nothing_that_stays_in_memory():
+    sent, here = sets_of(**in_memory(copied=36 + 8 * 12.0, sent=36 + 8 * 12.0))
+    assert (len(sent), here) == (8, set()), "at a byte per second to storage"
+
+
+@pytest.mark.parametrize(
+    ("facts_of", "count"),
+    [({}, 2), ({"sends_shared": False}, 5), ({"sends_experts": False}, 6), ({"replicas": 0}, 6)],
+    ids=["all is sent", "peers have the rest", "peers have the experts", "no peers"],
+)
+def test_what_peers_have_anyway_is_not_paid_for(facts_of, count):
+    sent, here = sets_of(**in_memory(copied=36 + 6 * 12.0, sent=60.0, **facts_of))
+    assert (len(sent), len(sent | here)) == (count, 6)
+
+
+def test_until_a_copy_was_sent_one_expert_of_each_layer_goes():
+    sent, here = sets_of(**in_memory(copied=36 + 6 * 12.0, sent=None))
+    assert (len(sent), len(sent | here)) == (2, 6)
+
+
+@given(st.integers(30, 200), st.integers(30, 200), st.integers(0, 1000), st.booleans())
+def test_budgets_are_kept_and_the_sent_ones_are_among_those_here(copied: int, sent: int, seed: int, shared: bool):
+    to_peers, here = sets_of(**in_memory(float(copied), float(sent), seed=seed, sends_shared=shared))
+    least = len(MODEL.layers)
+    assert not to_peers & here
+    assert len(to_peers) <= max(least, (sent - 36 * shared) // 12)
+    assert len(to_peers | here) <= max(least, (copied - 36) // 12)
+    assert len(to_peers) == max(least, min(8, (sent - 36 * shared) // 12, (copied - 36) // 12))
+
+
+def test_what_goes_to_storage_fits_all_its_ways():
+    """The time since storage got the last one counts for storage alone."""
+    known = in_memory(copied=36 + 6 * 12.0, sent=36 + 5 * 12.0, storage_due=True, storage_steps=36 + 4 * 12)
+    plan = MoEtion().plan(facts(**known))
+    assert (len(experts_in(plan.operators())), plan.operators(Tier.HOST)) == (4, ())
+    known["memory"] = replace(known["memory"], storage_steps=1000)
+    assert len(experts_in(MoEtion().plan(facts(**known)).operators())) == 5

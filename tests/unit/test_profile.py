@@ -21,7 +21,6 @@ from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, S
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.options import Options
-from moe_ckpt.engine.shares import operator_bytes
 from moe_ckpt.errors import ConfigError, DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.format.profile import (
@@ -44,6 +43,7 @@ from moe_ckpt.sim.failures import NoFailures, Poisson
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.system import System
+from moe_ckpt.slices.shares import operator_bytes
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.local import remove_temporaries_of, replace_file
 from tests.unit import engine_parts

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from moe_ckpt.engine import copying
-from moe_ckpt.engine.copying import Copier
 from moe_ckpt.errors import ConfigError, StoreError, StoreUnwritableError
 from moe_ckpt.profiling import rates
 from moe_ckpt.profiling.rates import MIB, Rates, measure
+from moe_ckpt.slices import copying
+from moe_ckpt.slices.copying import Copier
 from moe_ckpt.storage import LocalStorage
 from tests.support.clocks import Clock
 from tests.support.processes import run_ranks

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from moe_ckpt.core.capacity_boost import parts_of
+from moe_ckpt.modeling.boost_ports import AttributePort, boost_ports
+from moe_ckpt.modeling.boosting import LayerBoost
+from moe_ckpt.modeling.discover import find_moe_layers
+from moe_ckpt.modeling.routing import RoutingCounter
 from recipes.gpt_moe_lightning.model import (
     Experts,
     GPTMoE,
@@ -69,6 +76,43 @@ def test_capacity_drops_late_tokens_and_second_choices_first():
     chosen = torch.tensor([[0, 1], [0, 1], [0, 2], [3, 0]])
     kept = drop_over_capacity(chosen, 4, 1.0)
     assert kept.tolist() == [[0, 1], [0, 1], [4, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_an_expert_that_is_behind_gets_more_and_the_rest_stays_what_it_was(capacity_factor):
+    torch.manual_seed(1)
+    layer = MoELayer(replace(TINY, capacity_factor=capacity_factor, init_std=1.0))
+    torch.nn.init.normal_(layer.gate.weight)
+    model = torch.nn.ModuleDict({"moe": layer})
+    found = find_moe_layers(model)
+    tokens = torch.randn(2, 64, 8)
+
+    def counts():
+        counter = RoutingCounter(model, found)
+        layer(tokens)
+        counter.close()
+        return counter.take().result().applied[0]
+
+    before = counts()
+    wanted = torch.bincount(layer.gate(tokens.flatten(0, 1))[1].flatten(), minlength=4)
+    behind = int(wanted.argmax() if capacity_factor else wanted.argmin())
+    left = torch.tensor([100 if e == behind else 0 for e in range(4)])
+    boost = LayerBoost(left, torch.zeros_like(left), parts_of(0.25))
+    port = boost_ports(found)[0]
+    assert isinstance(port, AttributePort)
+    port.attach(boost)
+    after = counts()
+    boost.commit()
+    extra = after[behind] - before[behind]
+    within = min(16, 256 - before.sum(), int(wanted[behind]) - 64) if capacity_factor else before[behind] // 4
+    assert extra == 100 - boost.left[behind] == within
+    assert extra > 0
+    assert after.sum() == before.sum() + (extra if capacity_factor else 0)
+    if capacity_factor:
+        assert before[behind] == 64
+        assert after.sum() <= 256
+    port.detach()
+    assert (counts() == before).all()
 
 
 def test_it_is_causal():

@@ -141,3 +141,53 @@ def test_a_large_world_takes_time_in_proportion():
     """Not measured in seconds: what a rank's turn costs does not depend on how many ranks there are."""
     placed = place_replicas(nodes_of(2048, 8, per_rack=16), 3)
     assert {len(sources) for sources in placed.sources_of} == {3}
+
+
+# --- groups that hold the same state (MoEtion, Algorithm 2) ---
+
+
+@st.composite
+def grouped_worlds(draw: st.DrawFn) -> tuple[Domains, int, list[list[tuple[int, ...]]]]:
+    """Worlds whose ranks are in groups of any size, and those in larger ones."""
+    domains, replicas = draw(worlds())
+    ranks = draw(st.permutations(range(len(domains))))
+    inner, outer = draw(st.integers(1, len(ranks))), draw(st.integers(1, 3))
+    kinds = []
+    for size in (inner, inner * outer):
+        groups = [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)]
+        kinds.append([next(group for group in groups if rank in group) for rank in range(len(ranks))])
+    return domains, replicas, kinds
+
+
+@given(grouped_worlds())
+def test_groups_change_where_copies_lie_and_not_how_safe_they_are(world):
+    domains, replicas, kinds = world
+    placed = place_replicas(domains, replicas, kinds)
+    for rank, peers in enumerate(placed.peers_of):
+        allowed = outside(domains, rank)
+        assert {domains[peer][0] for peer in peers} <= allowed
+        assert len({domains[peer][0] for peer in peers}) == len(peers) == min(replicas, len(allowed))
+        for groups in kinds:
+            inside = {domains[peer][0] for peer in groups[rank]} & allowed
+            placed_inside = [peer for peer in peers if peer in groups[rank]]
+            assert len(placed_inside) >= min(replicas, len(inside)), "first inside, as far as there are nodes"
+    assert (len(placed.short) == 0) == all(len(peers) == replicas for peers in placed.peers_of)
+    assert placed.sources_of == tuple(
+        tuple(r for r, peers in enumerate(placed.peers_of) if holder in peers) for holder in range(len(domains))
+    )
+
+
+def test_a_group_of_neighbours_holds_its_own_copies():
+    pairs = [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert place_replicas(nodes_of(4, 1), 1, [pairs]).peers_of == ((1,), (0,), (3,), (2,))
+    assert place_replicas(nodes_of(2, 2), 1, [pairs]).peers_of == ((2,), (3,), (0,), (1,)), "a node is no other node"
+    both = place_replicas(nodes_of(4, 1), 2, [pairs]).peers_of
+    assert [peers[0] for peers in both] == [1, 0, 3, 2], "one inside, one outside"
+    assert sorted(peers[1] for peers in both) == [0, 1, 2, 3], "evenly"
+
+
+def test_groups_of_a_large_world_take_no_longer_where_all_copies_are_inside():
+    groups = [tuple(range(at // 16 * 16, at // 16 * 16 + 16)) for at in range(2048)]
+    placed = place_replicas(nodes_of(2048, 1), 3, [groups])
+    assert all(set(peers) <= set(groups[rank]) for rank, peers in enumerate(placed.peers_of))
+    assert {len(sources) for sources in placed.sources_of} == {3}

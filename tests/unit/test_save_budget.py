@@ -70,3 +70,14 @@ def test_copies_have_the_time_between_two_updates_and_storage_that_between_two_c
     assert Measured(recent_iteration_secs=2.0).overlap_secs == 2.0
     assert Measured(recent_iteration_secs=2.0, update_secs=3.0).overlap_secs == 0.0
     assert Measured(update_secs=3.0).overlap_secs is None
+
+
+def test_time_that_saving_itself_takes_is_no_time_to_save_more_in():
+    secs = {"iteration_secs": 2.0, "recent_iteration_secs": 2.5, "update_secs": 0.5}
+    measured = Measured(**secs, copy_bytes_per_sec=100.0, send_bytes_per_sec=10.0)
+    assert measured.interference_secs == 0.5
+    assert (measured.overlap_secs, measured.copy_bytes()) == (1.5, 150)
+    assert (measured.send_bytes(1), measured.send_bytes(3, 0.5)) == (20, 30)
+    assert Measured(recent_iteration_secs=2.0).send_bytes(1) is None
+    faster = Measured(iteration_secs=3.0, recent_iteration_secs=2.0, update_secs=0.5)
+    assert (faster.interference_secs, faster.overlap_secs) == (0.0, 1.5), "the newest iterations are what there is"

@@ -23,11 +23,11 @@ from moe_ckpt.core.sharding import (
     shares_fixed,
     water_level,
 )
-from moe_ckpt.engine.pieces import LocalState
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.engine.shares import Sharder, weigh
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices.pieces import LocalState
+from moe_ckpt.slices.shares import Sharder, weigh
 from tests.unit.builders import catalog, pieces_of
 
 

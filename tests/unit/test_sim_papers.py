@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -15,10 +17,14 @@ from benchmarks import sim_papers_ablation as ablation
 from benchmarks import sim_papers_data as data
 from benchmarks import sim_papers_ettr as ettr
 from benchmarks import sim_papers_figures as figures
+from benchmarks import sim_papers_moetion as moetion
+from benchmarks import sim_papers_pec as pec
 from benchmarks import sim_papers_render as render
 from benchmarks import sim_papers_scaling as scaling
 from benchmarks import sim_papers_sizes as sizes
 from benchmarks import sim_papers_windows as windows
+from benchmarks.report import RESULTS
+from moe_ckpt.sim.run import simulate
 
 ROOT = Path(__file__).parents[2]
 KEPT = json.loads((ROOT / sim_papers.JSON).read_text())
@@ -137,6 +143,50 @@ def test_pec_and_known_answers():
     for name, make in (("pec", sizes.pec), ("known", sizes.known)):
         same(make(quiet), KEPT[name])
     assert all(abs(row[4]) < 0.5 for row in KEPT["known"]["tables"][0]["rows"] if row[4] is not None)
+
+
+def test_a_stall_of_figure_5_and_the_wasted_work_of_figure_7():
+    first = moetion.CASES[0]
+    found = moetion.run_at_rate(first, "gemini", 1, "failures=none", "duration_secs=7200")
+    stall = found.spent.total / found.steps - first.iteration_secs
+    same(stall, kept("moetion_time", 1, "1.6B-64E", "Gemini")[4])
+    row = kept("moetion_time", 3, "1.6B-64E", "CheckFreq")
+    same(moetion.wasted_secs(first, "CheckFreq", moetion.CHECKFREQ_EVERY), row[3])
+    assert abs(row[4]) < 1  # T is what makes these equal, with the sizes of 10 bytes per parameter
+
+
+def test_each_of_moetions_techniques_makes_a_checkpoint_shorter():
+    for case in moetion.CASES:
+        ours = [row[3] for row in KEPT["moetion_time"]["tables"][5]["rows"] if row[0] == case.name]
+        same(moetion.ablated(case), ours)
+        assert all(before > after for before, after in itertools.pairwise(ours))
+
+
+def test_training_stalls_below_the_rates_that_the_table_gives():
+    """Of the last table: the simulator, a tenth above and a tenth below."""
+    case = moetion.CASES[2]
+    dense = kept("moetion_time", 6, case.name, "estimated")[3]
+    for factor, stalls in ((1.1, False), (0.9, True)):
+        each = factor * dense * 1e9 / case.scenario.layout.parallel.ranks
+        chosen = [f"setup={case.setup}", "policy=gemini", "policy.policy.every_n_steps=1", "policy.interval=policy"]
+        found = simulate(
+            data.scenario(*chosen, f"cluster.pcie_bytes_per_sec={each!r}", "failures=none", "duration_secs=600")
+        )
+        assert (found.mean_stall_secs > 0.01) is stalls
+
+
+def test_a_point_of_pecs_figure_7():
+    plt = fmean(pec.lost_portion(4, 4, seed) for seed in range(pec.SEEDS))
+    same(plt, kept("two_levels", 0, 4, 4)[2])
+    for every in pec.EVERY:
+        row = [row[2] for row in KEPT["two_levels"]["tables"][0]["rows"] if row[0] == every]
+        assert row == sorted(row, reverse=True)
+
+
+def test_figure_2_is_of_the_runs_that_are_kept():
+    same(pec.loss_over_k(quiet), KEPT["loss_over_k"])
+    chance = json.loads((RESULTS / pec.RESULT).read_text())["chance"]
+    assert KEPT["loss_over_k"]["tables"][1]["rows"][0][2] < chance
 
 
 # --- what the report is for: orders, as committed ---

@@ -16,6 +16,7 @@ from benchmarks.step_fits import Clock, Sample, Turn, in_turns, rows
 QUICK = "--rounds 1 --steps 4 --warm 2 --secs 1"
 
 
+@pytest.mark.usefixtures("warm_programs")  # the slow tests below start fresh interpreters
 @pytest.mark.parametrize("kind", step_scale.KINDS)
 def test_every_policy_saves_at_every_step(tmp_path, capfd, kind):
     out = tmp_path / "out.json"
@@ -33,6 +34,7 @@ def test_every_policy_saves_at_every_step(tmp_path, capfd, kind):
     assert "MoEvement W=4" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_a_case_that_fails_is_named_below_the_table(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(step_scale, "RANKS", {"lightning": 1})
     options = f"{QUICK} --layouts lightning --shapes 0x0,2x4 --policies none,moc --dir {tmp_path}"

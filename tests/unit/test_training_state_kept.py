@@ -5,6 +5,7 @@ The judge of every change is a training state made anew: it has remembered nothi
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections import OrderedDict
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.format import tensor_words
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.modeling import walk, watching, words
@@ -74,7 +76,7 @@ def assert_like_new(model, opts, state):
     assert all(tensors[name].data_ptr() == others[name].data_ptr() for name in tensors if name.startswith("buffers"))
 
 
-@pytest.fixture(params=["at once", "in parts", "without words", "without versions"])
+@pytest.fixture(params=["at once", "in parts", "without words", "without versions", "without words of tensors"])
 def parts(request, monkeypatch):
     """The same for models with more modules than are compared at a time, and where less can be read of objects."""
     if request.param == "in parts":
@@ -83,6 +85,8 @@ def parts(request, monkeypatch):
         monkeypatch.setattr(words, "_KNOWN", False)
     if request.param == "without versions":
         monkeypatch.setattr(watching, "dict_version", None)
+    if request.param == "without words of tensors":
+        monkeypatch.setattr(tensor_words, "_layout", lambda: None)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -353,12 +357,49 @@ LONE = [
 ]
 
 
-@pytest.mark.parametrize("change", LONE, ids=lambda f: f.__name__)
-def test_a_single_change_among_thousands_is_noticed_by_the_next_call(change):
+@pytest.fixture(scope="module")
+def large():
+    """Built once for all changes, of which ``unchanged`` takes each back: building takes longest here."""
     model, opt, state = build(experts=LARGE)
-    assert len(list(model.modules())) > 4096 < len(state.tensors())
-    change(model, opt)
-    assert facts(state.tensors()) == facts(TorchTrainingState(model, [opt]).tensors())
+    return model, opt, state, facts(state.tensors())
+
+
+@contextlib.contextmanager
+def unchanged(model, opt):
+    """Put back, in place, what the changes above change: attributes of modules, state, groups, memory of tensors."""
+    modules = [model, model.experts, model.frozen, model.norm]
+    modules += [each for expert in model.experts[:3] for each in expert.modules()]
+    parameters = [p for module in modules for p in module.parameters(recurse=False)]
+    classes, attributes = [type(module) for module in modules], [vars(module) for module in modules]
+    tables = [table for held in attributes for table in held.values() if isinstance(table, dict)]
+    tables += [*attributes, opt.state, *opt.state.values(), *opt.param_groups]
+    lists = [group["params"] for group in opt.param_groups] + [opt.param_groups]
+    held = [(each, each.copy()) for each in tables], [(each, each[:]) for each in lists]
+    tensors = [*parameters, *(value for p in parameters for value in opt.state.get(p, {}).values())]
+    memory = [(tensor, tensor.data) for tensor in tensors]
+    yield
+    for module, kind, known in zip(modules, classes, attributes, strict=True):
+        module.__class__ = kind
+        object.__setattr__(module, "__dict__", known)
+    for table, known in held[0]:
+        if [*table] != [*known] or not all(map(is_, table.values(), known.values())):
+            table.clear()
+            table.update(known)
+    for each, known in held[1]:
+        each[:] = known
+    for tensor, data in memory:
+        if tensor.data_ptr() != data.data_ptr():
+            tensor.data = data
+
+
+@pytest.mark.parametrize("change", LONE, ids=lambda f: f.__name__)
+def test_a_single_change_among_thousands_is_noticed_by_the_next_call(change, large):
+    model, opt, state, before = large
+    assert len(list(model.modules())) > 4096 < len(before)
+    with unchanged(model, opt):
+        change(model, opt)
+        assert facts(state.tensors()) == facts(TorchTrainingState(model, [opt]).tensors())
+    assert facts(state.tensors()) == before, "the change was taken back"
 
 
 def test_state_that_is_made_anew_at_every_step_is_never_an_old_one():

@@ -84,7 +84,8 @@ def _load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
 
 
 def _resumed(reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
-    return {RESUME_KEY: {"root": reader.storage.root, "directory": manifest.directory, "rng": plain["rng"]}}
+    resumed = {"root": reader.storage.root, "directory": manifest.directory, "rng": plain["rng"]}
+    return {RESUME_KEY: resumed | {"boost": plain.get("boost", {})}}
 
 
 class StoredOptimizer(dict[str, Any]):

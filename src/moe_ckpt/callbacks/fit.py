@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -18,16 +19,18 @@ from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import validation_due
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import inexact
+from moe_ckpt.callbacks.support import boost_refusal, inexact
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Event, State
-from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import RoutingCounter
@@ -67,11 +70,15 @@ class Fit:
         self._policy = type(options.policy).__name__
         self._isolate_validation = isolate_validation
         on_device = trainer.strategy.root_device.type == "cuda"
+        shape = len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0)
+        ports = boost_ports(layers, boost_refusal(trainer.strategy))
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
         self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts)
         try:
+            comm = make_communicator(options.timeout_secs, late=on_device)
+            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm)
             self.driver.open(
-                make_communicator(options.timeout_secs, late=on_device),
+                comm,
                 catalog,
                 self.host.state,
                 aliases=tied_aliases(module),
@@ -107,7 +114,8 @@ class Fit:
             driver.resume_elsewhere()
             newest, before = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
             manifest = open_step(os.path.join(driver.options.dirpath, str(newest)))[1]
-            driver.session.resume_from(manifest, tokens_from_host=before)
+            fault = driver.session.resume_from(manifest, tokens_from_host=before)
+            self.boosting.begin(previous.boosting.captured(), fault.lacking, driver.session.run_ledger)
         elif (named := given_path(host.trainer)) is not None:
             driver.resume_elsewhere()
             if driver.comm.rank == 0:
@@ -163,6 +171,13 @@ class Fit:
         plt = self.session.run_ledger.tokens.plt
         root = str(given["root"])
         say_resumed("step", manifest.step, manifest.directory, fault, plt, root, trainer.global_rank)
+        self.boosting.begin(
+            given,
+            fault.lacking,
+            self.session.run_ledger,
+            ranks=manifest.world_size,
+            of_rank=functools.partial(reader.state, manifest),
+        )
         driver.restored_step = manifest.step
 
     # --- every step ---
@@ -198,10 +213,12 @@ class Fit:
         if not batch.updates:
             if batch.stepped:
                 self._counter.discard()
+                self.boosting.discard()
             return
         if windows is not None:
             windows.check_updates(self._policy, batch.updates)
-        record = driver.after_update(began, self._counter.take(), updated=batch.sure)
+        tokens = self.boosting.step_ends(self._counter.take(), applied=True)
+        record = driver.after_update(began, tokens, updated=batch.sure)
         if windows is not None:
             windows.step_ends(self.session)
             if driver.replaying is None and not driver.options.needs.windows:  # the replay is done

@@ -18,6 +18,7 @@ from moe_ckpt.callbacks.lightning_state import (
     restore_checkpoint,
 )
 from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, differing, plain_values
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.handing_back import handing_back
@@ -42,9 +43,11 @@ class LightningHost(Host):
 
     Attributes:
         windows: What sparse windows need besides; None where they are neither written nor replayed.
+        boosting: See ``Host``; set before the driver opens.
     """
 
     def __init__(self, trainer: Any, module: pl.LightningModule, options: Options) -> None:
+        self.boosting: Boosting
         self.trainer = trainer
         self.module = module
         self.state = TorchTrainingState(module, trainer.optimizers)
@@ -99,13 +102,17 @@ class LightningHost(Host):
         if self._kept is not None and self._kept[0] == self.step:
             return self._kept[1]
         recorded = {} if self.windows is None else {"replay": self.windows.recorded()}
-        return recorded | {
-            "framework": "lightning",
-            "checkpoint": capture_checkpoint(self.trainer),
-            "plain": self.state.plain(described=described),
-            "rng": self.generators.state,
-            "configured": self._configured,
-        }
+        return (
+            recorded
+            | self.boosting.captured()
+            | {
+                "framework": "lightning",
+                "checkpoint": capture_checkpoint(self.trainer),
+                "plain": self.state.plain(described=described),
+                "rng": self.generators.state,
+                "configured": self._configured,
+            }
+        )
 
     def keep(self) -> None:
         """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""

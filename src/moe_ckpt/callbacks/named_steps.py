@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from moe_ckpt.engine.comm import largest, make_communicator
+from moe_ckpt.comm.communicator import largest, make_communicator
 from moe_ckpt.errors import CoverageError, DamagedError, NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir
 from moe_ckpt.ports import Communicator

@@ -17,6 +17,7 @@ log = logging.getLogger("moe_ckpt")
 
 _AS_RECORDED = (
     *("experts_saved", "k", "oldest_expert_steps", "plt", "plt_budget_left", "lost_tokens", "routed_tokens"),
+    "owed_tokens",
     *("mlt_newest", "mlt_worst"),
     *("begun", "skipped", "waited", "skips", "waits", "failed_checkpoints", "committed_step"),
 )
@@ -94,6 +95,7 @@ def _of_memory(record: StepRecord) -> dict[str, float | None]:
         "to_storage": record.to_storage,
         "replica_lag_steps": record.replica_lag_steps,
         "replica_sent_bytes": record.replica_sent_nbytes,
+        "replica_saved_bytes": record.replica_saved_nbytes,
     }
 
 

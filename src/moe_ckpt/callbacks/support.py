@@ -81,6 +81,18 @@ def sharding_of(strategy: Any) -> str:
     )
 
 
+def boost_refusal(strategy: Any) -> str | None:
+    """Returns why no router may take a capacity boost under this strategy; None if routers may."""
+    mesh: Any = getattr(strategy, "_device_mesh", None)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if "tensor_parallel" in names and mesh["tensor_parallel"].size() > 1:
+        return (
+            "tensor-parallel ranks route the same tokens, each for itself, and would choose differently. A boost needs "
+            "data-parallel ranks (DDP, FSDP2)"
+        )
+    return None
+
+
 def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
     """Returns why a resume in mid-epoch would not be exact; [] if it would.
 

@@ -17,9 +17,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.callbacks.support import inexact
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource
-from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name

@@ -54,6 +54,7 @@ class MoEtionConfig:
     experts: Optional[int] = None  # noqa: UP045
     selection: str = "popular"
     budget_fraction: float = 1.0
+    capacity_boost: Optional[float] = 0.1  # noqa: UP045
 
 
 @dataclass

@@ -34,6 +34,7 @@ class Ledger:
         self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
         self.at_risk = self._unsaved()
         self._steps = self._nothing()
+        self._in_memory: dict[Tier, Counts] = {}
         self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
         self._owed: dict[str, int] = {}
 
@@ -80,9 +81,22 @@ class Ledger:
             self.tokens.mark_held(in_memory, seen)
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
-    def hold(self, operators: tuple[str, ...], seen: Counts) -> None:
-        """Memory has ``operators``, and nothing older, in the state that had seen ``[L, E]`` tokens."""
-        self.tokens.mark_held(self._experts(self.catalog.places_of(operators)), seen)
+    def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
+        """Memory that outlives the process has ``operators`` as of ``step``, and all that it had of others before.
+
+        Where it has no room for what is older, fewer experts come back than is booked here; what a recovery finds is
+        booked by ``TokenBook.recover``.
+
+        Args:
+            operators: Which.
+            step: Of the state.
+            seen: ``[L, E]`` tokens that experts had processed by then.
+            tier: This rank's memory, or that of peers.
+        """
+        places = self.catalog.places_of(operators)
+        known = self._in_memory.setdefault(tier, self._nothing())
+        known[places] = np.maximum(known[places], step)
+        self.tokens.mark_saved(tier, self._experts(places), seen)
 
     def restore(self, steps: Mapping[str, int], seen: Counts, *, whole: bool) -> None:
         """The run went on from a checkpoint of this store. To be called after ``tokens.recover``.
@@ -102,6 +116,7 @@ class Ledger:
     def forget(self) -> None:
         """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
         self._steps = self._nothing()
+        self._in_memory.clear()
         self._built_upon[:] = False
         self.tokens.forget_saved()
         self.at_risk = self._unsaved()
@@ -129,9 +144,13 @@ class Ledger:
             return ()
         return [self.catalog.everything[at] for at in np.flatnonzero(~self._built_upon)]
 
-    def expert_steps(self) -> Counts:
-        """``[L, E]`` step of each expert's newest committed copy; ``NEVER`` where there is none yet."""
-        found: Counts = self._steps[self.catalog.expert_places]
+    def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
+        """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if
+        ``tier`` says so; ``NEVER`` where there is none yet."""
+        steps = self._steps
+        if tier in self._in_memory:
+            steps = np.maximum(steps, self._in_memory[tier])
+        found: Counts = steps[self.catalog.expert_places]
         return found
 
     def expert_ages(self, step: int) -> Counts:

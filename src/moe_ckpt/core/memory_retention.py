@@ -3,6 +3,9 @@
 Pure. A snapshot is complete when every rank holds its share. None goes before its successor is complete everywhere, so
 that a failure at any moment finds a whole checkpoint; of a sparse window all steps are one checkpoint together. Where
 peers are slow they do not get every snapshot: then the newest checkpoint that they all have stays beside the newest.
+
+A partial checkpoint lacks experts, whose newest version may be in an older one: that stays, too, as long as there is
+room for it (``with_newest_experts``).
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ class HeldStep:
         size: Steps of the window.
         complete: Every rank has it; None as long as that is not known, False if it never will.
         copied: So have the peers of every rank, or, as long as that is not known, they are to get it.
+        experts: Those that it holds, a bit each (``Catalog.expert_bits``); 0 for a step of a sparse window.
+        sent: Of those, the ones that peers get.
+        on_storage: A checkpoint on storage holds it.
     """
 
     sequence: int
@@ -31,6 +37,29 @@ class HeldStep:
     size: int = 1
     complete: bool | None = None
     copied: bool = True
+    experts: int = 0
+    sent: int = 0
+    on_storage: bool = False
+
+
+def with_newest_experts(held: Iterable[HeldStep]) -> tuple[int, ...]:
+    """Sequences of those that hold some expert's newest version in this memory, or in that of peers; ascending.
+
+    Not those that storage has, and the newest version of an expert in one that storage has is not looked for further.
+    """
+    steps = sorted((step for step in held if step.complete), key=lambda step: -step.sequence)
+    own = _newest_versions((step, step.experts) for step in steps)
+    return tuple(sorted(own | _newest_versions((step, step.sent) for step in steps if step.copied)))
+
+
+def _newest_versions(steps: Iterable[tuple[HeldStep, int]]) -> set[int]:
+    """Of (snapshot, experts), newest first, those with experts that none before has."""
+    found, seen = set(), 0
+    for step, experts in steps:
+        if experts & ~seen and not step.on_storage:
+            found.add(step.sequence)
+        seen |= experts
+    return found
 
 
 def needed(held: Iterable[HeldStep]) -> frozenset[int]:

@@ -30,6 +30,7 @@ class Share:
         base: Directory of the newest checkpoint on storage when it began; empty if there was none.
         starts: How many in a row went on from it and got nowhere.
         freshness: What the writer's checksums showed (``core.freshness``).
+        sent: It is a copy of what the writer sent to peers, which is not all that it had.
     """
 
     holder: int
@@ -45,6 +46,7 @@ class Share:
     base: str
     starts: int = 0
     freshness: int = UNKNOWN
+    sent: bool = False
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
@@ -73,6 +75,12 @@ class MemoryCheckpoint:
     def is_complete(self) -> bool:
         """Every writer's share of every snapshot is there."""
         return all(len(snapshot) == self.writers for snapshot in self.snapshots)
+
+    @property
+    def is_whole(self) -> bool:
+        """``is_complete``, and of every writer all that it had is there."""
+        writers = (shares for snapshot in self.snapshots for shares in snapshot.values())
+        return self.is_complete and all(any(not share.sent for share in shares) for shares in writers)
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -116,6 +124,22 @@ def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
             by_writer.setdefault(share.writer, []).append(share)
         snapshots.append({writer: tuple(those) for writer, those in by_writer.items()})
     return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots))
+
+
+def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
+    """What of ``known`` may give experts that ``checkpoint`` lacks: earlier snapshots of its life, the oldest first."""
+    mine = checkpoint.shares[-1]
+    earlier = [
+        (each.shares[0].sequence, each)
+        for each in known
+        if not each.is_window and each.shares[0].life == mine.life and each.shares[0].sequence < mine.sequence
+    ]
+    return [] if checkpoint.is_window else [each for _, each in sorted(earlier, key=lambda row: row[0])]
+
+
+def fullest(shares: Sequence[Share]) -> Share:
+    """One that has all that any of these shares of one writer has."""
+    return min(shares, key=lambda share: share.sent)
 
 
 def nearest(shares: Sequence[Share], rank: int, node: str) -> Share:

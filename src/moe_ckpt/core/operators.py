@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.errors import CoverageError
 
 
@@ -154,10 +155,20 @@ class Catalog:
     @cached_property
     def places_of(self) -> Callable[[tuple[str, ...]], npt.NDArray[np.int64]]:
         """Operator ids -> their places. Remembers the newest few, since what is saved is asked about several times."""
-        return lru_cache(maxsize=8)(self._places_of)
+        return Remembered(self._places_of)
 
     def _places_of(self, operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
         return np.fromiter(map(self.place.__getitem__, operators), dtype=np.int64, count=len(operators))
+
+    @cached_property
+    def expert_bits(self) -> Callable[[tuple[str, ...]], int]:
+        """Operator ids -> a number with one bit for each expert among them. Remembers the newest few."""
+        return Remembered(self._expert_bits)
+
+    def _expert_bits(self, operators: tuple[str, ...]) -> int:
+        chosen = np.zeros(len(self.operators), dtype=bool)
+        chosen[self.places_of(operators)] = True
+        return int.from_bytes(np.packbits(chosen & self.is_expert).tobytes(), "big")
 
     @cached_property
     def expert_at(self) -> Mapping[str, tuple[int, int]]:

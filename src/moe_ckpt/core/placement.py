@@ -17,7 +17,7 @@ from moe_ckpt.core.operators import MoELayer, expert_id
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the operators are. All but ``peers`` is alike on every rank.
+    """Where the operators are. All but ``peers`` and ``expert_peers`` is alike on every rank.
 
     owners: per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first,
         which stands for them all where capacity is counted.
@@ -27,6 +27,8 @@ class Placement:
     experts_apart: peers hold different experts, and each writes those that it owns (expert parallelism).
     expert_ranks: how many ranks divide the bytes of each expert between them; None where the rest is dealt out so that
         experts and it together weigh alike on all ranks.
+    expert_peers: the ranks that hold all experts that this rank holds, itself included; empty where those are its
+        ``peers``.
     experts_whole: each expert is written by its owner alone, and the rest dealt out around that (plain data
         parallelism): no rank writes less than the experts that it owns.
     """
@@ -38,14 +40,13 @@ class Placement:
     experts_apart: bool = False
     expert_ranks: int | None = None
     experts_whole: bool = False
+    expert_peers: tuple[int, ...] = ()
 
     @cached_property
     def owner_of(self) -> Mapping[str, int]:
         """Operator id of an expert -> its owner."""
         return {
-            expert_id(layer, expert): rank
-            for layer, row in enumerate(self.owners)
-            for expert, rank in enumerate(row)
+            expert_id(layer, expert): rank for layer, row in enumerate(self.owners) for expert, rank in enumerate(row)
         }
 
 

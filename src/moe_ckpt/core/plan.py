@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
+
+from moe_ckpt.core.remembered import Remembered
 
 if TYPE_CHECKING:
     from moe_ckpt.core.window import Window
@@ -63,6 +65,7 @@ class SnapshotPlan:
         window: The sparse window that this step belongs to (MoEvement). Such a step's snapshot is no checkpoint by
             itself: that exists when the window's last one is committed.
         slot: The step's place in ``window``.
+        sends_held: Items of the HOST tier go to peers, too, where there are any; what goes to storage always does.
     """
 
     step: int
@@ -73,6 +76,7 @@ class SnapshotPlan:
     halt: str | None = None
     window: Window | None = None
     slot: int = 0
+    sends_held: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.items)
@@ -105,6 +109,7 @@ def save_full(
     wait: bool = False,
     k: int | None = None,
     plt_budget: float | None = None,
+    sends_held: bool = True,
 ) -> SnapshotPlan:
     """Returns a plan that saves operators at full fidelity.
 
@@ -115,10 +120,11 @@ def save_full(
         wait: See ``SnapshotPlan``.
         k: See ``SnapshotPlan``.
         plt_budget: See ``SnapshotPlan``.
+        sends_held: See ``SnapshotPlan``.
     """
-    stored = _stored(operators)
+    stored = _in_full(operators)
     items = stored + tuple(PlanItem(op, tier=Tier.HOST) for op in host_only) if host_only else stored
-    plan = SnapshotPlan(step, items, wait, k, plt_budget)
+    plan = SnapshotPlan(step, items, wait, k, plt_budget, sends_held=sends_held)
     return _with_answers(plan, {Tier.STORAGE: operators, Tier.HOST: host_only}, ())
 
 
@@ -126,8 +132,8 @@ def save_slot(
     step: int, anchored: tuple[str, ...], compute_only: tuple[str, ...], window: Window, slot: int
 ) -> SnapshotPlan:
     """A plan that sends ``anchored`` to storage at full fidelity and ``compute_only`` at compute fidelity."""
-    everything = _items(anchored) + _items(compute_only, Fidelity.COMPUTE)
-    plan = SnapshotPlan(step, everything, window=window, slot=slot)
+    items = _in_full(anchored) + _for_compute(compute_only)
+    plan = SnapshotPlan(step, items, window=window, slot=slot)
     return _with_answers(plan, {Tier.STORAGE: anchored}, compute_only)
 
 
@@ -137,17 +143,6 @@ def _with_answers(
     """What ``operators`` and ``compute_only`` are known to answer need not be looked up among thousands of items."""
     plan.__dict__.update(_operators=full, compute_only=compute_only)
     return plan
-
-
-@lru_cache(maxsize=8)
-def _stored(operators: tuple[str, ...]) -> tuple[PlanItem, ...]:
-    """Remembered for dense checkpoints, which name every operator of the model, each time."""
-    return _items(operators)
-
-
-def _items(operators: tuple[str, ...], fidelity: Fidelity = Fidelity.FULL) -> tuple[PlanItem, ...]:
-    """Of the STORAGE tier. Items are values, and the same ones at most steps: they are made once."""
-    return tuple(map(_ITEMS[fidelity].__getitem__, operators))
 
 
 class _Items(dict[str, PlanItem]):
@@ -165,3 +160,13 @@ class _Items(dict[str, PlanItem]):
 
 _MOST_ITEMS = 1 << 16
 _ITEMS = {fidelity: _Items(fidelity) for fidelity in Fidelity}
+
+
+def _items_of(fidelity: Fidelity, operators: tuple[str, ...]) -> tuple[PlanItem, ...]:
+    """Of the STORAGE tier. Items are values, and the same ones at most steps: they are made once."""
+    return tuple(map(_ITEMS[fidelity].__getitem__, operators))
+
+
+_in_full = Remembered(partial(_items_of, Fidelity.FULL))
+_for_compute = Remembered(partial(_items_of, Fidelity.COMPUTE))
+"""Dense checkpoints name every operator of the model, each time; and slots of windows are of the same tuples."""

@@ -6,6 +6,10 @@ Copies lie outside the widest domain of their source, each on a node of its own,
 Where all domains are alike, copy k goes to the rank at the same place of another domain, at a distance of k / (r + 1)
 of all domains. If r + 1 divides their number, that makes groups of r + 1 which hold one another's copies and nothing
 else: of all placements the one that the fewest sets of lost nodes destroy (Gemini, SOSP'23, section 4, Theorem 1).
+
+Copies lie first on ranks that hold the same training state, as far as those are on other nodes: what such a peer has
+anyway need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2; ``slices.mirroring``). The paper computes the groups
+from rank numbers, by a formula that gives pipelines instead; here they are those of the process groups.
 """
 
 from __future__ import annotations
@@ -64,12 +68,17 @@ class _World:
         return len(shapes) == 1 and len(shapes.pop()) == 2
 
 
-def place_replicas(domains: Sequence[Sequence[str]], replicas: int) -> ReplicaPlacement:
+def place_replicas(
+    domains: Sequence[Sequence[str]], replicas: int, groups: Sequence[Sequence[Sequence[int]]] = ()
+) -> ReplicaPlacement:
     """Place ``replicas`` copies of every rank, in time proportional to ranks and copies.
 
     Args:
         domains: Per rank its domains, from its node outwards; of several the first and the last count.
         replicas: Copies of each rank, not counting its own.
+        groups: Kinds of data parallelism, from the one whose ranks hold most alike: per rank the ranks of its group,
+            itself included. Copies lie inside the first groups that have other nodes, and outside only when those
+            have no more.
 
     Raises:
         ConfigError: There are no other nodes for so many copies, or no other domain.
@@ -89,7 +98,11 @@ def place_replicas(domains: Sequence[Sequence[str]], replicas: int) -> ReplicaPl
             f"Memory(replicas={replicas}, failure_domain={domains[0][-1]!r}): a copy lies outside the failure domain "
             f"of its source, and all {world.nodes} nodes of this run are in this one"
         )
-    peers = _rotated(world, replicas) or _shifted(world, replicas) or _dealt(world, replicas)
+    peers: list[list[int]] = [[] for _ in domains]
+    for each in groups:
+        for members in sorted({tuple(sorted(group)) for group in each}):
+            _place_inside(peers, domains, members, replicas)
+    _place_inside(peers, domains, range(len(domains)), replicas)
     sources: list[list[int]] = [[] for _ in domains]
     for rank, holders in enumerate(peers):
         for holder in holders:
@@ -112,6 +125,53 @@ def _world(domains: Sequence[Sequence[str]]) -> _World:
         found.setdefault(widest, {}).setdefault(node, []).append(rank)
     grouped = tuple(tuple(map(tuple, nodes.values())) for nodes in found.values())
     return _World(tuple(rank for nodes in grouped for ranks in nodes for rank in ranks), grouped)
+
+
+def _place_inside(
+    peers: list[list[int]], domains: Sequence[Sequence[str]], members: Sequence[int], replicas: int
+) -> None:
+    """Place among ``members`` what copies of theirs have no place yet, as far as it goes; adds to ``peers``."""
+    if any(peers[rank] for rank in members):
+        _fill(peers, domains, members, replicas)
+        return
+    world = _world([domains[rank] for rank in members])
+    for place, holders in enumerate(_spread(world, replicas)):
+        peers[members[place]] = [members[holder] for holder in holders]
+
+
+def _spread(world: _World, replicas: int) -> list[list[int]]:
+    """Copies of all ranks of a world that has none yet: as many as there are nodes outside of a rank's domain."""
+    if len(world.domains) < 2:
+        return []
+    return _rotated(world, replicas) or _shifted(world, replicas) or _dealt(world, replicas)
+
+
+def _fill(peers: list[list[int]], domains: Sequence[Sequence[str]], members: Sequence[int], replicas: int) -> None:
+    """The copies that some members lack, one after the other: on the next rank that has fewer than ``replicas`` yet, as
+    in the paper, or else on the one that has fewest, since no rank goes without."""
+    world = _world([domains[rank] for rank in members])
+    order = [members[place] for place in world.order]
+    loads = dict.fromkeys(members, 0)
+    for rank in members:
+        for holder in peers[rank]:
+            if holder in loads:
+                loads[holder] += 1
+    for at, rank in enumerate(order):
+        widest, used = domains[rank][-1], {domains[holder][0] for holder in peers[rank]}
+        while len(peers[rank]) < replicas:
+            best: int | None = None
+            for holder in (order[(at + len(order) // 2 + step) % len(order)] for step in range(len(order))):
+                if domains[holder][-1] == widest or domains[holder][0] in used:
+                    continue
+                if best is None or loads[holder] < loads[best]:
+                    best = holder
+                if loads[best] < replicas:
+                    break
+            if best is None:
+                break
+            peers[rank].append(best)
+            used.add(domains[best][0])
+            loads[best] += 1
 
 
 def _rotated(world: _World, replicas: int) -> list[list[int]]:

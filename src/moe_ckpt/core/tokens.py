@@ -35,6 +35,7 @@ class FaultRecord:
         stale_experts: Experts that came back older than ``restored_step``.
         routed_tokens: Token-expert pairs of the run up to ``restored_step``, so that the loss can be judged as of then.
         mlt: MLT of this recovery (``tokens_at_risk``); None where an earlier release booked it.
+        lacking: ``[L, E]`` the lost tokens; None of earlier recoveries.
     """
 
     restored_step: int
@@ -42,6 +43,7 @@ class FaultRecord:
     stale_experts: int
     routed_tokens: int = 0
     mlt: float | None = None
+    lacking: Counts | None = field(default=None, compare=False, repr=False)
 
 
 def fault_rows(faults: Iterable[FaultRecord]) -> dict[str, list[Any]]:
@@ -148,9 +150,9 @@ class TokenBook:
         beside = None if tier is Tier.STORAGE else self.saved.get(tier)
         return self.applied - (saved if beside is None else np.maximum(saved, beside))
 
-    def expecting(self, under_way: Iterable[tuple[Experts, Counts]]) -> Counts:
-        """``U[l][e]`` of the storage tier as it will be once the saves ``(experts, at)`` are committed."""
-        later = self.saved[Tier.STORAGE].copy()
+    def expecting(self, under_way: Iterable[tuple[Experts, Counts]], tier: Tier = Tier.STORAGE) -> Counts:
+        """``U[l][e]`` of a tier as it will be once the saves ``(experts, at)`` are committed."""
+        later = self.applied - self.unsaved(tier)
         for experts, at in under_way:
             self._mark(later, experts, at)
         return self.applied - later
@@ -175,7 +177,8 @@ class TokenBook:
         stored = self.saved[Tier.STORAGE]
         lacking = self.applied - (stored if tokens_from_host is None else np.maximum(stored, tokens_from_host))
         lost, stale = int(lacking.sum()), int((lacking > 0).sum())
-        record = FaultRecord(restored_step, lost, stale, self.routed_tokens, tokens_at_risk(lacking, self.applied))
+        mlt = tokens_at_risk(lacking, self.applied)
+        record = FaultRecord(restored_step, lost, stale, self.routed_tokens, mlt, lacking)
         self.faults.append(record)
         self.saved = {Tier.STORAGE: stored + lacking}
         return record

@@ -55,8 +55,14 @@ class Window:
         return tuple(chain.from_iterable(self.slots))
 
     def frozen(self, slot: int) -> tuple[str, ...]:
-        """Operators that are not anchored up to ``slot``."""
-        return tuple(chain.from_iterable(self.slots[slot + 1 :]))
+        """Operators that are not anchored up to ``slot``. The same object every time."""
+        if slot not in self._frozen:
+            self._frozen[slot] = tuple(chain.from_iterable(self.slots[slot + 1 :]))
+        return self._frozen[slot]
+
+    @cached_property
+    def _frozen(self) -> dict[int, tuple[str, ...]]:
+        return {}
 
 
 def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:

@@ -43,6 +43,28 @@ def say_resumed(
     announce("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, level=level)
 
 
+def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:
+    """Experts have tokens to make up. boost: Portion that they get more."""
+    if rank == 0:
+        announce(
+            "capacity boost: %s get %g %% more tokens until %s lost ones are made up",
+            *(f"{experts} experts" if experts > 1 else "1 expert", 100 * boost, f"{tokens:,}"),
+        )
+
+
+def say_not_boosted(layer: str, router: str, why: str) -> None:
+    """A router cannot take a boost. On one rank that has it."""
+    log.warning(
+        "no capacity boost in MoE layer %s, whose stale experts go on without: its router, %s, cannot take it: %s",
+        *(layer, router, why),
+    )
+
+
+def say_forgotten(rank: int, error: Exception) -> None:
+    """What a rank that is no more had still to make up cannot be read. On the rank that takes care of it."""
+    log.warning("the capacity boost goes on without what rank %d of the checkpoint still had to do: %s", rank, error)
+
+
 def say_inexact(why: str | None, rank: int) -> None:
     """Why the resumed run is inexact; None if it is exact."""
     if why is not None and rank == 0:

@@ -6,6 +6,7 @@ keeps what is no tensor. Which call may come when is in ``driver.states``.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver import messages
+from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
 from moe_ckpt.driver.replaying import Repeated, Replaying
 from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
@@ -32,6 +34,7 @@ from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.interop.weights import Loaded as LoadedWeights
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import Restored, resume_newest
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
@@ -46,7 +49,13 @@ class End(NamedTuple):
 
 
 class Host(Protocol):
-    """What an adapter provides. Called alike on all ranks, on the training thread."""
+    """What an adapter provides. Called alike on all ranks, on the training thread.
+
+    Attributes:
+        boosting: The capacity boost; its state is part of what is captured.
+    """
+
+    boosting: Boosting
 
     @property
     def step(self) -> int:
@@ -214,6 +223,13 @@ class Driver:
             if not goes_on:
                 return
             messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)
+            self._host.boosting.begin(
+                restored.plain,
+                fault.lacking,
+                self.session.run_ledger,
+                ranks=manifest.world_size,
+                of_rank=None if restored.from_memory else functools.partial(StoreReader(self._storage).state, manifest),
+            )
         messages.say_inexact(inexact, rank)
         say_changes(changes, rank)
 
@@ -337,6 +353,7 @@ class Driver:
         self.lifecycle.move(Event.CLOSE, "close()")
         if self.lifecycle.state is State.NEW:
             return
+        self._host.boosting.close()
         if self.replaying is not None:
             self.replaying.source.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training

@@ -35,6 +35,7 @@ class StepConsensus:
     lost: sequences of those that failed because files that they would build upon are gone from storage.
     storage_busy: some rank's storage is so far behind that the next snapshot should stay in memory only.
     copies_behind: some rank's peers are so far behind that the next snapshot should not be sent.
+    sends: whether what is no expert, and whether experts, must be sent to some rank's peers (``MirroredShares.sends``).
     in_memory: what is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
     secs: rank 0's clock.
     persist_secs: the longest time one of them took from beginning to commit.
@@ -49,6 +50,7 @@ class StepConsensus:
     copies_behind: bool = False
     in_memory: tuple[int, ...] = ()
     secs: float = 0.0
+    sends: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Standing:
         copies_behind: So are this rank's peers.
         ended: Those that ended since the last step.
         in_memory: ``MemoryTier.reports``; empty without one.
+        sends: See ``StepConsensus``.
     """
 
     busy: bool
@@ -68,6 +71,7 @@ class Standing:
     copies_behind: bool = False
     ended: Sequence[Resolution] = ()
     in_memory: Sequence[int] = ()
+    sends: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,13 @@ class StepTokens:
         soft: ``[L, E]`` of their gate weights, in whole numbers of any unit; None if the policy does not go by them.
         assigned: ``[L, E]`` tokens that the router assigned, those too that were dropped or whose step was skipped;
             None if they are the same.
+        owed: ``[L, E]`` tokens that experts have still to make up after the step; None if none has or had any.
     """
 
     applied: Counts
     soft: Counts | None = None
     assigned: Counts | None = None
+    owed: Counts | None = None
 
     @property
     def popularity(self) -> Counts:
@@ -91,15 +97,19 @@ class StepTokens:
 
     def of_iteration(self, updated: bool) -> StepTokens:
         """With ``assigned``, which ranks must have alike; without an update nothing was applied."""
-        return StepTokens(self.applied * int(updated), self.soft, self.popularity)
+        return StepTokens(self.applied * int(updated), self.soft, self.popularity, self.owed)
+
+    @property
+    def _parts(self) -> tuple[Counts | None, ...]:
+        return self.applied, self.soft, self.assigned, self.owed
 
     def joined(self) -> Counts:
         """All of it in one array, for ``split``."""
-        return np.concatenate([part for part in (self.applied, self.soft, self.assigned) if part is not None])
+        return np.concatenate([part for part in self._parts if part is not None])
 
     def split(self, joined: Counts) -> StepTokens:
         """Numbers of the same kinds out of one array."""
-        kinds = [part is not None for part in (self.applied, self.soft, self.assigned)]
+        kinds = [part is not None for part in self._parts]
         parts = iter(np.split(joined, sum(kinds)))
         return StepTokens(*(next(parts) if kind else None for kind in kinds))  # type: ignore[arg-type]
 
@@ -190,6 +200,8 @@ def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Coun
         _nanos(time.monotonic()) if leads else 0,
         int(standing.copies_behind),
         _nanos(measured.update_secs),
+        _picos_per_byte(measured.send_bytes_per_sec),
+        *map(int, standing.sends),
         *standing.in_memory,
     ]
     return np.asarray(numbers, dtype=np.int64)
@@ -210,12 +222,14 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
             _per_sec(values[10]),
             _secs(values[11]),
             _secs(values[15]),
+            _per_sec(values[16]),
         ),
         lost=frozenset(first + i for i in range(count) if lost >> i & 1),
         storage_busy=bool(values[12]),
         secs=values[13] / _NANO,
         copies_behind=bool(values[14]),
-        in_memory=tuple(values[16:]),
+        in_memory=tuple(values[19:]),
+        sends=(bool(values[17]), bool(values[18])),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.pipeline import Pipeline
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.policies.base import Measured

@@ -76,7 +76,10 @@ class Bookkeeper:
         ended, memory = pipeline.resolutions(self._newest_ended), pipeline.memory
         self.meter.record_transfers(ended)
         in_memory = () if memory is None else memory.reports()
-        standing = Standing(pipeline.busy, pipeline.storage_busy, pipeline.copies_behind, ended, in_memory)
+        if memory is not None and memory.replicator is not None:
+            self.meter.sends(memory.replicator.send_bytes_per_sec)
+        behind = pipeline.storage_busy, pipeline.copies_behind
+        standing = Standing(pipeline.busy, *behind, ended, in_memory, pipeline.sends)
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
@@ -101,9 +104,11 @@ class Bookkeeper:
             tokens = received.tokens
             self.run_ledger.routed(tokens.applied, tokens.soft, tokens.popularity)
             self.run_ledger.exact(received.step)
+            if tokens.owed is not None:
+                self.run_ledger.owed = tokens.owed
             if pipeline.memory is not None:
-                for sequence, complete in pipeline.memory.settle(received.consensus.in_memory):
-                    self.run_ledger.in_memory(sequence, complete=complete)
+                for settled in pipeline.memory.settle(received.consensus.in_memory):
+                    self.run_ledger.in_memory(settled.sequence, complete=settled.complete, copied=settled.copied)
             self._resolve(received.consensus, pipeline)
             self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=())
         return self._consensus

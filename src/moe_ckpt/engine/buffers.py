@@ -102,7 +102,7 @@ class HostBufferPool:
             left = self.budget_bytes - self._held()
             if nbytes > left:
                 return None
-            size = min(_roomy(nbytes), left)
+            size = min(roomy(nbytes), left)
             self._making_bytes += size
         buffer = self._make(size)
         with self._lock:
@@ -168,6 +168,13 @@ class HostBufferPool:
             else:
                 _let_go(buffer)
 
+    def discard(self, buffer: HostBuffer) -> None:
+        """The lender no longer reads or writes ``buffer``, whose room is needed for something else."""
+        with self._lock:
+            if buffer in self._lent:
+                self._lent.remove(buffer)
+                _let_go(buffer)
+
     def retire(self) -> None:
         """Lend and keep nothing any more. What is lent out lives as long as whoever uses it."""
         with self._lock:
@@ -185,7 +192,7 @@ class HostBufferPool:
         with self._lock:
             if nbytes <= self._usual_bytes:
                 return False
-            self._usual_bytes = _roomy(nbytes)
+            self._usual_bytes = roomy(nbytes)
             for buffer in [each for each in self._free if not _serves(each, self._usual_bytes)]:
                 self._free.remove(buffer)
                 _let_go(buffer)
@@ -269,7 +276,7 @@ def _serves(buffer: HostBuffer, nbytes: int) -> bool:
     return nbytes <= buffer.nbytes <= max(_OVERSIZE * nbytes, _SMALL_BYTES)
 
 
-def _roomy(nbytes: int) -> int:
+def roomy(nbytes: int) -> int:
     """Up to 1/16 more, so that snapshots that differ by a few bytes use the same buffers."""
     grain = max(1, (1 << nbytes.bit_length() - 1) // _STEPS_PER_DOUBLING)
     return -(-nbytes // grain) * grain

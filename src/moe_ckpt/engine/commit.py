@@ -16,8 +16,6 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.claims import Claims
-from moe_ckpt.engine.request import SnapshotRequest
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.view import PART, HeldPart, Names, Needed, Operators, View
@@ -33,6 +31,8 @@ from moe_ckpt.format.manifest import (
     SlotRecord,
 )
 from moe_ckpt.format.part import encode_part
+from moe_ckpt.slices.claims import Claims
+from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage.base import Storage
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import RunLedger
-from moe_ckpt.engine.shares import ComputeTypes
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec
+from moe_ckpt.slices.shares import ComputeTypes
 
 
 @dataclass(frozen=True)

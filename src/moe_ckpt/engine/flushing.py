@@ -40,6 +40,15 @@ class StorageFlush:
         """The run goes on, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
         self._last = (step, None)
 
+    def expects(self, step: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
+        """Whether a snapshot of ``step`` that stands by itself would go to storage, as far as is known before it."""
+        behind = consensus.storage_busy and not self._waits
+        return self._cadence is None or (not behind and self._is_due(SnapshotPlan(step), consensus, ledger))
+
+    def steps_since(self, step: int) -> int | None:
+        """From the newest snapshot that went to storage, of any life, to ``step``; None if none did."""
+        return None if self._last is None else max(0, step - self._last[0])
+
     def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
         """Whether the snapshot of ``plan``, which begins now, goes to storage."""
         if self._cadence is None:

@@ -7,20 +7,20 @@ import secrets
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
-from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.replica_opening import open_replication
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.preflight import say_file_system
+from moe_ckpt.replicas.opening import open_replication
 
 T = TypeVar("T")
 
@@ -65,7 +65,8 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         _together(run, memory, lambda: files.take_left(own=True))
         left = _together(run, memory, lambda: files.take_left(own=False))
         pool = HostBufferPool(budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
-        replicator = open_replication(run.comm, memory, run_id, generation, files.make, settings.timeout_secs)
+        groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
+        replicator = open_replication(run.comm, memory, run_id, generation, files.make, settings.timeout_secs, groups)
         slots = LeftSlots(left, files.remove)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:

@@ -26,7 +26,6 @@ import torch
 import xxhash
 
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
-from moe_ckpt.engine.cuts import Slices
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare
@@ -35,6 +34,7 @@ from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import Checksums, SliceEntry, in_a_row, with_checksums
 from moe_ckpt.memory.directory import RankDirectory
+from moe_ckpt.slices.cuts import Slices
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")

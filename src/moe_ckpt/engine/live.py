@@ -11,8 +11,8 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.layout import Layout
-from moe_ckpt.engine.shares import ComputeTypes, coupled_operators, operator_bytes
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
+from moe_ckpt.slices.shares import ComputeTypes, coupled_operators, operator_bytes
 
 _MANY = 4
 """Of so many operators one is many: to name the parameters of more takes longer than to look at all."""

@@ -11,19 +11,20 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moe_ckpt.core.freshness import CAUSE, STALE, UNKNOWN
-from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint
+from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint, with_newest_experts
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
-from moe_ckpt.engine.replica_messages import SealedSlot
-from moe_ckpt.engine.replication import Replicator
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.format.manifest import ModelRecord
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.replicas.messages import SealedSlot
+from moe_ckpt.replicas.replication import Replicator
 
 log = logging.getLogger("moe_ckpt")
 
@@ -41,6 +42,14 @@ _REPORTED = 8
 wait for the former. Others wait for a later step."""
 
 
+class Settled(NamedTuple):
+    """What became of a snapshot. complete: every rank has it; copied: so have the peers of every rank."""
+
+    sequence: int
+    complete: bool
+    copied: bool
+
+
 @dataclass(eq=False)
 class _Entry:
     """One snapshot.
@@ -53,7 +62,6 @@ class _Entry:
         state: Of this rank's share.
         freshness: What its checksums show.
         told: The other ranks were told that it is sealed.
-        on_storage: A checkpoint on storage holds it.
     """
 
     step: HeldStep
@@ -63,7 +71,6 @@ class _Entry:
     state: int = NOT_YET
     freshness: int = UNKNOWN
     told: bool = False
-    on_storage: bool = False
 
 
 class MemoryTier:
@@ -116,13 +123,12 @@ class MemoryTier:
             entry.to_storage = False
             if committed and entry.step.slot + 1 == entry.step.size:
                 for each in self._entries.values():
-                    each.on_storage |= each is entry or (
-                        entry.step.window is not None and each.step.window == entry.step.window
-                    )
+                    if each is entry or (entry.step.window is not None and each.step.window == entry.step.window):
+                        each.step = replace(each.step, on_storage=True)
             self._release_unneeded()
 
     def make(self, nbytes: int) -> Slot:
-        """A new slot, at the expense of what earlier lives left if there is no other room.
+        """A new slot, at the expense of what earlier lives left, or of older experts, if there is no other room.
 
         Raises:
             MemoryFullError: There is none at all.
@@ -131,10 +137,24 @@ class MemoryTier:
         try:
             return self.files.make(nbytes)
         except MemoryFullError:
-            if not self.left.remove():
-                raise
-            self.complete_step = None  # those of this life are still to come
-            return self.files.make(nbytes)
+            if self.left.remove():
+                self.complete_step = None  # those of this life are still to come
+        while True:
+            try:
+                return self.files.make(nbytes)
+            except MemoryFullError:
+                if not self._discard_oldest():
+                    raise
+
+    def _discard_oldest(self) -> bool:
+        """Remove the oldest slot that only holds older experts; False if there is none."""
+        with self._lock:
+            for entry in self._superseded()[:1]:
+                buffer, entry.buffer = entry.buffer, None
+                if buffer is not None:
+                    self._pool.discard(buffer)
+                return True
+            return False
 
     def begin(self, snapshot: Snapshot) -> None:
         """A snapshot's buffer is being copied into."""
@@ -146,6 +166,8 @@ class MemoryTier:
             request.slot,
             1 if window is None else window.size,
             copied=request.copied,
+            experts=request.experts,
+            sent=request.sent,
         )
         with self._lock:
             self._open.append(step.sequence)
@@ -159,6 +181,8 @@ class MemoryTier:
         """
         slot, sequence, replicator = snapshot.buffer.slot, snapshot.memory_sequence, self.replicator
         freshness = UNKNOWN if snapshot.share is None else snapshot.share.freshness
+        if replicator is not None and snapshot.request.copied:
+            replicator.store.mirrored(sequence, {} if snapshot.share is None else snapshot.mirrors())
         if header is None or slot is None:
             self._sealed(sequence, FAILED)
         elif replicator is None:
@@ -167,8 +191,9 @@ class MemoryTier:
             replicator.left_out(snapshot.step)
             self._sealed(sequence, ALONE, freshness)
         else:
-            end = max((begin + part.nbytes for begin, part in snapshot.plan.parts), default=0)
-            copies = replicator.submit(sequence, SealedSlot(snapshot.step, slot.memory[:end], header))
+            end = snapshot.plan.own_nbytes(held=snapshot.request.sends_held)
+            share = SealedSlot(snapshot.step, slot.memory[:end], header)
+            copies = replicator.submit(sequence, share)
             copies.add_done_callback(
                 lambda done: self._sealed(sequence, SEALED if replicator.all_hold(done) else ALONE, freshness)
             )
@@ -195,11 +220,11 @@ class MemoryTier:
             states = [*(entry.state for entry in entries), *[NOT_YET] * filler]
             return [*states, *(entry.freshness for entry in entries), *[UNKNOWN] * filler]
 
-    def settle(self, told: Sequence[int]) -> list[tuple[int, bool]]:
+    def settle(self, told: Sequence[int]) -> list[Settled]:
         """Take in what is true of all ranks, of the snapshots that ``reports`` was about when it was sent.
 
         Returns:
-            Those whose fate is known now, and whether every rank has it, in order.
+            Those whose fate is known now, in order.
         """
         with self._lock:
             asked, self._asked = self._asked, []
@@ -214,13 +239,14 @@ class MemoryTier:
             if newest:
                 self.complete_step = self._entries[newest[-1].sequence].training_step
             self._release_unneeded()
-            kept = [*needed(entry.step for entry in self._entries.values()), *self._open]
-            kept += range(self._next, self._next + _AHEAD)
+            steps = [entry.step for entry in self._entries.values()]
+            kept = {*needed(steps), *self._open, *range(self._next, self._next + _AHEAD)}
+            spare = set(with_newest_experts(steps)) - kept
         if newest:
             self.left.remove()
         if self.replicator is not None and ended:
-            self.replicator.release_except(kept)
-        return [(sequence, state != FAILED) for sequence, state in sorted(ended.items())]
+            self.replicator.release_except(kept | spare, spare)
+        return [Settled(each, state != FAILED, state == SEALED) for each, state in sorted(ended.items())]
 
     def _judged(self, sequence: int, state: int, freshness: int) -> int:
         """The state of a snapshot, which is ``FAILED`` if it is stale."""
@@ -232,7 +258,8 @@ class MemoryTier:
         return FAILED
 
     def _release_unneeded(self) -> None:
-        kept = needed(entry.step for entry in self._entries.values())
+        steps = [entry.step for entry in self._entries.values()]
+        kept = needed(steps) | frozenset(with_newest_experts(steps))
         for sequence, entry in list(self._entries.items()):
             if sequence in kept or entry.to_storage or entry.state == NOT_YET or entry.step.complete is None:
                 continue
@@ -247,19 +274,17 @@ class MemoryTier:
     def drop(self) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
 
-        First this rank's own of an older checkpoint whose copies stay; then what others may not have yet; then what
-        storage has, too.
+        First this rank's own of the oldest checkpoint whose copies stay, or that holds older experts only; then what
+        others may not have yet; then what storage has, too.
         """
         with self._lock:
-            superseded = self._superseded()
-            for entry in superseded:
+            for entry in self._superseded()[:1]:
                 self._give_up(entry)
-            if superseded:
                 return True
             idle = [entry for entry in self._entries.values() if not entry.to_storage and entry.state in _SAFE]
             for going in (
                 [entry for entry in idle if entry.step.complete is None and not entry.told],
-                [entry for entry in idle if entry.step.complete and entry.on_storage],
+                [entry for entry in idle if entry.step.complete and entry.step.on_storage],
             ):
                 for entry in going:
                     entry.state, entry.step = FAILED, replace(entry.step, complete=False)
@@ -269,16 +294,24 @@ class MemoryTier:
             return False
 
     def _superseded(self) -> list[_Entry]:
-        """Those with memory that stay for their copies only: a newer checkpoint is complete, but not at all peers."""
+        """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is
+        complete, but not at all peers, or without those experts."""
         newest = newest_checkpoint(entry.step for entry in self._entries.values())
         older = [entry for entry in self._entries.values() if newest and entry.step.sequence < newest[0].sequence]
-        return [each for each in older if each.step.complete and not each.to_storage and each.buffer is not None]
+        there = [each for each in older if each.step.complete and not each.to_storage and each.buffer is not None]
+        return sorted(there, key=lambda each: each.step.sequence)
+
+    @property
+    def kept(self) -> int:
+        """Snapshots that stay for their copies or for older experts only."""
+        with self._lock:
+            return len(self._superseded())
 
     @property
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free, and that nobody will miss."""
         with self._lock:
-            stored = [entry for entry in self._entries.values() if entry.step.complete and entry.on_storage]
+            stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
             going = {*stored, *self._superseded()}
             return sum(entry.buffer.nbytes for entry in going if entry.buffer is not None)
 

@@ -36,6 +36,7 @@ class Meter:
         self._moved = -1
         self._updates: deque[float] = deque(maxlen=_RECENT_LAPS)
         self._update_began: float | None = None
+        self._sent: float | None = None
 
     def lap(self, now: float, *, loaded: bool) -> None:
         """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
@@ -73,6 +74,10 @@ class Meter:
                 self._copies.append(resolution.nbytes / max(resolution.copy_secs, _TICK_SECS))
                 self._writes.append(resolution.nbytes / max(resolution.write_secs, _TICK_SECS))
 
+    def sends(self, bytes_per_sec: float | None) -> None:
+        """What peers took lately; what is known stays if that is None."""
+        self._sent = bytes_per_sec or self._sent
+
     def resume(self, before: Mapping[str, float]) -> None:
         """Begin with what ``Manifest.measured`` tells of the run before it was restarted."""
 
@@ -87,6 +92,7 @@ class Meter:
         tell(self._copies, "copy_bytes_per_sec")
         tell(self._writes, "persist_bytes_per_sec")
         tell(self._updates, "update_secs", _KNOWN_LAPS)
+        self.sends(before.get("send_bytes_per_sec"))
 
     @property
     def known(self) -> dict[str, float]:
@@ -102,4 +108,5 @@ class Meter:
             median(self._writes) if self._writes else None,
             median(self._all) if self._all else None,
             median(self._updates) if self._updates else None,
+            self._sent,
         )

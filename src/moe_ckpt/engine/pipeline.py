@@ -21,21 +21,22 @@ from typing import Any
 
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.commit import Committer
-from moe_ckpt.engine.compiling import PlanCompiler
 from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.copying import Copier, Copy
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
-from moe_ckpt.engine.request import SnapshotRequest
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot, copy_at_once, side_tensors
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.compiling import PlanCompiler
+from moe_ckpt.slices.copying import Copier, Copy
+from moe_ckpt.slices.mirroring import MirroredShares
+from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
 
@@ -61,6 +62,11 @@ class Pipeline:
         self._catalog = run.catalog
         self._rank = rank
         self._compiler = PlanCompiler(run.catalog, run.placement, settings.sharding, rank, run.comm.world_size)
+        if self.memory is not None and self.memory.replicator is not None:
+            replicator = self.memory.replicator
+            replicator.store.expects_mirrors = True
+            sources = replicator.roster.placement.sources_of[rank]
+            self._compiler.mirrors = MirroredShares(run.catalog, run.placement, sources)
         self._settings = settings
         self._copier = Copier(run.on_phase)
         try:
@@ -96,6 +102,11 @@ class Pipeline:
     def copies_behind(self) -> bool:
         """See ``Room.copies_behind``."""
         return self._room.copies_behind
+
+    @property
+    def sends(self) -> tuple[bool, bool]:
+        """See ``MirroredShares.sends``."""
+        return self._compiler.mirrors.sends
 
     @property
     def snapshot_bytes(self) -> int:

@@ -34,6 +34,8 @@ class StepRecord:
         mlt_newest: MLT of the run's newest recovery; None before the first, or if an earlier release booked it.
         mlt_worst: The highest MLT of a recovery of the run so far; None as before.
         lost_tokens: Lost in all recoveries of the run.
+        owed_tokens: Of those lost, what boosted experts have still to make up; None without a capacity boost in this
+            process.
         routed_tokens: Token assignments whose update ran, of all ranks, since the run began.
         committed_step: Newest committed step; None before the first.
         failed_checkpoints: Checkpoints of this life of the run that failed.
@@ -47,6 +49,7 @@ class StepRecord:
         memory_nbytes: What this rank has there, copies of peers included.
         replica_lag_steps: Steps by which this rank's copies on peers are behind.
         replica_sent_nbytes: Sent to peers in this life of the run.
+        replica_saved_nbytes: Of the copies on peers, what was not sent because they had it in their own training state.
     """
 
     step: int
@@ -68,6 +71,7 @@ class StepRecord:
     mlt_newest: float | None = None
     mlt_worst: float | None = None
     lost_tokens: int = 0
+    owed_tokens: int | None = None
     routed_tokens: int = 0
     committed_step: int | None = None
     failed_checkpoints: int = 0
@@ -81,3 +85,4 @@ class StepRecord:
     memory_nbytes: int = 0
     replica_lag_steps: int = 0
     replica_sent_nbytes: int = 0
+    replica_saved_nbytes: int = 0

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from moe_ckpt.core.coverage import prove_cover
 from moe_ckpt.engine.commit import Abandoned, Committer, CoverDiffersError
-from moe_ckpt.engine.compiling import cover_difference
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.host_tier import HostTier
@@ -27,6 +26,7 @@ from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
 from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, SaveFailedError
 from moe_ckpt.format.manifest import group_path
+from moe_ckpt.slices.compiling import cover_difference
 
 log = logging.getLogger("moe_ckpt")
 

@@ -8,10 +8,10 @@ import time
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.request import SnapshotRequest
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
 
@@ -79,7 +79,7 @@ class Room:
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
             buffer = self._pool.acquire(max(nbytes, 1))
-            if buffer is None and self._give_up_recovery(nbytes):
+            while buffer is None and self._give_up_recovery(nbytes):
                 buffer = self._pool.acquire(max(nbytes, 1))
             if buffer is not None:
                 return buffer, waited
@@ -111,15 +111,21 @@ class Room:
         # outlives the process keeps those.
         again = isinstance(self._tier, MemoryTier) and self._snapshots > 0 and not self._partial_nbytes
         self._snapshots += 1
-        return (partial or again) and self._pool.expect(nbytes)
+        more = self._pool.expect(nbytes) if partial or again else False
+        return more or (partial and self._kept > 0)
 
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
         try:
-            return self._pool.top_up(self._buffers)
+            return self._pool.top_up(self._buffers + self._kept)
         except RuntimeError as error:
             log.warning("no further host buffer could be made ahead of time, snapshots will try again: %s", error)
             return False
+
+    @property
+    def _kept(self) -> int:
+        """Buffers that memory keeps of older snapshots, and that no next one gets."""
+        return self._tier.kept if isinstance(self._tier, MemoryTier) else 0
 
     @property
     def _buffers(self) -> int:

@@ -20,7 +20,7 @@ from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.engine.activity import RoutingActivity
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from moe_ckpt.policies.base import Measured, PolicyContext
+from moe_ckpt.policies.base import Measured, MemoryFacts, PolicyContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,8 @@ class Pending:
     """A snapshot whose outcome the ranks have not agreed on yet.
 
     operators: go to storage; host_only: stay in host memory besides. applied: the token book as of ``step``.
-    window, slot: the sparse window that it is a part of. stored: it goes to storage at all.
+    window, slot: the sparse window that it is a part of. stored: it goes to storage at all. copied: ``operators`` go
+    to peers, where there are any; sends_held: so do ``host_only``.
     """
 
     catalog: Catalog
@@ -41,11 +42,26 @@ class Pending:
     window: Window | None = None
     slot: int = 0
     stored: bool = True
+    copied: bool = True
+    sends_held: bool = True
 
     @property
     def is_checkpoint(self) -> bool:
         """True if it stands by itself, or ends its sparse window."""
         return self.window is None or self.slot + 1 == self.window.size
+
+    def operators_in(self, tier: Tier) -> tuple[str, ...]:
+        """What memory holds of it in full, or that of peers, once it is a checkpoint there."""
+        if self.window is not None:
+            return self.catalog.everything if self.is_checkpoint else ()
+        if tier is Tier.PEER and not self.copied:
+            return ()
+        return self._copied if tier is Tier.HOST or self.sends_held else self.operators
+
+    @cached_property
+    def _copied(self) -> tuple[str, ...]:
+        """The very same object each time, to be known again at once."""
+        return (*self.operators, *self.host_only) if self.host_only else self.operators
 
     @property
     def is_complete(self) -> bool:
@@ -85,6 +101,7 @@ class RunLedger:
         pending: Snapshots under way to storage, by sequence.
         sealing: Snapshots of which it is not known whether every rank has them in its memory, by memory sequence.
         window: The sparse window under way; ``next_slot`` is the place in it that comes next.
+        owed: ``[L, E]`` lost tokens that boosted experts have still to make up; None without a boost in this process.
     """
 
     def __init__(self, catalog: Catalog, *, outlives_process: bool = False) -> None:
@@ -100,7 +117,8 @@ class RunLedger:
         self.sealing: dict[int, Pending] = {}
         self.window: Window | None = None
         self.next_slot = 0
-        self._newest_held = -1
+        self.owed: Counts | None = None
+        self._rescued: frozenset[str] = frozenset()
         self._is_void = False
 
     @property
@@ -144,6 +162,8 @@ class RunLedger:
         self.ledger.tokens = tokens
         self.index, self.last_step = manifest.index + 1, manifest.step
         fault = tokens.recover(manifest.step, tokens_from_host)
+        if self.outlives_process and tokens_from_host is not None:
+            self._rescued = self._newer(tokens_from_host)
         if same_store:
             stored = beneath or manifest
             self.committed_step = stored.step
@@ -153,6 +173,12 @@ class RunLedger:
             seen = TokenBook.from_dict(stored.tokens, tokens.layers, tokens.experts).applied
             self.ledger.restore(versions, seen, whole=not stored.window)
         return fault
+
+    def _newer(self, seen: Counts) -> frozenset[str]:
+        """Experts that came back newer than storage has them. seen: ``[L, E]`` tokens of what came from memory."""
+        return frozenset(
+            op for op, at in self.catalog.expert_at.items() if seen[at] > self.tokens.saved[Tier.STORAGE][at]
+        )
 
     def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:
         """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
@@ -195,16 +221,22 @@ class RunLedger:
         if pending.slot == 0:
             self.activity.begin_window()
 
-    def in_memory(self, memory_sequence: int, *, complete: bool) -> None:
-        """Every rank has a snapshot in its memory; or, not ``complete``, one of them will never have it."""
+    def in_memory(self, memory_sequence: int, *, complete: bool, copied: bool = False) -> None:
+        """Every rank has a snapshot in its memory; or, not ``complete``, one of them will never have it.
+
+        Args:
+            memory_sequence: Of the snapshot.
+            complete: See above.
+            copied: So have the peers of every rank.
+        """
         pending = self.sealing.pop(memory_sequence)
         if complete:
-            everything = pending.window is not None and pending.is_checkpoint
-            newest = memory_sequence > self._newest_held  # one that waited for slow peers is known after its successors
-            if newest and (everything or pending.window is None):
-                self._newest_held = memory_sequence
-                operators = self.catalog.everything if everything else (*pending.operators, *pending.host_only)
-                self.ledger.hold(operators, pending.applied)
+            if pending.is_checkpoint:
+                operators = pending.operators_in(Tier.HOST)
+                self.ledger.hold(operators, pending.step, pending.applied)
+                if copied:
+                    self.ledger.hold(pending.operators_in(Tier.PEER), pending.step, pending.applied, Tier.PEER)
+                self._rescued -= frozenset(operators)
         elif not pending.stored and pending.window is not None and pending.window == self.window:
             self.give_up_window()
 
@@ -277,7 +309,32 @@ class RunLedger:
             and not any(pending.is_checkpoint for pending in under_way),
             placement=placement,
             sizes={} if sizes is None else sizes,
+            memory=self._memory_facts() if self.outlives_process else None,
         )
+
+    @property
+    def rescued(self) -> frozenset[str]:
+        """Experts that only slots of an earlier life hold newer than storage: the next snapshot must have them.
+
+        Whatever the policy says, for those slots are let go of when a snapshot of this life is complete.
+        """
+        if not self._rescued:
+            return self._rescued
+        begun = (each.operators_in(Tier.HOST) for each in self.sealing.values())
+        return self._rescued.difference(*begun)
+
+    def _memory_facts(self) -> MemoryFacts:
+        """What memory will have once the snapshots under way are complete there."""
+        under_way = [self.sealing[sequence] for sequence in sorted(self.sealing)]
+        expected, chosen_at = {}, {}
+        for tier in (Tier.HOST, Tier.PEER):
+            found = [each for each in under_way if tier is Tier.HOST or each.copied]
+            held = [(places(self.catalog, each.operators_in(tier)), each) for each in found]
+            expected[tier] = self.tokens.expecting(((experts, each.applied) for experts, each in held), tier)
+            chosen_at[tier] = self.ledger.expert_steps(tier)
+            for experts, each in held:
+                chosen_at[tier][tuple(experts.T)] = each.step
+        return MemoryFacts(expected_unsaved=expected, chosen_at=chosen_at)
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
         """Operators that no checkpoint holds, committed or under way."""

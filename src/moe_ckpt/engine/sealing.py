@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from moe_ckpt.engine.buffers import roomy
 from moe_ckpt.engine.commit import OperatorRows
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
@@ -17,6 +18,7 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare, seal_share
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
+from moe_ckpt.slices.compiling import HELD
 
 log = logging.getLogger("moe_ckpt")
 
@@ -58,13 +60,19 @@ class MemorySealer:
         return Resolution(snapshot.sequence, snapshot.step, snapshot.directory, False, trouble, 0.0)
 
     def _seal(self, snapshot: Snapshot, share: SealedShare) -> bytes | None:
-        """The header of the slot; None if the snapshot lies in private memory, for want of room."""
+        """The header of the slot, as peers get it; None if the snapshot lies in private memory, for want of room."""
         slot = snapshot.buffer.slot
         if slot is None:
             return None
-        header = encode_slot(self._header(snapshot, share, slot.memory.numel()))
-        slot.seal(header)
-        return header
+        nbytes = min(slot.memory.numel(), roomy(max(1, snapshot.plan.own_nbytes())))
+        header = self._header(snapshot, share, nbytes)
+        raw = encode_slot(header)
+        slot.seal(raw)
+        request, kept = snapshot.request, tuple(part for part in header.parts if part.kind != HELD)
+        if not request.copied or request.sends_held or len(kept) == len(header.parts):
+            return raw
+        sent_nbytes = min(nbytes, roomy(max(1, snapshot.plan.own_nbytes(held=False))))
+        return encode_slot(replace(header, parts=kept, nbytes=sent_nbytes, sent=True))
 
     def _header(self, snapshot: Snapshot, share: SealedShare, nbytes: int) -> SlotHeader:
         request, files = snapshot.request, self._tier.files

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.agreement import StepConsensus, StepTokens
-from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Joined, Observer, Resumed, StepEnded, TrainingBegins, TrainingEnded, all_of
@@ -31,12 +31,12 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.engine.shares import ComputeTypes
 from moe_ckpt.engine.snapshotting import Capture, Snapshotter
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Measured, Policy, needs_of
 from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.slices.shares import ComputeTypes
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -269,7 +269,7 @@ class CheckpointSession:
             plan = save_full(step, self.catalog.everything)
         else:
             context = ledger.context(step, self.comm.world_size, ledger.popularity, consensus.measured)
-            plan = self._planner.plan(context)
+            plan = self._planner.plan(self._snapshots.told(context, consensus))
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan
@@ -316,6 +316,7 @@ class CheckpointSession:
             mlt_newest=tokens.faults[-1].mlt if tokens.faults else None,
             mlt_worst=tokens.worst_mlt,
             lost_tokens=tokens.lost_tokens,
+            owed_tokens=None if self.run_ledger.owed is None else int(self.run_ledger.owed.sum()),
             routed_tokens=tokens.routed_tokens,
             committed_step=self.run_ledger.committed_step,
             failed_checkpoints=self._booking.failures.total,
@@ -324,6 +325,7 @@ class CheckpointSession:
             memory_nbytes=0 if memory is None else memory.nbytes,
             replica_lag_steps=0 if memory is None or memory.replicator is None else memory.replicator.lag_steps,
             replica_sent_nbytes=0 if memory is None or memory.replicator is None else memory.replicator.sent_bytes,
+            replica_saved_nbytes=0 if memory is None or memory.replicator is None else memory.replicator.saved_bytes,
         )
 
     def save_complete(self, step: int, capture: Capture) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_ckpt.engine.buffers import HostBuffer
-from moe_ckpt.engine.compiling import CompiledPart, CompiledPlan
-from moe_ckpt.engine.copying import Copy, copy_here
-from moe_ckpt.engine.request import SnapshotRequest
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree
+from moe_ckpt.slices.compiling import CompiledPart, CompiledPlan
+from moe_ckpt.slices.copying import Copy, copy_here
+from moe_ckpt.slices.mirroring import Mirror
+from moe_ckpt.slices.request import SnapshotRequest
 
 if TYPE_CHECKING:
     from moe_ckpt.engine.writing import SealedShare
@@ -74,6 +75,11 @@ class Snapshot:
     def written(self) -> tuple[CompiledPart, ...]:
         """The parts that become shards."""
         return tuple(part for _, part in self.plan.parts if part.is_written)
+
+    def mirrors(self) -> dict[int, Mirror]:
+        """Rank -> what this rank has alike of its share of the same snapshot."""
+        theirs = [part for _, part in self.plan.parts if part.source is not None]
+        return {part.source: Mirror(part, self.bytes_of(part)) for part in theirs if part.source is not None}
 
     def bytes_of(self, part: CompiledPart) -> torch.Tensor:
         """One part's bytes inside the buffer, as a uint8 tensor view."""

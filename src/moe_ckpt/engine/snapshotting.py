@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
@@ -17,13 +18,13 @@ from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.planning import Planner
 from moe_ckpt.engine.record import StepRecord
-from moe_ckpt.engine.request import SnapshotRequest
 from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import SaveFailedError
-from moe_ckpt.policies.base import needs_of
+from moe_ckpt.policies.base import PolicyContext, needs_of
 from moe_ckpt.ports import TensorSpec
+from moe_ckpt.slices.request import SnapshotRequest
 
 Capture = Callable[[], Mapping[str, Any]]
 """Gives the plain training state of this moment; called only when a snapshot begins."""
@@ -78,6 +79,23 @@ class Snapshotter:
         self.updates += updated
         self.live.forget()
         self._end_secs = self._run.settings.timeout_secs
+
+    def told(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
+        """The context with what the policy may know of memory: where this step's snapshot will go from there."""
+        if context.memory is None:
+            return context
+        memory, pipeline = self._run.settings.memory, self._resources.pipeline
+        has_peers = pipeline.memory is not None and pipeline.memory.replicator is not None
+        shared, experts = consensus.sends
+        facts = replace(
+            context.memory,
+            storage_due=self.flush.expects(context.step, consensus, self.booking.run_ledger),
+            storage_steps=self.flush.steps_since(context.step),
+            replicas=memory.replicas if has_peers and memory is not None else 0,
+            sends_shared=shared,
+            sends_experts=experts,
+        )
+        return replace(context, memory=facts)
 
     def carry_out(
         self, plan: SnapshotPlan, capture: Capture, consensus: StepConsensus, *, step_is_agreed: bool
@@ -174,8 +192,9 @@ class Snapshotter:
         relaid = self.live.layout.update(specs)
         window = plan.window if plan.window is not None and plan.window.size > 1 else None
         operators, host_only = plan.operators(), plan.operators(Tier.HOST)
-        if relaid and window is None:
-            due = relaid.keys() | set(operators)
+        rescued = run_ledger.rescued
+        if (relaid or rescued) and window is None:
+            due = relaid.keys() | rescued | set(operators)
             operators = tuple(op for op in self._run.catalog.everything if op in due)
         if host_only:
             chosen = frozenset(operators)
@@ -191,7 +210,10 @@ class Snapshotter:
             window,
             plan.slot,
             ways.stored,
+            ways.copied,
+            plan.sends_held,
         )
+        bits = self._run.catalog.expert_bits
         request = SnapshotRequest(
             step=plan.step,
             generation=generation,
@@ -210,6 +232,9 @@ class Snapshotter:
             stored=ways.stored,
             copied=ways.copied,
             updates=self.updates,
+            sends_held=plan.sends_held,
+            experts=bits(pending.operators_in(Tier.HOST)) if window is None else 0,
+            sent=bits(pending.operators_in(Tier.PEER)) if window is None else 0,
         )
         return request, pending
 

@@ -17,7 +17,6 @@ import xxhash
 from moe_ckpt.core.cover_sum import PRIME
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
-from moe_ckpt.engine.compiling import CompiledPart
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import StoreUnwritableError, TornSnapshotError
 from moe_ckpt.format import FORMAT_VERSION
@@ -26,6 +25,7 @@ from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, sha
 from moe_ckpt.format.part import file_row, state_row
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import Checksums
+from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.storage.base import Chunk, Storage
 
 _COVER_NBYTES = 16
@@ -162,7 +162,7 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     if snapshot.copy.changed:
         raise TornSnapshotError(snapshot.step, snapshot.copy.changed)
     found = []
-    for begin, part in snapshot.plan.parts:
+    for begin, part in snapshot.plan.own:
         checksums = checksums_of(part, snapshot.bytes_of(part))
         header: Sequence[Chunk] = ()
         if part.is_written or snapshot.buffer.slot is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,10 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+Values = npt.NDArray[np.uint64]
+
+WORD = 8
+"""Bytes."""
 
 
 class Column:
@@ -62,6 +66,45 @@ class _Addressed:
 def memory_at(begin: int, nbytes: int) -> Bytes:
     """This process's memory from an address on. Whoever reads of it sees to it that something lies there."""
     return np.asarray(_Addressed(begin, nbytes))
+
+
+class Words:
+    """Words in the memory of some objects, which this keeps alive.
+
+    Args:
+        objects: Whose they are.
+        addresses: Of the words, aligned.
+    """
+
+    def __init__(self, objects: Sequence[object], addresses: Numbers) -> None:
+        self._objects = objects
+        self._memory, self._places = _spanned(addresses)
+        self._first = self.read()
+
+    def read(self) -> Values:
+        return self._memory[self._places]
+
+    def are(self, expected: npt.NDArray[Any]) -> bool:
+        """Whether they were, at first, what is expected."""
+        return np.array_equal(self._first, expected.astype(np.uint64))
+
+    def same(self, places: Numbers | None = None) -> bool:
+        """Whether they are what they were at first. places: of those that are asked about; None for all."""
+        if places is None:
+            return np.array_equal(self.read(), self._first)
+        return np.array_equal(self._memory[self._places[places]], self._first[places])
+
+
+def words_at(addresses: Numbers) -> Values:
+    """The words at aligned addresses. Whoever asks sees to it that what they are of lives."""
+    memory, places = _spanned(addresses)
+    return memory[places]
+
+
+def _spanned(addresses: Numbers) -> tuple[Values, Numbers]:
+    """(memory from the first of some aligned addresses to the last, the places of all in it)."""
+    low, high = (int(addresses.min()), int(addresses.max()) + WORD) if len(addresses) else (0, 0)
+    return memory_at(low, high - low).view(np.uint64), (addresses - low) // WORD
 
 
 def pieces_of(memory: Bytes, nbytes: int) -> npt.NDArray[np.void]:

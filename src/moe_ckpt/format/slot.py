@@ -20,7 +20,8 @@ from moe_ckpt.format.schema import anything, listing, mapping, maybe, number, on
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
 
-SLOT_VERSION = 3
+SLOT_VERSION = 4
+_READ_VERSIONS = (3, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -43,7 +44,7 @@ _FACTS = record(
 _BODY = record(
     {
         "kind": one_of(KIND),
-        "format_version": one_of(SLOT_VERSION),
+        "format_version": one_of(*_READ_VERSIONS),
         "run_id": text,
         "life": text,
         "sequence": whole(),
@@ -57,7 +58,8 @@ _BODY = record(
         "facts": _FACTS,
         "state": record(_PIECE),
         "parts": listing(_PART, most=16),
-    }
+    },
+    {"sent": one_of(False, True)},
 )
 
 
@@ -66,7 +68,7 @@ class SlotPart:
     """Slices that follow one another from byte ``begin`` of the slot on.
 
     Attributes:
-        kind: Of the shard that they are, or ``engine.compiling.HELD``: they never go to storage.
+        kind: Of the shard that they are, or ``slices.compiling.HELD``: they never go to storage.
         begin: First byte.
         raw: Their header, as in a shard.
     """
@@ -156,6 +158,7 @@ class SlotHeader:
         facts: Of the step.
         state: The rank's state file.
         parts: What lies in the slot.
+        sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
     """
 
     run_id: str
@@ -171,6 +174,7 @@ class SlotHeader:
     facts: StepFacts
     state: bytes
     parts: tuple[SlotPart, ...]
+    sent: bool = False
 
     def slices(self, part: SlotPart, path: str) -> tuple[SliceEntry, ...]:
         """The slices of one part, with checksums. path: for messages.
@@ -200,6 +204,7 @@ def encode_slot(header: SlotHeader) -> bytes:
         "facts": header.facts.encoded(),
         "state": _piece(header.state),
         "parts": parts,
+        "sent": header.sent,
     }
     document = seal(body)
     length = len(document).to_bytes(_LENGTH_NBYTES, "little")
@@ -237,4 +242,5 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         parts=tuple(
             SlotPart(told["kind"], told["begin"], piece) for told, piece in zip(body["parts"], headers, strict=True)
         ),
+        sent=body.get("sent", False),
     )

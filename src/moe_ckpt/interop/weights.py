@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from moe_ckpt.engine.comm import largest
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import CoverageError, MoECheckpointError, NoCheckpointError, StoreError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.recovery_plan import RecoveryPlan
+from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Event, State
-from moe_ckpt.engine.comm import make_communicator
 from moe_ckpt.engine.events import Observer
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.boosting import RouterPort
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, require_experts, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -27,6 +29,7 @@ from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
+from moe_ckpt.modeling.boosting import BoostPort
 from moe_ckpt.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -109,12 +112,14 @@ class MegatronCheckpoint:
         require_experts(len(world.layers), [type(chunk).__name__ for chunk in chunks])
         world.require_updates()
         numbers = {layer.name: layer.index for layer in world.layers}
+        shape = len(world.layers), max(layer.experts for layer in world.layers)
         self._counter = RouterCounter(
             [(numbers[found.name], found.router) for found in inventory.layers],
-            len(world.layers),
-            max(layer.experts for layer in world.layers),
+            *shape,
             soft=options.needs.soft_counts,
         )
+        ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
+        self._host.boosting = Boosting(options.needs.boost, ports, shape, comm)
         self.options = options
         self.policy, self.dirpath = options.policy, options.dirpath
         self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])
@@ -125,7 +130,7 @@ class MegatronCheckpoint:
                 comm,
                 world.catalog,
                 state,
-                world.placement(state.groups.dense, experts_apart=not state.shards),
+                world.placement(state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert),
                 observers=observers,
                 pinned=torch.cuda.is_available(),
                 local_ranks=local_ranks(comm),
@@ -274,6 +279,7 @@ class MegatronCheckpoint:
         self._host.generators.note()
         updated = self._watch.updated is not False if updated is None else updated
         tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
+        tokens = self._host.boosting.step_ends(tokens, applied=updated)
         return self._driver.after_update(began, tokens, updated=updated)
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
@@ -299,6 +305,7 @@ class MegatronCheckpoint:
     def discard_tokens(self) -> None:
         """Forgets the tokens routed since the last iteration; the rerun machine runs the forward pass again."""
         self._counter.discard()
+        self._host.boosting.discard()
 
     def save(self, *, wait: bool = True) -> bool:
         """Saves a complete checkpoint of the newest iteration, whatever the policy, if the job may be about to end.
@@ -342,6 +349,7 @@ class MegatronCheckpoint:
     def _release(self) -> None:
         """Removes the hooks from model and optimizer."""
         self._counter.close()
+        self._host.boosting.close()
         self._watch.close()
         if self._first is not None:
             self._first.close()

@@ -1,15 +1,18 @@
 """The map of routed tokens before dropping, which ``TopKRouter`` of Megatron-Core 0.16.1 neither returns nor keeps.
 
 It exists only as an argument of ``apply_router_token_dropping`` (router.py:588), so that name of the router's module is
-wrapped as long as a counter watches a router with a capacity factor. The wrapper shows the map to the watch of the
-running router. (A ``router_replay`` object on the router would miss the choices of sinkhorn and of the fused router.)
+wrapped as long as a counter watches a router with a capacity factor. The wrapper shows the map to the watches of the
+running router, one of which may change the result (a capacity boost). (A ``router_replay`` object on the router would
+miss the choices of sinkhorn and of the fused router.)
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +24,37 @@ ROUTER = "megatron.core.transformer.moe.router"
 DROPPING = "apply_router_token_dropping"
 
 
-class Watch:
-    """What one counter sees of dropping.
+@dataclass(frozen=True, eq=False)
+class Dropping:
+    """One call of dropping, with the capacity factor of the router.
 
     Attributes:
+        probs: Gate weights before it, [tokens, experts].
+        routing_map: Before it, bool [tokens, experts].
+        kept: After it, likewise.
+        capacity: Of each expert.
+        policy: "probs" or "position": whose tokens are kept.
+    """
+
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+    kept: torch.Tensor
+    capacity: int
+    policy: str
+
+
+class Watch:
+    """What one counter sees of dropping, or one router's boost.
+
+    Attributes:
+        adjust: Returns another result, (probs, map), for the running router; None for counters.
         running: A router of the counter runs: set in its forward pre-hook, unset in its forward hook.
         assigned: The running router's map before dropping, bool [tokens, experts].
         was_attached: The watch has ever been attached.
     """
 
     def __init__(self) -> None:
+        self.adjust: Callable[[Dropping], tuple[torch.Tensor, torch.Tensor]] | None = None
         self.running = False
         self.assigned: torch.Tensor | None = None
         self.was_attached = False
@@ -74,9 +98,28 @@ def _observed(dropping: Callable[..., Any]) -> Callable[..., Any]:
         for watch in _watches:
             if watch.running:
                 watch.assigned = routing_map
-        return dropping(*args, **kwargs)
+        result = dropping(*args, **kwargs)
+        for watch in _watches:
+            if watch.running and watch.adjust is not None:
+                result = watch.adjust(_described(dropping, args, kwargs, result))
+        return result
 
     return observed
+
+
+def _described(dropping: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Dropping:
+    named = inspect.signature(dropping).bind(*args, **kwargs)
+    named.apply_defaults()
+    given = named.arguments
+    try:
+        probs, factor = given["routing_probs"], given["capacity_factor"]
+        tokens = len(probs) * given["router_topk"]
+        capacity = look_up("megatron.core.transformer.moe.moe_utils", "get_capacity")(
+            num_tokens=tokens, num_experts=probs.shape[1], capacity_factor=factor
+        )
+        return Dropping(probs, given["routing_map"], result[1], capacity, given["drop_policy"])
+    except KeyError as error:
+        raise moved(f"{ROUTER}.{DROPPING}", f"a function with an argument {error}") from None
 
 
 def moved(name: str, expected: str) -> UnsupportedError:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.handing_back import handing_back
@@ -47,7 +48,11 @@ _REPEATED: tuple[Repeated, ...] = (
 
 
 class MegatronHost(Host):
-    """One training loop. Arguments: as of ``attach``; ``inventory`` is that of ``chunks``."""
+    """One training loop. Arguments: as of ``attach``; ``inventory`` is that of ``chunks``.
+
+    Attributes:
+        boosting: Set once the ranks know their MoE layers.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class MegatronHost(Host):
         stateful: Mapping[str, Stateful],
         options: Options,
     ) -> None:
+        self.boosting: Boosting
         self.state = MegatronTrainingState(inventory, optimizer)
         self.loop = Loop()
         self.generators = Generators(capture_generators, restore_generators)
@@ -131,6 +137,7 @@ class MegatronHost(Host):
         if self.generators.state is None:
             self.generators.note()
         return {
+            **self.boosting.captured(),
             "framework": "megatron",
             "iteration": self.loop.iteration,
             "consumed_samples": self.loop.consumed_samples,

@@ -32,7 +32,7 @@ from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import look_up, version
 from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, detach, moved
-from moe_ckpt.modeling.routing import count_tokens, counts_on_host, soft_on_host
+from moe_ckpt.modeling.routing import clear, count_tokens, counts_on_host, soft_on_host
 
 _GRAPHS_WITHOUT_ROUTER = frozenset({"attn", "mlp", "mamba"})
 
@@ -92,9 +92,7 @@ class RouterCounter:
 
     def discard(self) -> None:
         """Resets the counts, which led to no optimizer step."""
-        for tables in (self._applied, self._dropped, self._soft):
-            for table in tables.values():
-                table.zero_()
+        clear([*self._applied.values(), *self._dropped.values(), *self._soft.values()])
 
     def close(self) -> None:
         """Removes every hook, and the wrapper if no other counter needs it. May be called twice."""

@@ -192,9 +192,10 @@ class MegatronTrainingState:
                 continue
             states = [] if slot is None else list(_optimizer_tensors(slot, part.name))
             for placed in place(part, part.start, part.stop):
-                flags = self._flags(part.name, (placed.offsets, placed.shape), live.is_expert)
+                replicated, writer = self._written(part.name, (placed.offsets, placed.shape), live.is_expert)
                 for key, flat in [(f"model/{part.name}", weights), *states]:
-                    yield _tensor(key, part, placed, flat[part.start :], *flags)
+                    flags = replicated, writer is not None
+                    yield _tensor(key, part, placed, flat[part.start :], *flags, writer=writer)
 
     def _sharded(self, live: LiveParameter, part: Part, slot: Slot, weights: torch.Tensor) -> Iterator[StateTensor]:
         """Yields tensors of a parameter in a distributed optimizer: this rank writes the range that it updates."""
@@ -212,15 +213,14 @@ class MegatronTrainingState:
             for placed in place(part, start, stop):
                 yield _tensor(key, part, placed, flat, False, not writes)
 
-    def _flags(self, name: str, block: Block, is_expert: bool) -> tuple[bool, bool]:
-        """(replicated, duplicate) of a block that its optimizer, if any, does not shard."""
+    def _written(self, name: str, block: Block, is_expert: bool) -> tuple[bool, int | None]:
+        """(replicated, the other rank that writes it) of a block that its optimizer, if any, does not shard."""
         world = self._require_world()
-        if is_expert:
-            return False, world.expert_writer(name, block) != self._rank
         holders = world.holders[name, block]
-        if holders[0] in self.groups.dense and set(self.groups.dense) <= set(holders):
-            return True, False
-        return False, holders[0] != self._rank
+        if not is_expert and holders[0] in self.groups.dense and set(self.groups.dense) <= set(holders):
+            return True, None
+        writer = world.expert_writer(name, block) if is_expert else holders[0]
+        return False, None if writer == self._rank else writer
 
 
 class _Views:
@@ -284,6 +284,7 @@ def _tensor(
     replicated: bool,
     duplicate: bool,
     updated_here: bool = True,
+    writer: int | None = None,
 ) -> StateTensor:
     """The view of one block. flat: memory that ``placed.first`` counts in. The rest: see ``StateTensor``."""
     block = flat[placed.first : placed.first + prod(placed.memory_shape)].view(placed.memory_shape)
@@ -299,6 +300,7 @@ def _tensor(
         replicated,
         duplicate=duplicate,
         updated_here=updated_here,
+        writer=writer,
     )
 
 

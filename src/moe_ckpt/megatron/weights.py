@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_ckpt.engine.comm import make_communicator
+from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.interop import weights
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.state import MegatronTrainingState

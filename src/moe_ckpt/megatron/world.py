@@ -225,8 +225,8 @@ class World:
             for (moe, ranks), found in experts.items()
         }
 
-    def placement(self, peers: Sequence[int], *, experts_apart: bool) -> Placement:
-        """Returns the placement; ``peers`` and ``experts_apart`` are its own.
+    def placement(self, peers: Sequence[int], *, experts_apart: bool, expert_peers: Sequence[int] = ()) -> Placement:
+        """Returns the placement; ``peers``, ``expert_peers`` and ``experts_apart`` are its own.
 
         Unless ``experts_apart``, a distributed optimizer divides each expert over its holders; the first is its owner.
         """
@@ -246,7 +246,8 @@ class World:
         order = sorted(set(self.stages.values()))
         ranks = tuple(sum(at == stage for at in self.stages.values()) for stage in order)
         places = {op: order.index(stage) for op, stage in stage_of.items()}
-        return Placement(tuple(map(tuple, owners)), tuple(peers), ranks, places, experts_apart, divided)
+        owned = tuple(map(tuple, owners))
+        return Placement(owned, tuple(peers), ranks, places, experts_apart, divided, expert_peers=tuple(expert_peers))
 
 
 def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:

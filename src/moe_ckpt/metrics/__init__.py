@@ -21,6 +21,7 @@ from moe_ckpt.metrics.tokens import (
     ExpertLoadSkewness,
     ExpertsPerLayer,
     MomentaryLostTokens,
+    OwedTokens,
     PortionAtRisk,
     PortionOfLostTokens,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "ExpertsPerLayer",
     "MomentaryLostTokens",
     "OldestExpertAge",
+    "OwedTokens",
     "PortionAtRisk",
     "PortionOfLostTokens",
     "UnsavedTokens",

@@ -12,6 +12,9 @@ from torchmetrics import Metric
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics.plotting import axes_or_new, draw_curves, draw_now, draw_over_time
 
+_PLAIN = frozenset({"_computed", "_update_count"})
+"""What torchmetrics notes at each update beside states."""
+
 
 class StepMetric(Metric):
     """A number per training step.
@@ -34,6 +37,13 @@ class StepMetric(Metric):
     """What values are multiplied by in a plot."""
     parts: ClassVar[tuple[str, ...]] = ()
     """Names of the values, where ``compute`` gives several."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Updated at every step, thirteen of them: what torch would look for (modules, parameters, buffers) no state is.
+        if name in _PLAIN or name in vars(self).get("_defaults", ()):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _state(self, name: str, default: torch.Tensor, over_ranks: str) -> None:
         self.add_state(name, default=default, dist_reduce_fx=over_ranks)

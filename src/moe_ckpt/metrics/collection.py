@@ -16,6 +16,7 @@ from moe_ckpt.metrics.tokens import (
     ExpertLoadSkewness,
     ExpertsPerLayer,
     MomentaryLostTokens,
+    OwedTokens,
     PortionAtRisk,
     PortionOfLostTokens,
 )
@@ -55,6 +56,7 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
         "plt": PortionOfLostTokens(**kwargs),
         "at_risk": PortionAtRisk(**kwargs),
         "mlt": MomentaryLostTokens(**kwargs),
+        "owed_tokens": OwedTokens(**kwargs),
         "k": ExpertsPerLayer(**kwargs),
         "skewness": ExpertLoadSkewness(experts, **kwargs),
         "bytes": CheckpointBytes(**kwargs),
@@ -73,6 +75,7 @@ def facts(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
     """What the metrics ask for, of the step that ``record`` is about; not for steps that are computed again."""
     return {
         "lost_tokens": record.lost_tokens,
+        "owed_tokens": record.owed_tokens,
         "routed_tokens": record.routed_tokens,
         "at_risk_tokens": run_ledger.ledger.at_risk.tokens,
         "at_risk_mlt": record.at_risk_mlt,
@@ -100,7 +103,7 @@ def feeding(metrics: CheckpointMetrics) -> Observer:
             metrics.update(**facts(event.record, event.run_ledger))
         elif isinstance(event, TrainingEnded):  # the ranks have agreed on the last step only now
             found = facts(event.record, event.run_ledger)
-            for name in ("plt", "at_risk", "mlt", "unsaved_tokens"):
+            for name in ("plt", "at_risk", "mlt", "owed_tokens", "unsaved_tokens"):
                 metrics[name].update(**metrics[name]._filter_kwargs(**found))
 
     return note

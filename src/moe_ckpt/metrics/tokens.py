@@ -107,6 +107,28 @@ class MomentaryLostTokens(StepMetric):
         return dict(zip(self.parts, (self.mlt_now, self.mlt_newest, self.mlt_worst), strict=True))
 
 
+class OwedTokens(StepMetric):
+    """Lost tokens that boosted experts have still to make up (``core.capacity_boost``). NaN without a boost."""
+
+    higher_is_better = False
+    plot_lower_bound = 0.0
+    label = "tokens to make up"
+    owed_total: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._state("owed_total", torch.tensor(torch.nan, dtype=torch.float64), "max")
+
+    def update(self, owed_tokens: Any) -> None:
+        """Args:
+            owed_tokens: Of all experts and ranks; None without a boost in this process.
+        """
+        self.owed_total = self._tensor(torch.nan if owed_tokens is None else owed_tokens, torch.float64)
+
+    def compute(self) -> torch.Tensor:
+        return self.owed_total
+
+
 class ExpertsPerLayer(StepMetric):
     """K: how many experts of each MoE layer a checkpoint saves. NaN for policies that do not count so."""
 

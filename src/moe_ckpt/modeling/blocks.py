@@ -27,13 +27,14 @@ except ImportError:  # a torch built without distributed has no DTensors to meet
 
 @dataclass(frozen=True)
 class Block:
-    """local: live view, never a copy. replicated, duplicate: as in ``ports.StateTensor``."""
+    """local: live view, never a copy. replicated, duplicate, writer: as in ``ports.StateTensor``."""
 
     local: torch.Tensor
     offsets: tuple[int, ...]
     global_shape: tuple[int, ...]
     replicated: bool = True
     duplicate: bool = False
+    writer: int | None = None
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -87,28 +88,28 @@ def _dtensor_block(tensor: DTensor, what: str) -> Block:
         raise UnsupportedError(f"{what} is a DTensor with partial sums {placements}; reduce it before training starts")
     with torch.no_grad():
         local = tensor.to_local().detach()
-    shape, offsets, duplicate = _layout(tuple(tensor.shape), mesh, tuple(placements), mesh.get_rank())
+    shape, offsets, writer = _layout(tuple(tensor.shape), mesh, tuple(placements), mesh.get_rank())
     if shape != tuple(local.shape):
         raise UnsupportedError(f"{what} has local shape {tuple(local.shape)}, not the {shape} that {placements} gives")
-    return Block(local, offsets, tuple(tensor.shape), not is_sharded(tensor), duplicate)
+    return Block(local, offsets, tuple(tensor.shape), not is_sharded(tensor), writer is not None, writer)
 
 
 @lru_cache(maxsize=1 << 16)
 def _layout(
     global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """(local shape, offsets, duplicate) on ``rank``, this process's.
+) -> tuple[tuple[int, ...], tuple[int, ...], int | None]:
+    """(local shape, offsets, the other rank that writes it) on ``rank``, this process's.
 
     Kept, since it is asked for every tensor at every snapshot; the rank is part of the question because it
     may change when process groups are rebuilt, and meshes compare equal all the same.
     """
     shape, offsets = compute_local_shape_and_global_offset(global_shape, mesh, placements)
     sharded = not all(placement.is_replicate() for placement in placements)
-    return tuple(shape), tuple(offsets), sharded and _is_duplicate(mesh, placements)
+    return tuple(shape), tuple(offsets), _other_writer(mesh, placements) if sharded else None
 
 
-def _is_duplicate(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """True unless this rank is the first of those that hold the same block.
+def _other_writer(mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
+    """The first of the ranks that hold the same block; None if that is this rank.
 
     Those are the ranks that differ only in mesh dimensions along which the tensor is not sharded: the
     replicated ones, and those of the whole mesh that this tensor's sub-mesh leaves out.
@@ -120,4 +121,5 @@ def _is_duplicate(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
     if not sharded <= set(whole_names):  # dimensions flattened out of the whole mesh: it cannot be asked
         whole, whole_names = mesh, names
     coordinate = whole.get_coordinate() or ()
-    return any(at > 0 and name not in sharded for at, name in zip(coordinate, whole_names, strict=True))
+    first = [at if name in sharded else 0 for at, name in zip(coordinate, whole_names, strict=True)]
+    return None if first == list(coordinate) else int(whole.mesh[tuple(first)])

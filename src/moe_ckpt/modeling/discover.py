@@ -49,12 +49,23 @@ class RoutingSource:
 
 @dataclass(frozen=True, eq=False)
 class FoundLayer:
-    """One MoE layer of a live model. ``experts[e]``: spans of expert e; ``gate``: names of gate parameters."""
+    """One MoE layer of a live model.
+
+    Attributes:
+        info: Its number, name and sizes.
+        experts: Spans of each expert.
+        gate: Names of gate parameters.
+        source: Where its routing can be seen.
+        layer: The module of that name.
+        routers: Modules in it that route, if they are modules of their own.
+    """
 
     info: MoELayer
     experts: tuple[tuple[Span, ...], ...]
     gate: tuple[str, ...]
     source: RoutingSource
+    layer: nn.Module
+    routers: tuple[nn.Module, ...] = ()
 
 
 @dataclass(eq=False)
@@ -272,7 +283,8 @@ def _finish(drafts: Sequence[_Draft], names: Mapping[int, str]) -> list[FoundLay
         source = draft.source or RoutingSource("router_output", tuple(draft.routers[:1]))
         k = structure.top_k(size, draft.layer, *draft.routers, *draft.holders)
         info = MoELayer(index, draft.name or "(model)", size, k)
-        layers.append(FoundLayer(info, tuple(map(tuple, draft.spans)), tuple(gate), source))
+        spans = tuple(map(tuple, draft.spans))
+        layers.append(FoundLayer(info, spans, tuple(gate), source, draft.layer, tuple(draft.routers)))
     return layers
 
 

@@ -38,7 +38,11 @@ _STATE = {
 
 def class_name(optimizer: Optimizer) -> str:
     """Returns the qualified name of an optimizer's class; torch's own as ``torch.optim.<name>`` wherever they live."""
-    kind = type(optimizer)
+    return name_of(type(optimizer))
+
+
+def name_of(kind: type[Optimizer]) -> str:
+    """Returns ``class_name`` of the instances of a class."""
     module = _TORCH if getattr(torch.optim, kind.__qualname__, None) is kind else f"{kind.__module__}."
     return module + kind.__qualname__
 

@@ -84,6 +84,12 @@ _count_tokens = _operator(count_tokens)
 _count_rows = _operator(count_rows)
 
 
+def clear(tables: list[torch.Tensor]) -> None:
+    """Set all to zero, by one call for those of a device and type."""
+    if tables:
+        torch._foreach_zero_(tables)
+
+
 def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[NDArray[Any]]:
     """Tables [E + 1] as the rows of one array [L, E], 0 where there is none. Nobody waits before ``result()``.
 
@@ -174,8 +180,7 @@ class RoutingCounter:
 
     def discard(self) -> None:
         """Start again from zero: what was counted did not lead to an optimizer step."""
-        for counts in (*self._counts, *self._soft):
-            counts.zero_()
+        clear([*self._counts, *self._soft])
         self._rows = [[0] * len(rows) if any(rows) else rows for rows in self._rows]
 
     def close(self) -> None:
@@ -243,7 +248,7 @@ class RoutingCounter:
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module.training:
-                experts = read(module, args, kwargs, output)
+                experts = _by_itself(read)(module, args, kwargs, output)
                 _count_assignments(self._table(at, experts.device), experts.detach())
                 shown = output.values() if isinstance(output, Mapping) else output
                 self._weigh(at, experts, shown if isinstance(shown, (tuple, list)) else (shown,))
@@ -260,6 +265,18 @@ class RoutingCounter:
                     self._soft[at] = self._soft[at].to(value.device)
                 _count_weights(self._soft[at], experts.detach(), value.detach())
                 return
+
+
+def _by_itself(read: Assignments) -> Assignments:
+    """``read``, whose own ``topk`` is not taken for the layer's by who watches that (``boost_ports.TopKPort``)."""
+
+    def alone(*args: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return read(*args)
+        with torch._C.DisableTorchFunction():
+            return read(*args)
+
+    return alone
 
 
 def _integer_output(layer: FoundLayer) -> Assignments:

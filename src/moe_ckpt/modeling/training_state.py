@@ -228,6 +228,7 @@ class TorchTrainingState:
             replicated=block.replicated,
             on_param_device=block.local.device == parameter.device,
             duplicate=block.duplicate,
+            writer=block.writer,
             mixes_rows=value is parameter and name in self._mixed,
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_ckpt.format import tensor_words
 from moe_ckpt.modeling import words
 from moe_ckpt.modeling.blocks import is_dtensor
 
@@ -138,6 +139,7 @@ class Memory:
         order = np.argsort(_addresses(found)).tolist()  # in which they lie in memory, and are read in less time
         self._tensors = [found[at] for at in order]
         self._addresses = _addresses(self._tensors)
+        self._words = tensor_words.lying(self._tensors)
         self._places: dict[str, list[int]] = {}
         for place, at in enumerate(order):
             for name in names[id(given[at])]:
@@ -149,9 +151,11 @@ class Memory:
             return False
         if not all(map(is_, map(_LAYOUT, self._sharded), self._layouts)):
             return False
-        if names is None:
+        places = None if names is None else list(chain.from_iterable(map(self._places.get, names, repeat(()))))
+        if self._words is not None:
+            return self._words.same(None if places is None else np.array(places, dtype=np.int64))
+        if places is None:
             return np.array_equal(_addresses(self._tensors), self._addresses)
-        places = list(chain.from_iterable(map(self._places.get, names, repeat(()))))
         found = _addresses(list(map(self._tensors.__getitem__, places)))
         return np.array_equal(found, self._addresses[places])
 

@@ -13,42 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from moe_ckpt.format.gathering import memory_at
+from moe_ckpt.format.gathering import Values, Words
 
-Values = npt.NDArray[np.uint64]
+__all__ = ["Values", "Words", "types_and_attributes", "versions"]
 
-_WORD = 8
 _TYPE_AT, _VERSION_AT = 8, 24
 """Where an object has its type, and a dict its version, up to Python 3.11."""
 _MANAGED_DICT, _MANAGED_AT = 1 << 4, -24
 """Flag of types that keep the pointer to an object's attributes in front of it, and where (Python 3.11)."""
 _KNOWN = sys.implementation.name == "cpython" and sys.version_info < (3, 12) and sys.maxsize > 1 << 32
-
-
-class Words:
-    """Words of some objects, which this keeps alive.
-
-    Args:
-        objects: Whose they are.
-        addresses: Of the words, aligned, in the objects' memory.
-    """
-
-    def __init__(self, objects: Sequence[object], addresses: Sequence[int]) -> None:
-        self._objects = objects
-        found = np.array(addresses, dtype=np.int64)
-        low, high = (int(found.min()), int(found.max()) + _WORD) if len(found) else (0, 0)
-        self._memory = memory_at(low, high - low).view(np.uint64)
-        self._places = (found - low) // _WORD
-        self._first = self.read()
-
-    def read(self) -> Values:
-        return self._memory[self._places]
-
-    def same(self) -> bool:
-        """Whether all are what they were at first."""
-        return np.array_equal(self.read(), self._first)
 
 
 def versions(dicts: Sequence[dict[Any, Any]], version: Callable[[dict[Any, Any]], int]) -> Words | None:
@@ -76,5 +50,5 @@ def _attributes_at(kind: type) -> int:
 def _checked(objects: Sequence[object], addresses: Sequence[int], expected: Sequence[int]) -> Words | None:
     if not _KNOWN or not len(objects):
         return None
-    words = Words(objects, addresses)
-    return words if np.array_equal(words.read(), np.array(expected, dtype=np.uint64)) else None
+    words = Words(objects, np.array(addresses, dtype=np.int64))
+    return words if words.are(np.array(expected, dtype=np.uint64)) else None

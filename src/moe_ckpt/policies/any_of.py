@@ -68,6 +68,7 @@ class AnyOf:
             lost_tokens=any(each.lost_tokens for each in every),
             gradients=any(each.gradients for each in every),
             partial=any(each.partial for each in every),
+            boost=max((each.boost for each in every if each.boost is not None), default=None),
             replicas=max(each.replicas for each in every),
             period_steps=lcm(*(each.period_steps for each in every)),
             next_due=self.next_due,

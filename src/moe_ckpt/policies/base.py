@@ -39,6 +39,7 @@ class Measured:
         persist_bytes_per_sec: From host memory to a commit; the minimum over ranks.
         recent_iteration_secs: Median of the last iterations, whatever ran beside them, less what training waited.
         update_secs: Of an iteration, the optimizer's update, beside which nothing may be copied.
+        send_bytes_per_sec: From host memory into that of all peers, verified; the minimum over ranks.
     """
 
     iteration_secs: float | None = None
@@ -48,12 +49,23 @@ class Measured:
     persist_bytes_per_sec: float | None = None
     recent_iteration_secs: float | None = None
     update_secs: float | None = None
+    send_bytes_per_sec: float | None = None
+
+    @property
+    def interference_secs(self) -> float:
+        """What an iteration takes longer for what runs beside it, waits apart; 0 until both are known."""
+        if self.recent_iteration_secs is None or self.iteration_secs is None:
+            return 0.0
+        return max(0.0, self.recent_iteration_secs - self.iteration_secs)
 
     @property
     def overlap_secs(self) -> float | None:
-        """Time from one update to the next, forward and backward, in which a copy costs no wait; None until known."""
+        """Time from one update to the next, forward and backward, in which a copy costs no wait; None until known.
+
+        What saving itself makes an iteration longer is no time to save more in.
+        """
         whole = self.recent_iteration_secs
-        return None if whole is None else max(0.0, whole - (self.update_secs or 0.0))
+        return None if whole is None else max(0.0, whole - self.interference_secs - (self.update_secs or 0.0))
 
     def copy_bytes(self, fraction: float = 1.0) -> int | None:
         """Most bytes that one rank copies to host memory beside forward and backward; None until known."""
@@ -65,11 +77,43 @@ class Measured:
         between = None if whole is None else whole * every_n_steps
         return bytes_in_time(between, self.persist_bytes_per_sec, fraction)
 
+    def send_bytes(self, every_n_steps: int, fraction: float = 1.0) -> int | None:
+        """Most bytes that one rank sends to all its peers from one checkpoint to the next, that many steps later; None
+        until known."""
+        whole = self.recent_iteration_secs
+        between = None if whole is None else (whole - self.interference_secs) * every_n_steps
+        return bytes_in_time(between, self.send_bytes_per_sec, fraction)
+
     @property
     def saving_bytes_per_sec(self) -> float | None:
         """The slower of both rates, since what is copied must be committed too; None until both are known."""
         copied, persisted = self.copy_bytes_per_sec, self.persist_bytes_per_sec
         return None if not copied or not persisted else min(copied, persisted)
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """What a policy knows of memory that outlives the process.
+
+    Attributes:
+        expected_unsaved: Of this node's memory (``Tier.HOST``) and that of peers (``Tier.PEER``), ``U[l][e]`` once the
+            snapshots under way are complete there. What storage has is in both.
+        chosen_at: Of both, ``[L, E]`` step of the newest snapshot, complete or under way, or checkpoint on storage that
+            holds the expert; -1 if none.
+        storage_due: The checkpoint of this step goes to storage, too.
+        storage_steps: Steps since the newest one that went there, of any life; None if none did.
+        replicas: Copies that peers hold.
+        sends_shared: What is no expert must be sent to them, since they do not have it anyway (``slices.mirroring``).
+        sends_experts: The same of experts.
+    """
+
+    expected_unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
+    chosen_at: Mapping[Tier, Counts] = field(default_factory=dict)
+    storage_due: bool = True
+    storage_steps: int | None = None
+    replicas: int = 0
+    sends_shared: bool = True
+    sends_experts: bool = True
 
 
 def _nothing() -> Counts:
@@ -121,6 +165,7 @@ class PolicyContext:
         snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
         nothing_safe: Checkpoints were begun, but none is committed or under way: they failed, or are in another store.
         dense_step: Step of the newest dense checkpoint, begun or committed; None where nobody keeps track of it.
+        memory: Of memory that outlives the process; None without.
     """
 
     step: int
@@ -147,6 +192,7 @@ class PolicyContext:
     snapshot_bytes: int | None = None
     nothing_safe: bool = False
     dense_step: int | None = None
+    memory: MemoryFacts | None = None
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:
@@ -203,6 +249,8 @@ class Needs:
         partial: It leaves experts at older versions, so that a failure loses tokens.
         alone: No other policy may begin checkpoints beside it (``AnyOf``): it counts steps from the newest checkpoint,
             whoever wanted that, or spreads one over several steps.
+        boost: After a failure that left experts stale, they get this portion more tokens (0.1: 10 %), until they have
+            made up for what they lost (``core.capacity_boost``). None: they do not.
         replicas: Its checkpoints are meant to lie in the memory of at least so many peers. Adapters and simulator
             refuse it where memory keeps fewer.
         period_steps: It has a rhythm of so many steps, counted from step 0: the same facts lead to the same plan at
@@ -222,6 +270,7 @@ class Needs:
     gradients: bool = False
     partial: bool = False
     alone: bool = False
+    boost: float | None = None
     replicas: int = 0
     period_steps: int = 1
     next_due: Callable[[PolicyContext], int] | None = None
@@ -231,11 +280,12 @@ class Needs:
         require_positive("Needs", period_steps=self.period_steps)
         if isinstance(self.replicas, bool) or not isinstance(self.replicas, int) or self.replicas < 0:
             raise ConfigError(f"Needs(replicas={self.replicas!r}): replicas must be a whole number of at least 0")
+        require_boost("Needs(boost", self.boost)
         for name, value in vars(self).items():
             if name in ("next_due", "explain"):
                 if value is not None and not callable(value):
                     raise ConfigError(f"Needs({name}={value!r}): give a function that takes a PolicyContext, or None")
-            elif name not in ("period_steps", "replicas") and not isinstance(value, bool):
+            elif name not in ("period_steps", "replicas", "boost") and not isinstance(value, bool):
                 raise ConfigError(f"Needs({name}={value!r}): choose True or False")
 
     def due(self, context: PolicyContext) -> int:
@@ -307,6 +357,16 @@ def due_as_measured(context: PolicyContext, interval: int | None, profile_steps:
         # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
         interval = max_interval if context.measured.iteration_secs is None else profile_steps
     return (context.last_step or 0) + interval
+
+
+def require_boost(where: str, boost: object) -> None:
+    """Raise ``ConfigError`` unless ``boost`` is None, or a number above 0 and at most 1; ``where``: "Policy(name"."""
+    number = isinstance(boost, (int, float)) and not isinstance(boost, bool)
+    if boost is not None and not (number and 0 < boost <= 1):  # type: ignore[operator]
+        raise ConfigError(
+            f"{where}={boost!r}): the portion by which experts get more tokens until they have made up for what a "
+            "failure lost must be a number above 0 and at most 1, such as 0.1 for 10 %; None switches it off"
+        )
 
 
 def require_positive(policy: str, **values: int) -> None:

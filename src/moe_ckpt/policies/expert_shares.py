@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -173,12 +173,18 @@ class Stage:
         return {place: number for number, place in enumerate(self.operators.tolist())}
 
     @lru_cache(maxsize=1024)  # noqa: B019 - stages are few and stay
-    def most(self, limit: int | None, least: int) -> tuple[int, int | None]:
+    def most(
+        self, limit: int | None, least: int, shared: bool = True, experts: bool = True
+    ) -> tuple[int, int | None]:
         """How many experts are saved, and how many of them any rank may own.
 
-        limit: bytes of one rank; None: no budget. least: experts that are saved in any case.
+        limit: bytes of one rank; None: no budget. least: experts that are saved in any case. shared, experts: whether
+        the rest, and experts, are paid from the limit.
         """
-        most, capacity = (0, None) if limit is None else self.load.affordable(limit)
+        if not experts:
+            return self.total, None
+        load = self.load if shared else replace(self.load, shared_bytes=0)
+        most, capacity = (0, None) if limit is None else load.affordable(limit)
         least = min(least, self.total)
         if most >= least:
             return most, capacity

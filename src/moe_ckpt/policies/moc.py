@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -122,12 +122,12 @@ class MoC:
         catalog, budget = context.catalog, self.budget
         chosen = np.zeros(len(catalog.everything), dtype=bool)
         chosen[_places(catalog, selection.stored)] = True
-        chosen[[catalog.place[op] for op in context.missing]] = True
+        chosen[list(map(catalog.place.__getitem__, context.missing))] = True
         if budget is not None:
             more = top_up(context, catalog.layer_and_expert[chosen & catalog.is_expert], budget)
             chosen[_places(catalog, more)] = True
         chosen |= ~catalog.is_expert
-        stored = tuple(compress(catalog.everything, chosen.tolist()))
+        stored = tuple(map(catalog.everything.__getitem__, np.flatnonzero(chosen).tolist()))
         held = tuple(catalog.everything[at] for at in _places(catalog, selection.held).tolist() if not chosen[at])
         return save_full(context.step, stored, host_only=held, k=k, plt_budget=budget)
 

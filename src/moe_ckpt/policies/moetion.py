@@ -9,16 +9,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
 from math import ceil, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
-from moe_ckpt.policies.base import Measured, Needs, PolicyContext, interval_passed, next_multiple, require_positive
+from moe_ckpt.policies.base import (
+    Measured,
+    MemoryFacts,
+    Needs,
+    PolicyContext,
+    interval_passed,
+    next_multiple,
+    require_boost,
+    require_positive,
+)
 from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.selection import known
@@ -27,6 +37,35 @@ SELECTIONS = ("popular", "round_robin")
 
 _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
+_Mask = npt.NDArray[np.bool_]
+"""``[operators]``, in the catalog's order."""
+
+
+class _Budget(NamedTuple):
+    """Bytes of one rank, None while not known, and whether gates and non-experts, and experts, are paid from them."""
+
+    limit: int | None
+    shared: bool = True
+    experts: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class _Tier:
+    """What one tier has, and will have once what is under way is complete there.
+
+    Attributes:
+        unsaved: ``[L, E]``.
+        chosen_at: ``[L, E]``, as ``PolicyContext.chosen_at``.
+        forced: Places in the catalog of experts that are saved in any case.
+        interval_steps: From one checkpoint to the next.
+        turn: Checkpoints so far.
+    """
+
+    unsaved: Counts
+    chosen_at: Counts
+    forced: Sequence[int]
+    interval_steps: int
+    turn: int
 
 
 @named_arguments
@@ -36,7 +75,8 @@ class MoEtion:
 
     The budget is what a rank can copy beside one iteration's forward and backward, and commit until the next
     checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
-    every_n_steps``, whichever is less, times ``budget_fraction``. Non-experts are paid first. What that leaves is
+    every_n_steps``, whichever is less, times ``budget_fraction``, where an iteration is without what saving itself
+    makes it longer. Non-experts are paid first. What that leaves is
     ``S_total`` experts, on the rank that has most to save (``core.save_budget.Load.affordable``), of each pipeline
     stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
     tokens are saved, ties oldest first, then lowest index (Algorithm 1, ``expert_shares.layer_shares``). What a layer
@@ -49,9 +89,15 @@ class MoEtion:
     its last copy could never be deleted otherwise, and weight decay changes experts without tokens too; such experts
     get at most half of a checkpoint, for many become overdue at once.
 
-    It writes to storage only. Replication to peers (the remote budget, Algorithm 2), a boosted capacity for experts
-    that came back stale, and asynchronous optimizer recomputation (Algorithm 3) are not there yet. Source: MoEtion,
-    arXiv 2412.15411 v1.
+    Experts that came back stale get more tokens until they have made up for what they lost (``core.capacity_boost``).
+
+    With memory that outlives the process (``moe_ckpt.Memory``) there are three tiers, each with its own unsaved tokens.
+    Checkpoints that go no further than memory are two sets, by Algorithm 1 each: what peers get, within ``send rate *
+    iteration * every_n_steps`` and of what they do not have anyway, and what stays on this node, within the copy's
+    budget alone. The former is part of the latter. One that goes to storage is one set, by storage's unsaved tokens,
+    which fits all ways that it goes; storage has had the time since the last one that went there.
+
+    Asynchronous optimizer recomputation (Algorithm 3) is not there yet. Source: MoEtion, arXiv 2412.15411 v1.
 
     Attributes:
         every_n_steps: Steps from one checkpoint to the next.
@@ -59,6 +105,7 @@ class MoEtion:
             about equally many. None: by the budget.
         selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: even shares, oldest experts first.
         budget_fraction: Portion of both times that saving may take.
+        capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more than ever.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -68,6 +115,7 @@ class MoEtion:
     experts: int | None = None
     selection: str = "popular"
     budget_fraction: float = 1.0
+    capacity_boost: float | None = 0.1
 
     def __post_init__(self) -> None:
         require_positive("MoEtion", every_n_steps=self.every_n_steps)
@@ -77,6 +125,7 @@ class MoEtion:
             raise ConfigError(
                 f"MoEtion(selection={self.selection!r}): no such selection; choose from {list(SELECTIONS)}"
             )
+        require_boost("MoEtion(capacity_boost", self.capacity_boost)
         value = self.budget_fraction
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
         if not number or not 0 < value <= 1:
@@ -88,7 +137,13 @@ class MoEtion:
     @property
     def needs(self) -> Needs:
         sizes = self.experts is None
-        return Needs(sizes=sizes, partial=True, period_steps=self.every_n_steps, next_due=self.next_due)
+        return Needs(
+            sizes=sizes,
+            partial=True,
+            boost=self.capacity_boost,
+            period_steps=self.every_n_steps,
+            next_due=self.next_due,
+        )
 
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
@@ -103,11 +158,22 @@ class MoEtion:
                 f"layers, {there / len(catalog.layers):g} per layer"
             )
 
-    def budget_bytes(self, measured: Measured) -> int | None:
-        """Most bytes of one checkpoint on one rank that there is time for; None while not known."""
+    def budget_bytes(self, measured: Measured, storage_steps: int | None = None) -> int | None:
+        """Most bytes of one checkpoint on one rank that there is time for; None while not known.
+
+        storage_steps: since the last one that went to storage; None for ``every_n_steps``.
+        """
         copied = measured.copy_bytes(self.budget_fraction)
-        persisted = measured.persist_bytes(self.every_n_steps, self.budget_fraction)
+        persisted = measured.persist_bytes(storage_steps or self.every_n_steps, self.budget_fraction)
         return None if copied is None or persisted is None else min(copied, persisted)
+
+    def _sent(self, context: PolicyContext) -> _Budget | None:
+        """What peers take; None without any, or where they have everything anyway."""
+        memory = context.memory
+        if memory is None or not memory.replicas or not (memory.sends_shared or memory.sends_experts):
+            return None
+        sent = context.measured.send_bytes(self.every_n_steps, self.budget_fraction)
+        return _Budget(sent, memory.sends_shared, memory.sends_experts)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """The plan's ``k`` is the mean of experts per layer that fit, rounded down.
@@ -117,20 +183,57 @@ class MoEtion:
         """
         if not interval_passed(context.step, context.last_step, self.every_n_steps):
             return save_nothing(context.step)
-        limit = self.budget_bytes(context.measured) if self.experts is None else None
-        stages = stages_of(context, weighed=limit is not None)
-        rooms = [(stage, *self._room(stage, limit)) for stage in stages]
+        layers = max(len(context.catalog.layers), 1)
+        if context.memory is not None and not context.memory.storage_due:
+            return self._two_sets(context, context.memory)
+        since = None if context.memory is None else context.memory.storage_steps
+        budgets = [_Budget(self.budget_bytes(context.measured, since)), self._sent(context)]
+        rooms = self._rooms(context, budgets)
         total = sum(most for _, most, _ in rooms)
-        fits = total >= len(context.catalog.experts)
-        stored = context.catalog.everything if fits else self._stored(context, rooms)
-        return save_full(context.step, stored, k=total // max(len(context.catalog.layers), 1))
+        if total >= len(context.catalog.experts):
+            return save_full(context.step, context.catalog.everything, k=total // layers)
+        forced = [context.catalog.place[op] for op in context.missing]
+        interval_steps = max(self.every_n_steps, ceil(context.step / (context.index + 1)))
+        tier = _Tier(context.expected_unsaved, context.chosen_at, forced, interval_steps, context.index)
+        stored = self._chosen(context, rooms, tier)
+        return save_full(context.step, _named(context.catalog, stored), k=total // layers)
 
-    def _room(self, stage: Stage, limit: int | None) -> tuple[int, int | None]:
-        """As ``Stage.most``, which remembers it."""
-        return stage.most(limit, len(stage.layers) * (self.experts or 1))
+    def _two_sets(self, context: PolicyContext, memory: MemoryFacts) -> SnapshotPlan:
+        """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
+        catalog, sent = context.catalog, self._sent(context)
+        local = _Budget(context.measured.copy_bytes(self.budget_fraction))
+        facts = self.every_n_steps, context.step // self.every_n_steps
+        forced, to_peers = list[int](), None
+        if sent is not None:
+            unsaved, chosen_at = memory.expected_unsaved[Tier.PEER], memory.chosen_at[Tier.PEER]
+            tier = _Tier(unsaved, chosen_at, forced, *facts)
+            to_peers = self._chosen(context, self._rooms(context, [local, sent]), tier)
+            forced = np.flatnonzero(to_peers & catalog.is_expert).tolist()
+        rooms = self._rooms(context, [local])
+        tier = _Tier(memory.expected_unsaved[Tier.HOST], memory.chosen_at[Tier.HOST], forced, *facts)
+        here = self._chosen(context, rooms, tier)
+        first = here if to_peers is None else to_peers
+        return save_full(
+            context.step,
+            _named(catalog, first),
+            host_only=_named(catalog, here & ~first),
+            k=sum(most for _, most, _ in rooms) // max(len(catalog.layers), 1),
+            sends_held=False,
+        )
 
-    def _stored(self, context: PolicyContext, rooms: Sequence[_Room]) -> tuple[str, ...]:
-        """In the catalog's order."""
+    def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
+        """What fits all of the budgets."""
+        known = [each if self.experts is None else _Budget(None) for each in budgets if each is not None]
+        rooms = []
+        for stage in stages_of(context, weighed=any(each.limit is not None for each in known)):
+            least = len(stage.layers) * (self.experts or 1)
+            found = [stage.most(each.limit, least, each.shared, each.experts) for each in known]
+            capacities = [capacity for _, capacity in found if capacity is not None]
+            rooms.append((stage, min(most for most, _ in found), min(capacities, default=None)))
+        return rooms
+
+    def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier) -> _Mask:
+        """Gates, non-experts, and the experts that a tier gets."""
         catalog = context.catalog
         chosen = ~catalog.is_expert
         for stage in (stage for stage, most, _ in rooms if most >= stage.total):
@@ -138,24 +241,26 @@ class MoEtion:
         rooms = [room for room in rooms if room[1] < room[0].total]
         if rooms:
             all_of_them = together(tuple(stage for stage, *_ in rooms))
-            taken = b"".join(self._taken(context, all_of_them, rooms))
+            taken = b"".join(self._taken(context, all_of_them, rooms, tier))
             chosen[all_of_them.operators] = np.frombuffer(taken, dtype=np.bool_)
-        return tuple(compress(catalog.everything, chosen.tolist()))
+        return chosen
 
-    def _taken(self, context: PolicyContext, stages: Together, rooms: Sequence[_Room]) -> Iterator[bytearray]:
+    def _taken(
+        self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: _Tier
+    ) -> Iterator[bytearray]:
         """Stage by stage, whether each of its experts is saved."""
         popular = self.selection == "popular"
-        missing = [context.catalog.place[op] for op in context.missing]
-        unsaved = known(context, context.expected_unsaved, 0).ravel()[stages.at]
-        chosen_at = known(context, context.chosen_at, -1).ravel()[stages.at]
+        unsaved = known(context, tier.unsaved, 0).ravel()[stages.at]
+        chosen_at = known(context, tier.chosen_at, -1).ravel()[stages.at]
         if not popular:
             unsaved = np.zeros_like(unsaved)
         orders, risks = stages.ordered(chosen_at, unsaved), stages.by_layer(unsaved)
-        overdue = self._overdue(context, stages, rooms, chosen_at) if popular else [()] * len(rooms)
+        step, interval = context.step, tier.interval_steps
+        overdue = _overdue(step, interval, stages, rooms, chosen_at) if popular else [()] * len(rooms)
         for number, (stage, most, capacity) in enumerate(rooms):
             taking, risk, sizes = Taking(stage.owners, capacity, stage.owned), risks[number], stage.sizes
-            if missing:
-                taking.force(stage.numbers[place] for place in missing if place in stage.numbers)
+            if tier.forced:
+                taking.force(stage.numbers[place] for place in tier.forced if place in stage.numbers)
             if overdue[number]:
                 taking.take(overdue[number], -(-most // 2))
             if taking.count:
@@ -163,31 +268,12 @@ class MoEtion:
                 sizes = tuple(np.add.reduceat(left, stage.starts, dtype=np.int64).tolist())
                 risk = np.add.reduceat(unsaved[slice(*stages.bounds[number])] * left, stage.starts).tolist()
             # Where all layers get alike, what cannot be divided goes on from where it ended last time.
-            first = context.index * most % len(sizes)
+            first = tier.turn * most % len(sizes)
             shares = layer_shares(risk, sizes, max(0, most - taking.count), first)
             passed_over = taking.take_shares(orders[number], most, stage.groups, shares)
             if taking.count < most:
                 taking.take(passed_over, most)
             yield taking.is_taken
-
-    def _overdue(
-        self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], chosen_at: Counts
-    ) -> list[Sequence[int]]:
-        """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
-
-        As in ``load_aware``, rounds are counted in steps, at the run's own mean interval.
-        """
-        interval_steps = max(self.every_n_steps, ceil(context.step / (context.index + 1)))
-        rounds = [ceil(stage.total / most) for stage, most, _ in rooms]
-        due = context.step - STALE_ROUNDS * interval_steps * stages.spread(rounds)
-        late = np.flatnonzero((chosen_at >= 0) & (chosen_at < due))
-        if not len(late):
-            return [()] * len(rooms)
-        found: list[Sequence[int]] = []
-        for first, end in stages.bounds:
-            mine = late[np.searchsorted(late, first) : np.searchsorted(late, end)]
-            found.append((mine[np.argsort(chosen_at[mine], kind="stable")] - first).tolist())
-        return found
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
@@ -195,3 +281,27 @@ class MoEtion:
 
     def describe(self) -> dict[str, Any]:
         return {"name": "moetion", **asdict(self)}
+
+
+def _overdue(
+    step: int, interval_steps: int, stages: Together, rooms: Sequence[_Room], chosen_at: Counts
+) -> list[Sequence[int]]:
+    """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
+
+    As in ``load_aware``, rounds are counted in steps, at the tier's own mean interval.
+    """
+    rounds = [ceil(stage.total / most) for stage, most, _ in rooms]
+    due = step - STALE_ROUNDS * interval_steps * stages.spread(rounds)
+    late = np.flatnonzero((chosen_at >= 0) & (chosen_at < due))
+    if not len(late):
+        return [()] * len(rooms)
+    found: list[Sequence[int]] = []
+    for first, end in stages.bounds:
+        mine = late[np.searchsorted(late, first) : np.searchsorted(late, end)]
+        found.append((mine[np.argsort(chosen_at[mine], kind="stable")] - first).tolist())
+    return found
+
+
+def _named(catalog: Catalog, chosen: _Mask) -> tuple[str, ...]:
+    """In the catalog's order."""
+    return catalog.everything if chosen.all() else tuple(compress(catalog.everything, chosen.tolist()))

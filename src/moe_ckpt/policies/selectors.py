@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from moe_ckpt.core.placement import interleaved_order
+from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.load_aware import least_loss, load_aware
@@ -46,15 +47,11 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
 
 def _oldest(context: PolicyContext, chosen_at: Counts, request: Request) -> dict[int, list[int]]:
     """Layer -> its ``snapshot_k`` oldest experts. Layers of one size are sorted together, which is much faster."""
-    alike: dict[int, list[int]] = {}
-    for layer in context.catalog.layers:
-        alike.setdefault(layer.experts, []).append(layer.index)
     found: dict[int, list[int]] = {}
-    for rows in alike.values():
-        orders = np.stack([_order(context.owners[row]) for row in rows])
-        ages = np.take_along_axis(chosen_at[rows, : orders.shape[1]], orders, axis=1)
-        oldest = _oldest_first(ages, np.asarray(rows) * request.k, request.snapshot_k)
-        found.update(zip(rows, np.take_along_axis(orders, oldest, axis=1).tolist(), strict=True))
+    for rows, orders in _orders(context.owners):
+        each = rows[:, None]
+        oldest = _oldest_first(chosen_at[each, orders], rows * request.k, request.snapshot_k)
+        found.update(zip(rows.tolist(), orders[np.arange(len(rows))[:, None], oldest].tolist(), strict=True))
     return found
 
 
@@ -64,22 +61,43 @@ def _oldest_first(chosen_at: Counts, first: Counts, most: int) -> Counts:
     chosen_at: ``[L, E]`` by position. first: ``[L]`` where to count from if all are alike.
     """
     count = chosen_at.shape[1]
-    positions = np.arange(count)
-    turn = (positions - first[:, None]) % count
+    turn = _turns(count)[first % count]
     newest = chosen_at == chosen_at.max(axis=1, keepdims=True)
-    ends = newest & ~np.roll(newest, -1, axis=1)
+    ends = newest.copy()
+    ends[:, :-1] &= ~newest[:, 1:]
+    ends[:, -1] &= ~newest[:, 0]
+    has_end = ends.any(axis=1)
     last = np.where(ends, turn, count).argmin(axis=1)
-    from_last = (positions - last[:, None] - 1) % count
-    turn = np.where(ends.any(axis=1, keepdims=True), from_last, turn)
+    turn[has_end] = _turns(count)[(last[has_end] + 1) % count]
     rank = chosen_at * count + turn  # by age, and among those of one age by turn: no two are alike
+    if most == 1:
+        first_of_all: Counts = rank.argmin(axis=1)[:, None]
+        return first_of_all
+    each = np.arange(len(rank))[:, None]
     oldest: Counts = np.argpartition(rank, min(most, count) - 1, axis=1)[:, :most]  # to sort them all takes longer
-    by_age: Counts = np.take_along_axis(oldest, np.take_along_axis(rank, oldest, axis=1).argsort(axis=1), axis=1)
+    by_age: Counts = oldest[each, rank[each, oldest].argsort(axis=1)]
     return by_age
 
 
-@lru_cache(maxsize=1024)
-def _order(owners: tuple[int, ...]) -> Counts:
-    return np.asarray(interleaved_order(owners), dtype=np.int64)
+@lru_cache(maxsize=8)
+def _turns(count: int) -> Counts:
+    """``[E, E]``: in row r, when each of ``count`` positions has its turn if r begins."""
+    positions = np.arange(count)
+    return (positions - positions[:, None]) % count
+
+
+def _orders_of(owners: tuple[tuple[int, ...], ...]) -> tuple[tuple[Counts, Counts], ...]:
+    """For each size of layers: the layers ``[l]``, and their experts in rank-interleaved order ``[l, E]``."""
+    alike: dict[int, list[int]] = {}
+    for row, ranks in enumerate(owners):
+        alike.setdefault(len(ranks), []).append(row)
+    return tuple(
+        (np.array(rows), np.array([interleaved_order(owners[row]) for row in rows], dtype=np.int64))
+        for rows in alike.values()
+    )
+
+
+_orders = Remembered(_orders_of)
 
 
 SELECTORS: Mapping[str, Selector] = {

@@ -9,10 +9,10 @@ from math import prod
 
 from moe_ckpt.core.operators import Catalog, OperatorKind
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.engine.shares import ComputeTypes, operator_bytes
 from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.format.profile import OperatorRow, ProfiledModel
 from moe_ckpt.ports import TensorSpec
+from moe_ckpt.slices.shares import ComputeTypes, operator_bytes
 
 _IMPORTED_UNIX_SECS = time.time()
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.engine.shares import ComputeTypes
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.profile import (
     MAX_PROFILE_BYTES,
@@ -23,6 +22,7 @@ from moe_ckpt.format.profile import (
 )
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling.facts import weighed
+from moe_ckpt.slices.shares import ComputeTypes
 from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
 
 log = logging.getLogger("moe_ckpt")

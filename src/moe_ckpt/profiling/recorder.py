@@ -32,12 +32,12 @@ from moe_ckpt.engine.events import (
     TrainingEnded,
 )
 from moe_ckpt.engine.record import StepRecord
-from moe_ckpt.engine.shares import ComputeTypes
 from moe_ckpt.format.profile import Life
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling.facts import parallel, started_unix_secs
 from moe_ckpt.profiling.file import ProfileWriter
+from moe_ckpt.slices.shares import ComputeTypes
 
 _MOST_SECS = 10.0
 _LEAST_SECS = 0.5
@@ -193,6 +193,10 @@ class Recorder:
             self._specs = specs
 
 
+_MEASURED = sorted({each.name for each in fields(Measured)} & {each.name for each in fields(Life)})
+"""Of what is measured, what a profile has."""
+
+
 class _Recent:
     """Numbers that vary, of which a profile tells the typical.
 
@@ -221,7 +225,7 @@ class _Recent:
     def typical(self) -> dict[str, Any]:
         """Fields of ``Life``."""
         found: dict[str, Any] = {}
-        for name in (each.name for each in fields(Measured)):
+        for name in _MEASURED:
             seen = [value for look in self._looks if (value := getattr(look, name)) is not None]
             found[name] = median(seen) if seen else None
         found["update_secs"] = median(self.updates) if self.updates else None

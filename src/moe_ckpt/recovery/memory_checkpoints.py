@@ -10,48 +10,57 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from moe_ckpt.core.coverage import Box, prove_cover
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, base_of, checkpoints_of, nearest
-from moe_ckpt.core.operators import expert_id
+from moe_ckpt.core.memory_shares import (
+    MemoryCheckpoint,
+    Share,
+    base_of,
+    beneath_of,
+    checkpoints_of,
+    fullest,
+    nearest,
+)
+from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook
-from moe_ckpt.engine.compiling import HELD
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import CoverageError, DamagedError, RecoveryLoopError
-from moe_ckpt.format.fragment import Fragment, encode_json
+from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
-    FileRecord,
     Manifest,
-    OperatorRecord,
     SlotRecord,
-    StateRecord,
-    kind_of,
-    parse_step_dir,
-    shard_path,
-    state_path,
     step_dir,
 )
 from moe_ckpt.format.part import pruned
-from moe_ckpt.format.sealed import digest
-from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
-from moe_ckpt.format.slot import SlotHeader, StepFacts
+from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_storage import STATE, SlotFile, SlotStorage
+from moe_ckpt.recovery.slot_storage import SlotStorage
+from moe_ckpt.recovery.slot_views import (
+    Layer,
+    SlotFiles,
+    SnapshotFacts,
+    View,
+    age_of,
+    packed_header,
+    place_of,
+    unpacked_headers,
+)
 from moe_ckpt.recovery.together import DAMAGED, NotUsableError, together
 
 log = logging.getLogger("moe_ckpt")
 
+_EXPERTS = "expert"
+"""Kind of the shards of experts."""
 MOST_STARTS = 3
 """From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
 
@@ -65,24 +74,23 @@ class OpenedMemory:
         slots: What of it is in memory.
         manifest: Of it.
         beneath: The checkpoint on storage that it is, or that it is laid over; None if storage has nothing of it.
-        fresh: Operators that storage does not have as of its step.
+        fresh: Operators that memory has, and storage not as of the same step -> the tokens that they have seen, if they
+            are experts.
     """
 
     reader: StoreReader
     slots: SlotStorage
     manifest: Manifest
     beneath: Manifest | None
-    fresh: frozenset[str]
+    fresh: Mapping[str, int]
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
         """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""
-        chosen = self.fresh.intersection(operators)
-        applied = np.asarray(self.manifest.tokens["applied"], dtype=np.int64)
-        seen = np.zeros_like(applied)
-        for layer, record in enumerate(self.manifest.model.layers):
-            for expert in range(record.experts):
-                if expert_id(layer, expert) in chosen:
-                    seen[layer, expert] = applied[layer, expert]
+        chosen = self.fresh.keys() & set(operators)
+        seen = np.zeros_like(np.asarray(self.manifest.tokens["applied"], dtype=np.int64))
+        for operator in chosen:
+            if operator.startswith(EXPERT):
+                seen[place_of(operator)] = self.fresh[operator]
         return seen if chosen else None
 
 
@@ -157,9 +165,10 @@ class MemoryCheckpoints:
         candidates = [e for e in checkpoints_of(self._shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
         self._note_start(directory, checkpoint)
-        snapshots = self._describe(checkpoint)
+        older = beneath_of(checkpoint, checkpoints_of(self._shares))
+        described = self._describe([checkpoint, *older])
         beneath = self._beneath(checkpoint, stored)
-        return together(self._comm, lambda: self._opened(checkpoint, snapshots, beneath))
+        return together(self._comm, lambda: self._opened(checkpoint, older, described, beneath))
 
     def set_aside(self, directory: str, problem: Exception | None) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
@@ -223,68 +232,104 @@ class MemoryCheckpoints:
                     raise
         return None
 
-    def _describe(self, checkpoint: MemoryCheckpoint) -> list[_SnapshotFacts]:
-        """What every rank must know of the slots: headers of their shards, and once what a manifest needs."""
+    def _describe(self, checkpoints: Sequence[MemoryCheckpoint]) -> list[SnapshotFacts]:
+        """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
+        manifest needs."""
+        snapshots = [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]
         mine: list[bytes] = []
-        for place, snapshot in enumerate(checkpoint.snapshots):
+        for place, snapshot in enumerate(snapshots):
             for writer, shares in snapshot.items():
-                if shares[0].holder == self._comm.rank:
-                    header = self._own[shares[0].number].header
-                    mine += _packed_header(place, writer, header, tells=writer == min(snapshot))
-        found = [_SnapshotFacts() for _ in checkpoint.snapshots]
+                if fullest(shares).holder == self._comm.rank:
+                    header = self._own[fullest(shares).number].header
+                    mine += packed_header(place, writer, header, tells=writer == min(snapshot))
+        found = [SnapshotFacts() for _ in snapshots]
         for raw in self._comm.everyone(b"".join(mine)):
-            for place, writer, described, facts in _unpacked_headers(raw):
+            for place, writer, described, facts in unpacked_headers(raw):
                 found[place].writers[writer] = described
                 if facts is not None:
                     found[place].facts = StepFacts.decoded(facts)
         return found
 
     def _opened(
-        self, checkpoint: MemoryCheckpoint, snapshots: Sequence[_SnapshotFacts], beneath: Manifest | None
+        self,
+        checkpoint: MemoryCheckpoint,
+        older: Sequence[MemoryCheckpoint],
+        described: Sequence[SnapshotFacts],
+        beneath: Manifest | None,
     ) -> OpenedMemory:
         directory = step_dir(checkpoint.step, checkpoint.generation)
-        files: dict[str, SlotFile] = {}
-        parts = []
-        for snapshot, described in zip(checkpoint.snapshots, snapshots, strict=True):
-            part = _Part(step_dir(next(iter(snapshot.values()))[0].step, checkpoint.generation))
-            for writer, shares in sorted(snapshot.items()):
-                part.add(writer, nearest(shares, self._comm.rank, self._tier.node), described.writers[writer])
-            parts.append(part)
-            files |= part.files
+        count = len(checkpoint.snapshots)
+        parts = self._parts(checkpoint, described[:count])
+        layers = [
+            Layer(self._parts(each, [facts])[0], each, facts)
+            for each, facts in zip(older, described[count:], strict=True)
+        ]
         if beneath is not None and beneath.directory == directory and not checkpoint.is_window:
             [part] = parts
-            files = part.known_to(beneath)
-            whole = checkpoint.is_complete and len(files) == len(part.files)
-            manifest, fresh = _beside(beneath, part, part.kept if whole else self._covered(part, beneath))
+            view, known = self._laid(beneath, layers), part.known_to(beneath)
+            whole = checkpoint.is_whole and len(known) == len(part.files)
+            view.lay(part, described[0], kept=part.kept if whole else self._covered(part, part.kept, beneath))
+            view.slots |= known
+            manifest = pruned(replace(beneath, operators=view.operators), view.files, {directory})
         else:
-            manifest, fresh = self._manifest(checkpoint, snapshots, parts, beneath)
+            view = self._laid(None if checkpoint.is_window else beneath, layers)
+            manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
+        files = view.slots_of(manifest)
         self._used = {path: file.share for path, file in files.items()}
         slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
-        reader.add(manifest, {rec: h for part in parts for rec, h in part.headers.items() if rec.path in files})
-        return OpenedMemory(reader, slots, manifest, beneath, fresh)
+        every = [*parts, *(layer.part for layer in layers)]
+        reader.add(manifest, {rec: h for part in every for rec, h in part.headers.items() if rec.path in files})
+        return OpenedMemory(reader, slots, manifest, beneath, view.fresh)
+
+    def _parts(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> list[SlotFiles]:
+        """The slots of each snapshot, as files."""
+        parts = []
+        for snapshot, facts in zip(checkpoint.snapshots, described, strict=True):
+            part = SlotFiles(step_dir(next(iter(snapshot.values()))[0].step, checkpoint.generation))
+            for writer, shares in sorted(snapshot.items()):
+                full = [share for share in shares if share.sent == fullest(shares).sent]
+                near, own = (nearest(those, self._comm.rank, self._tier.node) for those in (shares, full))
+                part.add(writer, near, own, facts.writers[writer])
+            parts.append(part)
+        return parts
+
+    def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> View:
+        """What storage has, and on top of it the experts of earlier snapshots, the oldest first, that are whole."""
+        view = View([], {}) if beneath is None else View(list(beneath.files), dict(beneath.operators))
+        for part, checkpoint, facts in layers if beneath is not None else ():
+            newer = view.older_than(part.step)
+            kept, sent = part.kept & newer, (part.of_kind(_EXPERTS) - part.kept) & newer
+            if not checkpoint.is_whole:
+                kept = self._covered(part, kept, beneath)
+            if not checkpoint.is_complete:
+                sent = self._covered(part, sent, beneath)
+            if kept or sent:
+                view.lay(part, facts, held=sent, kept=kept)
+        return view
 
     def _manifest(
         self,
         checkpoint: MemoryCheckpoint,
-        snapshots: Sequence[_SnapshotFacts],
-        parts: Sequence[_Part],
+        snapshots: Sequence[SnapshotFacts],
+        parts: Sequence[SlotFiles],
+        view: View,
         beneath: Manifest | None,
-    ) -> tuple[Manifest, frozenset[str]]:
-        """The manifest of a checkpoint that storage does not have, and the operators that memory has of it."""
+    ) -> Manifest:
+        """The manifest of a checkpoint that storage does not have. view: what it is laid over; becomes the whole."""
         facts = snapshots[-1].require_facts(checkpoint.step)
-        files = [] if beneath is None or checkpoint.is_window else list(beneath.files)
-        operators = {} if beneath is None or checkpoint.is_window else dict(beneath.operators)
-        fresh: set[str] = set()
         for part, snapshot in zip(parts, snapshots, strict=True):
             held = snapshot.require_facts(checkpoint.step).operators
-            fresh |= part.lay_over(files, operators, held=() if isinstance(held, Fragment) else held, kept=part.kept)
+            kept = part.kept if checkpoint.is_whole else self._covered(part, part.kept, beneath)
+            view.lay(part, snapshot, held=() if isinstance(held, Fragment) else held, kept=kept)
+            view.slots |= part.files
+        operators = view.operators
         book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *self._grid)
         book.applied = np.asarray(facts.applied, dtype=np.int64).reshape(book.applied.shape)
         book.faults = list(facts.faults)
         book.saved = {Tier.STORAGE: book.saved[Tier.STORAGE]}
         *before, last = parts
-        view = Manifest(
+        whole = Manifest(
             run_id=self._tier.files.run_id,
             step=checkpoint.step,
             generation=checkpoint.generation,
@@ -301,13 +346,15 @@ class MemoryCheckpoints:
             tokens=book.to_dict(),
             window=tuple(SlotRecord(part.step, tuple(part.states)) for part in before),
         )
-        return pruned(view, files, {part.directory for part in parts}), frozenset(fresh)
+        return pruned(whole, view.files, {part.directory for part in parts})
 
-    def _covered(self, part: _Part, beneath: Manifest) -> frozenset[str]:
-        """Operators that some slots hold whole, besides what goes to storage, though other slots are gone."""
-        blocks = blocks_of(self._reader.index(beneath), part.kept)
+    def _covered(self, part: SlotFiles, operators: frozenset[str], beneath: Manifest | None) -> frozenset[str]:
+        """Those of ``operators`` that some slots hold whole, though others are gone, by what storage has of them."""
+        if not operators or beneath is None:
+            return frozenset()
+        blocks = blocks_of(self._reader.index(beneath), operators)
         found: dict[str, list[tuple[str, Box]]] = {}
-        for entry in part.kept_slices():
+        for entry in part.slices_of(operators):
             found.setdefault(entry.operator, []).append((entry.key, entry.box))
         return frozenset(op for op, those in found.items() if _covers(op, blocks[op], those))
 
@@ -317,19 +364,6 @@ class MemoryCheckpoints:
         return len(layers), max((layer.experts for layer in layers), default=0)
 
 
-def _beside(stored: Manifest, part: _Part, held: frozenset[str]) -> tuple[Manifest, frozenset[str]]:
-    """A checkpoint that storage has, with what only memory has of its step; and the operators of that.
-
-    Args:
-        stored: The checkpoint.
-        part: The slots.
-        held: Operators that the slots have whole.
-    """
-    files, operators = list(stored.files), dict(stored.operators)
-    fresh = part.lay_over(files, operators, kept=held)
-    return pruned(replace(stored, operators=operators), files, {stored.directory}), frozenset(fresh)
-
-
 def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[tuple[str, Box]]) -> bool:
     try:
         prove_cover(operator, wanted, found)
@@ -337,12 +371,6 @@ def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[
         log.info("not all of %s survived in memory, it stays as storage has it: %s", operator, str(error))
         return False
     return True
-
-
-def age_of(directory: str) -> tuple[int, int]:
-    """(generation, step) of a step directory."""
-    step, generation = parse_step_dir(directory) or (-1, -1)
-    return generation, step
 
 
 # --- what ranks tell each other of slots ---
@@ -364,134 +392,12 @@ def _told(found: FoundSlot, number: int) -> list[Any]:
         header.facts.base,
         found.slot.starts,
         header.freshness,
+        header.sent,
     ]
 
 
 def _share(holder: int, node: str, told: Sequence[Any]) -> Share:
-    number, life, generation, sequence, step, writer, writers, place, base, starts, freshness = told
+    number, life, generation, sequence, step, writer, writers, place, *rest = told
     window = None if place is None else (place[0], place[1], place[2])
-    of = number, life, generation, sequence, step, writer, writers, window, base, starts, freshness
+    of = number, life, generation, sequence, step, writer, writers, window, *rest
     return Share(holder, node, *of)
-
-
-@dataclass(frozen=True, eq=False)
-class _Described:
-    """One writer's slot. state: (bytes, digest) of its state file. parts: (kind, first byte, header of its shard)."""
-
-    state: tuple[int, str]
-    parts: tuple[tuple[str, int, bytes], ...]
-
-
-class _SnapshotFacts:
-    """One snapshot. writers: Writer -> its slot. facts: Those of the lowest of them."""
-
-    def __init__(self) -> None:
-        self.writers: dict[int, _Described] = {}
-        self.facts: StepFacts | None = None
-
-    def require_facts(self, step: int) -> StepFacts:
-        """``facts``, which some rank has told."""
-        if self.facts is None:
-            raise DamagedError(f"memory slots of step {step}", "no rank tells of the step", step=step)
-        return self.facts
-
-
-def _packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
-    """For ``_unpacked_headers``, one after the other. tells: What all writers have alike is in this one."""
-    told = [
-        place,
-        writer,
-        [len(header.state), digest(header.state)],
-        [[part.kind, part.begin, len(part.raw)] for part in header.parts],
-        header.facts.encoded() if tells else None,
-    ]
-    meta = encode_json(told)
-    return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
-
-
-def _unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, _Described, Mapping[str, Any] | None]]:
-    at = 0
-    while at < len(raw):
-        [nbytes] = struct.unpack_from("<Q", raw, at)
-        at += 8 + nbytes
-        place, writer, state, told, facts = json.loads(raw[at - nbytes : at])
-        parts = []
-        for kind, begin, size in told:
-            parts.append((kind, begin, raw[at : at + size]))
-            at += size
-        yield place, writer, _Described(tuple(state), tuple(parts)), facts
-
-
-class _Part:
-    """The slots of one snapshot as the files of a step directory."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self.step = age_of(directory)[1]
-        self.files: dict[str, SlotFile] = {}
-        self.records: dict[str, list[FileRecord]] = {}
-        self.headers: dict[FileRecord, ShardHeader] = {}
-        self.states: list[StateRecord] = []
-
-    def add(self, writer: int, share: Share, described: _Described) -> None:
-        """One writer's slot.
-
-        Raises:
-            DamagedError: A header is none.
-        """
-        path = state_path(self.directory, writer)
-        self.states.append(StateRecord(path, *described.state, writer))
-        self.files[path] = SlotFile(share, STATE, b"", 0, described.state[0])
-        for place, (kind, begin, raw) in enumerate(described.parts):
-            path = shard_path(self.directory, writer, kind)
-            header = decode_header(raw, path)
-            record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
-            self.files[path] = SlotFile(share, place, raw, begin, header.data_nbytes)
-            self.records.setdefault(kind, []).append(record)
-            self.headers[record] = header
-
-    @property
-    def kept(self) -> frozenset[str]:
-        """Operators of which the slots hold something that never goes to storage."""
-        return frozenset(entry.operator for entry in self.kept_slices())
-
-    def kept_slices(self) -> Iterator[SliceEntry]:
-        """What never goes to storage."""
-        for record in self.records.get(HELD, ()):
-            yield from self.headers[record].slices
-
-    def lay_over(
-        self,
-        files: list[FileRecord],
-        operators: dict[str, OperatorRecord],
-        *,
-        held: Iterable[str] | None = None,
-        kept: Iterable[str] = (),
-    ) -> set[str]:
-        """Put this part on top of a view.
-
-        Args:
-            files: Of the view; the part's are appended.
-            operators: Of the view; those of the part become newer.
-            held: What the part holds in full of what goes to storage; None to leave out all of that.
-            kept: The same of what never does.
-
-        Returns:
-            The operators that are the part's now.
-        """
-        numbers: dict[str, tuple[int, ...]] = {}
-        for kind, records in self.records.items():
-            if kind == HELD or held is not None:
-                numbers[kind] = tuple(range(len(files), len(files) + len(records)))
-                files += records
-        found = {op: OperatorRecord(self.step, numbers.get(kind_of(op), ())) for op in held or ()}
-        found |= {op: OperatorRecord(self.step, numbers[HELD]) for op in kept}
-        operators |= found
-        return set(found)
-
-    def known_to(self, stored: Manifest) -> dict[str, SlotFile]:
-        """The files that are byte for byte those of a checkpoint on storage, and those that never go there."""
-        known = {record.path for record in self.headers.keys() & set(stored.files)}
-        known |= {record.path for record in set(self.states).intersection(stored.states)}
-        known |= {record.path for record in self.records.get(HELD, ())}
-        return {path: file for path, file in self.files.items() if path in known}

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.recovery_plan import ABSENT, Inventory
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.comm import largest
 from moe_ckpt.engine.host_tier import HeldCheckpoint, HostTier, as_values, checksum
 from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format.manifest import Manifest

@@ -21,10 +21,11 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.recovery.executing import Admits, Recovery, Restored, open_dense, rank_of_state
-from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints, OpenedMemory, age_of
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints, OpenedMemory
 from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import restore
+from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.recovery.together import STOPS, UNREAD, NotUsableError, by_rank_zero, leave_together
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS

@@ -124,7 +124,8 @@ def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:
         far[at] = max(far[at], 2 if not near else 0 if slots.is_near(stored.path) else 1)
         nbytes[at] += stored.nbytes
     steps = np.array([record.step for record in manifest.operators.values()], dtype=np.int64)
-    steps = np.where(far < 2, manifest.step, steps)
+    if manifest.window:  # which is of its last step, wherever its slots are
+        steps = np.where(far < 2, manifest.step, steps)
     stored_in = "" if opened.beneath is None else opened.beneath.directory
     names = ((Tier.HOST, "this node"), (Tier.PEER, "other nodes"), (Tier.STORAGE, stored_in))
     return tuple(

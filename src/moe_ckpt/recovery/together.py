@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from moe_ckpt.engine.comm import largest
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import (
     CoverageError,
     DamagedError,

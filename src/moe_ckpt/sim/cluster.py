@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_ckpt.core.placement import Placement, everywhere, expert_owner
+from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import above_zero, at_least, given, portion, whole
 from moe_ckpt.sim.model import SimModel
@@ -143,6 +144,27 @@ class Layout:
         shared = self.cluster.nodes_per_domain
         nodes = [self.node_of(rank) for rank in range(self.parallel.ranks)]
         return tuple((f"node {node}", *([f"domain {node // shared}"] if shared > 1 else [])) for node in nodes)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Kinds of data parallelism, that of experts first: per rank the ranks of its group, as adapters tell them."""
+        width, ep, ranks = self.parallel.stage_ranks, self.parallel.ep, range(self.parallel.ranks)
+        stages = [tuple(range(first, first + width)) for first in range(0, self.parallel.ranks, width)]
+        apart = {(stage[0], at): stage[at::ep] for stage in stages for at in range(ep)}
+        experts = tuple(apart[rank // width * width, rank % ep] for rank in ranks)
+        return experts, tuple(stages[rank // width] for rank in ranks)
+
+    def placed(self, replicas: int) -> ReplicaPlacement:
+        """Where so many copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
+        return place_replicas(self.domains, replicas, self.groups)
+
+    @property
+    def sent_portion(self) -> float:
+        """Part of a rank's share that is sent to peers: what they do not have in their own training state.
+
+        Under plain data parallelism they have all of it. Elsewhere a distributed optimizer divides the state.
+        """
+        return 0.0 if self.parallel.ranks == self.parallel.dp else 1.0
 
     def stages_of(self, node: int) -> range:
         """Pipeline stages that have a rank on ``node``."""

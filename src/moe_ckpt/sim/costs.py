@@ -119,7 +119,8 @@ class Costs:
         cluster, layout = self.layout.cluster, self.layout
         if self.system.durable == "storage":
             return cluster.storage_bytes_per_sec / layout.parallel.ranks
-        return self.copy_rate if self.system.durable == "node" else self.nic_rate / self.system.replicas
+        sent = self.layout.sent_portion * self.system.replicas if self.system.durable == "peers" else 0.0
+        return self.nic_rate / sent if sent else self.copy_rate
 
     @property
     def nic_rate(self) -> float:
@@ -131,7 +132,7 @@ class Costs:
 
     def move_secs(self, snapshot: Snapshot) -> float:
         """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
-        if self.system.durable == "node":
+        if self.system.durable == "node" or (self.system.durable == "peers" and not self.layout.sent_portion):
             return 0.0
         return self.storage_secs(snapshot) if self.system.durable == "storage" else snapshot.rank / self.move_rate
 

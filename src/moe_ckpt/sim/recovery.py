@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.replica_placement import place_replicas
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.cluster import Layout
@@ -112,7 +111,7 @@ class Copies:
             ConfigError: there are no other nodes or domains for so many.
         """
         self._holders = defaultdict[int, set[frozenset[int]]](set)
-        for rank, peers in enumerate(place_replicas(layout.domains, replicas).peers_of):
+        for rank, peers in enumerate(layout.placed(replicas).peers_of):
             self._holders[layout.node_of(rank)].add(frozenset(map(layout.node_of, peers)))
 
     def lost(self, nodes: Collection[int]) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moe_ckpt.core.replica_placement import place_replicas
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, at_least, whole
 from moe_ckpt.sim.clock import MOST_SECS
@@ -91,7 +90,7 @@ class Scenario:
                 "(with rollback: global)"
             )
         if system.durable == "peers":
-            place_replicas(self.layout.domains, system.replicas)
+            self.layout.placed(system.replicas)
 
     @property
     def tokens_per_step(self) -> int:

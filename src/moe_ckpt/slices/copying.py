@@ -21,7 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.engine.cuts import (
+from moe_ckpt.format import tensor_words
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.gathering import Numbers, Values, by_size, memory_at, pieces_of
+from moe_ckpt.format.shard import SliceEntry, moved
+from moe_ckpt.slices.cuts import (
     ADDRESS,
     BLOCK,
     IN_HOST_MEMORY,
@@ -31,9 +35,6 @@ from moe_ckpt.engine.cuts import (
     Shelf,
     Table,
 )
-from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.gathering import Numbers, by_size, memory_at, pieces_of
-from moe_ckpt.format.shard import SliceEntry, moved
 
 _LARGE_NBYTES = 1 << 16
 """From here on a run of neighbours is moved by itself; smaller ones are gathered, many by one call."""
@@ -57,7 +58,7 @@ class CopyProgram:
     Args:
         shelf: Has what is copied.
         numbers: Its slices there, in the order of the target.
-        table: Of them, see ``engine.cuts``.
+        table: Of them, see ``slices.cuts``.
         begins: Where each goes.
         at_once: Keys of tensors that ``copy_at_once`` copies instead.
 
@@ -80,12 +81,20 @@ class CopyProgram:
         first = _starts(table[1:, BLOCK] == table[:-1, BLOCK], len(numbers))
         self._watched = numbers[first[np.argsort(table[first, BLOCK])]]
         self.blocks = tuple(map(shelf.blocks.__getitem__, self._watched.tolist()))
-        self.is_cuda = any(map(_IS_CUDA, self.blocks))
+        self._counters = shelf.counters(self._watched)
+        elsewhere = numbers[table[:, KIND] != IN_HOST_MEMORY].tolist()
+        self.is_cuda = any(map(_IS_CUDA, map(shelf.blocks.__getitem__, elsewhere)))
 
     @property
     def keys(self) -> list[str]:
         """Of ``blocks``."""
         return [self._shelf.entries[number].key for number in self._watched.tolist()]
+
+    def versions(self) -> Values:
+        """How often each of ``blocks`` was written to."""
+        if self._counters is not None:
+            return tensor_words.counts(self._counters)
+        return np.fromiter(map(tensor_words.VERSION, self.blocks), np.uint64, len(self.blocks))
 
     @cached_property
     def steps(self) -> tuple[HostMoves | CopyStep, ...]:
@@ -126,9 +135,7 @@ class CopyProgram:
             if kind[at] < 0:
                 number = int(numbers[first[at]])
                 entry = self._shelf.entries[number]
-                yield CopyStep(
-                    int(begin[at]), int(end[at]), TORCH_DTYPES[entry.dtype], (tensors[number],), entry.shape
-                )
+                yield CopyStep(int(begin[at]), int(end[at]), TORCH_DTYPES[entry.dtype], (tensors[number],), entry.shape)
                 continue
             itemsize = tensors[int(numbers[first[at]])].itemsize
             while at < stop:
@@ -248,20 +255,19 @@ class _Watch:
         self._programs = programs
         self._versions = self._now()
 
-    def _now(self) -> list[list[int]]:
-        return [list(map(_VERSION, program.blocks)) for program in self._programs]
+    def _now(self) -> list[Values]:
+        return [program.versions() for program in self._programs]
 
     def changed(self) -> tuple[str, ...]:
-        now = self._now()
-        if now == self._versions:
-            return ()
         keys: list[str] = []
-        for program, seen, found in zip(self._programs, self._versions, now, strict=True):
-            keys += [key for key, before, after in zip(program.keys, seen, found, strict=True) if before != after]
+        for program, seen, now in zip(self._programs, self._versions, self._now(), strict=True):
+            places = np.flatnonzero(now != seen)
+            if len(places):
+                known = program.keys
+                keys += [known[at] for at in places.tolist()]
         return tuple(sorted(set(keys)))
 
 
-_VERSION = attrgetter("_version")
 _IS_CUDA = attrgetter("is_cuda")
 
 
@@ -341,9 +347,7 @@ class Copier:
         done = self._copy(moves[half:], ready)
         return done, () if done is not None else watch.changed(), time.perf_counter()
 
-    def _copy(
-        self, moves: Sequence[Move], ready: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
+    def _copy(self, moves: Sequence[Move], ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
         if ready is None or self._stream is None:
             carry_out(moves)
             return None

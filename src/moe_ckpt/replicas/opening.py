@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
-from moe_ckpt.engine.replica_wire import SECRET_NBYTES, Listener
-from moe_ckpt.engine.replication import Replicator, Roster
 from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
+from moe_ckpt.replicas.replication import Replicator, Roster
+from moe_ckpt.replicas.wire import SECRET_NBYTES, Listener
 
 _MOST_SHOWN = 8
 
@@ -28,6 +28,7 @@ def open_replication(
     generation: int,
     make: Callable[[int], Slot],
     timeout_secs: float,
+    groups: Sequence[Sequence[int]] = (),
 ) -> Replicator | None:
     """Returns this rank's replicator; None without replicas. A collective of the training thread.
 
@@ -38,6 +39,7 @@ def open_replication(
         generation: Life of the run, which ``comm`` has entered.
         make: Makes a slot in this rank's memory directory. Raises ``MemoryFullError``.
         timeout_secs: Longest time in which a peer takes or gives no byte.
+        groups: Kinds of data parallelism, from the one whose ranks hold most alike: the ranks of this rank's group.
 
     Raises:
         ConfigError: On every rank alike: settings differ, or there are no nodes for so many copies.
@@ -46,6 +48,7 @@ def open_replication(
     """
     listener, trouble = None, ""
     told: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
+    told["groups"] = [min(group) for group in groups]  # whose members all say so
     try:
         told["node"] = node_of(memory.root)
         if memory.replicas and comm.world_size > 1:
@@ -86,7 +89,16 @@ def _placement(ranks: list[dict[str, Any]]) -> ReplicaPlacement:
                 f"{each['domain']!r}; all ranks name theirs, or none"
             )
     named = [(each["node"],) if each["domain"] is None else (each["node"], each["domain"]) for each in ranks]
-    return place_replicas(named, ranks[0]["replicas"])
+    kinds = [list(kind) for kind in zip(*(each["groups"] for each in ranks), strict=True)]
+    return place_replicas(named, ranks[0]["replicas"], [_groups(kind) for kind in kinds])
+
+
+def _groups(first: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per rank the ranks of its group. first: per rank the lowest of them."""
+    members: dict[int, list[int]] = {}
+    for rank, lowest in enumerate(first):
+        members.setdefault(lowest, []).append(rank)
+    return [tuple(members[lowest]) for lowest in first]
 
 
 def _say_short(placement: ReplicaPlacement, replicas: int) -> None:

@@ -1,7 +1,7 @@
 """Compiles a snapshot request into what this rank does for it: which bytes go where, and what headers say of them.
 
 A dense checkpoint of a model with many experts has tens of thousands of slices, so nothing may take Python work for
-each of them at every step. What is known of an operator is worked out once (``engine.cuts``), and a plan that is new is
+each of them at every step. What is known of an operator is worked out once (``slices.cuts``), and a plan that is new is
 joined from that. A plan that comes again, as every dense one does, is the very same as long as the live tensors are:
 what it costs is C: pointers compared, bytes copied, checksums.
 
@@ -22,9 +22,13 @@ from moe_ckpt.core.cover_sum import PRIME
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.engine.claims import Claims
-from moe_ckpt.engine.copying import CopyProgram
-from moe_ckpt.engine.cuts import (
+from moe_ckpt.format.gathering import Numbers
+from moe_ckpt.format.header_template import HeaderTemplate
+from moe_ckpt.format.shard import SliceEntry, in_a_row, moved, require_distinct
+from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.claims import Claims
+from moe_ckpt.slices.copying import CopyProgram
+from moe_ckpt.slices.cuts import (
     NBYTES,
     Cut,
     Shelf,
@@ -35,12 +39,10 @@ from moe_ckpt.engine.cuts import (
     sorted_rows,
     table_of_side,
 )
-from moe_ckpt.engine.pieces import LocalState, cut, cut_replay, shard_kind
-from moe_ckpt.engine.request import SnapshotRequest
-from moe_ckpt.engine.shares import Sharder
-from moe_ckpt.format.header_template import HeaderTemplate
-from moe_ckpt.format.shard import SliceEntry, in_a_row, moved, require_distinct
-from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
+from moe_ckpt.slices.pieces import LocalState, cut, cut_replay, shard_kind
+from moe_ckpt.slices.request import SnapshotRequest
+from moe_ckpt.slices.shares import Sharder, WriteAssignment
 
 ALIGNMENT = 64
 """Bytes; where a part of a buffer may begin."""
@@ -52,6 +54,8 @@ _MOST_SLICES = 1 << 19
 _COVER_SUM: Callable[[Cut], int] = attrgetter("cover_sum")
 
 PlanKey = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool]
+_WholeKey = tuple[PlanKey, tuple[SliceEntry, ...], int]
+"""With side tensors, and whether copies go to peers."""
 
 
 class CompiledPart:
@@ -60,7 +64,7 @@ class CompiledPart:
     Made on the training thread, but for what takes long and is not needed there.
 
     Attributes:
-        kind: That of the shard it becomes (see ``shard_path``), or ``HELD``.
+        kind: That of the shard it becomes (see ``shard_path``), ``HELD``, or ``MIRROR`` and a rank.
         slices: What it holds, side tensors included, in the order of ``lay_out``.
         ends: Where each ends; the next begins there.
         side: Places in ``slices`` of the side tensors, in the order in which they were given.
@@ -94,7 +98,12 @@ class CompiledPart:
 
     @property
     def is_written(self) -> bool:
-        return self.kind != HELD
+        return self.kind != HELD and self.source is None
+
+    @property
+    def source(self) -> int | None:
+        """The rank of whose share this is what this rank has alike; None for its own share."""
+        return int(self.kind.removeprefix(MIRROR)) if self.kind.startswith(MIRROR) else None
 
     @property
     def entries(self) -> tuple[SliceEntry, ...]:
@@ -105,6 +114,11 @@ class CompiledPart:
         """Those of ``entries`` that ``side`` says."""
         given = zip(self.side, self.given_side, strict=True)
         return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in given]
+
+    @cached_property
+    def names(self) -> Numbers:
+        """``[n]`` digest of the name of each slice."""
+        return digests_of([entry.name for entry in self.slices.listed()])
 
     @cached_property
     def operators(self) -> tuple[str, ...]:
@@ -141,7 +155,7 @@ class CompiledPlan:
     """What one rank copies and writes for one key.
 
     Attributes:
-        parts: Of the buffer, with the byte at which each begins.
+        parts: Of the buffer, with the byte at which each begins; this rank's own share first.
         nbytes: Of the buffer.
         key: What is saved.
         claims: What all ranks together must write of it.
@@ -151,6 +165,16 @@ class CompiledPlan:
     nbytes: int
     key: PlanKey
     claims: Claims
+
+    @property
+    def own(self) -> tuple[tuple[int, CompiledPart], ...]:
+        """The parts of this rank's share."""
+        return tuple(each for each in self.parts if each[1].source is None)
+
+    def own_nbytes(self, *, held: bool = True) -> int:
+        """Of the buffer, from its first byte, to the end of this rank's share; or of that without what is ``HELD``."""
+        ends = (begin + part.nbytes for begin, part in self.own if held or part.kind != HELD)
+        return max(ends, default=0)
 
     @cached_property
     def own_claim(self) -> int:
@@ -171,7 +195,11 @@ def cover_difference(plan: CompiledPlan) -> int:
 
 
 class PlanCompiler:
-    """Compiles requests for one rank, and keeps what it made. For the training thread only."""
+    """Compiles requests for one rank, and keeps what it made. For the training thread only.
+
+    Attributes:
+        mirrors: What is copied of the shares of others, whose copies this rank holds.
+    """
 
     def __init__(self, catalog: Catalog, placement: Placement, sharding: str, rank: int, ranks: int) -> None:
         self._catalog = catalog
@@ -184,9 +212,9 @@ class PlanCompiler:
         self._claims = Claims(catalog, (), rank, ranks)
         self._compute_types: Mapping[str, str] = {}
         self._unstable: frozenset[str] = frozenset()
-        self._plans: OrderedDict[tuple[PlanKey, tuple[SliceEntry, ...]], CompiledPlan] = OrderedDict()
-        self._slices = 0
+        self._plans = _KeptPlans()
         self._newest: dict[str, CompiledPart] = {}
+        self.mirrors = MirroredShares(catalog, placement, ())
 
     def add_unstable(self, keys: Collection[str]) -> None:
         """Others than the optimizer change these tensors: from now on they are copied before training goes on."""
@@ -210,14 +238,11 @@ class PlanCompiler:
         """
         self._update(tensors, specs, request.compute_types)
         key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
-        whole_key = (key, tuple(side))
-        plan = self._plans.pop(whole_key, None)
+        whole_key = (key, tuple(side), request.copied * (1 + request.sends_held))
+        plan = self._plans.get(whole_key)
         if plan is None:
             plan = self._compile(key, request, side)
-            self._slices += _slices(plan)
-        self._plans[whole_key] = plan  # the newest, and so the last to go
-        while self._slices > _MOST_SLICES and len(self._plans) > 1:
-            self._slices -= _slices(self._plans.popitem(last=False)[1])
+            self._plans.add(whole_key, plan)
         return plan
 
     def _update(
@@ -237,13 +262,15 @@ class PlanCompiler:
     def _forget(self) -> None:
         self._plans.clear()
         self._newest.clear()
-        self._slices = 0
 
     def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
         host_only = frozenset(request.host_only)
         by_kind: dict[str, list[Cut]] = {"expert": [], "non_expert": [], HELD: []}
-        for found in self._cut(request):
+        own, dealt = self._cut(request)
+        for found in own:
             by_kind[HELD if found.operator in host_only else self._kinds[found.operator]].append(found)
+        if request.copied:
+            by_kind |= self.mirrors.cuts(request.to_peers, self._tensors, dealt)
         parts: list[tuple[int, CompiledPart]] = []
         at = 0
         for kind, cuts in by_kind.items():
@@ -254,8 +281,8 @@ class PlanCompiler:
         nbytes = parts[-1][0] + parts[-1][1].nbytes if parts else 0
         return CompiledPlan(tuple(parts), nbytes, key, self._claims)
 
-    def _cut(self, request: SnapshotRequest) -> Sequence[Cut]:
-        """This rank's share of what is copied, as views of live tensors."""
+    def _cut(self, request: SnapshotRequest) -> tuple[Sequence[Cut], WriteAssignment]:
+        """This rank's share of what is copied, as views of live tensors, and who has which."""
         if self._local.is_crowded:
             self._local = LocalState(self._catalog, self._tensors)
             self._newest.clear()
@@ -266,7 +293,7 @@ class PlanCompiler:
         if request.window is not None:
             types = request.compute_types
             found += cut_replay(self._local, chosen, request.compute_only, dealt, self._rank, types)
-        return found
+        return found, dealt
 
     def _part(self, kind: str, cuts: Sequence[Cut], side: Sequence[SliceEntry]) -> CompiledPart:
         """A part of the same slices as the plan before is that plan's: what is no expert is saved by every plan."""
@@ -278,6 +305,45 @@ class PlanCompiler:
 
 def _slices(plan: CompiledPlan) -> int:
     return sum(len(part.slices) for _, part in plan.parts)
+
+
+class _KeptPlans:
+    """The plans that were used last, together of up to ``_MOST_SLICES`` slices."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[_WholeKey, CompiledPlan] = OrderedDict()
+        self._newest: tuple[_WholeKey, CompiledPlan] | None = None
+        self._slices = 0
+
+    def get(self, key: _WholeKey) -> CompiledPlan | None:
+        if self._newest is not None and _are_same(self._newest[0], key):
+            return self._newest[1]  # found without a look at each operator's name
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            self._plans[key] = plan  # the last to go
+            self._newest = key, plan
+        return plan
+
+    def add(self, key: _WholeKey, plan: CompiledPlan) -> None:
+        self._plans[key] = plan
+        self._newest = key, plan
+        self._slices += _slices(plan)
+        while self._slices > _MOST_SLICES and len(self._plans) > 1:
+            self._slices -= _slices(self._plans.popitem(last=False)[1])
+
+    def values(self) -> Sequence[CompiledPlan]:
+        """The one that was used longest ago first."""
+        return tuple(self._plans.values())
+
+    def clear(self) -> None:
+        self._plans.clear()
+        self._newest = None
+        self._slices = 0
+
+
+def _are_same(one: _WholeKey, other: _WholeKey) -> bool:
+    """Whether they name the very same tuples of operators; False if they may only be equal."""
+    return all(map(is_, one[0], other[0])) and one[1:] == other[1:]
 
 
 def _same(one: Sequence[Cut], other: Sequence[Cut]) -> bool:

@@ -16,10 +16,10 @@ from zlib import crc32
 from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.engine.pieces import box_of_rows, wanted_boxes, wanted_replay
-from moe_ckpt.engine.shares import has_rows, holders, is_weight
 from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.ports import TensorSpec
+from moe_ckpt.slices.pieces import box_of_rows, wanted_boxes, wanted_replay
+from moe_ckpt.slices.shares import has_rows, holders, is_weight
 
 _Scattered = tuple[str, frozenset[str], int]
 """(home, operators with rows of the parameter, sum) of state without rows."""

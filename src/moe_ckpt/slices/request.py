@@ -9,8 +9,8 @@ from typing import Any
 
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.shares import ComputeTypes
 from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.slices.shares import ComputeTypes
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,9 @@ class SnapshotRequest:
         stored: It goes to storage; otherwise into memory that outlives the process only.
         copied: It goes to peers, where there are any.
         updates: That changed weights in this process by then.
+        sends_held: ``host_only`` go to peers, too.
+        experts: That memory holds then by this snapshot alone, a bit each (``Catalog.expert_bits``).
+        sent: Of those, the ones that peers get.
     """
 
     step: int
@@ -54,6 +57,16 @@ class SnapshotRequest:
     stored: bool = True
     copied: bool = True
     updates: int = 0
+    sends_held: bool = True
+    experts: int = 0
+    sent: int = 0
+
+    @property
+    def to_peers(self) -> tuple[str, ...]:
+        """Operators that go to peers in full, where there are any."""
+        if not self.copied:
+            return ()
+        return (*self.operators, *self.host_only) if self.sends_held and self.host_only else self.operators
 
     @property
     def directory(self) -> str:

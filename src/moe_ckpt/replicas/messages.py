@@ -9,23 +9,28 @@ from __future__ import annotations
 import enum
 import logging
 import struct
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from moe_ckpt.engine.replica_headers import HeaderReader
-from moe_ckpt.engine.replica_store import Incoming, ReplicaStore, decoded
-from moe_ckpt.engine.replica_wire import CHUNK_NBYTES, Link, Wire
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.replicas.headers import HeaderReader
+from moe_ckpt.replicas.store import Incoming, ReplicaStore, decoded
+from moe_ckpt.replicas.wire import CHUNK_NBYTES, Link, Wire
 
 log = logging.getLogger("moe_ckpt")
 
 _MAGIC = b"mockcopy"
 _OFFER = struct.Struct("<8sQQQQ")
 _ANSWER = struct.Struct("<QIQQ")
+_RUN = struct.Struct("<QQ")
+_MOST_RUNS = 1 << 20
+_GATHERED_NBYTES = 1 << 16
+"""Runs smaller than this are sent together."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 _MOST_DATA_NBYTES = 1 << 44
 """More than any host's memory; room is reserved anyhow before a byte is taken."""
@@ -35,7 +40,7 @@ class Status(enum.IntEnum):
     """What a holder says of a copy."""
 
     SEND = 1
-    """Room is reserved."""
+    """Room is reserved, and these bytes are wanted: ``needed`` runs of them follow, ``free`` bytes in all."""
     HELD = 2
     """All slices arrived as they were, and the slot is sealed."""
     FULL = 3
@@ -60,14 +65,22 @@ class SealedSlot:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a holder. needed, free: bytes, if its memory is full."""
+    """Of a holder. needed, free: bytes, if its memory is full; see ``Status.SEND``."""
 
     status: Status
     needed: int = 0
     free: int = 0
 
 
-def send_copy(wire: Wire, sequence: int, share: SealedSlot) -> Answer:
+class Sent(NamedTuple):
+    """One copy. nbytes: of it that were sent. secs: from the first of them until the holder had verified all."""
+
+    answer: Answer
+    nbytes: int = 0
+    secs: float = 0.0
+
+
+def send_copy(wire: Wire, sequence: int, share: SealedSlot) -> Sent:
     """The source's part.
 
     Raises:
@@ -78,9 +91,30 @@ def send_copy(wire: Wire, sequence: int, share: SealedSlot) -> Answer:
     wire.send(share.header)
     answer = _answer(wire, sequence)
     if answer.status is not Status.SEND:
-        return answer
-    wire.send(share.memory.numpy().data)
-    return _answer(wire, sequence)
+        return Sent(answer)
+    if answer.needed > _MOST_RUNS:
+        raise ConnectionAbortedError(f"{answer.needed:,} runs of copy {sequence} are wanted")
+    wanted = list(_RUN.iter_unpack(wire.receive(_RUN.size * answer.needed)))
+    if any(not begin <= end <= nbytes for begin, end in wanted):
+        raise ConnectionAbortedError(f"bytes are wanted of copy {sequence} that it does not have")
+    began = time.perf_counter()
+    _send_runs(wire, share.memory.numpy().data, wanted)
+    answer = _answer(wire, sequence)
+    return Sent(answer, sum(end - begin for begin, end in wanted), time.perf_counter() - began)
+
+
+def _send_runs(wire: Wire, memory: memoryview, runs: list[tuple[int, int]]) -> None:
+    small = bytearray()
+    for begin, end in runs:
+        if end - begin < _GATHERED_NBYTES:
+            small += memory[begin:end]
+        if small and (end - begin >= _GATHERED_NBYTES or len(small) >= _GATHERED_NBYTES):
+            wire.send(bytes(small))
+            small.clear()
+        if end - begin >= _GATHERED_NBYTES:
+            wire.send(memory[begin:end])
+    if small:
+        wire.send(bytes(small))
 
 
 def _answer(wire: Wire, sequence: int) -> Answer:
@@ -90,7 +124,7 @@ def _answer(wire: Wire, sequence: int) -> Answer:
     return Answer(Status(status), needed, free)
 
 
-def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore) -> None:
+def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore, patience_secs: float) -> None:
     """The holder's part, until the source ends the connection.
 
     Args:
@@ -98,11 +132,12 @@ def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore) -> 
         link: Whose copies come.
         run_id: Of the store.
         store: Takes them.
+        patience_secs: Longest wait for this rank's own snapshot of the same step, before all bytes are asked for.
 
     Raises:
         OSError: The source is gone, hung in the middle of a copy, or sent something else.
     """
-    newest, reader = -1, HeaderReader()
+    newest, receiver = -1, _Receiver(wire, link, run_id, store, HeaderReader(), patience_secs)
     offer = bytearray(_OFFER.size)
     while wire.receive_into(memoryview(offer), idle=True):
         magic, sequence, step, header_nbytes, nbytes = _OFFER.unpack(offer)
@@ -111,8 +146,7 @@ def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore) -> 
                 f"copy {sequence} (header {header_nbytes:,} bytes, {nbytes:,} in all) was offered after copy {newest}"
             )
         newest = sequence
-        answer = _receive(wire, link, run_id, store, reader, _Offer(sequence, step, header_nbytes, nbytes))
-        _say(wire, sequence, answer)
+        _say(wire, sequence, _receive(receiver, _Offer(sequence, step, header_nbytes, nbytes)))
 
 
 def _say(wire: Wire, sequence: int, answer: Answer) -> None:
@@ -128,10 +162,20 @@ class _Offer(NamedTuple):
     nbytes: int
 
 
-def _receive(
-    wire: Wire, link: Link, run_id: str, store: ReplicaStore, reader: HeaderReader, offer: _Offer
-) -> Answer:
+class _Receiver(NamedTuple):
+    """What one connection's copies go through. See ``receive_copies``."""
+
+    wire: Wire
+    link: Link
+    run_id: str
+    store: ReplicaStore
+    reader: HeaderReader
+    patience_secs: float
+
+
+def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
     """One copy. Returns what the source is to hear of it."""
+    wire, link, run_id, store, reader, patience_secs = receiver
     sequence, step = offer.sequence, offer.step
     raw = wire.receive(offer.header_nbytes)
     try:
@@ -147,7 +191,17 @@ def _receive(
         log.warning("no copy of rank %d can lie here: %s", link.source, str(error))
         return Answer(Status.FAILED)
     try:
-        _say(wire, sequence, Answer(Status.SEND))
+        mirror = store.mirror_of(link.source, sequence, patience_secs)
+        differ = 0 if mirror is None else incoming.fill(mirror)
+        del mirror
+        if differ:
+            log.warning(
+                "%d slices of step %d differ between rank %d and rank %d, which should hold them alike; those of rank "
+                "%d are sent to its copy",
+                *(differ, step, link.source, link.holder, link.source),
+            )
+        _say(wire, sequence, Answer(Status.SEND, len(incoming.wanted), sum(end - at for at, end in incoming.wanted)))
+        wire.send(b"".join(_RUN.pack(*run) for run in incoming.wanted))
         damaged = _take(wire, incoming)
     except OSError:
         store.discard(incoming)
@@ -175,12 +229,13 @@ def _name_at(header: SlotHeader, begin: int) -> str:
 
 
 def _take(wire: Wire, incoming: Incoming) -> int | None:
-    """Receive all bytes of a copy. Returns where the first damaged slice begins; None if there is none."""
+    """Receive what is wanted of a copy. Returns where the first damaged slice begins; None if there is none."""
     damaged: int | None = None
-    for begin in range(0, len(incoming.memory), CHUNK_NBYTES):
-        chunk = incoming.memory[begin : begin + CHUNK_NBYTES]
-        if not wire.receive_into(chunk):
-            raise ConnectionResetError("the connection ended in the middle of a copy")
-        if damaged is None:
-            damaged = incoming.verify(begin + len(chunk))
+    for first, end in incoming.wanted:
+        for begin in range(first, end, CHUNK_NBYTES):
+            chunk = incoming.memory[begin : min(begin + CHUNK_NBYTES, end)]
+            if not wire.receive_into(chunk):
+                raise ConnectionResetError("the connection ended in the middle of a copy")
+            if damaged is None:
+                damaged = incoming.verify(begin + len(chunk))
     return damaged

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.comm.lane import Lane
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.lane import Lane
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
@@ -101,7 +101,7 @@ class SoloCommunicator:
 
 
 class GlooCommunicator:
-    """Ranks of the default process group, on two gloo groups of our own, each with its thread (``engine.lane``).
+    """Ranks of the default process group, on two gloo groups of our own, each with its thread (``comm.lane``).
 
     One lane is for what the training thread asks and for agreements, one for the persist threads. What is combined over
     ranks goes along a tree (``core.tree``): a rank sends and receives O(log R) messages, however many ranks there are.

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from moe_ckpt.core.cover_sum import cover_sum
+from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.gathering import Column, Numbers
 from moe_ckpt.format.header_template import HeaderTexts
@@ -77,6 +78,7 @@ class Shelf:
         self.others: dict[int, torch.Tensor] = {}
         self.transient = 0
         self._table = Column(np.int64, _COLUMNS)
+        self._counters = Column(np.int64)
         self._texts = HeaderTexts()
         self._side: dict[SliceEntry, int] = {}
 
@@ -107,6 +109,12 @@ class Shelf:
     def table(self, numbers: Numbers) -> Table:
         found: Table = self._table.rows[numbers]
         return found
+
+    def counters(self, numbers: Numbers) -> Numbers | None:
+        """Addresses of the version counts of slices' tensors, for ``tensor_words``; None if some cannot be read."""
+        self._counters.add(tensor_words.counters(self.blocks[len(self._counters) :]))
+        found: Numbers = self._counters.rows[numbers]
+        return found if found.all() else None
 
     def texts(self) -> HeaderTexts:
         """Of all slices. On the thread that makes headers, and on it alone."""

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
+import numpy as np
 import xxhash
 
-from moe_ckpt.engine.replica_headers import Extents
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.replicas.headers import Extents
+from moe_ckpt.slices.mirroring import Mirror
 
+log = logging.getLogger("moe_ckpt")
+
+Run = tuple[int, int]
+"""First byte and end."""
+_MOST_MIRRORS = 8
+"""Snapshots whose copies may still come."""
 _OVERSIZE = 2
 _SMALL_BYTES = 1 << 20
 """As of ``engine.buffers``: which slot serves which size."""
@@ -24,32 +33,76 @@ class Incoming:
         slot: To receive it into.
         header: Of the slot, as its source sealed it.
         extents: What it says of the bytes that come.
+
+    Attributes:
+        wanted: Bytes that the source must send, in order: all, unless some are here already (``fill``).
     """
 
     def __init__(self, slot: Slot, header: bytes, extents: Extents) -> None:
         self.slot = slot
         self.header = header
         self.memory = slot.memory.numpy().data[: extents.nbytes]
+        self.wanted: list[Run] = [(0, extents.nbytes)] if extents.nbytes else []
         self._extents = extents
+        self._left = list(range(len(extents.ends)))
         self._next = 0
 
+    def fill(self, mirror: Mirror) -> int:
+        """Take from ``mirror`` what it has, and want the rest only.
+
+        Returns:
+            How many slices of the same name and size have other bytes here than at their source.
+        """
+        extents, ends = self._extents, mirror.part.ends
+        begins, sizes = ends - np.diff(ends, prepend=0), np.diff(ends, prepend=0)
+        order = np.argsort(mirror.part.names, kind="stable")
+        if not len(order):
+            return 0
+        at = np.searchsorted(mirror.part.names[order], extents.names).clip(max=len(order) - 1)
+        found = order[at]
+        wanted_sizes = np.asarray(extents.ends) - np.asarray(extents.begins)
+        there = (mirror.part.names[found] == extents.names) & (sizes[found] == wanted_sizes)
+        memory, differ, taken = mirror.memory.numpy().data, 0, set[int]()
+        for number in np.flatnonzero(there).tolist():
+            begin = int(begins[found[number]])
+            data = memory[begin : begin + int(sizes[found[number]])]
+            if xxhash.xxh3_64_intdigest(data) == extents.checksums[number]:
+                self.memory[extents.begins[number] : extents.ends[number]] = data
+                taken.add(number)
+            else:
+                differ += 1
+        self._left = [number for number in self._left if number not in taken]
+        self.wanted = _joined([(extents.begins[number], extents.ends[number]) for number in self._left])
+        return differ
+
     def verify(self, arrived: int) -> int | None:
-        """Compare what is complete and not compared yet, while it is still in the processor's cache.
+        """Compare what was sent, is complete and not compared yet, while it is still in the processor's cache.
 
         Args:
-            arrived: Bytes from the beginning on.
+            arrived: Bytes from the beginning on, of those that are wanted.
 
         Returns:
             Where the first damaged slice begins; None if there is none.
         """
         begins, ends, checksums = self._extents.begins, self._extents.ends, self._extents.checksums
-        at, memory = self._next, self.memory
-        while at < len(ends) and ends[at] <= arrived:
+        left, memory = self._left, self.memory
+        while self._next < len(left) and ends[left[self._next]] <= arrived:
+            at = left[self._next]
             if xxhash.xxh3_64_intdigest(memory[begins[at] : ends[at]]) != checksums[at]:
                 return begins[at]
-            at += 1
-        self._next = at
+            self._next += 1
         return None
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """The same bytes, in order, in as few runs as there are gaps."""
+    found: list[Run] = []
+    for begin, end in runs:
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        elif end > begin:
+            found.append((begin, end))
+    return found
 
 
 class ReplicaStore:
@@ -60,15 +113,45 @@ class ReplicaStore:
     Args:
         make: Makes a slot. Raises ``MemoryFullError``.
         sources: How many ranks' copies lie here.
+
+    Attributes:
+        expects_mirrors: ``mirrored`` will be called for every snapshot of which copies come.
     """
 
     def __init__(self, make: Callable[[int], Slot], sources: int) -> None:
+        self.expects_mirrors = False
         self._make = make
         self._most_free = sources + 1
         self._kept: dict[tuple[int, int], Slot] = {}
         self._free: list[Slot] = []
         self._lock = threading.Lock()
+        self._spare: frozenset[int] = frozenset()
+        self._mirrors: dict[int, dict[int, Mirror]] = {}
+        self._mirrored = threading.Condition(self._lock)
         self._is_closed = False
+
+    def mirrored(self, sequence: int, mirrors: Mapping[int, Mirror]) -> None:
+        """This rank's own snapshot ``sequence`` is in memory, with what it has alike of others: source -> that.
+
+        Empty where it could not be made: all is asked of the sources then.
+        """
+        with self._mirrored:
+            if self._is_closed:
+                return
+            self._mirrors[sequence] = dict(mirrors)
+            for old in sorted(self._mirrors)[:-_MOST_MIRRORS]:
+                del self._mirrors[old]
+            self._mirrored.notify_all()
+
+    def mirror_of(self, source: int, sequence: int, timeout_secs: float) -> Mirror | None:
+        """What this rank has alike of a snapshot of ``source``, given once; None if nothing, or not in time."""
+
+        def is_known() -> bool:
+            return self._is_closed or not self.expects_mirrors or max(self._mirrors, default=-1) >= sequence
+
+        with self._mirrored:
+            self._mirrored.wait_for(is_known, timeout_secs)
+            return self._mirrors.get(sequence, {}).pop(source, None)
 
     def reserve(self, header: SlotHeader, raw: bytes, extents: Extents, nbytes: int) -> Incoming:
         """Make ready to receive a copy.
@@ -101,9 +184,13 @@ class ReplicaStore:
         try:
             return self._make(nbytes)
         except MemoryFullError:
-            if not self._let_go_of_free():
-                raise
-        return self._make(nbytes)
+            self._let_go_of_free()
+        while True:
+            try:
+                return self._make(nbytes)
+            except MemoryFullError:
+                if not self._let_go_of_spare():
+                    raise
 
     def _let_go_of_free(self) -> int:
         """Free slots of the wrong size go before the memory is called full."""
@@ -112,6 +199,15 @@ class ReplicaStore:
         for slot in free:
             slot.remove()
         return len(free)
+
+    def _let_go_of_spare(self) -> bool:
+        """Copies that only hold older versions go before the newest is refused, the oldest first; False without any."""
+        with self._lock:
+            there = sorted((key for key in self._kept if key[1] in self._spare), key=lambda key: key[1])
+            gone = [self._kept.pop(key) for key in there[:1]]
+        for slot in gone:
+            slot.remove()
+        return bool(gone)
 
     def keep(self, source: int, sequence: int, incoming: Incoming) -> None:
         """Everything arrived and was verified: from here on whoever comes next may read it.
@@ -130,9 +226,10 @@ class ReplicaStore:
         incoming.memory.release()
         self._give_back([incoming.slot])
 
-    def release_except(self, sequences: Collection[int]) -> None:
-        """Let go of all copies but those of these sequences."""
+    def release_except(self, sequences: Collection[int], spare: Collection[int] = ()) -> None:
+        """Let go of all copies but those of these sequences; of ``spare`` ones once there is no other room."""
         with self._lock:
+            self._spare = frozenset(spare)
             over = [key for key in self._kept if key[1] not in sequences]
             slots = [self._kept.pop(key) for key in over]
         self._give_back(slots)
@@ -170,6 +267,8 @@ class ReplicaStore:
         """Touch no file any more. What is sealed stays, and belongs to whoever owns the directory."""
         with self._lock:
             self._is_closed = True
+            self._mirrors.clear()
+            self._mirrored.notify_all()
             self._kept.clear()
             self._free.clear()
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
-from moe_ckpt.engine.cuts import Cut, Shelf, SliceSource
-from moe_ckpt.engine.shares import ComputeTypes, WriteAssignment, has_rows, holders, is_weight
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.cuts import Cut, Shelf, SliceSource
+from moe_ckpt.slices.shares import ComputeTypes, WriteAssignment, has_rows, holders, is_weight
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,18 @@ Held: TypeAlias = tuple[int, int]
 
 
 class LocalState:
-    """This rank's tensors, by operator: describing a snapshot costs as much as it takes, not as all there is."""
+    """This rank's tensors, by operator: describing a snapshot costs as much as it takes, not as all there is.
 
-    def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
+    Args:
+        catalog: Of the model.
+        tensors: This rank's.
+        source: Another rank, of whose share this is only what this rank's tensors have alike; None for the rank's own.
+        alike: What is replicated here is so on ``source``.
+    """
+
+    def __init__(
+        self, catalog: Catalog, tensors: Sequence[StateTensor], source: int | None = None, *, alike: bool = False
+    ) -> None:
         self.catalog = catalog
         self.tensors = tuple(tensors)
         self.held: dict[str, list[Held]] = {}
@@ -58,7 +67,7 @@ class LocalState:
             home = catalog.home[tensor.parameter]
             shared = any(operator.id != home for operator, _ in catalog.spans_of[tensor.parameter])
             for place, (operator, span) in enumerate(holders(catalog, tensor)):
-                if not tensor.duplicate:
+                if not tensor.duplicate if source is None else (alike and tensor.replicated) or tensor.writer == source:
                     self.held.setdefault(operator.id, []).append((number, place))
                 if shared and not is_weight(tensor) and not has_rows(catalog, tensor):
                     self.scattered.append((operator, span, tensor))
@@ -187,9 +196,7 @@ def _entry(
     return SliceEntry(key, operator, dtype, offsets, shape, global_shape, on_param_device=on_param_device)
 
 
-def wanted_boxes(
-    catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]
-) -> dict[str, list[Box]]:
+def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]) -> dict[str, list[Box]]:
     """What all ranks together must write for ``operators``: the claim that the commit proves."""
     wanted: dict[str, list[Box]] = {}
     for tensor in specs:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.slot import SlotHeader, SlotPart
+from moe_ckpt.slices.mirroring import digests_of
 
 _KEPT_NBYTES = 64 << 20
 """Of texts, for each source. A policy saves other slices at every step, but comes back to the first ones."""
@@ -33,11 +34,13 @@ class Extents:
     Attributes:
         begins, ends: In the slot.
         checksums: XXH3-64.
+        names: ``[n]`` digests of their names.
     """
 
     begins: list[int]
     ends: list[int]
     checksums: list[int]
+    names: _Numbers
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +57,7 @@ class _Layout:
     digits_at: _Numbers
     begins: _Numbers
     ends: _Numbers
+    names: _Numbers
 
     def checksums(self, raw: bytes, step: int) -> list[int] | None:
         """Those of the slices, if ``raw`` has the same ones and is of this step; else None."""
@@ -82,16 +86,18 @@ class HeaderReader:
         Raises:
             DamagedError: The header does not hold together.
         """
-        begins, ends, checksums = _empty(), _empty(), list[int]()
+        begins, ends, names, checksums = _empty(), _empty(), _empty(), list[int]()
         for part in header.parts:
             layout, found = self._recognized(part, header.step) or self._decoded(header, part, path)
             if part.begin + int(layout.ends.max(initial=0)) > header.nbytes:
                 raise DamagedError(path, "a part ends beyond the slot", step=header.step, rank=header.rank)
             begins = np.concatenate([begins, layout.begins + part.begin])
             ends = np.concatenate([ends, layout.ends + part.begin])
+            names = np.concatenate([names, layout.names])
             checksums += found
         order = np.argsort(begins, kind="stable").tolist()
-        return Extents(begins[order].tolist(), ends[order].tolist(), [checksums[at] for at in order])
+        listed = begins[order].tolist(), ends[order].tolist(), [checksums[at] for at in order]
+        return Extents(*listed, names[order])
 
     def _recognized(self, part: SlotPart, step: int) -> tuple[_Layout, list[int]] | None:
         for number, layout in reversed(self._known.items()):
@@ -115,7 +121,8 @@ class HeaderReader:
         if checksums is None or 1 in digits_at or begin < len(_STEP) or {*map(len, digits)} - {16}:
             raise DamagedError(path, "a checksum is not 16 hex digits", step=header.step, rank=header.rank)
         text = np.frombuffer(bytearray(part.raw), dtype=np.uint8)
-        layout = _Layout(text, slice(begin, begin + len(str(header.step))), _numbers(digits_at), begins, ends)
+        names = digests_of([entry.name for entry in entries])
+        layout = _Layout(text, slice(begin, begin + len(str(header.step))), _numbers(digits_at), begins, ends, names)
         _blank(text, layout.step_at, layout.digits_at)
         self._keep(layout)
         return layout, checksums

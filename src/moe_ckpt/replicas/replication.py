@@ -11,21 +11,29 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from statistics import median
 
 from moe_ckpt.core.replica_placement import ReplicaPlacement
-from moe_ckpt.engine.replica_messages import Answer, SealedSlot, Status, receive_copies, send_copy
-from moe_ckpt.engine.replica_store import ReplicaStore
-from moe_ckpt.engine.replica_wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.replicas.messages import Answer, SealedSlot, Status, receive_copies, send_copy
+from moe_ckpt.replicas.store import ReplicaStore
+from moe_ckpt.replicas.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
 
 log = logging.getLogger("moe_ckpt")
 """Gets errors as text: a record that is kept would keep the error, its frames, and the mapped bytes that they know."""
 
 _THREAD = "moe_ckpt-replicate"
+_RECENT_COPIES = 5
+_TELLING_NBYTES = 1 << 16
+"""Fewer say how long a message takes, and not how many bytes go over."""
+_TICK_SECS = 1e-6
+_PATIENCE = 0.25
+"""Portion of the time in which a source waits for an answer that a holder's own snapshot of the step may take."""
 _CUT_SECS = 5.0
 """Longest wait for a thread whose connection was cut."""
 
@@ -83,7 +91,8 @@ class _Sender:
     def __init__(self, roster: Roster, peer: int, timeout_secs: float, cutter: Cutter, lag: Callable[[], int]) -> None:
         self.peer = peer
         self.lost: PeerLostError | None = None
-        self.sent_bytes = 0
+        self.sent_bytes = self.saved_bytes = 0
+        self.rates: deque[float] = deque(maxlen=_RECENT_COPIES)
         self._roster = roster
         self._timeout_secs = timeout_secs
         self._cutter = cutter
@@ -117,14 +126,17 @@ class _Sender:
 
     def _send(self, wire: Wire, copies: _Copies) -> None:
         try:
-            answer = send_copy(wire, copies.sequence, copies.share)
+            answer, nbytes, secs = send_copy(wire, copies.sequence, copies.share)
         except OSError as error:
             wire.cut()
             self._give_up(error, copies.share.step)
             copies.answered(held=False, lost=self.lost)
             return
         if answer.status is Status.HELD:
-            self.sent_bytes += copies.share.memory.numel() + len(copies.share.header)
+            self.sent_bytes += nbytes + len(copies.share.header)
+            self.saved_bytes += copies.share.memory.numel() - nbytes
+            if nbytes >= _TELLING_NBYTES:
+                self.rates.append(nbytes / max(secs, _TICK_SECS))
         else:
             self._say_refused(answer, copies.share.step)
         copies.answered(held=answer.status is Status.HELD)
@@ -156,7 +168,7 @@ class _Sender:
 
 
 class Replicator:
-    """One rank's part in the copies of one life of a run. Made by ``engine.replica_opening``.
+    """One rank's part in the copies of one life of a run. Made by ``replicas.opening``.
 
     ``submit`` is called on the persist thread, ``release`` and ``release_except`` on any, ``close`` last.
 
@@ -167,9 +179,7 @@ class Replicator:
         timeout_secs: Longest time in which a peer takes or gives no byte.
     """
 
-    def __init__(
-        self, roster: Roster, listener: Listener, make: Callable[[int], Slot], timeout_secs: float
-    ) -> None:
+    def __init__(self, roster: Roster, listener: Listener, make: Callable[[int], Slot], timeout_secs: float) -> None:
         self.roster = roster
         self._timeout_secs = timeout_secs
         self._cutter = Cutter()
@@ -178,7 +188,7 @@ class Replicator:
         self._open = 0
         self._lock = threading.Lock()
         sources = roster.placement.sources_of[roster.rank]
-        self._store = ReplicaStore(make, len(sources))
+        self.store = ReplicaStore(make, len(sources))
         self._receivers: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept, args=(listener, sources), name=_THREAD, daemon=True)
         self._accepting.start()
@@ -251,25 +261,36 @@ class Replicator:
         """In copies that peers hold or held."""
         return sum(sender.sent_bytes for sender in self._senders)
 
+    @property
+    def send_bytes_per_sec(self) -> float | None:
+        """What the slowest peer took lately, all others beside it; None until it took enough to tell."""
+        rates = [median(tuple(sender.rates)) for sender in self._senders if sender.rates]
+        return min(rates, default=None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of those copies, what was not sent because the peers had it (``slices.mirroring``)."""
+        return sum(sender.saved_bytes for sender in self._senders)
+
     # --- as a holder ---
 
     def release(self, sequence: int) -> None:
         """Nobody needs copies any more that are older than those of ``sequence``."""
-        self._store.release(sequence)
+        self.store.release(sequence)
 
-    def release_except(self, sequences: Collection[int]) -> None:
-        """Nobody needs any copies but those of these sequences."""
-        self._store.release_except(sequences)
+    def release_except(self, sequences: Collection[int], spare: Collection[int] = ()) -> None:
+        """Nobody needs any copies but those of these sequences; ``spare`` ones only as long as there is room."""
+        self.store.release_except(sequences, spare)
 
     @property
     def held(self) -> Mapping[tuple[int, int], Slot]:
         """(source, sequence) -> slot of the copies that lie here, verified and sealed."""
-        return self._store.held()
+        return self.store.held()
 
     @property
     def held_bytes(self) -> int:
         """Memory that copies of others take on this rank."""
-        return self._store.nbytes
+        return self.store.nbytes
 
     def _accept(self, listener: Listener, sources: Collection[int]) -> None:
         """Until all sources are here: then nobody can connect any more."""
@@ -301,7 +322,7 @@ class Replicator:
 
     def _receive(self, wire: Wire, link: Link) -> None:
         try:
-            receive_copies(wire, link, self.roster.run_id, self._store)
+            receive_copies(wire, link, self.roster.run_id, self.store, _PATIENCE * self._timeout_secs)
         except OSError as error:
             if not self._cutter.is_over:
                 log.warning("rank %d takes no copies of rank %d any more: %s", link.holder, link.source, str(error))
@@ -326,7 +347,7 @@ class Replicator:
         if timeout_secs > 0:
             self._join(timeout_secs)
         self._cutter.cut_all()
-        self._store.close()
+        self.store.close()
         return self._join(_CUT_SECS)
 
     def _join(self, timeout_secs: float) -> bool:

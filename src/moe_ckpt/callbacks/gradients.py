@@ -1,0 +1,61 @@
+"""What the optimizers of a Lightning fit consume.
+
+Gradients of an update stay where they are through the next forward pass: under automatic optimization Lightning zeroes
+them after ``training_step``. A copy can be made meanwhile, and must be done (``release``) before that, and before a
+backward pass writes into buffers that outlive their gradients (DDP with ``gradient_as_bucket_view``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.units import Unit, whole_unit
+from moe_ckpt.gradients.updates import GradientConsumer
+from moe_ckpt.modeling.blocks import block_of
+
+
+def capture_gradients(trainer: Any, module: pl.LightningModule, consumer: GradientConsumer) -> GradientCapture:
+    """Tells ``consumer`` of every update, from now until ``GradientCapture.close``.
+
+    Automatic and manual optimization, several optimizers, accumulated gradients, loss scaling and clipping are all seen
+    as the optimizer sees them. Names are those of ``module.named_parameters()``; of DTensors the local blocks.
+
+    Args:
+        trainer: Whose optimizers are set up: call it in ``on_fit_start``, or later.
+        module: The model.
+        consumer: Copies what it needs.
+
+    Raises:
+        UnsupportedError: Steps of an optimizer cannot be repeated from gradients, or it holds a parameter that is not
+            the model's.
+    """
+    capture = GradientCapture(trainer.optimizers, _Describe(module), consumer)
+    wrapped = module.optimizers(use_pl_optimizer=True)
+    # Under manual optimization a user zeroes gradients through Lightning's wrapper, which has a method of its own.
+    capture.release_before([*trainer.optimizers, *(wrapped if isinstance(wrapped, list) else [wrapped])], "zero_grad")
+    capture.release_before([trainer.strategy], "backward")
+    return capture
+
+
+class _Describe:
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._names: dict[int, str] = {}
+
+    def __call__(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
+        if id(parameter) not in self._names:
+            self._names = {id(each): name for name, each in self._module.named_parameters()}
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise UnsupportedError(
+                f"optimizer {number} updates a parameter of shape {tuple(parameter.shape)} that is not among the "
+                "model's named_parameters(): make what it belongs to an attribute of the module."
+            )
+        block = block_of(parameter, name)
+        return whole_unit(name, number, group, block.local, Box(block.offsets, tuple(block.local.shape)))

@@ -1,0 +1,1 @@
+"""Messages between the ranks of a run: groups and threads of their own, versioned, with an end."""

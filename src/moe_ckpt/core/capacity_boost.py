@@ -1,0 +1,87 @@
+"""How many more tokens an expert gets that came back stale, until it has made up for what it lost.
+
+MoEtion (arXiv 2412.15411 v1), section 6: "these recovering experts process 10% more tokens until the lost tokens are
+replenished", out of capacity that other experts leave unused. Of each layer two rows of whole numbers are kept per
+rank, ``[E]`` each:
+
+    left      tokens that the expert has still to process beyond its ordinary share
+    carried   what rounding left of earlier passes' portions, in units of ``1 / UNIT`` token
+
+One forward pass of one rank is decided by itself: ``allowance`` says how many more tokens each expert may get,
+``share`` deals out what there is, and what was really given is subtracted from ``left``. So a boost ends with the very
+token that was lost last, never later, and no rank asks another.
+
+The functions use nothing but what arrays of numpy and tensors of torch have in common: tests and simulations call them
+with the former, routers with the latter, which then stay on their device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+UNIT = 1_000_000
+"""Parts of a token."""
+
+Ints = Any
+"""Whole numbers, ``[E]`` unless it says otherwise: a numpy array or a torch tensor of int64."""
+
+
+def parts_of(boost: float) -> int:
+    """``boost`` (0.1: 10 % more) in whole numbers of ``1 / UNIT``."""
+    return max(1, round(boost * UNIT))
+
+
+def allowance(ordinary: Ints, left: Ints, carried: Ints, parts: int) -> tuple[Ints, Ints]:
+    """How many more tokens each expert may get in one pass: its portion, with what rounding left, and at most ``left``.
+
+    Args:
+        ordinary: Tokens that the expert gets, or has room for, without a boost.
+        left: Tokens still to make up.
+        carried: What rounding left of earlier passes. Whole tokens that were allowed and not used are not carried.
+        parts: Of ``parts_of``.
+
+    Returns:
+        The tokens; and ``carried`` for the next pass, 0 where nothing is left.
+    """
+    due = (ordinary * parts + carried) * (left > 0)
+    return (due // UNIT).clip(max=left), due % UNIT
+
+
+def share(wanted: Ints, pool: Ints) -> Ints:
+    """Deals ``pool`` (one number) out to those that want, in proportion, nobody more than wanted.
+
+    What rounding leaves goes to the first of those that have not all they want. The sum is ``min(pool, wanted.sum())``.
+    """
+    total = wanted.sum()
+    given = pool.clip(max=total)
+    dealt = wanted * given // total.clip(min=1)
+    lacking = wanted > dealt
+    return dealt + (lacking & (lacking.cumsum(0) <= given - dealt.sum()))
+
+
+def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
+    """Capacity of each expert, of a layer in which each has ``capacity``, once some got ``extra`` of what is unused.
+
+    Their sum is as before, and nobody has less than it uses.
+
+    Args:
+        capacity: Of each expert without a boost.
+        unused: Of that, what the expert's tokens leave.
+        extra: Tokens beyond ``capacity``; in sum at most that of ``unused``, and 0 for experts that leave any.
+    """
+    return capacity + extra - share(unused, extra.sum())
+
+
+def deal(tokens: Ints, ranks: int, place: int) -> Ints:
+    """The part of one of ``ranks`` of lost tokens, alike but for one: all parts together are ``tokens``.
+
+    What cannot be divided begins with another rank for each expert.
+
+    Args:
+        tokens: ``[..., E]``, a numpy array.
+        ranks: That route tokens to these experts.
+        place: Which of them, from 0.
+    """
+    over = tokens % ranks
+    first = tokens.cumsum(-1) - tokens  # so that experts that lost one token each do not all go to one rank
+    return tokens // ranks + ((place - first) % ranks < over)

@@ -1,0 +1,197 @@
+"""The capacity boost over a run's life: it begins with a failure that left experts stale, and ends by itself.
+
+Each rank makes up a part of the lost tokens with those that it routes, and asks no other rank meanwhile: what a router
+does in a pass depends on that pass and on this rank's part. Parts are in each rank's plain state of every checkpoint,
+as of its step, so that a resume repeats what the run did, or would have done. Only how many tokens are left of all is
+agreed on, along with the tokens of a step: for metrics, and to take the boost out of the routers at the same step on
+all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ckpt.comm.communicator import largest
+from moe_ckpt.core.capacity_boost import deal, parts_of
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.driver import messages
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.run_ledger import RunLedger
+from moe_ckpt.errors import MoECheckpointError, StoreError
+from moe_ckpt.modeling.boosting import BoostPort, LayerBoost
+from moe_ckpt.modeling.routing import counts_on_host
+from moe_ckpt.ports import Communicator
+
+Plain = Mapping[str, Any]
+"""A rank's plain state."""
+
+_KEY = "boost"
+
+
+class Boosting:
+    """Of one run, on this rank. For the training thread only.
+
+    Args:
+        boost: Of the policy's needs; None: nothing is ever done.
+        ports: Of the MoE layers that this rank routes, by number.
+        shape: L and E of the whole model.
+        comm: The ranks.
+    """
+
+    def __init__(
+        self, boost: float | None, ports: Mapping[int, BoostPort], shape: tuple[int, int], comm: Communicator
+    ) -> None:
+        self._boost = boost
+        self._ports = ports
+        self._shape = shape
+        self._comm = comm
+        self._layers: dict[int, LayerBoost] = {}
+        self._run_ledger: RunLedger | None = None
+
+    # --- once, after a resume ---
+
+    def begin(
+        self,
+        plain: Plain,
+        lacking: Counts | None,
+        run_ledger: RunLedger,
+        *,
+        ranks: int | None = None,
+        of_rank: Callable[[int], Plain] | None = None,
+    ) -> None:
+        """Training goes on from a checkpoint: so do its boosts, and those of experts that came back stale begin.
+
+        A collective of all ranks, after the checkpoint was booked.
+
+        Args:
+            plain: This rank's plain state in the checkpoint, or the one that stands in for it.
+            lacking: ``[L, E]`` tokens that the loaded experts lack; None if none.
+            run_ledger: Gets the tokens to make up, ``owed``.
+            ranks: That wrote the checkpoint; None if as many as now.
+            of_rank: Reads the plain state of one of them; None where that cannot be read.
+        """
+        if self._boost is None:
+            return
+        stored = plain.get(_KEY, {})
+        ranks = self._comm.world_size if ranks is None else ranks
+        moved = ranks != self._comm.world_size or not stored.get("left", {}).keys() <= {str(at) for at in self._ports}
+        fresh = np.zeros(self._shape, dtype=np.int64) if lacking is None else lacking.copy()
+        here, elsewhere = largest(self._comm, [bool(stored), moved])
+        if not here and not fresh.any():
+            return
+        if here and elsewhere:  # what ranks had of layers that others route now is dealt out anew
+            fresh += self._summed(self._stored_elsewhere(stored, ranks, of_rank))
+            stored = {}
+        self._set_up(stored, fresh)
+        owed = self._summed([self._state()])
+        if owed.any():
+            self._run_ledger, run_ledger.owed = run_ledger, owed
+            messages.say_boosted(self._boost, int(owed.sum()), int((owed > 0).sum()), self._comm.rank)
+
+    def _stored_elsewhere(self, own: Plain, ranks: int, of_rank: Callable[[int], Plain] | None) -> Iterable[Plain]:
+        """Yields the stored boosts that this rank takes care of: its own, and of ranks that are no more."""
+        for rank in range(self._comm.rank, ranks, self._comm.world_size):
+            try:
+                yield own if rank == self._comm.rank else (of_rank or _not_there)(rank).get(_KEY, {})
+            except MoECheckpointError as error:  # not worth a start that fails
+                messages.say_forgotten(rank, error)
+
+    def _set_up(self, stored: Plain, fresh: Counts) -> None:
+        """Begins with what is stored of this rank, and with its part of ``fresh`` ``[L, E]`` tokens."""
+        wanted = {at for at in self._ports if fresh[at].any() or str(at) in stored.get("left", {})}
+        refused = {at: why for at in wanted if (why := self._ports[at].refusal()) is not None}
+        able = np.zeros((self._shape[0], self._comm.world_size), dtype=np.int64)
+        able[sorted(wanted - refused.keys()), self._comm.rank] = 1
+        refusing = np.zeros_like(able)
+        refusing[sorted(refused), self._comm.rank] = 1
+        there, _nothing = self._comm.agree(np.stack([able, refusing]), np.zeros(0, dtype=np.int64))
+        self._say_refused({at: why for at, why in refused.items() if not there[1, at, : self._comm.rank].any()})
+        parts = parts_of(self._boost or 0.0)
+        for at in sorted(wanted - refused.keys()):
+            part = deal(fresh[at], int(there[0, at].sum()), int(there[0, at, : self._comm.rank].sum()))
+            left = torch.from_numpy(part[: self._ports[at].experts])
+            carried = torch.zeros_like(left)
+            if str(at) in stored.get("left", {}):
+                left, carried = left + stored["left"][str(at)], stored["carried"][str(at)]
+            self._layers[at] = LayerBoost(left, carried, parts)
+            self._ports[at].attach(self._layers[at])
+
+    def _say_refused(self, refused: Mapping[int, str]) -> None:
+        for at, why in refused.items():
+            messages.say_not_boosted(self._ports[at].layer, self._ports[at].router, why)
+
+    # --- every step ---
+
+    def step_ends(self, tokens: Deferred[StepTokens], *, applied: bool) -> Deferred[StepTokens]:
+        """Returns ``tokens`` with those still to make up, if any rank has any. Before the plain state is captured.
+
+        Args:
+            tokens: Of this rank, in this step.
+            applied: They count: the update was made.
+        """
+        if self._run_ledger is None:
+            return tokens
+        for at, layer in list(self._layers.items()):
+            if applied:
+                layer.commit()
+            else:
+                layer.discard()
+            why = self._ports[at].refusal()
+            if why is None and applied and not layer.asked:
+                why = "it was trained a step without asking, as compiled modules do and those that never read moe_boost"
+            if why is not None:
+                self._give_up(at, why)
+        if self._run_ledger.owed is None or not self._run_ledger.owed.any():
+            self.close()
+            self._layers = {}
+            return tokens
+        tables = {at: torch.cat([layer.left, layer.left.new_zeros(1)]) for at, layer in self._layers.items()}
+        owed = counts_on_host(tables, self._shape)
+        return tokens.then(lambda found: replace(found, owed=owed.result()))
+
+    def _give_up(self, at: int, why: str) -> None:
+        """It turned out in the first forward pass that the router cannot take a boost, on every rank alike."""
+        if self._comm.rank == 0:
+            messages.say_not_boosted(self._ports[at].layer, self._ports[at].router, why)
+        self._ports[at].detach()
+        del self._layers[at]
+
+    def discard(self) -> None:
+        """What was computed since the last step led to no update."""
+        for layer in self._layers.values():
+            layer.discard()
+
+    def captured(self) -> dict[str, Any]:
+        """Returns what belongs into this rank's plain state; nothing without a boost."""
+        return {_KEY: self._state()} if self._layers else {}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "left": {str(at): layer.left for at, layer in self._layers.items()},
+            "carried": {str(at): layer.carried for at, layer in self._layers.items()},
+        }
+
+    def close(self) -> None:
+        """Routers are as they were; ``captured`` goes on to tell what was left. May be called twice."""
+        for at in self._layers:
+            self._ports[at].detach()
+        self._run_ledger = None
+
+    def _summed(self, stored: Iterable[Plain]) -> Counts:
+        """``[L, E]`` tokens left in ``stored``, of all ranks together. A collective."""
+        table = np.zeros(self._shape, dtype=np.int64)
+        for each in stored:
+            for at, left in each.get("left", {}).items():
+                table[int(at), : len(left)] += left.cpu().numpy()
+        total, _ = self._comm.agree(table, np.zeros(0, dtype=np.int64))
+        return total
+
+
+def _not_there(rank: int) -> Plain:
+    raise StoreError(f"the state of rank {rank} is not in this node's memory")

@@ -1,0 +1,184 @@
+"""What torch notes in its tensors themselves, read from there, many tensors at a time.
+
+Where a tensor's memory lies, and how often it was written to, are machine words of the objects behind it. To ask
+75 000 tensors by calls for both takes longer than all else that a checkpoint asks of the training thread; one operation
+of numpy reads the words of all. Where they are is not taken for granted: it is found out on tensors made for that, by
+what changes with what, and what is read of each other tensor is compared with torch's answer when it is first seen.
+Where anything is not as found, nobody reads here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter, methodcaller
+
+import numpy as np
+import torch
+
+from moe_ckpt.format.gathering import WORD, Numbers, Values, Words, words_at
+
+_IS_READABLE = sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 and sys.byteorder == "little"
+"""``id`` is an address, and words are as wide as they are taken to be."""
+_TENSOR_WORDS, _STORAGE_WORDS = 24, 6
+"""Of the C++ objects; what is looked for is within the first so many."""
+_COUNT_AT, _COUNT_MASK = 16, 0xFFFFFFFF
+"""Of a version counter: its count, in 32 bits, follows on the two words of every object that torch counts."""
+
+_CDATA = attrgetter("_cdata")
+VERSION = attrgetter("_version")
+_STORAGE = methodcaller("untyped_storage")
+_OFFSET = methodcaller("storage_offset")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where words are, in bytes.
+
+    Attributes:
+        tensor: In Python's object, the pointer to the C++ tensor.
+        storage: In that, the pointer to the storage.
+        offset: In that, the element of the storage that is the tensor's first.
+        counter: In that, the pointer to the version counter.
+        data: In the storage, the pointer to its memory.
+    """
+
+    tensor: int
+    storage: int
+    offset: int
+    counter: int
+    data: int
+
+
+class Lying:
+    """Where tensors lie: in which storage, from which element on, and where that has its memory.
+
+    Three levels of words; each is read only where the one before is what it was, so that what is reached lives.
+
+    Args:
+        tensors: Which this keeps alive.
+        layout: Of torch's objects.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: _Layout) -> None:
+        impls = _numbers(map(_CDATA, tensors), len(tensors))
+        storages = list(map(_STORAGE, tensors))
+        self._levels = (
+            (Words(tensors, _ids(tensors) + layout.tensor),),
+            (Words(tensors, impls + layout.storage), Words(tensors, impls + layout.offset)),
+            (Words(tensors, _numbers(map(_CDATA, storages), len(tensors)) + layout.data),),
+        )
+        expected: Sequence[Iterable[int]] = (
+            impls,
+            map(_CDATA, storages),
+            map(_OFFSET, tensors),
+            (storage.data_ptr() for storage in storages),
+        )
+        found = (words for level in self._levels for words in level)
+        pairs = zip(found, expected, strict=True)
+        self.is_known = all(words.are(_numbers(those, len(tensors))) for words, those in pairs)
+
+    def same(self, places: Numbers | None = None) -> bool:
+        """Whether they lie where they lay. places: of those that are asked about; None for all."""
+        return all(words.same(places) for level in self._levels for words in level)
+
+
+def lying(tensors: Sequence[torch.Tensor]) -> Lying | None:
+    """Where they lie; None where that cannot be read."""
+    layout = _layout()
+    if layout is None or not tensors:
+        return None
+    try:
+        found = Lying(tensors, layout)
+    except (RuntimeError, NotImplementedError):  # some have no storage
+        return None
+    return found if found.is_known else None
+
+
+def counters(tensors: Sequence[torch.Tensor | None]) -> Numbers:
+    """Addresses of the tensors' version counts, for ``counts``; 0 where one cannot be read, and for None.
+
+    An address holds for as long as the very tensor object lives.
+    """
+    found, layout = np.zeros(len(tensors), dtype=np.int64), _layout()
+    those = [at for at, tensor in enumerate(tensors) if tensor is not None and not tensor.is_inference()]
+    if layout is None or not those:
+        return found
+    given: list[torch.Tensor] = [tensor for at in those if (tensor := tensors[at]) is not None]
+    pointers = words_at(_numbers(map(_CDATA, given), len(given)) + layout.counter).astype(np.int64)
+    there = np.flatnonzero(pointers)
+    addresses = pointers[there] + _COUNT_AT
+    known = counts(addresses) == _numbers((given[at]._version for at in there.tolist()), len(there))
+    found[np.array(those)[there[known]]] = addresses[known]
+    return found
+
+
+def counts(addresses: Numbers) -> Values:
+    """How often the tensors were written to, whose counters are there."""
+    return words_at(addresses) & np.uint64(_COUNT_MASK)
+
+
+@lru_cache(maxsize=1)
+def _layout() -> _Layout | None:
+    """As torch's objects show it; None where they do not show just one place of each."""
+    if not _IS_READABLE:
+        return None
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            return _found()
+    except (ValueError, AttributeError, RuntimeError):
+        return None
+
+
+def _found() -> _Layout:
+    """Raises ``ValueError`` for a word that is not there."""
+    base, other = torch.zeros(3, 50), torch.zeros(3, 50)
+    part, detached = base[1:, 7:], base.detach()
+    tensor = _first(_words(id(base), torch.Tensor.__basicsize__ // WORD), base._cdata, at_least=2)
+    _first(_words(id(other) + tensor, 1), other._cdata)
+    words = [_words(each._cdata, _TENSOR_WORDS) for each in (base, part, detached, other)]
+    storage = _first(words[0], base.untyped_storage()._cdata)
+    offset = _first(words[1], int(part.storage_offset()))
+    alike = [
+        WORD * at
+        for at, (one, two, three, another) in enumerate(zip(*words, strict=True))
+        if one == two == three != another and WORD * at != storage
+    ]
+    if len(alike) != 1:
+        raise ValueError("no single pointer to a version counter")
+    found = _Layout(tensor, storage, offset, alike[0], _data_of(base))
+    _require_counted(found, base, part, other)
+    return found
+
+
+def _data_of(base: torch.Tensor) -> int:
+    kept = base.untyped_storage()
+    return _first(_words(kept._cdata, _STORAGE_WORDS), kept.data_ptr())
+
+
+def _require_counted(layout: _Layout, base: torch.Tensor, part: torch.Tensor, other: torch.Tensor) -> None:
+    """Raises ``ValueError`` unless the count of ``base`` moves with each writing to its ``part``, and no other's."""
+    for writes in (0, 1, 3):
+        for _ in range(writes):
+            part.add_(1)
+        pointers = words_at(np.array([base._cdata, other._cdata]) + layout.counter).astype(np.int64)
+        if counts(pointers + _COUNT_AT).tolist() != [base._version, other._version]:
+            raise ValueError("no version count")
+
+
+def _words(address: int, count: int) -> list[int]:
+    return [int(word) for word in words_at(np.arange(count, dtype=np.int64) * WORD + address)]
+
+
+def _first(words: Sequence[int], wanted: int, at_least: int = 0) -> int:
+    return WORD * words.index(wanted, at_least)
+
+
+def _ids(objects: Sequence[object]) -> Numbers:
+    return _numbers(map(id, objects), len(objects))
+
+
+def _numbers(found: Iterable[int], count: int) -> Numbers:
+    return np.fromiter(found, np.int64, count)

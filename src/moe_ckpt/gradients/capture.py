@@ -1,0 +1,159 @@
+"""Sees what torch optimizers consume, wherever ``step`` is called from.
+
+A hook before ``step`` sees final gradients, unless ``step`` is given a closure that computes them (Lightning's
+automatic optimization): then the closure is wrapped, and the gradients are seen when it returns. Nothing runs where the
+loss scaler leaves ``step`` out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from operator import is_
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from moe_ckpt.gradients.coupling import Coupling, coupling_of
+from moe_ckpt.gradients.units import Unit
+from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
+from moe_ckpt.modeling.blocks import block_in
+from moe_ckpt.modeling.param_groups import require_plain
+
+Describe = Callable[[int, int, torch.Tensor], Unit]
+"""(number of the optimizer, of the param group, what is updated) -> its unit."""
+
+
+class GradientCapture:
+    """Hooks on optimizers, until ``close``.
+
+    Args:
+        optimizers: torch optimizers, without wrappers.
+        describe: Called once for each tensor that they update.
+        consumer: Told of every update.
+
+    Attributes:
+        couplings: What the updates of each optimizer couple.
+
+    Raises:
+        UnsupportedError: An optimizer's steps cannot be repeated from gradients.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], describe: Describe, consumer: GradientConsumer) -> None:
+        self.couplings: tuple[Coupling, ...] = tuple(map(coupling_of, optimizers))
+        self._optimizers = tuple(optimizers)
+        self._describe = describe
+        self._consumer = consumer
+        self._known: dict[int, tuple[torch.Tensor, Unit]] = {}
+        self._listed: dict[int, tuple[list[Unit], tuple[str, ...]]] = {}
+        self._undo: list[Callable[[], None]] = []
+        for number, optimizer in enumerate(self._optimizers):
+            self._hook(number, optimizer)
+
+    def _hook(self, number: int, optimizer: Optimizer) -> None:
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._consume(number, optimizer)
+                return None
+            wrapped = self._after(closure, number, optimizer)
+            if len(args) > 1:
+                return (args[0], wrapped, *args[2:]), kwargs
+            return args, {**kwargs, "closure": wrapped}
+
+        handle: RemovableHandle = optimizer.register_step_pre_hook(before)
+        self._undo.append(handle.remove)
+
+    def _after(self, closure: Callable[[], Any], number: int, optimizer: Optimizer) -> Callable[[], Any]:
+        @wraps(closure)
+        def wrapped() -> Any:
+            loss = closure()
+            self._consume(number, optimizer)
+            return loss
+
+        return wrapped
+
+    def _consume(self, number: int, optimizer: Optimizer) -> None:
+        units: list[Unit] = []
+        gradients: list[torch.Tensor] = []
+        for at, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                found = parameter.grad
+                if found is not None:
+                    unit = self._unit(number, at, parameter)
+                    gradient = block_in(found)
+                    unit.require_alike(gradient, "the gradient")
+                    units.append(unit)
+                    gradients.append(gradient.detach() if gradient.requires_grad else gradient)
+        grad_scale, found_inf = (_copied(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
+        groups = tuple(_hyperparameters(number, at, group) for at, group in enumerate(optimizer.param_groups))
+        update = Update(number, groups, self._parameters_of(number, units), grad_scale, found_inf)
+        self._consumer.consume(ConsumedGradients(update, units, gradients, stay=grad_scale is None))
+
+    def _parameters_of(self, number: int, units: list[Unit]) -> tuple[str, ...]:
+        """Listed once for as long as the same units have gradients: there may be thousands."""
+        known = self._listed.get(number)
+        if known is None or len(known[0]) != len(units) or not all(map(is_, known[0], units)):
+            names = dict.fromkeys(piece.parameter for unit in units for piece in unit.pieces)
+            known = self._listed[number] = units, tuple(names)
+        return known[1]
+
+    def _unit(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
+        known = self._known.get(id(parameter))
+        if known is None:
+            known = self._known[id(parameter)] = parameter, self._describe(number, group, parameter)
+        return known[1]
+
+    def units(self) -> tuple[Unit, ...]:
+        """Returns all that the optimizers update here, in their order."""
+        return tuple(
+            self._unit(number, at, parameter)
+            for number, optimizer in enumerate(self._optimizers)
+            for at, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        )
+
+    def release_before(self, owners: Iterable[Any], method: str) -> None:
+        """From here on, the consumer releases what it holds before any of ``owners`` runs its method."""
+        for owner in owners:
+            self._release_before(owner, method)
+
+    def _release_before(self, owner: Any, method: str) -> None:
+        theirs, own = getattr(owner, method), vars(owner).get(method)
+
+        @wraps(theirs)
+        def first(*args: Any, **kwargs: Any) -> Any:
+            self._consumer.release()
+            return theirs(*args, **kwargs)
+
+        def undo() -> None:
+            if own is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, own)
+
+        setattr(owner, method, first)
+        self._undo.append(undo)
+
+    def close(self) -> None:
+        """Takes all hooks away. Safe to call twice."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a param group holds beside parameters; copies of what may change in place."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key != "params":
+            require_plain(value, f"optimizers/{number}/param_groups/{at}/{key}")
+            found[key] = _copied(value)
+    return found
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,90 @@
+"""Which optimizers can be stepped again from gradients, and what of their state must be anchored together."""
+
+from __future__ import annotations
+
+import enum
+
+from torch import optim
+from torch.optim import Optimizer
+
+from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.modeling.optimizer_class import class_name, name_of
+
+
+class Coupling(enum.Enum):
+    """What an update of one element depends on, beside hyperparameters."""
+
+    ELEMENTS = "elements"
+    """Its own gradient and state: rows of a parameter may be anchored at different steps."""
+    PARAMETERS = "parameters"
+    """Those of its whole parameter: a parameter is anchored as a whole."""
+
+
+_KNOWN: dict[type[Optimizer], Coupling] = {
+    **dict.fromkeys(
+        (
+            *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam),
+            *(optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+        ),
+        Coupling.ELEMENTS,
+    ),
+    optim.Adafactor: Coupling.PARAMETERS,
+}
+if hasattr(optim, "Muon"):  # since torch 2.9
+    _KNOWN[optim.Muon] = Coupling.PARAMETERS
+_REFUSED = {
+    "LBFGS": "it keeps one history for all parameters together, and evaluates the model several times per step",
+    "SparseAdam": "its gradients are sparse",
+    "Shampoo": "blocks of several parameters share preconditioners",
+    "DistributedShampoo": "blocks of several parameters share preconditioners",
+    "SOAP": "its preconditioners are made by iterations that are not part of the gradients",
+}
+
+
+def coupling_of(optimizer: Optimizer) -> Coupling:
+    """Returns what the updates of ``optimizer`` couple.
+
+    Raises:
+        UnsupportedError: Its steps cannot be repeated, or nothing is known of its class.
+    """
+    found = _KNOWN.get(type(optimizer))
+    if found is not None:
+        return found
+    name = type(optimizer).__name__
+    if name in _REFUSED:
+        raise UnsupportedError(
+            f"{class_name(optimizer)} cannot be stepped again from gradients: {_REFUSED[name]}. Use AdamW, SGD or "
+            "Adafactor, or a policy that saves full state."
+        )
+    raise UnsupportedError(
+        f"{class_name(optimizer)} may couple parameters, which would make a replay from gradients wrong. If each "
+        "parameter's update depends on its own gradient and state alone, say so with "
+        "moe_ckpt.gradients.coupling.register(); else use a policy that saves full state."
+    )
+
+
+def register(kind: type[Optimizer], coupling: Coupling) -> None:
+    """Says what the updates of a class couple. Not inherited by classes derived from it.
+
+    The class must also do the same whenever it is given the same: no random numbers, no state outside of
+    ``optimizer.state`` and ``param_groups``, and it must call a closure once, before it reads gradients.
+
+    Args:
+        kind: The class.
+        coupling: What an update depends on.
+    """
+    _KNOWN[kind] = coupling
+
+
+def class_named(name: str) -> type[Optimizer]:
+    """Returns the class that ``class_name`` gave ``name``, if it is one of those known here.
+
+    Nothing is imported by a name that was stored.
+
+    Raises:
+        UnsupportedError: It is not known.
+    """
+    for kind in _KNOWN:
+        if name_of(kind) == name:
+            return kind
+    raise UnsupportedError(f"optimizer class {name} is not known here: moe_ckpt.gradients.coupling.register() it first")

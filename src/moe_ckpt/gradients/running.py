@@ -1,0 +1,126 @@
+"""Brings operators along their chains to one step, and counts every element on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from moe_ckpt.core.gradient_chain import Chain
+from moe_ckpt.core.operators import Span
+from moe_ckpt.errors import ConfigError, GradientGapError
+from moe_ckpt.gradients.replay import OptimizerReplay
+from moe_ckpt.gradients.updates import WEIGHT, Block, Update
+
+Spans = Mapping[str, Sequence[Span]]
+"""Operator -> its rows of parameters."""
+
+
+class GradientSource(Protocol):
+    """Where anchors and gradients lie: host memory, a peer's copy, files. What it gives was verified before."""
+
+    def updates(self, step: int) -> Sequence[Update]:
+        """Returns the updates that made ``step``, in their order; none if it was skipped."""
+        ...
+
+    def anchor(self, operator: str, step: int) -> Iterable[Block]:
+        """Returns weights and optimizer state of an operator as they were after ``step``."""
+        ...
+
+    def gradients(self, operator: str, step: int, number: int) -> Iterable[Block]:
+        """Returns what the ``number``-th update of ``step`` consumed of an operator's gradients."""
+        ...
+
+
+def replay_chains(
+    replay: OptimizerReplay, spans: Spans, chains: Mapping[str, Chain], step: int, source: GradientSource
+) -> int:
+    """Brings every operator in ``chains`` to ``step``. What the optimizers hold of other operators is undefined then.
+
+    The caller verifies what ``source`` reads before this begins, since the state is neither the old nor the new one
+    until it returns.
+
+    Args:
+        replay: Of this rank's optimizers, or of a copy's.
+        spans: Of the operators in ``chains``.
+        chains: Of ``core.gradient_chain.chains``.
+        step: To which they lead.
+        source: Of anchors, updates and gradients.
+
+    Returns:
+        How many updates were made once more.
+
+    Raises:
+        GradientGapError: An anchor or gradient lacks elements.
+        ConfigError: Operators that share a parameter which must be anchored as a whole have different anchors.
+        ReplayDivergedError: Two anchors in one parameter contradict each other.
+    """
+    _require_together(replay, spans, chains)
+    replay.forget()
+    made = 0
+    for at in range(min((way.anchor for way in chains.values()), default=step), step + 1):
+        stepping = [operator for operator, way in chains.items() if at in way.gradients]
+        if stepping:
+            for number, update in enumerate(source.updates(at)):
+                made += _step(replay, spans, stepping, at, number, update, source)
+        for operator, way in chains.items():
+            if way.anchor == at:
+                expected = sum(piece.box.volume for _, piece in replay.pieces.of_operator(spans[operator]))
+                written = replay.load(at, _only(operator, source.anchor(operator, at), at))
+                if written != expected:
+                    found = f"its anchor has {written:,} of {expected:,} elements"
+                    raise GradientGapError(operator, at, step, found)
+    return made
+
+
+def _step(
+    replay: OptimizerReplay,
+    spans: Spans,
+    operators: Sequence[str],
+    at: int,
+    number: int,
+    update: Update,
+    source: GradientSource,
+) -> bool:
+    """Makes one update of ``operators``. Returns whether it had anything of them."""
+    blocks: list[Block] = []
+    had = set(update.parameters)
+    for operator in operators:
+        found = [block for block in source.gradients(operator, at, number) if block.optimizer == update.optimizer]
+        pieces = replay.pieces.of_operator(spans[operator], update.optimizer)
+        expected = sum(piece.box.volume for _, piece in pieces if piece.parameter in had)
+        given = sum(block.values.numel() for block in found)
+        if given != expected:
+            raise GradientGapError(operator, at, at, f"its gradients have {given:,} of {expected:,} elements")
+        blocks += found
+    return bool(replay.step(update, blocks))
+
+
+def _only(operator: str, blocks: Iterable[Block], at: int) -> list[Block]:
+    """Returns an anchor whose state has the elements of its weights; refuses one of which a part is missing."""
+    found = list(blocks)
+    sizes: dict[tuple[int, str, str], int] = {}
+    for block in found:
+        if block.box is not None:
+            key = block.optimizer, block.parameter, block.kind
+            sizes[key] = sizes.get(key, 0) + block.box.volume
+    for (optimizer, parameter, kind), size in sizes.items():
+        weights = sizes.get((optimizer, parameter, WEIGHT), 0)
+        if size != weights:
+            found_there = f"{kind or 'the weight'} of {parameter} in its anchor has {size:,} of {weights:,} elements"
+            raise GradientGapError(operator, at, at, found_there)
+    return found
+
+
+def _require_together(replay: OptimizerReplay, spans: Spans, chains: Mapping[str, Chain]) -> None:
+    """Refuses anchors of different steps in one parameter whose optimizer lets its rows act on one another."""
+    anchors: dict[tuple[int, str], tuple[str, int]] = {}
+    for operator, way in chains.items():
+        for unit, _ in replay.pieces.of_operator(spans[operator]):
+            if not replay.coupled(unit.optimizer):
+                continue
+            other, anchor = anchors.setdefault((unit.optimizer, unit.name), (operator, way.anchor))
+            if anchor != way.anchor:
+                raise ConfigError(
+                    f"{operator} is anchored at step {way.anchor} and {other} at step {anchor}, but both have rows of "
+                    f"{unit.name}, and the optimizer's update of a row depends on all rows: anchor them together"
+                )

@@ -1,0 +1,143 @@
+"""How ``TopKRouter`` of Megatron-Core 0.16.1 takes a capacity boost (``modeling.boosting``).
+
+* With a capacity factor: ``apply_router_token_dropping`` knows one capacity for all experts. Its result is kept, and
+  tokens that it dropped are put back, in the order of its drop policy, as many as the boost allows; see ``dropping``.
+* Without one: ``router_replay`` (router_replay.py:114) is asked for the choice by ``topk_routing_with_score_function``
+  (moe_utils.py:702), with the scores that the choice goes by, and Megatron computes the weights of what it returns. A
+  replay of the router's own, or of the user's, is asked first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ckpt.megatron.dropping import Dropping, Watch, attach, detach
+from moe_ckpt.modeling.boosting import LayerBoost
+
+
+class RouterPort:
+    """``modeling.boosting.BoostPort`` of one router.
+
+    Args:
+        layer: Name of the MoE layer.
+        router: Its ``TopKRouter``.
+    """
+
+    def __init__(self, layer: str, router: nn.Module) -> None:
+        self.layer = layer
+        self.router = type(router).__name__
+        self._router: Any = router
+        config: Any = router.config
+        self.experts = int(config.num_moe_experts)
+        self._real: torch.Tensor | None = None
+        self._watch = Watch()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._replaced: _Chosen | None = None
+
+    def refusal(self) -> str | None:
+        config = self._router.config
+        if config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity:
+            return (
+                "moe_pad_expert_input_to_capacity gives each expert the same number of rows, so none can have more. "
+                "Train without padding to capacity"
+            )
+        if config.moe_expert_capacity_factor is not None:
+            return None
+        if self._router.routing_type == "sinkhorn":
+            return "sinkhorn has no scores to choose by. Choose another moe_router_load_balancing_type, or a capacity"
+        if config.moe_router_fusion:
+            return "moe_router_fusion chooses in one kernel, out of reach. Train with moe_router_fusion off"
+        if not hasattr(self._router, "router_replay"):
+            return "it has no router_replay, by which Megatron-Core 0.16.1 asks for a choice. Install that release"
+        return None
+
+    def attach(self, boost: LayerBoost) -> None:
+        if self._router.config.moe_expert_capacity_factor is not None:
+            self._watch.adjust = lambda dropping: _put_back(dropping, boost, self._real)
+            attach(self._watch)
+        else:
+            self._replaced = _Chosen(self._router.router_replay, boost, self)
+            self._router.router_replay = self._replaced
+        self._handles.append(self._router.register_forward_pre_hook(self._before, with_kwargs=True))
+        self._handles.append(self._router.register_forward_hook(self._after, always_call=True))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        detach(self._watch)
+        if self._replaced is not None and self._router.router_replay is self._replaced:
+            self._router.router_replay = self._replaced.before
+        self._replaced = None
+
+    @property
+    def real(self) -> torch.Tensor | None:
+        """``[T]`` of the pass under way, False for padding; None without any."""
+        return self._real
+
+    @property
+    def running(self) -> bool:
+        """A pass of training is under way."""
+        return self._watch.running
+
+    def _before(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
+        self._real = None if padding is None else ~padding.reshape(-1).bool()
+        self._watch.running = router.training
+
+    def _after(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._watch.running, self._real = False, None
+
+
+class _Chosen:
+    """Stands for a router's ``router_replay``. before: What was there."""
+
+    def __init__(self, before: Any, boost: LayerBoost, port: RouterPort) -> None:
+        self.before = before
+        self._boost, self._port = boost, port
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns scores and indices ``[T, k]`` of the chosen experts; see Megatron's ``RouterReplay``."""
+        if self.before is not None:
+            values, chosen = self.before.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        else:
+            values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+        if not self._port.running:
+            return values, chosen
+        within = _of_chosen_groups(chosen, scores, num_groups) if group_topk and num_groups else None
+        chosen = self._boost.select(scores.detach(), chosen, real=self._port.real, within=within)
+        return scores.gather(1, chosen), chosen
+
+
+def _of_chosen_groups(chosen: torch.Tensor, scores: torch.Tensor, groups: int) -> torch.Tensor:
+    """Returns ``[T, E]``, True for the experts of groups of which the token chose one."""
+    size = scores.shape[1] // groups
+    taken = torch.zeros(len(scores), groups, dtype=torch.bool, device=scores.device)
+    return taken.scatter(1, chosen // size, True).repeat_interleave(size, dim=1)
+
+
+def _put_back(dropping: Dropping, boost: LayerBoost, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (probs, map) after dropping, with the tokens that boosted experts take beyond their capacity.
+
+    With drop_policy "probs" those of the highest weights come first, of equal ones, and with "position", the first.
+    """
+    kept, capacity = dropping.kept, dropping.capacity
+    dropped = dropping.routing_map & ~kept if real is None else dropping.routing_map & ~kept & real[:, None]
+    over, unused = dropped.sum(dim=0), (capacity - kept.sum(dim=0)).clip(min=0)
+    extra = boost.extra(over, unused, capacity)
+    weight = dropping.probs.detach().float() if dropping.policy == "probs" else torch.zeros_like(dropping.probs)
+    order = weight.masked_fill(~dropped, -torch.inf).argsort(dim=0, descending=True, stable=True)
+    place = torch.arange(len(order), device=order.device)[:, None].expand_as(order)
+    rank = torch.zeros_like(order).scatter(0, order, place)
+    final = kept | (dropped & (rank < extra))
+    return dropping.probs * final, final

@@ -1,0 +1,102 @@
+"""What Megatron's inner optimizers consume: main gradients, or a distributed optimizer's shards of them.
+
+They are final when the inner optimizer steps: reduced, unscaled, clipped; it does not step where fp16 overflowed. What
+it updates is the unit: a parameter, its fp32 master weights, or a flat range of either. Gradients stay in Megatron's
+buffers until ``zero_grad_buffer`` at the start of the next iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.coupling import Coupling, register
+from moe_ckpt.gradients.units import Piece, Unit
+from moe_ckpt.gradients.updates import GradientConsumer
+from moe_ckpt.megatron.blocks import Placed, place
+from moe_ckpt.megatron.inventory import Inventory, LiveParameter
+from moe_ckpt.megatron.optimizers import Slot, leaves, slots
+
+_ELEMENTWISE = ("FusedAdam", "FusedSGD")
+"""Apex's and Transformer Engine's, which ``leaves`` accepts beside torch's."""
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that update something on this rank, in the order that numbers them."""
+    return [leaf.optimizer for leaf in leaves(optimizer)]
+
+
+def capture_gradients(
+    inventory: Inventory, optimizer: Any, chunks: Sequence[Any], consumer: GradientConsumer
+) -> GradientCapture:
+    """Tells ``consumer`` of every update of this rank, from now until ``GradientCapture.close``.
+
+    Args:
+        inventory: Of the model chunks.
+        optimizer: Megatron's.
+        chunks: The model chunks, in Megatron's ``DistributedDataParallel``.
+        consumer: Copies what it needs.
+
+    Raises:
+        UnsupportedError: The layout of the optimizer's state is not known, or its gradients do not stay until the next
+            iteration.
+    """
+    for leaf in leaves(optimizer):
+        if getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            raise UnsupportedError(
+                "reuse_grad_buf_for_mxfp8_param_ag overwrites gradients as soon as the optimizer has stepped, so that "
+                "they cannot be copied beside training. Set it to False, or use a policy that saves full state."
+            )
+        if type(leaf.optimizer).__name__ in _ELEMENTWISE:
+            register(type(leaf.optimizer), Coupling.ELEMENTS)
+    capture = GradientCapture(inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer)
+    capture.release_before(chunks, "zero_grad_buffer")
+    return capture
+
+
+class _Describe:
+    def __init__(self, inventory: Inventory, optimizer: Any) -> None:
+        known = {live.parameter: live for live in inventory.parameters}
+        self._found = {
+            id(slot.updated): (at, known[parameter], slot)
+            for at, (parameter, slot) in enumerate(slots(optimizer).items())
+            if slot.updated is not None
+        }
+
+    def __call__(self, number: int, group: int, updated: torch.Tensor) -> Unit:
+        at, live, slot = self._found[id(updated)]
+        start, stop = slot.range or (0, live.parameter.numel())
+        return Unit(
+            f"{at}: {live.parts[0].name}[{start}:{stop}]",  # a tied embedding is two parameters of one name
+            number,
+            group,
+            str(updated.dtype).removeprefix("torch."),
+            tuple(updated.shape),
+            tuple(updated.stride()),
+            tuple(_pieces(live, slot, start, stop)),
+        )
+
+
+def _pieces(live: LiveParameter, slot: Slot, start: int, stop: int) -> Iterator[Piece]:
+    """Yields the blocks in elements ``[start, stop)`` of a parameter, which are contiguous in what is updated."""
+    for part in live.parts:
+        # Without a range ``place`` counts from the part's own first element.
+        low = start if slot.range is not None else part.start
+        for placed in place(part, low, min(stop, part.stop)):
+            yield _piece(part.name, placed, low - start)
+
+
+def _piece(name: str, placed: Placed, first: int) -> Piece:
+    """first: of the range that ``placed.first`` counts in, from the unit's first element."""
+    array = torch.empty(prod(placed.memory_shape), device="meta").view(placed.memory_shape)
+    for axis, (low, length) in enumerate(placed.narrow):
+        array = array.narrow(axis, low, length)
+    array = array.permute(placed.order)
+    begin = first + placed.first + int(array.storage_offset())
+    return Piece(name, Box(placed.offsets, tuple(array.shape)), tuple(array.stride()), begin)

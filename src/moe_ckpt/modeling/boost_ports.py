@@ -1,0 +1,154 @@
+"""How the routers of torch models take a capacity boost (``modeling.boosting``).
+
+A module that has the attribute ``moe_boost`` asks it by itself. Any other layer that chooses by ``topk`` over scores of
+its E experts is given another choice there, as torch's functions are called inside its forward pass: the scores that
+come with it are those of the chosen experts, without a bias, so the weights follow as the model computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from moe_ckpt.modeling.boosting import BoostPort, LayerBoost
+from moe_ckpt.modeling.discover import FoundLayer
+
+ATTRIBUTE = "moe_boost"
+
+
+def boost_ports(layers: Sequence[FoundLayer], shared: str | None = None) -> dict[int, BoostPort]:
+    """Returns the port of each MoE layer, by its number.
+
+    Args:
+        layers: Of the live model.
+        shared: Why no layer can take a boost; None if layers can.
+    """
+    return {layer.info.index: _port(layer) if shared is None else NoPort(layer, shared) for layer in layers}
+
+
+def _port(layer: FoundLayer) -> BoostPort:
+    """Of the first module that has the attribute: a router, or the layer."""
+    own = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
+    return TopKPort(layer) if own is None else AttributePort(layer, own)
+
+
+def _router_of(layer: FoundLayer) -> str:
+    return type((*layer.routers, layer.layer)[0]).__name__
+
+
+class _Port:
+    """What the ports have in common: hooks on one module."""
+
+    def __init__(self, layer: FoundLayer, module: nn.Module) -> None:
+        self.layer, self.experts = layer.info.name, layer.info.experts
+        self.router = _router_of(layer)
+        self._module = module
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def refusal(self) -> str | None:
+        return None
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class NoPort(_Port):
+    """Of a layer that cannot take a boost."""
+
+    def __init__(self, layer: FoundLayer, why: str) -> None:
+        super().__init__(layer, layer.layer)
+        self._why = why
+
+    def refusal(self) -> str | None:
+        return self._why
+
+    def attach(self, boost: LayerBoost) -> None:
+        """Not called."""
+
+
+class AttributePort(_Port):
+    """Of a module whose forward asks ``self.moe_boost``, unless that is None."""
+
+    def attach(self, boost: LayerBoost) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            setattr(module, ATTRIBUTE, boost if module.training else None)
+
+        self._handles.append(self._module.register_forward_pre_hook(before))
+
+    def detach(self) -> None:
+        super().detach()
+        setattr(self._module, ATTRIBUTE, None)
+
+
+class TopKPort(_Port):
+    """Of a layer that calls ``topk`` once per forward pass, over the last dimension, of E scores."""
+
+    def __init__(self, layer: FoundLayer) -> None:
+        super().__init__(layer, layer.layer)
+        self._k = layer.info.top_k
+        self._passes = self._found = 0
+
+    def refusal(self) -> str | None:
+        if self._found == self._passes:
+            return None
+        how = "calls torch.topk over the scores of its experts more than once" if self._found else "calls no torch.topk"
+        of = f"{self.experts} experts" if self._k is None else f"{self.experts} experts for the best {self._k}"
+        return (
+            f"it {how} ({of}) in an eager forward pass of {type(self._module).__name__}. Let its forward ask "
+            f"self.{ATTRIBUTE}, see docs/moetion.md"
+        )
+
+    def attach(self, boost: LayerBoost) -> None:
+        open_modes: list[_Choosing] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if module.training:
+                mode = _Choosing(self._is_choice, boost)
+                open_modes.append(mode)
+                mode.__enter__()  # type: ignore[no-untyped-call]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if open_modes:
+                mode = open_modes.pop()
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._passes, self._found = self._passes + 1, self._found + mode.found
+
+        self._handles.append(self._module.register_forward_pre_hook(before))
+        self._handles.append(self._module.register_forward_hook(after, always_call=True))
+
+    def _is_choice(self, scores: torch.Tensor, k: int, dim: int) -> bool:
+        last = dim in (-1, scores.ndim - 1) and scores.is_floating_point() and scores.shape[-1:] == (self.experts,)
+        # Group-limited routers take the best two of each group first, of [T, groups, E / groups], with one group too.
+        of_groups = scores.ndim > 2 and scores.shape[-2] == 1
+        return last and not of_groups and (k < self.experts if self._k is None else k == self._k)
+
+
+class _Choosing(TorchFunctionMode):
+    """While it is entered, what ``topk`` chooses among the experts is boosted."""
+
+    def __init__(self, is_choice: Callable[[torch.Tensor, int, int], bool], boost: LayerBoost) -> None:
+        super().__init__()
+        self._is_choice, self._boost = is_choice, boost
+        self.found = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        result = func(*args, **given)
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        named = given | dict(zip(("input", "k", "dim", "largest"), args, strict=False))
+        scores: Any = named.get("input", named.get("self"))
+        if not named.get("largest", True) or not self._is_choice(scores, named["k"], named.get("dim", -1)):
+            return result
+        self.found += 1
+        flat = scores.reshape(-1, scores.shape[-1])
+        chosen = self._boost.select(flat.detach(), result[1].reshape(len(flat), -1)).reshape(result[1].shape)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))

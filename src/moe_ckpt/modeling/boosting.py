@@ -1,0 +1,228 @@
+"""The capacity boost of one MoE layer on this rank, and the port by which a router takes it (``core.capacity_boost``).
+
+A router that limits how many tokens an expert takes has a capacity, and asks ``LayerBoost.capacities``. One that does
+not, chooses by scores: ``LayerBoost.select`` gives an expert that is behind the tokens that came nearest to choosing
+it. That is what a bias on its score would do, added for the choice only and never to the weights; the bias is the
+smallest that brings in the tokens allowed, found anew in each forward pass, so that none is left when the boost ends.
+A bias of one size for all passes could only be tuned from step to step, and would overshoot.
+
+Everything is computed where routing happens, with kernels whose number does not depend on the number of experts, and
+nothing waits for a device. Passes that activation checkpointing repeats inside backward repeat their decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from moe_ckpt.core.capacity_boost import allowance, capacities, share
+
+_NOT_IN_BACKWARD = -1
+_NEVER = float("inf")
+
+
+class BoostPort(Protocol):
+    """How the router of one layer of a live model takes a boost. Used on the training thread.
+
+    Attributes:
+        layer: Name of the MoE layer.
+        experts: E of it.
+        router: Class of what routes in it, for messages.
+    """
+
+    layer: str
+    experts: int
+    router: str
+
+    def refusal(self) -> str | None:
+        """Returns why the router cannot take a boost, and what would make it work; None if it can, as far as is known.
+
+        Some only know after the first forward pass. Alike on every rank that has the layer.
+        """
+        ...
+
+    def attach(self, boost: LayerBoost) -> None:
+        """The router asks ``boost`` from its next forward pass in training mode on."""
+        ...
+
+    def detach(self) -> None:
+        """The router is as it was. May be called twice."""
+        ...
+
+
+class LayerBoost:
+    """Tokens that the experts of one layer have still to make up on this rank.
+
+    ``capacities`` and ``select`` are for routers, in forward passes of training. Steps end with ``commit`` or
+    ``discard``; what a step's passes took counts then.
+
+    Args:
+        left: ``[E]`` tokens still to make up, int64.
+        carried: ``[E]`` of ``core.capacity_boost``.
+        parts: Of ``core.capacity_boost.parts_of``.
+
+    Attributes:
+        left: As of the newest step. Never changed in place.
+        carried: Likewise.
+        asked: A router has ever asked.
+    """
+
+    def __init__(self, left: torch.Tensor, carried: torch.Tensor, parts: int) -> None:
+        self.left, self.carried = left, carried
+        self.asked = False
+        self._parts = parts
+        self._taken, self._carrying = torch.zeros_like(left), carried
+        self._passes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._repeated = torch.zeros(0, dtype=torch.bool)
+
+    # --- for routers ---
+
+    @torch.no_grad()
+    def capacities(self, assigned: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Returns how many tokens each expert may take in this pass, ``[E]`` int64, in sum ``E * capacity``.
+
+        An expert that is behind gets up to 10 % more than ``capacity`` (or what the policy says), as far as more choose
+        it and others leave so much. Call it once per forward pass, and let experts take as many: what they may take is
+        counted as taken.
+
+        Args:
+            assigned: ``[E]`` tokens that chose each expert, before any is dropped.
+            capacity: Of each expert without a boost.
+        """
+        unused = (capacity - assigned).clip(min=0)
+        extra = self.extra((assigned - capacity).clip(min=0), unused, capacity)
+        room: torch.Tensor = capacities(capacity, unused, extra)
+        return room
+
+    @torch.no_grad()
+    def extra(self, over: torch.Tensor, unused: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Returns how many tokens beyond ``capacity`` each expert takes in this pass, ``[E]``: ``capacities`` in parts.
+
+        Args:
+            over: ``[E]`` tokens that chose it and would be dropped.
+            unused: ``[E]`` of its capacity.
+            capacity: Of each expert.
+        """
+        self._move_to(over.device)
+
+        def decide() -> torch.Tensor:
+            most = self._allow(torch.full_like(self.left, capacity))
+            taken: torch.Tensor = share(over.clip(max=most), unused.sum())
+            self._taken = self._taken + taken
+            return taken[None]
+
+        return self._decided(torch.cat([over, unused]), decide, rows=1)[0]
+
+    @torch.no_grad()
+    def select(
+        self,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        real: torch.Tensor | None = None,
+        within: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns ``chosen``, in which some tokens have an expert that is behind in place of their weakest one.
+
+        An expert that ``n`` tokens chose gets ``n / 10`` more (or what the policy says): those whose score of it is the
+        least below that of the weakest expert they chose. Experts that are behind give none of theirs away. Compute
+        the weights of what is returned from ``scores`` as ever: ``scores.gather(-1, chosen)``.
+
+        Args:
+            scores: ``[T, E]`` that the choice went by: logits or probabilities, with any bias of the router's own.
+            chosen: ``[T, k]`` experts, of the highest scores.
+            real: ``[T]`` False for padding, which is neither counted nor given to others; None if all are real.
+            within: ``[T, E]`` experts that the token may choose at all; None if any.
+        """
+        self._move_to(scores.device)
+        counted = torch.ones_like(chosen) if real is None else real[:, None].expand_as(chosen).long()
+        assigned = torch.zeros_like(self.left).scatter_add_(0, chosen.reshape(-1), counted.reshape(-1))
+        places = torch.arange(1, len(chosen) + 1, device=chosen.device)
+        found = self._decided(
+            torch.cat([assigned, (chosen * places[:, None]).sum()[None]]),
+            lambda: torch.stack([self._left_now() > 0, self._allow(assigned)]),
+            rows=2,
+        )
+        behind, most = found[0] > 0, found[1]
+        margin, slot = _margins(scores, chosen, behind)
+        open_to = behind & (most > 0) & torch.isfinite(margin)
+        for allowed in (None if real is None else real[:, None], within):
+            open_to = open_to if allowed is None else open_to & allowed
+        expert, takes = _nearest(margin.masked_fill(~open_to, _NEVER), most)
+        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+            self._taken = self._taken.scatter_add(0, expert, takes.long())
+        given = torch.where(takes, expert, chosen.gather(1, slot[:, None])[:, 0])
+        return chosen.scatter(1, slot[:, None], given[:, None])
+
+    # --- for who keeps the state ---
+
+    def commit(self) -> None:
+        """The step's update was made: what its passes took is made up."""
+        self.left, self.carried = self._left_now(), self._carrying
+        self.discard()
+
+    def discard(self) -> None:
+        """What was computed since the last step led to no update."""
+        self._taken, self._carrying = torch.zeros_like(self.left), self.carried
+        self._passes, self._repeated = [], torch.zeros(0, dtype=torch.bool)
+
+    def _left_now(self) -> torch.Tensor:
+        return self.left - self._taken
+
+    def _allow(self, ordinary: torch.Tensor) -> torch.Tensor:
+        most: torch.Tensor
+        most, self._carrying = allowance(ordinary, self._left_now(), self._carrying, self._parts)
+        return most
+
+    def _move_to(self, device: torch.device) -> None:
+        if self.left.device != device:
+            self.left, self.carried = self.left.to(device), self.carried.to(device)
+            self._taken, self._carrying = self._taken.to(device), self._carrying.to(device)
+
+    def _decided(self, mark: torch.Tensor, decide: Callable[[], torch.Tensor], rows: int) -> torch.Tensor:
+        """Returns ``decide()``, ``[rows, E]``; inside backward what it was in the step's pass of the same ``mark``."""
+        self.asked = True
+        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+            found = decide()
+            self._passes.append((mark, found))
+            return found
+        if not self._passes:
+            return self.left.new_zeros(rows, len(self.left))
+        marks, decisions = (torch.stack(list(each)) for each in zip(*self._passes, strict=True))
+        fresh = torch.zeros(len(marks) - len(self._repeated), dtype=torch.bool, device=mark.device)
+        repeated = torch.cat([self._repeated.to(mark.device), fresh])
+        # Passes of the same tokens are told apart by their order, which is that of their backward passes.
+        fits = (marks == mark).all(dim=1).int() * 2 - repeated.int()
+        at = fits.argmax()
+        self._repeated = repeated.scatter(0, at[None], torch.ones_like(repeated[:1]))
+        decision: torch.Tensor = decisions.index_select(0, at[None])[0]
+        return decision * (fits.max() > 0)
+
+
+def _margins(scores: torch.Tensor, chosen: torch.Tensor, behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns how far each expert is from being chosen by each token, ``[T, E]``, and the slot it would take, ``[T]``.
+
+    Infinite for experts that are chosen, and for tokens that chose none but experts that are behind.
+    """
+    values = scores.gather(1, chosen).float().masked_fill(behind[chosen], _NEVER)
+    weakest, slot = values.min(dim=1)
+    return (weakest[:, None] - scores.float()).scatter(1, chosen, _NEVER), slot
+
+
+def _nearest(margin: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each token's nearest expert, ``[T]``, and whether it takes the token, ``[T]``.
+
+    Of the tokens whose nearest expert it is, an expert takes the ``most`` nearest ones, of equal ones the first.
+    """
+    distance, expert = margin.min(dim=1)
+    by_distance = distance.argsort(stable=True)
+    order = by_distance[expert[by_distance].argsort(stable=True)]
+    in_order = expert[order]
+    ones = torch.ones_like(in_order)
+    of_each = torch.zeros_like(most).scatter_add_(0, in_order, ones)
+    first = of_each.cumsum(0) - of_each
+    rank = ones.cumsum(0) - 1 - first[in_order]
+    takes = (rank < most[in_order]) & torch.isfinite(distance[order])
+    return expert, torch.zeros_like(takes).scatter(0, order, takes)

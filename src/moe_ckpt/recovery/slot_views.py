@@ -1,0 +1,205 @@
+"""Slots of memory seen as a checkpoint: snapshots as the files of step directories, one laid over the other."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share
+from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.fragment import encode_json
+from moe_ckpt.format.manifest import (
+    FileRecord,
+    Manifest,
+    OperatorRecord,
+    StateRecord,
+    kind_of,
+    parse_step_dir,
+    shard_path,
+    state_path,
+)
+from moe_ckpt.format.sealed import digest
+from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
+from moe_ckpt.format.slot import SlotHeader, StepFacts
+from moe_ckpt.recovery.slot_storage import STATE, SlotFile
+from moe_ckpt.slices.compiling import HELD
+
+
+def age_of(directory: str) -> tuple[int, int]:
+    """(generation, step) of a step directory."""
+    step, generation = parse_step_dir(directory) or (-1, -1)
+    return generation, step
+
+
+def place_of(operator: str) -> tuple[int, int]:
+    """(layer, expert) of the id of an expert."""
+    layer, expert = operator.removeprefix(EXPERT).split("/")
+    return int(layer), int(expert)
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """One writer's slot. state: (bytes, digest) of its state file. parts: (kind, first byte, header of its shard)."""
+
+    state: tuple[int, str]
+    parts: tuple[tuple[str, int, bytes], ...]
+
+
+class SnapshotFacts:
+    """One snapshot. writers: Writer -> its slot. facts: Those of the lowest of them."""
+
+    def __init__(self) -> None:
+        self.writers: dict[int, Described] = {}
+        self.facts: StepFacts | None = None
+
+    def require_facts(self, step: int) -> StepFacts:
+        """``facts``, which some rank has told."""
+        if self.facts is None:
+            raise DamagedError(f"memory slots of step {step}", "no rank tells of the step", step=step)
+        return self.facts
+
+
+def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
+    """For ``unpacked_headers``, one after the other. tells: What all writers have alike is in this one."""
+    told = [
+        place,
+        writer,
+        [len(header.state), digest(header.state)],
+        [[part.kind, part.begin, len(part.raw)] for part in header.parts],
+        header.facts.encoded() if tells else None,
+    ]
+    meta = encode_json(told)
+    return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
+
+
+def unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, Described, Mapping[str, Any] | None]]:
+    at = 0
+    while at < len(raw):
+        [nbytes] = struct.unpack_from("<Q", raw, at)
+        at += 8 + nbytes
+        place, writer, state, told, facts = json.loads(raw[at - nbytes : at])
+        parts = []
+        for kind, begin, size in told:
+            parts.append((kind, begin, raw[at : at + size]))
+            at += size
+        yield place, writer, Described(tuple(state), tuple(parts)), facts
+
+
+class SlotFiles:
+    """The slots of one snapshot as the files of a step directory."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.step = age_of(directory)[1]
+        self.files: dict[str, SlotFile] = {}
+        self.records: dict[str, list[FileRecord]] = {}
+        self.headers: dict[FileRecord, ShardHeader] = {}
+        self.states: list[StateRecord] = []
+
+    def add(self, writer: int, share: Share, full: Share, described: Described) -> None:
+        """One writer's slot.
+
+        Args:
+            writer: Whose.
+            share: Where it is taken from.
+            full: The same of what was not sent to peers.
+            described: The slot.
+
+        Raises:
+            DamagedError: A header is none.
+        """
+        path = state_path(self.directory, writer)
+        self.states.append(StateRecord(path, *described.state, writer))
+        self.files[path] = SlotFile(share, STATE, b"", 0, described.state[0])
+        for place, (kind, begin, raw) in enumerate(described.parts):
+            path = shard_path(self.directory, writer, kind)
+            header = decode_header(raw, path)
+            record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
+            self.files[path] = SlotFile(full if kind == HELD else share, place, raw, begin, header.data_nbytes)
+            self.records.setdefault(kind, []).append(record)
+            self.headers[record] = header
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Operators of which the slots hold something that this snapshot does not bring to storage."""
+        return self.of_kind(HELD)
+
+    def of_kind(self, kind: str) -> frozenset[str]:
+        """Operators of which parts of a kind hold something."""
+        headers = (self.headers[record] for record in self.records.get(kind, ()))
+        return frozenset(entry.operator for header in headers for entry in header.slices if entry.operator)
+
+    def slices_of(self, operators: frozenset[str]) -> Iterator[SliceEntry]:
+        """What the slots hold of these operators."""
+        for header in self.headers.values():
+            yield from (entry for entry in header.slices if entry.operator in operators)
+
+    def known_to(self, stored: Manifest) -> dict[str, SlotFile]:
+        """The files that are byte for byte those of a checkpoint on storage, and those that never go there."""
+        known = {record.path for record in self.headers.keys() & set(stored.files)}
+        known |= {record.path for record in set(self.states).intersection(stored.states)}
+        known |= {record.path for record in self.records.get(HELD, ())}
+        return {path: file for path, file in self.files.items() if path in known}
+
+
+class Layer(NamedTuple):
+    """An earlier snapshot, of which experts may be taken."""
+
+    part: SlotFiles
+    checkpoint: MemoryCheckpoint
+    facts: SnapshotFacts
+
+
+class View:
+    """The newest version of every operator, as snapshots are laid over one another.
+
+    Attributes:
+        files: Of all of them.
+        operators: Their versions, by numbers of ``files``.
+        slots: Path -> slot, of those files that are slots.
+        fresh: See ``OpenedMemory``.
+    """
+
+    def __init__(self, files: list[FileRecord], operators: dict[str, OperatorRecord]) -> None:
+        self.files, self.operators = files, operators
+        self.slots: dict[str, SlotFile] = {}
+        self.fresh: dict[str, int] = {}
+
+    def older_than(self, step: int) -> frozenset[str]:
+        """Operators that the view has in a version before ``step``."""
+        return frozenset(op for op, record in self.operators.items() if record.step < step)
+
+    def lay(
+        self, part: SlotFiles, facts: SnapshotFacts, *, held: Iterable[str] | None = None, kept: Iterable[str] = ()
+    ) -> None:
+        """Put a part on top.
+
+        Args:
+            part: Of one snapshot.
+            facts: Of the same.
+            held: What the part holds in full of what the snapshot brings to storage; None to leave out all of that.
+            kept: The same of what it does not.
+        """
+        numbers: dict[str, tuple[int, ...]] = {}
+        for kind, records in part.records.items():
+            if kind == HELD or held is not None:
+                numbers[kind] = tuple(range(len(self.files), len(self.files) + len(records)))
+                self.files += records
+                self.slots |= {record.path: part.files[record.path] for record in records}
+        found = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in held or ()}
+        found |= {op: OperatorRecord(part.step, numbers[HELD]) for op in kept}
+        self.operators |= found
+        applied = facts.require_facts(part.step).applied if found else []
+        for op in found:
+            layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
+            self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
+
+    def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:
+        """Those of ``slots`` that a manifest names."""
+        named = {record.path for record in manifest.files} | {state.path for state in manifest.states}
+        named |= {state.path for slot in manifest.window for state in slot.states}
+        return {path: file for path, file in self.slots.items() if path in named}

@@ -1,0 +1,1 @@
+"""Copies of snapshots on other nodes: who sends, receives, checks and keeps them."""

@@ -1,0 +1,85 @@
+"""What of a rank's share of a snapshot must be sent to those that hold its copies, and what they have anyway.
+
+MoEtion (arXiv 2412.15411 v1), Algorithm 2 and section 5.1. Data-parallel ranks keep the same state alike, so that what
+a peer has in its own training state at the same step it copies from there into its memory, and no byte of it crosses
+the network. Which state that is depends on how the framework divides it:
+
+    none                                       weights and optimizer state: of non-experts in the whole group, of
+                                               experts where they are data-parallel, too
+    ZeRO-1, ZeRO-2, distributed optimizer      weights only
+    ZeRO-3, FSDP2                              nothing
+
+That a peer's process holds it is not enough, for after a failure all processes are gone: it must lie in that peer's
+memory, as of that step. A trainer goes by the tensors that it really has (``slices.mirroring``); this is for comparing
+with what the paper prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An operator's bytes in one rank's share of a snapshot.
+
+    Attributes:
+        operator: Its id.
+        weights: Bytes of its weights.
+        state: Bytes of master weights and optimizer state.
+        weights_on: The ranks whose training state has these weights.
+        state_on: The same of ``state``.
+    """
+
+    operator: str
+    weights: int
+    state: int
+    weights_on: Collection[int] = ()
+    state_on: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What of one rank's share goes to one of its peers.
+
+    Attributes:
+        peer: Whom.
+        weights: Operators whose weights are sent.
+        state: Operators whose optimizer state is sent.
+        nbytes: Of both.
+        saved: Bytes of the share that are not sent, because the peer has them.
+    """
+
+    peer: int
+    weights: tuple[str, ...]
+    state: tuple[str, ...]
+    nbytes: int
+    saved: int
+
+
+def deliveries(share: Iterable[Piece], peers: Sequence[int]) -> tuple[Delivery, ...]:
+    """What is sent to each of ``peers``; what is not sent, each of them has.
+
+    Args:
+        share: Of one rank.
+        peers: That hold its copies (``core.replica_placement``).
+    """
+    pieces = tuple(share)
+    found = []
+    for peer in peers:
+        weights = [piece for piece in pieces if piece.weights and peer not in piece.weights_on]
+        state = [piece for piece in pieces if piece.state and peer not in piece.state_on]
+        nbytes = sum(piece.weights for piece in weights) + sum(piece.state for piece in state)
+        whole = sum(piece.weights + piece.state for piece in pieces)
+        names = tuple(piece.operator for piece in weights), tuple(piece.operator for piece in state)
+        found.append(Delivery(peer, *names, nbytes, whole - nbytes))
+    return tuple(found)
+
+
+def portion_saved(found: Iterable[Delivery]) -> float:
+    """Part of the bytes of all copies that is not sent, in [0, 1]; 0 where there are no copies. (Paper: up to 0.4.)"""
+    sent, saved = 0, 0
+    for each in found:
+        sent, saved = sent + each.nbytes, saved + each.saved
+    return saved / (sent + saved) if sent + saved else 0.0

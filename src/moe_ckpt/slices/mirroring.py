@@ -1,0 +1,114 @@
+"""What a rank copies of the shares of others, because its own training state has it alike.
+
+A rank that holds copies of a data-parallel peer's snapshots copies the peer's share, as far as it has the same state,
+out of its own tensors beside its own share. Those bytes need not be sent then: ``replicas.store`` puts them into
+the copy, compares each slice with the checksum that the peer's had, and asks for what differs or is not there. So a
+copy is whole, whichever way its bytes came, and a recovery reads it like any other (MoEtion, arXiv 2412.15411 v1,
+Algorithm 2 and section 5.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_ckpt.core.operators import Catalog, OperatorKind
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.format.gathering import Numbers
+from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices.cuts import Cut
+from moe_ckpt.slices.pieces import LocalState, cut
+from moe_ckpt.slices.shares import WriteAssignment, holders
+
+if TYPE_CHECKING:
+    from moe_ckpt.slices.compiling import CompiledPart
+
+MIRROR = "mirror/"
+"""How the kinds of parts begin that hold what of another rank's share is here, too; its number follows."""
+
+
+class MirroredShares:
+    """Cuts what this rank has alike of other ranks' shares. For the training thread only.
+
+    Args:
+        catalog: Of the model.
+        placement: This rank's.
+        sources: Ranks whose copies lie here.
+    """
+
+    def __init__(self, catalog: Catalog, placement: Placement, sources: Sequence[int]) -> None:
+        self._catalog = catalog
+        self._alike = frozenset(placement.peers)
+        self._experts_alike = frozenset(placement.expert_peers)
+        self._sources = tuple(sources)
+        self._tensors: Sequence[StateTensor] = ()
+        self._local: dict[int, LocalState] = {}
+        self._sends: tuple[bool, bool] | None = None
+
+    @property
+    def sends(self) -> tuple[bool, bool]:
+        """Whether this rank has not all that is no expert of its sources alike, and whether not all their experts.
+
+        Of the tensors of the newest ``cuts``; true of both before.
+        """
+        if self._sends is None and self._tensors:
+            replicated, known = [True, True], True
+            for tensor in self._tensors:
+                experts = any(op.kind is OperatorKind.EXPERT for op, _ in holders(self._catalog, tensor))
+                replicated[experts] &= tensor.replicated
+                known &= not experts or not tensor.duplicate or tensor.writer is not None
+            sources = frozenset(self._sources)
+            shared = replicated[False] and sources <= self._alike
+            experts_alike = replicated[True] and sources <= self._alike
+            apart = not replicated[True] and known and sources <= self._experts_alike
+            self._sends = not shared, not (experts_alike or apart)
+        return self._sends or (True, True)
+
+    def cuts(
+        self, operators: Collection[str], tensors: Sequence[StateTensor], dealt: WriteAssignment
+    ) -> dict[str, list[Cut]]:
+        """Kind of part -> what it holds, for each source.
+
+        Args:
+            operators: That are saved in full, and sent.
+            tensors: This rank's.
+            dealt: Who writes what of what all peers have.
+        """
+        if tensors is not self._tensors:
+            if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+                self._local.clear()
+                self._sends = None
+            self._tensors = tensors
+        return {f"{MIRROR}{source}": cut(self._of(source), operators, dealt, source) for source in self._sources}
+
+    def _of(self, source: int) -> LocalState:
+        known = self._local.get(source)
+        if known is None or known.is_crowded:
+            known = LocalState(self._catalog, self._tensors, source, alike=source in self._alike)
+            self._local[source] = known
+        return known
+
+
+@dataclass(frozen=True, eq=False)
+class Mirror:
+    """What this rank's memory has of one snapshot of another rank.
+
+    Attributes:
+        part: Of the plan of this rank's own snapshot of the step.
+        memory: ``[nbytes]`` uint8 on the host: the part's bytes. They are used only where checksums say what they are.
+    """
+
+    part: CompiledPart
+    memory: torch.Tensor
+
+
+def digests_of(names: Collection[str]) -> Numbers:
+    """XXH3-64 of each name. Two that are alike do no harm: checksums tell slices apart."""
+    found = np.fromiter((xxhash.xxh3_64_intdigest(name.encode()) for name in names), dtype=np.uint64, count=len(names))
+    return found.astype(np.int64)

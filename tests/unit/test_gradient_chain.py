@@ -1,0 +1,161 @@
+"""Chains of anchors and gradients, against a walk over everything; and what a replica may apply."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.core.gradient_chain import (
+    Chain,
+    Follower,
+    LoggedStep,
+    chain,
+    chains,
+    newest_reachable,
+    sends_gradient,
+    without_garbage,
+)
+from moe_ckpt.errors import GradientGapError
+
+OPERATORS = ("gate/0", "expert/0/0", "expert/0/1")
+
+
+def some(*operators):
+    return frozenset(operators)
+
+
+@st.composite
+def logs(draw):
+    """Steps with gaps, gradients that were lost, skipped steps, anchors that were not updated."""
+    subset = st.frozensets(st.sampled_from(OPERATORS))
+    first = draw(st.integers(0, 3))
+    held = draw(st.lists(st.one_of(st.none(), st.tuples(subset, subset, subset)), max_size=9))
+    return {
+        first + at: LoggedStep(updated, updated - lost, anchored)
+        for at, found in enumerate(held)
+        if found is not None
+        for updated, lost, anchored in [found]
+    }
+
+
+def reaches(log, operator, step):
+    """Whether any anchor and the gradients after it lead there: every anchor is tried."""
+    return any(
+        operator in log[anchor].anchored
+        and all(
+            at in log and (operator not in log[at].updated or operator in log[at].gradients)
+            for at in range(anchor + 1, step + 1)
+        )
+        for anchor in log
+        if anchor <= step
+    )
+
+
+def found(log, operator, step):
+    try:
+        return chain(log, operator, step)
+    except GradientGapError:
+        return None
+
+
+@given(logs())
+def test_a_chain_is_found_where_there_is_one_and_holds_every_update(log):
+    for operator, step in product(OPERATORS, range(13)):
+        way = found(log, operator, step)
+        assert (way is not None) == reaches(log, operator, step)
+        if way is not None:
+            between = range(way.anchor + 1, step + 1)
+            assert operator in log[way.anchor].anchored
+            assert way.gradients == tuple(at for at in between if operator in log[at].updated)
+            assert not any(operator in log[at].anchored for at in between), "a newer anchor makes a shorter way"
+
+
+@given(logs())
+def test_the_newest_reachable_step_is_the_last_that_all_reach(log):
+    expected = [step for step in log if all(reaches(log, operator, step) for operator in OPERATORS)]
+    assert newest_reachable(log, OPERATORS) == max(expected, default=None)
+
+
+@given(logs())
+def test_garbage_is_what_no_later_step_needs_and_nothing_else(log):
+    newest = newest_reachable(log, OPERATORS)
+    if newest is None:
+        return
+    kept = without_garbage(log, OPERATORS, newest)
+    for operator, step in product(OPERATORS, range(newest, 13)):
+        assert found(kept, operator, step) == found(log, operator, step)
+    assert without_garbage(kept, OPERATORS, newest) == kept
+    for at in [at for at in kept if at <= newest]:
+        for operator in kept[at].gradients | kept[at].anchored:
+            held = kept[at]
+            less_anchor = LoggedStep(held.updated, held.gradients, held.anchored - some(operator))
+            less_gradient = LoggedStep(held.updated, held.gradients - some(operator), held.anchored)
+            for less in (less_anchor, less_gradient):
+                without = {**kept, at: less}
+                assert less == held or found(without, operator, newest) is None, "it could have gone as well"
+
+
+def test_a_skipped_step_needs_no_gradient_and_an_unknown_one_ends_the_chain():
+    log = {1: LoggedStep(anchored=some("a")), 2: LoggedStep(), 3: LoggedStep(some("a"), some("a"))}
+    assert chain(log, "a", 3) == Chain("a", 1, (3,))
+    del log[2]
+    with pytest.raises(GradientGapError, match="a does not reach step 3") as raised:
+        chain(log, "a", 3)
+    assert (raised.value.operator, raised.value.missing, raised.value.step) == ("a", 2, 3)
+
+
+def test_chains_names_the_operator_that_has_no_anchor():
+    log = {4: LoggedStep(anchored=some("a"))}
+    with pytest.raises(GradientGapError, match=r"b does not reach step 4.*no anchor so old"):
+        chains(log, ("a", "b"), 4)
+
+
+def test_nothing_logged_reaches_nothing():
+    assert newest_reachable({}, ("a",)) is None
+    with pytest.raises(GradientGapError):
+        chain({}, "a", 1)
+
+
+def test_a_follower_that_missed_a_gradient_says_so_until_it_gets_full_state():
+    replica = Follower()
+    with pytest.raises(GradientGapError, match="no anchor of it is held"):
+        replica.gradient("a", 2, previous=1)
+    replica.anchor("a", 1)
+    replica.gradient("a", 2, previous=1)
+    assert (replica.reached("a"), replica.length("a")) == (2, 1)
+    with pytest.raises(GradientGapError, match="held as of step 2"):
+        replica.gradient("a", 4, previous=3)
+    assert replica.reached("a") is None
+    with pytest.raises(GradientGapError, match="no anchor"):
+        replica.gradient("a", 5, previous=4)
+    replica.anchor("a", 5)
+    replica.gradient("a", 7, previous=5)  # step 6 made no update
+    assert (replica.reached("a"), replica.length("a")) == (7, 1)
+
+
+def test_a_gradient_that_comes_twice_is_refused():
+    replica = Follower()
+    replica.anchor("a", 1)
+    replica.gradient("a", 2, previous=1)
+    with pytest.raises(GradientGapError):
+        replica.gradient("a", 2, previous=1)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20), st.integers(0, 4))
+def test_a_sender_that_asks_first_never_makes_a_gap_unless_a_message_is_lost(steps, most):
+    """steps: (an update was made, the message arrived). The sender learns what arrived before the next step."""
+    replica, previous = Follower(), 0
+    for at, (updated, arrives) in enumerate(steps, start=1):
+        if not updated:
+            continue
+        as_gradient = sends_gradient(replica.reached("a"), previous, replica.length("a"), most)
+        if arrives and as_gradient:
+            replica.gradient("a", at, previous)
+        elif arrives:
+            replica.anchor("a", at)
+        assert replica.length("a") <= most
+        assert replica.reached("a") == at or not arrives
+        previous = at

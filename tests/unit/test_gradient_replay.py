@@ -1,0 +1,569 @@
+"""Replay from anchors and gradients: bits after every step, and every fact that they need."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ckpt.core.gradient_chain import Chain, chains
+from moe_ckpt.core.operators import Span
+from moe_ckpt.driver.replaying import same_plain
+from moe_ckpt.errors import ConfigError, GradientGapError, ReplayDivergedError, UnsupportedError
+from moe_ckpt.format.tree import decode_tree, encode_tree
+from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.coupling import Coupling, coupling_of, register
+from moe_ckpt.gradients.detached import detached, kind_of
+from moe_ckpt.gradients.replay import OptimizerReplay, gradient_blocks, state_blocks
+from moe_ckpt.gradients.running import replay_chains
+from moe_ckpt.gradients.units import Pieces, whole_unit
+from moe_ckpt.gradients.updates import GRADIENT
+from tests.support.gradient_log import Copier, MemoryLog, copied, differing
+
+EXPERTS, WINDOW = 7, 5
+STACKED = ("up", "down")
+
+
+class Tiny(nn.Module):
+    """Stacked experts of sizes that fill no vector register, a transposed matrix, a vector, a scalar, an idle part."""
+
+    def __init__(self, dtype=torch.float32, rarely=3):
+        super().__init__()
+        self.rarely = rarely
+        make = torch.Generator().manual_seed(7)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 13, 11, generator=make).to(dtype))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 11, 13, generator=make).to(dtype))
+        self.gate = nn.Parameter(torch.randn(EXPERTS, 13, generator=make).to(dtype))
+        self.turned = nn.Parameter(torch.randn(13, 5, generator=make).to(dtype).t())
+        self.norm = nn.Parameter(torch.ones(13, dtype=dtype))
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+        self.rare = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, x, step):
+        y = torch.einsum("bi,eij->bej", x * self.norm, self.up).tanh()
+        y = torch.einsum("bej,eji->bei", y, self.down) * (x @ self.gate.t()).softmax(-1)[..., None]
+        out = (y.sum(1) @ self.turned.t()) * self.scale
+        return out * self.rare.sum() if step % self.rarely == 0 else out
+
+
+def spans_of(model):
+    """Experts by row, everything else by itself."""
+    found = {f"expert/0/{e}": [Span(name, e, e + 1) for name in STACKED] for e in range(EXPERTS)}
+    return found | {f"non_expert/{name}": [Span(name)] for name, _ in model.named_parameters() if name not in STACKED}
+
+
+def whole_spans(model):
+    """Stacks as a whole, for optimizers that couple rows."""
+    return {f"non_expert/{name}": [Span(name)] for name, _ in model.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a run trains."""
+
+    make: object
+    dtype: torch.dtype = torch.float32
+    masters: bool = False
+    clip: float | None = 0.5
+    scaler: bool = False
+    whole: bool = False
+    rarely: int = 3
+    steps: int = 200
+
+
+def adamw(**flags):
+    def make(groups):
+        return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.97), **flags)
+
+    return make
+
+
+def sgd(**flags):
+    return lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, **flags)
+
+
+FUSED, FOREACH, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
+BF16 = torch.bfloat16
+KINDS = {
+    "adamw-fused": Kind(adamw(**FUSED)),
+    "adamw-foreach": Kind(adamw(**FOREACH)),
+    "adamw-loop": Kind(adamw(**LOOP)),
+    "adamw-fused-bf16": Kind(adamw(**FUSED), BF16, steps=40),
+    "adamw-loop-amsgrad-bf16": Kind(adamw(**LOOP, amsgrad=True), BF16, steps=40),
+    "adamw-foreach-masters": Kind(adamw(**FOREACH), BF16, masters=True),
+    "adamw-fused-masters": Kind(adamw(**FUSED, maximize=True), BF16, masters=True, steps=40),
+    "adamw-fused-scaler": Kind(adamw(**FUSED), scaler=True, clip=None),
+    "adamw-loop-scaler": Kind(adamw(**LOOP), scaler=True),
+    "sgd-fused": Kind(sgd(**FUSED, nesterov=True), rarely=1, steps=40),  # torch's own kernel wants all momenta or none
+    "sgd-foreach": Kind(sgd(**FOREACH)),
+    "sgd-loop-bf16": Kind(sgd(**LOOP, dampening=0.0), BF16, steps=40),
+    "adafactor-foreach": Kind(lambda groups: torch.optim.Adafactor(groups, foreach=True), whole=True),
+    "adafactor-loop-bf16": Kind(
+        lambda groups: torch.optim.Adafactor(groups, foreach=False), BF16, whole=True, steps=40
+    ),
+    "nadam": Kind(lambda groups: torch.optim.NAdam(groups), steps=30),
+    "adagrad": Kind(lambda groups: torch.optim.Adagrad(groups), steps=30),
+    "rmsprop": Kind(lambda groups: torch.optim.RMSprop(groups, momentum=0.5, centered=True), steps=30),
+    "asgd": Kind(lambda groups: torch.optim.ASGD(groups), steps=30),
+}
+
+
+class Run:
+    """Trains ``Tiny`` and logs it; with a schedule, weight decay, clipping, and gradients that are sometimes None."""
+
+    def __init__(self, kind, window=WINDOW):
+        self.kind, self.window = kind, window
+        self.model = Tiny(kind.dtype, kind.rarely)
+        of_model = dict(self.model.named_parameters())
+        self.updated = {name: nn.Parameter(p.detach().float()) if kind.masters else p for name, p in of_model.items()}
+        matrices = [p for p in self.updated.values() if p.ndim > 1]
+        others = [p for p in self.updated.values() if p.ndim <= 1]
+        self.optimizer = kind.make(
+            [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+        )
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, T_0=17)
+        self.scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=2) if kind.scaler else None
+        self.copier = Copier(late=True)
+        names = {id(p): name for name, p in self.updated.items()}
+        describe = lambda number, group, p: whole_unit(names[id(p)], number, group, p)  # noqa: E731
+        self.capture = GradientCapture([self.optimizer], describe, self.copier)
+        self.capture.release_before([self.optimizer], "zero_grad")
+        units = self.capture.units()
+        self.tensors = {(0, name): p for name, p in self.updated.items()}
+        self.pieces = Pieces(units)
+        spans = whole_spans(self.model) if kind.whole else spans_of(self.model)
+        self.log = MemoryLog(spans, [kind_of(self.optimizer)], units)
+        self.log.log(0, [], {op: self.anchor(op) for op in spans})
+        self.skipped = 0
+
+    def anchor(self, operator):
+        return state_blocks([self.optimizer], self.tensors, self.pieces, self.log.spans[operator])
+
+    def state(self):
+        return {operator: self.anchor(operator) for operator in self.log.spans}
+
+    def step(self, at):
+        self._compute(at)
+        self.optimizer.zero_grad()  # hands over what was consumed before
+        taken = self.copier.take()
+        self.skipped += not taken
+        order = list(self.log.spans)
+        anchored = {op: self.anchor(op) for op in order[at % self.window :: self.window]} if self.window else {}
+        self.log.log(at, taken, anchored)
+        self.schedule.step()
+
+    def _compute(self, at):
+        x = torch.randn(4, 13, generator=torch.Generator().manual_seed(at)).to(self.kind.dtype)
+        loss = self.model(x, at).float().square().mean()
+        if self.scaler and at % 7 == 3:
+            loss = loss * torch.inf  # an overflow
+        self.model.zero_grad()
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        if self.kind.masters:
+            for name, p in self.model.named_parameters():
+                self.updated[name].grad = None if p.grad is None else p.grad.float()
+        if self.scaler and self.kind.clip:
+            self.scaler.unscale_(self.optimizer)
+        if self.kind.clip:
+            nn.utils.clip_grad_norm_(self.updated.values(), self.kind.clip)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        if self.kind.masters:
+            with torch.no_grad():
+                for name, p in self.model.named_parameters():
+                    p.copy_(self.updated[name])
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_bits_are_equal_after_every_step(kind):
+    run = Run(kind)
+    for at in range(1, kind.steps + 1):
+        run.step(at)
+        assert differing(run.state(), run.log.replayed(at)) == [], f"step {at}"
+    if kind.scaler:
+        stayed = sum(bool(u.found_inf) for made in run.log.made.values() for u in made if u.found_inf is not None)
+        assert run.skipped + stayed > 3
+
+
+@pytest.fixture(scope="module")
+def trained():
+    run = Run(KINDS["adamw-foreach"])
+    for at in range(1, 13):
+        run.step(at)
+    return run
+
+
+def test_a_long_chain_is_exact_too(trained):
+    """All operators from their oldest anchors, 12 updates back, though newer ones are there."""
+
+    def oldest(ways):
+        logged = trained.log.steps
+        updated = {op: [at for at in range(1, 13) if op in logged[at].updated] for op in ways}
+        return {op: Chain(op, 0, tuple(updated[op])) for op in ways}
+
+    log = Run(KINDS["adamw-foreach"], window=None)
+    for at in range(1, 13):
+        log.step(at)
+    assert differing(trained.state(), log.log.replayed(12, oldest)) == []
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "sgd-foreach", "adafactor-foreach"])
+def test_live_optimizers_that_were_used_come_to_a_step_and_train_on_alike(name):
+    """A process that lost its state takes its own optimizers; what they did before leaves nothing behind."""
+    run, again = Run(KINDS[name]), Run(KINDS[name])
+    for at in range(1, 9):
+        run.step(at)
+    for at in range(50, 53):
+        again.step(at)
+    again.capture.close()
+    with torch.no_grad():
+        for parameter in again.updated.values():
+            parameter.fill_(torch.nan)
+    live = OptimizerReplay([again.optimizer], again.log.units, again.tensors)
+    replay_chains(live, run.log.spans, chains(run.log.steps, run.log.spans, 8), 8, run.log)
+    assert differing(run.state(), again.state()) == []
+    again.schedule.load_state_dict(run.schedule.state_dict())
+    for group, of_run in zip(again.optimizer.param_groups, run.optimizer.param_groups, strict=True):
+        group["lr"] = of_run["lr"]  # the schedule set it after the update
+    for at in range(9, 12):
+        run.step(at)
+        again.step(at)
+    assert differing(run.state(), again.state()) == []
+
+
+# --- every needed fact, switched off ---
+
+
+def spoiled(log, **changes):
+    """The log with every update's fields replaced: by functions of (step, update)."""
+    made = {
+        at: tuple(replace(u, **{name: change(at, u) for name, change in changes.items()}) for u in updates)
+        for at, updates in log.made.items()
+    }
+    return replace(log, made=made)
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "betas", "eps"])
+def test_hyperparameters_are_needed(trained, key):
+    other = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-6}
+    log = spoiled(trained.log, groups=lambda at, u: tuple({**g, key: other[key]} for g in u.groups))
+    assert differing(trained.state(), log.replayed(12)) != []
+
+
+def test_hyperparameters_are_needed_of_each_step(trained):
+    last = trained.log.made[12][0].groups
+    log = spoiled(trained.log, groups=lambda at, u: last)
+    assert differing(trained.state(), log.replayed(12)) != []
+
+
+def test_gradients_are_needed_as_they_were_clipped(trained):
+    consumed = {
+        key: [replace(b, values=b.values * 1.0000002) for b in blocks] for key, blocks in trained.log.consumed.items()
+    }
+    assert differing(trained.state(), replace(trained.log, consumed=consumed).replayed(12)) != []
+
+
+def test_which_parameters_had_a_gradient_is_needed(trained):
+    """Adam steps a parameter whose gradient is zero, not one that has none."""
+    rare = "non_expert/rare"
+    at = max(step for step, held in trained.log.steps.items() if rare not in held.updated | held.anchored)
+    way = chains(trained.log.steps, trained.log.spans, at)[rare]
+    assert at not in way.gradients
+    log = spoiled(trained.log, parameters=lambda step, u: (*u.parameters, "rare") if step == at else u.parameters)
+    zero = [replace(b, kind=GRADIENT, values=torch.zeros(3)) for b in trained.log.anchor(rare, way.anchor)[:1]]
+    log = replace(log, consumed={**log.consumed, (rare, at, 0): zero})
+    also = lambda ways: {**ways, rare: Chain(rare, way.anchor, (*way.gradients, at))}  # noqa: E731
+    expected = trained.log.replayed(at)
+    assert differing(expected, log.replayed(at, also)) != []
+
+
+@pytest.mark.parametrize("name", ["adamw-fused-scaler", "adamw-loop-scaler"])
+def test_skipped_steps_are_needed(name):
+    run = Run(KINDS[name])
+    for at in range(1, 12):
+        run.step(at)
+    assert differing(run.state(), run.log.replayed(11)) == []
+    if name == "adamw-fused-scaler":
+        log = spoiled(run.log, found_inf=lambda at, u: torch.zeros(()))
+        log = replace(log, anchors=run.log.anchors)
+    else:
+        skipped = max(at for at, held in run.log.steps.items() if at and not held.updated)
+        before = max(at for at in run.log.made if at < skipped and run.log.made[at])
+        made = {**run.log.made, skipped: run.log.made[before]}
+        steps = {**run.log.steps, skipped: replace(run.log.steps[before], anchored=frozenset())}
+        again = {(op, skipped, 0): blocks for (op, at, _), blocks in run.log.consumed.items() if at == before}
+        steps[skipped] = replace(steps[skipped], updated=steps[skipped].gradients)
+        anchors = {key: blocks for key, blocks in run.log.anchors.items() if key[1] != skipped}
+        log = replace(run.log, made=made, steps=steps, consumed={**run.log.consumed, **again}, anchors=anchors)
+    try:
+        found = log.replayed(11)
+    except (ReplayDivergedError, GradientGapError):
+        return
+    assert differing(run.state(), found) != []
+
+
+def test_the_loss_scale_is_needed_by_a_fused_optimizer():
+    run = Run(KINDS["adamw-fused-scaler"])
+    for at in range(1, 8):
+        run.step(at)
+    log = spoiled(run.log, grad_scale=lambda at, u: None)
+    assert differing(run.state(), log.replayed(7)) != []
+
+
+def test_the_order_of_anchors_is_needed(trained):
+    """An anchor put in a step late misses an update: its rows do, or the step count contradicts."""
+
+    def late(ways):
+        return {
+            op: Chain(op, way.anchor, way.gradients[1:]) if op == "expert/0/1" and way.gradients else way
+            for op, way in ways.items()
+        }
+
+    assert chains(trained.log.steps, trained.log.spans, 12)["expert/0/1"].gradients
+    assert differing(trained.state(), trained.log.replayed(12, late)) != []
+
+
+def test_an_anchor_of_another_step_contradicts_the_step_count(trained):
+    way = chains(trained.log.steps, trained.log.spans, 12)["expert/0/1"]
+    older = trained.log.anchors["expert/0/1", way.anchor - WINDOW]
+    log = replace(trained.log, anchors={**trained.log.anchors, ("expert/0/1", way.anchor): older})
+    with pytest.raises(ReplayDivergedError, match="step of"):
+        log.replayed(12)
+
+
+def test_a_row_stepped_alone_by_a_fused_kernel_comes_out_otherwise():
+    """Why whole units are stepped."""
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(7, 13, 11))
+    rows = [nn.Parameter(row.detach().clone()) for row in whole]
+    gradients = torch.randn(5, 7, 13, 11)
+    for parameters, pick in (([whole], lambda g: [g]), (rows, list)):
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True)
+        for gradient in gradients:
+            for parameter, each in zip(parameters, pick(gradient), strict=True):
+                parameter.grad = each.clone()
+            optimizer.step()
+    assert any(not torch.equal(whole[at], row) for at, row in enumerate(rows))
+
+
+# --- what is refused ---
+
+
+def test_a_gradient_of_which_a_part_is_missing(trained):
+    key = next(key for key in trained.log.consumed if key[0] == "expert/0/1" and key[1] == 12)
+    log = replace(trained.log, consumed={**trained.log.consumed, key: trained.log.consumed[key][:1]})
+    with pytest.raises(GradientGapError, match=r"expert/0/1.*143 of 286 elements"):
+        log.replayed(12)
+
+
+@pytest.mark.parametrize("kind", ["", "exp_avg"])
+def test_an_anchor_of_which_a_part_is_missing(trained, kind):
+    way = chains(trained.log.steps, trained.log.spans, 12)["expert/0/1"]
+    less = list(trained.log.anchor("expert/0/1", way.anchor))
+    block = next(b for b in less if b.kind == kind)
+    half = replace(block.box, shape=(1, block.box.shape[0], 4))
+    less[less.index(block)] = replace(
+        block, box=replace(half, shape=(1, *block.box.shape[1:-1], 4)), values=block.values[..., :4]
+    )
+    log = replace(trained.log, anchors={**trained.log.anchors, ("expert/0/1", way.anchor): less})
+    with pytest.raises(GradientGapError, match="expert/0/1"):
+        log.replayed(12)
+
+
+def test_rows_of_a_coupled_parameter_anchored_at_different_steps():
+    run = Run(replace(KINDS["adafactor-loop-bf16"], whole=False))
+    for at in range(1, 7):
+        run.step(at)
+    with pytest.raises(ConfigError, match="anchor them together"):
+        run.log.replayed(6)
+
+
+def test_other_param_groups(trained):
+    log = replace(trained.log, kinds=[replace(trained.log.kinds[0], groups=(*trained.log.kinds[0].groups, {}))])
+    with pytest.raises(ConfigError, match="2 param groups, but this optimizer has 3"):
+        log.replayed(12)
+
+
+class Shampoo(torch.optim.SGD):
+    pass
+
+
+class Unheard(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (torch.optim.LBFGS, "LBFGS cannot be stepped again.*one history for all"),
+        (torch.optim.SparseAdam, "SparseAdam cannot.*sparse"),
+        (Shampoo, "Shampoo cannot.*preconditioners"),
+        (Unheard, "Unheard may couple parameters.*register"),
+    ],
+)
+def test_optimizers_that_couple_parameters_are_refused_by_name(optimizer, said):
+    with pytest.raises(UnsupportedError, match=said):
+        GradientCapture([optimizer([nn.Parameter(torch.ones(2))], lr=0.1)], whole_unit, Copier())
+
+
+def test_a_class_that_is_registered_is_stepped():
+    class Mine(torch.optim.SGD):
+        pass
+
+    register(Mine, Coupling.ELEMENTS)
+    optimizer = Mine([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert coupling_of(optimizer) is Coupling.ELEMENTS
+    unit = whole_unit("w", 0, 0, torch.ones(2))
+    assert isinstance(detached([kind_of(optimizer)], [unit])._optimizers[0], Mine)
+
+
+def test_sparse_gradients_are_refused_by_parameter():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    GradientCapture([optimizer], lambda n, g, p: whole_unit("table", n, g, p), Copier())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"the gradient of table is torch.sparse_coo"):
+        optimizer.step()
+
+
+def test_a_gradient_with_other_strides_is_refused():
+    parameter = nn.Parameter(torch.ones(3, 5))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    GradientCapture([optimizer], lambda n, g, p: whole_unit("w", n, g, p), Copier())
+    parameter.grad = torch.ones(5, 3).t()
+    with pytest.raises(UnsupportedError, match=r"the gradient of w .*strides \(1, 3\)"):
+        optimizer.step()
+
+
+# --- capture ---
+
+
+def parts(late=False, **flags):
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], **flags)
+    copier = Copier(late)
+    capture = GradientCapture([optimizer], lambda n, g, p: whole_unit("w", n, g, p), copier)
+    return parameter, optimizer, copier, capture
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_gradients_that_a_closure_computes_are_seen_when_it_returns(by_name):
+    parameter, optimizer, copier, _ = parts()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (parameter * 3).sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert loss.item() == 12.0
+    [(update, units, [gradient])] = copier.take()
+    assert gradient.tolist() == [3.0] * 4
+    assert (update.parameters, units[0].name) == (("w",), "w")
+
+
+def test_no_copy_is_made_and_a_write_is_noticed():
+    parameter, optimizer, _, capture = parts()
+    seen = []
+    capture._consumer = type("Keeps", (), {"consume": lambda self, g: seen.append(g), "release": lambda self: None})()
+    parameter.grad = torch.full((4,), 2.0)
+    optimizer.step()
+    assert seen[0].gradients[0].data_ptr() == parameter.grad.data_ptr()
+    assert seen[0].changed() == ()
+    parameter.grad.mul_(2)
+    assert seen[0].changed() == ("w",)
+
+
+def test_gradients_are_let_go_before_they_are_zeroed():
+    parameter, optimizer, copier, capture = parts(late=True)
+    capture.release_before([optimizer], "zero_grad")
+    parameter.grad = torch.full((4,), 2.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    [(_, _, [gradient])] = copier.take()
+    assert gradient.tolist() == [2.0] * 4
+    assert copier.releases == 1
+
+
+def test_a_fused_optimizer_that_unscales_says_that_gradients_do_not_stay():
+    parameter, optimizer, copier, _ = parts(late=True, fused=True)
+    scaler = torch.amp.GradScaler("cpu", 8.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert parameter.grad.tolist() == [1.0] * 4, "the kernel writes the unscaled gradient back"
+    [(update, _, [gradient])] = copier.take()
+    assert gradient.tolist() == [8.0] * 4
+    assert (float(update.grad_scale), float(update.found_inf)) == (8.0, 0.0)
+
+
+def test_closing_takes_every_hook_away():
+    parameter, optimizer, copier, capture = parts()
+    capture.release_before([optimizer], "zero_grad")
+    capture.close()
+    capture.close()
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert copier.take() == []
+    assert "zero_grad" not in vars(optimizer)
+
+
+def test_recorded_hyperparameters_do_not_change_with_the_run():
+    parameter, optimizer, copier, _ = parts()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    optimizer.param_groups[0]["betas"] = (0.1, 0.1)
+    [(update, _, _)] = copier.take()
+    assert (float(update.groups[0]["lr"]), update.groups[0]["betas"]) == (0.5, (0.9, 0.999))
+    assert "params" not in update.groups[0]
+
+
+def test_what_travels_beside_tensors_is_plain_data():
+    """The step's facts and the units can be stored without pickle, and come back equal."""
+    run = Run(KINDS["adamw-fused-scaler"])
+    for at in range(1, 4):
+        run.step(at)
+    update, kind, unit = run.log.made[2][0], run.log.kinds[0], run.log.units[3]
+    for given in (update, kind, unit):
+        plain = {field.name: getattr(given, field.name) for field in fields(given)}
+        if given is unit:
+            plain["pieces"] = [(p.parameter, p.box.offsets, p.box.shape, p.stride, p.start) for p in unit.pieces]
+        encoded, tensors = encode_tree(plain)
+        assert same_plain(decode_tree(json.loads(json.dumps(encoded)), tensors.__getitem__), plain)
+
+
+def test_blocks_of_another_cut_are_put_together():
+    """Anchors and gradients cut by rows fill a unit that holds them all; what is given is read once."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(6, 3))
+    optimizer = torch.optim.AdamW([parameter], foreach=False)
+    unit = whole_unit("w", 0, 0, parameter)
+    pieces, tensors = Pieces([unit]), {(0, "w"): parameter}
+    gradient = torch.randn(6, 3)
+    rows = [[Span("w", 0, 2)], [Span("w", 2, 5)], [Span("w", 5, 6)]]
+    replay = detached([kind_of(optimizer)], [unit])
+    for spans in rows:
+        replay.load(0, copied(state_blocks([optimizer], tensors, pieces, spans)))
+    copier = Copier()
+    GradientCapture([optimizer], lambda n, g, p: unit, copier)
+    parameter.grad = gradient
+    optimizer.step()
+    [(update, units, copies)] = copier.take()
+    assert replay.step(update, [b for spans in rows for b in gradient_blocks(units, copies, spans)]) == 18
+    whole = [Span("w")]
+    assert differing({"w": state_blocks([optimizer], tensors, pieces, whole)}, {"w": replay.read(whole)}) == []
+
+
+def test_nothing_to_replay_is_no_replay():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    replay = detached([kind_of(optimizer)], [whole_unit("w", 0, 0, torch.ones(2))])
+    assert replay_chains(replay, {}, {}, 3, MemoryLog({}, [], [])) == 0

@@ -1,0 +1,56 @@
+"""Older snapshots stay in memory for the experts that no newer one has, and for those alone."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.core.memory_retention import HeldStep, with_newest_experts
+
+EXPERTS = 6
+
+
+@st.composite
+def held(draw: st.DrawFn) -> list[HeldStep]:
+    found = []
+    for sequence in range(draw(st.integers(0, 10))):
+        experts = draw(st.integers(0, (1 << EXPERTS) - 1))
+        found.append(
+            HeldStep(
+                sequence,
+                complete=draw(st.sampled_from([True, True, False, None])),
+                copied=draw(st.booleans()),
+                experts=experts,
+                sent=experts & draw(st.integers(0, (1 << EXPERTS) - 1)),
+                on_storage=draw(st.integers(0, 4)) == 0,
+            )
+        )
+    return draw(st.permutations(found))
+
+
+@given(held())
+def test_the_newest_version_of_every_expert_stays_in_each_memory(steps: list[HeldStep]):
+    kept = set(with_newest_experts(steps))
+    needed = set()
+    for peers in (False, True):
+        for expert in range(EXPERTS):
+            having = [
+                step
+                for step in steps
+                if step.complete and (step.copied or not peers) and (step.sent if peers else step.experts) >> expert & 1
+            ]
+            newest = max(having, key=lambda step: step.sequence, default=None)
+            if newest is not None and not newest.on_storage:
+                needed.add(newest.sequence)
+    assert kept == needed
+
+
+def test_turns_are_kept_for_a_round_and_no_longer():
+    """Two of six experts at each step: three snapshots have all, and peers get one of six, which takes six."""
+    steps = [
+        HeldStep(at, complete=True, experts=1 << at % 6 | 1 << (at + 1) % 6, sent=1 << at % 6) for at in range(20)
+    ]
+    assert with_newest_experts(steps) == (14, 15, 16, 17, 18, 19)
+    alone = [HeldStep(at, complete=True, copied=False, experts=3 << 2 * at % 6) for at in range(20)]
+    assert with_newest_experts(alone) == (17, 18, 19)
+    assert with_newest_experts([HeldStep(0, complete=True, experts=63), *alone[1:]]) == (17, 18, 19)

@@ -1,0 +1,142 @@
+"""Copies of others on this rank: what goes first where there is no room, and whose own bytes save sending."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ckpt.engine.host_tier import checksum
+from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.replicas.headers import Extents
+from moe_ckpt.replicas.store import Incoming, ReplicaStore
+from moe_ckpt.slices.mirroring import Mirror, digests_of
+from tests.support.replicas import slot_header
+
+SIZES = {"a": 5, "b": 40, "c": 8, "d": 100}
+
+
+class Place:
+    """A slot that is memory only."""
+
+    def __init__(self, nbytes: int, made: list[Place]) -> None:
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.made = made
+        made.append(self)
+
+    def seal(self, header: bytes) -> None:
+        pass
+
+    def unseal(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        self.made.remove(self)
+
+
+def store_of(room: int) -> tuple[ReplicaStore, list[Place]]:
+    """A directory with room for so many slots."""
+    made: list[Place] = []
+
+    def make(nbytes: int) -> Place:
+        if len(made) >= room:
+            raise MemoryFullError("a directory", nbytes, 0)
+        return Place(nbytes, made)
+
+    return ReplicaStore(make, 1), made
+
+
+def extents_of(memory: torch.Tensor) -> Extents:
+    """Of slices of ``SIZES``, in order."""
+    ends = np.cumsum(list(SIZES.values())).tolist()
+    begins = [0, *ends[:-1]]
+    sums = [int(checksum(memory[begin:end]), 16) for begin, end in zip(begins, ends, strict=True)]
+    return Extents(begins, ends, sums, digests_of(list(SIZES)))
+
+
+def filled(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (sum(SIZES.values()),), dtype=torch.uint8, generator=generator)
+
+
+def take(store: ReplicaStore, sequence: int) -> None:
+    memory = filled(sequence)
+    extents = extents_of(memory)
+    header = slot_header("run", sequence, 0, 1, 2, extents.nbytes, ())
+    incoming = store.reserve(header, b"", extents, extents.nbytes)
+    assert incoming.wanted == [(0, extents.nbytes)]
+    store.keep(1, sequence, incoming)
+
+
+def test_copies_of_older_experts_go_before_the_newest_is_refused():
+    store, made = store_of(room=3)
+    for sequence in range(3):
+        take(store, sequence)
+    store.release_except({0, 1, 2}, spare={0, 1})
+    take(store, 3)
+    assert {sequence for _, sequence in store.held()} == {1, 2, 3}
+    take(store, 4)
+    assert {sequence for _, sequence in store.held()} == {2, 3, 4}
+    with pytest.raises(MemoryFullError):
+        take(store, 5)
+    assert len(made) == 3
+
+
+def mirror_of(memory: torch.Tensor, names: list[str]) -> Mirror:
+    """Of these slices, one after the other."""
+    ends = dict(zip(SIZES, np.cumsum(list(SIZES.values())).tolist(), strict=True))
+    pieces = [memory[ends[name] - SIZES[name] : ends[name]] for name in names]
+    part = SimpleNamespace(names=digests_of(names), ends=np.cumsum([SIZES[name] for name in names]))
+    return Mirror(part, torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.uint8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["a", "b", "c", "d"], []),
+        (["d", "b"], [(0, 5), (45, 53)]),
+        (["c", "a"], [(5, 45), (53, 153)]),
+        ([], [(0, 153)]),
+    ],
+)
+def test_only_what_is_not_here_is_asked_for(names: list[str], wanted: list[tuple[int, int]]):
+    memory = filled()
+    incoming = Incoming(Place(200, []), b"", extents_of(memory))
+    assert incoming.fill(mirror_of(memory, names)) == 0
+    assert incoming.wanted == wanted
+    for begin, end in wanted:
+        incoming.memory[begin:end] = memory.numpy().data[begin:end]
+        assert incoming.verify(end) is None
+    assert bytes(incoming.memory) == memory.numpy().tobytes()
+
+
+def test_other_bytes_are_asked_for_and_counted():
+    memory = filled()
+    other = memory.clone()
+    other[50] ^= 1  # in c
+    incoming = Incoming(Place(200, []), b"", extents_of(memory))
+    assert incoming.fill(mirror_of(other, ["a", "c", "d"])) == 1
+    assert incoming.wanted == [(5, 53)], "b, which is not here, and c"
+    incoming.memory[5:53] = other.numpy().data[5:53]
+    assert incoming.verify(45) is None
+    assert incoming.verify(53) == 45, "what was sent is compared, too"
+
+
+def test_a_copy_waits_for_this_ranks_own_snapshot_and_no_longer_than_told():
+    store, _ = store_of(room=1)
+    assert store.mirror_of(1, 5, 60.0) is None, "nobody said that there would be any"
+    store.expects_mirrors = True
+    assert store.mirror_of(1, 5, 0.01) is None
+    mirror = mirror_of(filled(), ["a"])
+    found: list[Mirror | None] = []
+    waiting = threading.Thread(target=lambda: found.append(store.mirror_of(1, 5, 60.0)))
+    waiting.start()
+    store.mirrored(5, {1: mirror})
+    waiting.join(60.0)
+    assert found == [mirror]
+    assert store.mirror_of(1, 5, 60.0) is None, "it is given once"
+    store.mirrored(7, {})
+    assert store.mirror_of(1, 6, 60.0) is None, "of a snapshot that was left out nothing will come"

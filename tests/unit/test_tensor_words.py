@@ -1,0 +1,161 @@
+"""Words of torch's tensors: every move of memory and every writing is seen, and nothing is read where it may not be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from moe_ckpt.format import tensor_words
+from moe_ckpt.format.tensor_words import counters, counts, lying
+
+
+def some():
+    """Of all kinds that a model and its optimizers hold."""
+    torch.manual_seed(0)
+    flat = torch.randn(64)
+    return [
+        nn.Parameter(torch.randn(4, 4)),
+        nn.Parameter(torch.randn(3).to(torch.bfloat16), requires_grad=False),
+        torch.tensor(3.0),
+        flat[8:24].view(4, 4),
+        nn.Parameter(flat[24:40]),
+        torch.from_numpy(np.arange(6.0)),
+        torch.randn(4, 4).t(),
+        nn.Parameter(torch.randn(8)).detach(),
+    ]
+
+
+def its_data_is_another(tensor):
+    tensor.data = tensor.data.clone()
+
+
+def its_data_begins_elsewhere(tensor):
+    tensor.data = tensor.new_empty(100)[10:].as_strided(tensor.shape, tensor.stride())
+
+
+def its_data_is_shifted_within_the_storage(tensor):
+    tensor.data = tensor.as_strided((1,), (1,), tensor.storage_offset() + (tensor.numel() > 1)).data
+
+
+def it_is_set(tensor):
+    with torch.no_grad():
+        tensor.set_(torch.empty_like(tensor).untyped_storage(), 0, tensor.shape)
+
+
+def its_storage_is_made_larger(tensor):
+    tensor.untyped_storage().resize_(1 << 20)
+
+
+def it_is_swapped(tensor):
+    torch.utils.swap_tensors(tensor, type(tensor)(tensor.detach().clone()))
+
+
+MOVES = [its_data_is_another, its_data_begins_elsewhere, it_is_set, it_is_swapped]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+@pytest.mark.parametrize("at", [0, 2])
+def test_each_move_is_seen_where_it_is_looked_for(move, at):
+    tensors = some()
+    found = lying(tensors)
+    assert found is not None
+    assert found.same()
+    assert found.same(np.arange(len(tensors)))
+    assert found.same(np.array([], dtype=np.int64))
+    move(tensors[at])
+    assert not found.same()
+    assert not found.same(np.array([1, at]))
+    assert found.same(np.array([each for each in range(len(tensors)) if each != at]))
+    again = lying(tensors)
+    assert again is not None
+    assert again.same()
+
+
+@pytest.mark.parametrize(
+    "move", [its_storage_is_made_larger, its_data_is_shifted_within_the_storage], ids=lambda move: move.__name__
+)
+def test_a_move_that_leaves_the_storage_the_same_is_seen(move):
+    tensor = nn.Parameter(torch.randn(4))
+    found = lying([tensor])
+    move(tensor)
+    assert found is not None
+    assert not found.same()
+
+
+def test_writing_moves_nothing():
+    tensors = some()
+    found = lying(tensors)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.add_(1)
+            tensor.grad = None
+    assert found is not None
+    assert found.same()
+
+
+def test_counts_are_versions():
+    tensors = some()
+    addresses = counters([*tensors, None])
+    assert addresses[:-1].all()
+    assert not addresses[-1]
+    with torch.no_grad():
+        for number, tensor in enumerate(tensors):
+            for _ in range(number):
+                tensor.mul_(2)
+    expected = [tensor._version for tensor in tensors]
+    assert counts(addresses[:-1]).tolist() == expected
+    assert len(set(expected)) > 4
+
+
+def test_writing_to_a_view_or_to_what_it_is_of_counts_for_both():
+    base = nn.Parameter(torch.randn(4, 4))
+    block = base.detach()
+    [address] = counters([block])
+    with torch.no_grad():
+        base[1:].zero_()
+        torch._foreach_add_([base], 1.0)
+    assert counts(np.array([address])).tolist() == [2] == [block._version]
+
+
+def test_tensors_without_a_counter_have_no_address():
+    with torch.inference_mode():
+        uncounted = torch.zeros(3)
+    assert counters([torch.zeros(2), uncounted])[1] == 0
+    assert counters([]).tolist() == []
+
+
+@pytest.mark.parametrize("field", ["tensor", "storage", "offset", "data"])
+def test_nothing_is_read_where_it_is_not_what_torch_says(field, monkeypatch):
+    known = tensor_words._layout()
+    assert known is not None
+    monkeypatch.setattr(tensor_words, "_layout", lambda: replace(known, **{field: getattr(known, field) + 8}))
+    assert lying(some()) is None
+
+
+def test_no_count_is_read_where_it_is_not_what_torch_says(monkeypatch):
+    monkeypatch.setattr(tensor_words, "_COUNT_AT", 8)
+    assert not counters(some()).any()
+    tensor_words._layout.cache_clear()
+    assert tensor_words._layout() is None, "no place of the counts shows"
+    tensor_words._layout.cache_clear()
+
+
+@pytest.mark.parametrize("without", ["meta", "sparse"])
+def test_tensors_that_lie_nowhere(without):
+    odd = torch.zeros(3, device="meta") if without == "meta" else torch.eye(3).to_sparse()
+    found = lying([torch.zeros(3), odd])
+    assert found is None or found.same()
+
+
+def test_elsewhere_nothing_is_read(monkeypatch):
+    monkeypatch.setattr(tensor_words, "_IS_READABLE", False)
+    tensor_words._layout.cache_clear()
+    try:
+        assert lying(some()) is None
+        assert not counters(some()).any()
+    finally:
+        tensor_words._layout.cache_clear()

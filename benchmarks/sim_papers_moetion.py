@@ -129,7 +129,7 @@ def moetion_time(tick: Tick) -> dict[str, Any]:
     first = CASES[0]
     again = [f"{selected_again(_experts(case), case.selected):.0%}" for case in CASES]
     notes = [
-        f"{rate():.1f} GB/s of 64 GPUs are a {_nominal() / rate():.0f}th of what their PCIe links can do together, "
+        f"{rate():.1f} GB/s of 64 GPUs are 1/{_nominal() / rate():.0f} of what their PCIe links can do together, "
         f"and nearly what MoEvement's windows need of 96 ({constants().a100_rate}): both papers measured the same "
         "order, and neither says what limits it. With nominal rates no system stalls but CheckFreq, and the paper "
         "would have no problem to solve: the last table has the rates below which each does.",
@@ -147,8 +147,9 @@ def moetion_time(tick: Tick) -> dict[str, Any]:
         "for a checkpoint counts when it is complete, and the iteration that a failure cuts off is lost as well.",
         "Figure 10: two copies through the one link, with 6, 2 and 2 experts per layer, give the paper's times of "
         "selection alone within 1.5 s. Bubbles are (p-1)/(m+p-1) of an iteration (1F1B), of our estimate of it: with "
-        "the T that figure 7 implies they would hide all. Placement leaves out the weights of non-experts, which "
-        "data-parallel peers hold under ZeRO-1; the paper's gain of a third needs more than that to be left out.",
+        "the T that figure 7 implies they would hide all. Placement leaves out the weights, of experts too, which "
+        "data-parallel ranks hold alike under ZeRO-1: a fifth of the state, as the paper says; its figure falls by a "
+        "third where bubbles have hidden a part already.",
         "Recomputation sends 2 bytes of gradient for 10 of state of an expert that was selected one iteration before. "
         f"The library's policy does that for {', '.join(again)} of those it selects, on drawn loads of skewness 0.1: "
         "it goes by unsaved tokens, as Algorithm 1 says, of which an expert has few that was saved just before. The "

@@ -18,11 +18,13 @@ class Fidelity(str, enum.Enum):
     """How much of an operator a snapshot holds.
 
     ``FULL``: master weights and optimizer state (12 B/param for fp32 Adam). ``COMPUTE``: what forward and backward read
-    (2 B/param in bf16); only MoEvement's windows use it.
+    (2 B/param in bf16); only MoEvement's windows use it. ``GRADIENT``: what the optimizer consumed in the update that
+    made the step; only logs of gradients use it.
     """
 
     FULL = "full"
     COMPUTE = "compute"
+    GRADIENT = "gradient"
 
 
 class Tier(str, enum.Enum):
@@ -95,6 +97,11 @@ class SnapshotPlan:
         """What goes to storage at compute fidelity."""
         return tuple(item.operator for item in self.items if item.fidelity is Fidelity.COMPUTE)
 
+    @cached_property
+    def gradients(self) -> tuple[str, ...]:
+        """Of what only the consumed gradients are saved."""
+        return tuple(item.operator for item in self.items if item.fidelity is Fidelity.GRADIENT)
+
 
 def save_nothing(step: int) -> SnapshotPlan:
     """Returns the empty plan: no checkpoint at this step."""
@@ -137,11 +144,20 @@ def save_slot(
     return _with_answers(plan, {Tier.STORAGE: anchored}, compute_only)
 
 
+def save_logged(step: int, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> SnapshotPlan:
+    """Returns a plan that saves ``anchored`` at full fidelity, and of ``gradients`` what the step's update consumed."""
+    items = _in_full(anchored) + _as_gradients(gradients)
+    return _with_answers(SnapshotPlan(step, items), {Tier.STORAGE: anchored}, (), gradients)
+
+
 def _with_answers(
-    plan: SnapshotPlan, full: Mapping[Tier, tuple[str, ...]], compute_only: tuple[str, ...]
+    plan: SnapshotPlan,
+    full: Mapping[Tier, tuple[str, ...]],
+    compute_only: tuple[str, ...],
+    gradients: tuple[str, ...] = (),
 ) -> SnapshotPlan:
-    """What ``operators`` and ``compute_only`` are known to answer need not be looked up among thousands of items."""
-    plan.__dict__.update(_operators=full, compute_only=compute_only)
+    """What the plan is known to answer need not be looked up among thousands of items."""
+    plan.__dict__.update(_operators=full, compute_only=compute_only, gradients=gradients)
     return plan
 
 
@@ -169,4 +185,5 @@ def _items_of(fidelity: Fidelity, operators: tuple[str, ...]) -> tuple[PlanItem,
 
 _in_full = Remembered(partial(_items_of, Fidelity.FULL))
 _for_compute = Remembered(partial(_items_of, Fidelity.COMPUTE))
+_as_gradients = Remembered(partial(_items_of, Fidelity.GRADIENT))
 """Dense checkpoints name every operator of the model, each time; and slots of windows are of the same tuples."""

@@ -44,7 +44,7 @@ from moe_ckpt.policies import Dense, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
-from tests.integration import sabotage
+from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.support.plain_store import read_body
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
@@ -62,8 +62,8 @@ class Run:
     """Everything that decides the run. ``store``: None trains without MoECheckpoint.
 
     policy: its name, and Dense's or MoEtion's interval, MoC's K or MoEvement's W. options: its other arguments.
-    crash: (phase, n) kills this process the n-th time that the phase is reached; ("read", n) at the n-th
-    read of the store. kills: a schedule of
+    crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
+    ("read", n) at the n-th read of the store. kills: a schedule of
     ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
@@ -318,6 +318,8 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
 def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable[[int], None]]:
     if run.crash is not None and run.crash[0] == "read":
         _kill_at_read(run.crash[1])
+    elif run.crash is not None and run.crash[0] in memory_phases.PHASES:
+        memory_phases.kill_in(*run.crash)
     elif run.crash is not None:
         phase = crash_at(*run.crash)
         return phase, lambda step: phase("compute")

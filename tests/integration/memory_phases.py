@@ -1,0 +1,63 @@
+"""Kills this process in the middle of what it does with memory slots and their copies, where no phase is announced."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from moe_ckpt.memory.directory import RankDirectory
+from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot
+from moe_ckpt.replicas.store import ReplicaStore
+from moe_ckpt.replicas.wire import Wire
+from moe_ckpt.testing import kill_process
+
+
+def kill_in(phase: str, n: int) -> None:
+    """The ``n``-th time that the phase is reached. In this process only, which is about to die."""
+    owner, name, deadly = PHASES[phase]
+    real = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def killing(*args: Any) -> Any:
+        if next(calls) == n:
+            deadly(real, *args)
+            kill_process()
+        return real(*args)
+
+    setattr(owner, name, staticmethod(killing) if isinstance(vars(owner).get(name), staticmethod) else killing)
+
+
+def _after(real: Callable[..., Any], *args: Any) -> None:
+    real(*args)
+
+
+def _before(real: Callable[..., Any], *args: Any) -> None:
+    pass
+
+
+def _half_sealed(real: Callable[..., Any], slot: Slot, header: bytes) -> None:
+    slot.path.with_suffix(".tmp").write_bytes(header[: len(header) // 2])
+
+
+def _half_removed(real: Callable[..., Any], slot: Slot) -> None:
+    slot.path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
+
+
+def _half_sent(real: Callable[..., Any], wire: Wire, data: Any) -> None:
+    real(wire, memoryview(data)[: len(data) // 2])
+
+
+PHASES: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "reserve": (os, "posix_fallocate", _after),
+    "seal": (Slot, "seal", _half_sealed),
+    "sealed": (Slot, "seal", _after),
+    "unseal": (Slot, "unseal", _after),
+    "remove": (Slot, "remove", _half_removed),
+    "send": (Wire, "send", _half_sent),
+    "verified": (ReplicaStore, "keep", _before),
+    "acknowledge": (ReplicaStore, "keep", _after),
+    "sweep": (RankDirectory, "clear_unsealed", _before),
+}
+"""Phase -> whose function it is, and what is done of it before the process dies."""

@@ -165,8 +165,9 @@ class MemoryCheckpoints:
         candidates = [e for e in checkpoints_of(self._shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
         self._note_start(directory, checkpoint)
-        older = beneath_of(checkpoint, checkpoints_of(self._shares))
-        described = self._describe([checkpoint, *older])
+        described = self._describe([checkpoint])
+        older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, checkpoints_of(self._shares))
+        described += self._describe(older) if older else []
         beneath = self._beneath(checkpoint, stored)
         return together(self._comm, lambda: self._opened(checkpoint, older, described, beneath))
 
@@ -281,6 +282,14 @@ class MemoryCheckpoints:
         every = [*parts, *(layer.part for layer in layers)]
         reader.add(manifest, {rec: h for part in every for rec, h in part.headers.items() if rec.path in files})
         return OpenedMemory(reader, slots, manifest, beneath, view.fresh)
+
+    def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:
+        """Whether every expert is in the checkpoint itself, so that no older one need be looked into."""
+        facts = described[-1].facts
+        if facts is None or isinstance(facts.operators, Fragment) or not checkpoint.is_complete:
+            return False
+        experts = sum(operator.startswith(EXPERT) for operator in facts.operators)
+        return experts == sum(layer.experts for layer in self._tier.model.layers)
 
     def _parts(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> list[SlotFiles]:
         """The slots of each snapshot, as files."""

@@ -71,6 +71,7 @@ class StoreReader:
         self._parts: dict[PartRecord, Part] = {}
         self._headers: dict[FileRecord, ShardHeader] = {}
         self._index: tuple[Manifest, TensorIndex] | None = None
+        self._proven: TensorIndex | None = None
 
     def identity(self) -> Identity:
         """Returns the run of this store; if ``store.json`` is damaged or lost, from the manifests, with a warning.
@@ -181,7 +182,10 @@ class StoreReader:
 
     def prove(self, manifest: Manifest) -> None:
         """Raises ``CoverageError`` unless the checkpoint has every element of every tensor exactly once."""
-        indexing.prove(manifest, self.index(manifest))
+        index = self.index(manifest)
+        if index is not self._proven:  # its proof takes as long as reading it
+            indexing.prove(manifest, index)
+            self._proven = index
 
     def read_many(self, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
         """Yields many slices with their values, in file order."""

@@ -40,9 +40,9 @@ SURFACE = {
         "checkpoint_metrics"
     ),
     "moe_ckpt.policies": (
-        "Activity AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini Guarded Measured MoC MoELayer MoEtion "
-        "MoEvement Needs Operator OperatorKind PlanItem Policy PolicyContext SnapshotPlan Tier Wrapper expert_id "
-        "gate_id needs_of non_expert_id save_full save_nothing"
+        "Activity AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini GradientLog Guarded Measured MoC MoELayer "
+        "MoEtion MoEvement Needs Operator OperatorKind PlanItem Policy PolicyContext SnapshotPlan Tier Wrapper "
+        "expert_id gate_id needs_of non_expert_id save_full save_nothing"
     ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process lose_node",
@@ -70,7 +70,7 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
     "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity "
-    "snapshot_bytes nothing_safe dense_step memory"
+    "snapshot_bytes nothing_safe dense_step memory anchored_at"
 )
 """What a policy of one's own decides from."""
 
@@ -87,6 +87,7 @@ POLICY_OPTIONS = {
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
     "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
+    "GradientLog": "window most_window budget_fraction",
 }
 
 RECORDS = {
@@ -123,7 +124,7 @@ CONFIG_GROUPS = {
     "callbacks": "moe_ckpt",
     "moe_ckpt": "default",
     "moe_ckpt/memory": "local off replicated",
-    "moe_ckpt/policy": "any_of checkfreq dense gemini moc moc_dynamic moetion moevement",
+    "moe_ckpt/policy": "any_of checkfreq dense gemini gradient_log moc moc_dynamic moetion moevement",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
     "simulate": "simulate",

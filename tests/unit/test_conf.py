@@ -26,7 +26,7 @@ from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,9 @@ def test_groups_are_those_that_are_documented():
     groups = {p.parent.relative_to(SHIPPED).as_posix(): choices(p.parent) for p in SHIPPED.rglob("*.yaml")}
     assert {name: listed for name, listed in groups.items() if not name.startswith("simulate")} == {
         "moe_ckpt": ["default"],
-        "moe_ckpt/policy": ["any_of", "checkfreq", "dense", "gemini", "moc", "moc_dynamic", "moetion", "moevement"],
+        "moe_ckpt/policy": [
+            *("any_of", "checkfreq", "dense", "gemini", "gradient_log", "moc", "moc_dynamic", "moetion", "moevement")
+        ],
         "moe_ckpt/memory": ["local", "off", "replicated"],
         "moe_ckpt/store": ["local", "remote"],
         "moe_ckpt/retention": ["milestones", "recent"],
@@ -86,6 +88,7 @@ def test_groups_are_those_that_are_documented():
         ("gemini", Gemini()),
         ("moetion", MoEtion()),
         ("moevement", MoEvement()),
+        ("gradient_log", GradientLog()),
     ],
     ids=lambda v: str(v),
 )
@@ -157,8 +160,8 @@ def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app
 
 
 def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
-    kinds = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement)
-    targets = {kind.__name__.lower(): kind for kind in kinds}
+    kinds = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement, GradientLog)
+    targets = {"gradient_log" if kind is GradientLog else kind.__name__.lower(): kind for kind in kinds}
     for name, policy in targets.items():
         described = {f.name: f.default for f in fields(SCHEMAS[name]) if f.name != "_target_"}
         assert described == {f.name: f.default for f in fields(policy)}, name

@@ -16,7 +16,20 @@ from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.planning import Planner
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement, Needs, Policy, Wrapper
+from moe_ckpt.policies import (
+    AnyOf,
+    CheckFreq,
+    Dense,
+    Gemini,
+    GradientLog,
+    Guarded,
+    MoC,
+    MoEtion,
+    MoEvement,
+    Needs,
+    Policy,
+    Wrapper,
+)
 from moe_ckpt.policies import needs_of as needs
 from moe_ckpt.sim.choosing import exact
 from moe_ckpt.sim.system import System
@@ -73,7 +86,7 @@ class Plain(Wrapper):
 
 
 WRAPPERS = [Guarded, Plain, Wrapper]
-KINDS = [AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement, Wrapper]
+KINDS = [AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement, Wrapper]
 
 
 def make(kind):
@@ -142,6 +155,7 @@ def told(policy):
         (MoEvement(), "next_due sizes windows alone explain"),
         (MoEvement(order="soft_count"), "next_due sizes windows alone explain soft_counts"),
         (MoEvement(order="time_decayed"), "next_due sizes windows alone explain decayed_counts"),
+        (GradientLog(), "sizes gradients alone explain"),
         (Own(), ""),
     ],
 )

@@ -71,6 +71,14 @@ class MoEvementConfig:
 
 
 @dataclass
+class GradientLogConfig:
+    _target_: str = "moe_ckpt.policies.GradientLog"
+    window: Union[int, str] = "auto"  # noqa: UP007
+    most_window: int = 16
+    budget_fraction: float = 1.0
+
+
+@dataclass
 class AnyOfConfig:
     """policies: by name, each of them a node with a ``_target_``, as that of a single policy."""
 
@@ -149,6 +157,7 @@ SCHEMAS: dict[str, type] = {
     "moc": MoCConfig,
     "moetion": MoEtionConfig,
     "moevement": MoEvementConfig,
+    "gradient_log": GradientLogConfig,
     "any_of": AnyOfConfig,
     "store": StoreConfig,
     "retention": RetentionConfig,

@@ -89,6 +89,24 @@ def newest_reachable(log: Log, operators: Collection[str]) -> int | None:
     return newest
 
 
+def anchors(log: Log) -> dict[str, int]:
+    """Returns operator -> step of the anchor from which it comes to the newest step; no operator that does not.
+
+    Takes time in proportion to what is held.
+    """
+    found: dict[str, int] = {}
+    before = None
+    for step in sorted(log):
+        held = log[step]
+        if before is not None and step != before + 1:
+            found.clear()
+        for operator in held.updated - held.gradients:
+            found.pop(operator, None)
+        found.update(dict.fromkeys(held.anchored, step))
+        before = step
+    return found
+
+
 def chains(log: Log, operators: Iterable[str], step: int) -> dict[str, Chain]:
     """Returns the way of each of ``operators`` to ``step``.
 

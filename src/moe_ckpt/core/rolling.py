@@ -8,10 +8,18 @@ weighs ``f/W + 2 (W - 1)/(2 W)``, since half of its operators, on average, need 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.core.window import OperatorBytes, balance, pack
+import numpy as np
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.window import Lane, OperatorBytes, balance, lanes_of, merge_coupled, pack, side_by_side
+
+Slots = tuple[tuple[str, ...], ...]
+"""Per step of a round, the operators that are anchored."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +86,115 @@ def even_slots(order: Sequence[str], sizes: Mapping[str, LoggedBytes], most_slot
 def _beyond_gradients(order: Sequence[str], sizes: Mapping[str, LoggedBytes]) -> dict[str, OperatorBytes]:
     """Returns what anchoring an operator costs beyond its gradient, in the terms of sparse windows."""
     return {op: OperatorBytes(max(0, sizes[op].full - sizes[op].gradient), 0) for op in order}
+
+
+def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: Counts) -> Counts:
+    """Returns what ``PolicyContext.anchored_at`` becomes when ``step`` is saved.
+
+    Args:
+        anchored_at: ``[operators]`` before it.
+        step: Of the update.
+        anchored: ``[n]`` places in the catalog of what is saved in full.
+        gradients: ``[m]`` those of what only the consumed gradient is saved of.
+    """
+    found = np.full_like(anchored_at, -1)
+    found[gradients] = anchored_at[gradients]
+    found[anchored] = step
+    return found
+
+
+class Rounds:
+    """The rounds of one model on one layout, of any number of steps; each is cut when it is first asked for.
+
+    Operators come in the catalog's order, of each pipeline stage by itself, with one expert of each owner in turn: that
+    order never changes, so that every operator is anchored again exactly a round later. Each cut makes the heaviest
+    step as light as it can be.
+
+    Args:
+        catalog: Of the model.
+        sizes: Of all operators, in the whole model.
+        ranks: Over which state is dealt where there is no placement.
+        placement: Who holds what.
+        coupled: Groups of operators that are anchored at the same step.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        sizes: Mapping[str, OperatorBytes],
+        ranks: int,
+        placement: Placement | None,
+        coupled: Sequence[Collection[str]] = (),
+    ) -> None:
+        order, merged, self._members = merge_coupled(catalog.everything, sizes, coupled)
+        self._sizes = {op: LoggedBytes(size.full, size.consumed) for op, size in merged.items()}
+        self._lanes = lanes_of(order, ranks, placement)
+        self._catalog = catalog
+        self._cuts: dict[int, tuple[Slots, tuple[Counts, ...]]] = {}
+        self._weights: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
+
+    @property
+    def most(self) -> int:
+        """Steps of the longest round: no step of it is without an anchor."""
+        return max((len(lane.order) for lane in self._lanes), default=1)
+
+    def slots(self, window: int) -> Slots:
+        """Returns the operators that are anchored at each of at most ``window`` steps."""
+        return self._cut(window)[0]
+
+    def places(self, window: int) -> tuple[Counts, ...]:
+        """Returns the same as places in the catalog."""
+        return self._cut(window)[1]
+
+    def _cut(self, window: int) -> tuple[Slots, tuple[Counts, ...]]:
+        if window not in self._cuts:
+            units = side_by_side([even_slots(lane.order, self._sizes, window) for lane in self._lanes])
+            slots = tuple(tuple(op for unit in slot for op in self._members[unit]) for slot in units)
+            place = self._catalog.place
+            self._cuts[window] = slots, tuple(np.array([place[op] for op in slot], dtype=np.int64) for slot in slots)
+        return self._cuts[window]
+
+    def rank_bytes(self, window: int, *, shared: bool = True, experts: bool = True) -> tuple[int, ...]:
+        """Returns what each step of a round saves on the rank that has most: anchors, and gradients of the others.
+
+        Args:
+            window: Steps of the round.
+            shared: What is no expert counts.
+            experts: Experts count.
+        """
+        key = window, shared, experts
+        if key not in self._weights:
+            is_expert = self._catalog.expert_at.__contains__
+            wanted = {op for op, those in self._members.items() if (experts if is_expert(those[0]) else shared)}
+            cuts = [even_slots(lane.order, self._sizes, window) for lane in self._lanes]
+            steps = max(map(len, cuts), default=0)
+            weights = [_on_a_rank(lane, cut, self._sizes, wanted) for lane, cut in zip(self._lanes, cuts, strict=True)]
+            padded = [[*found[1:], *found[:1] * (steps - len(found) + 1)] for found in weights]
+            self._weights[key] = tuple(map(max, zip(*padded, strict=True)))
+        return self._weights[key]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all operators, on the rank that has most: what no round saves less than at a step."""
+        return max(_on_a_rank(lane, (), self._sizes, self._members.keys())[0] for lane in self._lanes)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of everything in full, on the rank that has most."""
+        return max(self.rank_bytes(1))
+
+
+def _on_a_rank(lane: Lane, slots: Slots, sizes: Mapping[str, LoggedBytes], wanted: Collection[str]) -> list[int]:
+    """Bytes on the lane's busiest rank: of a step that anchors nothing, and of each of ``slots``."""
+    shared, owned = [0] * (len(slots) + 1), dict[int, list[int]]()
+    for op in filter(wanted.__contains__, lane.order):
+        row = owned.setdefault(lane.owners[op], [0] * len(shared)) if op in lane.owners else shared
+        row[0] += sizes[op].gradient
+    for at, slot in enumerate(slots, 1):
+        for op in filter(wanted.__contains__, slot):
+            row = owned[lane.owners[op]] if op in lane.owners else shared
+            row[at] += max(0, sizes[op].full - sizes[op].gradient)
+    for row in (shared, *owned.values()):
+        row[1:] = [row[0] + more for more in row[1:]]
+    most = map(max, zip(*owned.values(), strict=True)) if owned else [0] * len(shared)
+    return [-(-n // lane.ranks) + -(-m // lane.expert_ranks) for n, m in zip(shared, most, strict=True)]

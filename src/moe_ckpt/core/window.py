@@ -25,10 +25,24 @@ class OperatorBytes:
     """Size of one operator in the whole model, not of one rank's share.
 
     full: weights and optimizer state. compute: what the forward and backward pass reads of it.
+    gradient: what the optimizer consumes in one update; None where nobody tells (``consumed``).
     """
 
     full: int
     compute: int
+    gradient: int | None = None
+
+    @property
+    def consumed(self) -> int:
+        """What the optimizer consumes in one update, where nobody tells it by the widths of the other two.
+
+        More than four widths of compute weights in full are masters and moments in a wider type, each about a third:
+        gradients have the masters' width (Megatron's main gradients). Else optimizers read those that backward made,
+        in the width of the parameters.
+        """
+        if self.gradient is not None:
+            return self.gradient
+        return self.full // 3 if self.full > 4 * self.compute else self.compute
 
 
 @dataclass(frozen=True)
@@ -96,11 +110,14 @@ def merge_coupled(
     of_last = {those[-1]: tuple(those) for those in members.values()}
     glued = [op for op in order if op not in group_of or op in of_last]
     found = {op: of_last.get(op, (op,)) for op in glued}
-    weights = {
-        op: OperatorBytes(sum(sizes[one].full for one in those), sum(sizes[one].compute for one in those))
-        for op, those in found.items()
-    }
-    return glued, weights, found
+    return glued, {op: _together([sizes[one] for one in those]) for op, those in found.items()}, found
+
+
+def _together(those: Sequence[OperatorBytes]) -> OperatorBytes:
+    """Several operators as one."""
+    told = [size.gradient for size in those]
+    gradient = None if told.count(None) == len(told) else sum(size.consumed for size in those)
+    return OperatorBytes(sum(size.full for size in those), sum(size.compute for size in those), gradient)
 
 
 def pack(

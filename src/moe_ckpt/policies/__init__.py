@@ -12,6 +12,7 @@ from moe_ckpt.policies.base import Activity, Measured, Needs, Policy, PolicyCont
 from moe_ckpt.policies.checkfreq import CheckFreq
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.gemini import Gemini
+from moe_ckpt.policies.gradient_log import GradientLog
 from moe_ckpt.policies.guard import Guarded
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moetion import MoEtion
@@ -27,6 +28,7 @@ __all__ = [
     "FaultRecord",
     "Fidelity",
     "Gemini",
+    "GradientLog",
     "Guarded",
     "Measured",
     "MoC",

@@ -45,7 +45,9 @@ class AnyOf:
             needs = needs_of(policy)
             if needs.alone or needs.windows:
                 why = (
-                    "it spreads a checkpoint over several steps, which no other checkpoint may come between"
+                    "its log has a gap where another's checkpoint takes the place of its own"
+                    if needs.gradients
+                    else "it spreads a checkpoint over several steps, which no other checkpoint may come between"
                     if needs.windows
                     else "it counts steps from the newest checkpoint, and would wait for ever behind another's"
                 )

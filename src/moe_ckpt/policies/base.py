@@ -166,6 +166,9 @@ class PolicyContext:
         nothing_safe: Checkpoints were begun, but none is committed or under way: they failed, or are in another store.
         dense_step: Step of the newest dense checkpoint, begun or committed; None where nobody keeps track of it.
         memory: Of memory that outlives the process; None without.
+        anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``core.gradient_chain``),
+            complete or under way, from which the operator comes to the newest step by gradients that are held or under
+            way; -1 where there is none. Empty where nobody keeps track of it.
     """
 
     step: int
@@ -193,6 +196,7 @@ class PolicyContext:
     nothing_safe: bool = False
     dense_step: int | None = None
     memory: MemoryFacts | None = None
+    anchored_at: Counts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:
@@ -244,8 +248,9 @@ class Needs:
         decayed_counts: It goes by ``Activity.decayed``.
         lost_tokens: It goes by ``lost_tokens``, ``routed_tokens`` or ``faults``, such as a policy with a budget: what
             it saves changes as training goes on, though nothing else does.
-        gradients: It needs the gradients of each step to be recorded. Nothing records them yet, so adapters and
-            simulator refuse such a policy.
+        gradients: It plans logs of gradients (``SnapshotPlan.gradients``): at each step, in memory that outlives the
+            process. It is told ``sizes``, ``coupled_operators`` and ``anchored_at``. Adapters do not record gradients
+            yet and refuse such a policy; the simulator runs it.
         partial: It leaves experts at older versions, so that a failure loses tokens.
         alone: No other policy may begin checkpoints beside it (``AnyOf``): it counts steps from the newest checkpoint,
             whoever wanted that, or spreads one over several steps.
@@ -329,9 +334,12 @@ def needs_of(policy: Policy) -> Needs:
     return found
 
 
-def require_served(policy: Policy) -> None:
-    """Raise ``ConfigError`` if the policy needs what no adapter and no simulation can give it."""
-    if needs_of(policy).gradients:
+def require_served(policy: Policy, *, gradients: bool = False) -> None:
+    """Raise ``ConfigError`` if the policy needs what an adapter, or the simulation, cannot give it.
+
+    gradients: those of each step can be had.
+    """
+    if needs_of(policy).gradients and not gradients:
         raise ConfigError(
             f"{type(policy).__name__} needs the gradients of each step (Needs.gradients), which nothing records yet"
         )

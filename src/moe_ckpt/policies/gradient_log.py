@@ -1,0 +1,265 @@
+"""Anchors and a gradient log: each step saves some operators in full, and of all others what their optimizer consumed.
+
+Between two anchors an operator's state follows from the anchor and the consumed gradients (``core.gradient_chain``), so
+that a recovery takes optimizer steps alone: it comes back to the newest step, and trains nothing again but the step
+under way. MoEtion's Algorithm 3 (arXiv 2412.15411 v1) sends gradients for the same reason, for experts whose replicas
+were sent in full at the step before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import filterfalse
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.core.arguments import named_arguments
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
+from moe_ckpt.core.rolling import Rounds
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import MemoryFacts, Needs, PolicyContext, require_positive
+from moe_ckpt.policies.log_report import LogReport
+from moe_ckpt.policies.selection import known
+
+AUTO = "auto"
+
+
+@named_arguments
+@dataclass(frozen=True)
+class GradientLog:
+    """Log every step: anchors of some operators, gradients of the others; every operator is anchored once in W steps.
+
+    With ``f`` bytes per parameter in full and ``g`` of gradient a step weighs ``f/W + g (W - 1)/W`` per parameter. W is
+    the fewest steps with which that fits beside an iteration: within what a rank copies beside forward and backward at
+    the measured rate, and, where peers hold copies, within what it sends them in an iteration. While rates are not
+    known, W is ``most_window``, the lightest.
+
+    A round's cut goes by bytes alone, in an order that never changes. In a rolling schedule each operator is found at
+    each distance from its anchor equally often, so that order changes nothing that a recovery costs; a new order would
+    leave some operators without an anchor for up to two rounds. (MoEvement anchors popular experts last, since what is
+    not anchored yet does less work in a replay. Here a replay is optimizer steps, which cost a popular expert what they
+    cost any other.) Popularity decides where nothing else does, in the round that follows a save of everything: steps
+    whose operators got most tokens come first, since an expert without tokens has no gradient, and what was not updated
+    since its anchor has nothing to replay and nothing to keep.
+
+    Everything is saved in full at the first step, when storage is due (it gets dense checkpoints, no logs), and when
+    storage lacks an operator. What can no longer be brought to the newest step is anchored at once.
+
+    Needs memory that outlives the process (``moe_ckpt.Memory``), whose ``storage_every_n_steps`` or
+    ``storage_every_secs`` says how often storage is due: with neither, each step is a dense checkpoint.
+
+    Attributes:
+        window: W, or ``"auto"`` to size it as above.
+        most_window: No round is longer, though it may then not fit: memory holds about two rounds, and a replay is as
+            long as one.
+        budget_fraction: Portion of both times that a step's save may take.
+
+    Raises:
+        ConfigError: A value out of range.
+    """
+
+    window: int | str = AUTO
+    most_window: int = 16
+    budget_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("GradientLog", most_window=self.most_window)
+        window = self.window
+        if window != AUTO and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ConfigError(
+                f"GradientLog(window={window!r}): window must be a whole number of at least 1, the steps in which "
+                f"every operator is anchored once, or {AUTO!r} to find it from what is measured"
+            )
+        value = self.budget_fraction
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        if not number or not 0 < value <= 1:
+            raise ConfigError(
+                f"GradientLog(budget_fraction={value!r}): budget_fraction must be a number above 0 and at most 1, the "
+                "portion of an iteration that a step's save may take"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(sizes=True, gradients=True, alone=True, explain=self.explain)
+
+    def check(self, catalog: Catalog) -> None:
+        """Any model will do, dense ones too, if it has as many operators as a round has steps."""
+        count = len(catalog.operators)
+        if not count:
+            raise ConfigError("GradientLog: the model has no parameters, so there is nothing to save")
+        if isinstance(self.window, int) and self.window > count:
+            raise ConfigError(
+                f"GradientLog(window={self.window}): the model has only {count} operators, and every step of a round "
+                f"anchors one; give a window of at most {count}"
+            )
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        """Returns a dense plan, or anchors and gradients of all other operators.
+
+        Raises:
+            ConfigError: There is no memory that outlives the process, or sizes or anchors are not told.
+        """
+        everything, memory = context.catalog.everything, context.memory
+        if memory is None:
+            raise ConfigError(
+                "GradientLog keeps its log in memory that outlives the process, and there is none: give "
+                "memory=moe_ckpt.Memory(storage_every_secs=...), or Hydra's moe_ckpt/memory=local or replicated"
+            )
+        if context.last_step is None or context.nothing_safe or context.missing or memory.storage_due:
+            return save_full(context.step, everything)
+        anchored_at = self._anchored_at(context)
+        rounds = self._rounds(context)
+        anchored = anchored_at < 0
+        anchored[self._next(context, rounds, self._window(context, rounds, memory), anchored_at)] = True
+        for group in context.coupled_operators:
+            places = context.catalog.places_of(tuple(sorted(group)))
+            anchored[places] = anchored[places].any()
+        if anchored.all():
+            return save_full(context.step, everything)
+        return save_logged(context.step, _named(everything, anchored), _named(everything, ~anchored))
+
+    def explain(self, context: PolicyContext) -> LogReport:
+        """Returns the round that ``context.step`` belongs to, with its costs.
+
+        Raises:
+            ConfigError: Sizes are not told.
+        """
+        rounds, memory = self._rounds(context), context.memory or MemoryFacts()
+        window = self._window(context, rounds, memory)
+        steps = rounds.rank_bytes(window)
+        return LogReport(
+            window=len(steps),
+            dense_bytes=rounds.dense_bytes,
+            gradient_bytes=rounds.gradient_bytes,
+            heaviest_bytes=max(steps),
+            mean_bytes=sum(steps) / len(steps),
+            limit_bytes=self._limit_bytes(context, rounds, memory, window),
+            most_window=self.most_window,
+            iteration_secs=context.measured.recent_iteration_secs,
+        )
+
+    # --- how long a round is ---
+
+    def _window(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
+        """The fewest steps that fit; a round under way that is little longer is gone on with."""
+        if isinstance(self.window, int):
+            return self.window
+        most = min(self.most_window, rounds.most)
+        fitting = [window for window in range(1, most + 1) if self._fits(context, rounds, memory, window)]
+        if not fitting:
+            return most
+        fewest = fitting[0]
+        little_longer = [window for window in fitting if window <= fewest + fewest // 4 + 1]
+        if len(context.anchored_at) != len(context.catalog.operators):
+            return fewest
+        under_way = (window for window in little_longer if _keeps(rounds, window, context.anchored_at))
+        return next(under_way, fewest)
+
+    def _fits(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts, window: int) -> bool:
+        copied = context.measured.copy_bytes(self.budget_fraction)
+        if copied is None or max(rounds.rank_bytes(window)) > copied:
+            return False
+        sent = self._sent_bytes(context, memory)
+        return sent is None or max(_sent(rounds, window, memory)) <= sent
+
+    def _sent_bytes(self, context: PolicyContext, memory: MemoryFacts) -> int | None:
+        """What a rank may send to peers in an iteration; None while not known, or where nothing is sent."""
+        if not memory.replicas or not (memory.sends_shared or memory.sends_experts):
+            return None
+        return context.measured.send_bytes(1, self.budget_fraction)
+
+    def _limit_bytes(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts, window: int) -> int | None:
+        """Most bytes of a step: the copy's budget, or what of it peers can be sent where that is less."""
+        copied, sent = context.measured.copy_bytes(self.budget_fraction), self._sent_bytes(context, memory)
+        if copied is None or sent is None:
+            return copied
+        portion = max(_sent(rounds, window, memory)) / max(1, *rounds.rank_bytes(window))
+        return min(copied, int(sent / portion)) if portion else copied
+
+    # --- who is anchored ---
+
+    def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> Counts:
+        """Places of what is anchored now: the slot that holds the oldest anchor; of several, that with most tokens."""
+        slots = rounds.places(window)
+        oldest = [int(anchored_at[slot].min()) for slot in slots]
+        waiting = [at for at, step in enumerate(oldest) if step == min(oldest)]
+        if len(waiting) > 1:
+            waiting.sort(key=_tokens(context, slots).__getitem__, reverse=True)  # stable: then the first of the round
+        return slots[waiting[0]]
+
+    def _anchored_at(self, context: PolicyContext) -> Counts:
+        if len(context.anchored_at) != len(context.catalog.operators):
+            raise ConfigError(
+                "GradientLog: PolicyContext.anchored_at must have every operator of the catalog, "
+                f"{len(context.catalog.operators)}, and has {len(context.anchored_at)}"
+            )
+        return context.anchored_at
+
+    def _rounds(self, context: PolicyContext) -> Rounds:
+        unknown = list(filterfalse(context.sizes.__contains__, context.catalog.everything))
+        if unknown:
+            raise ConfigError(
+                f"GradientLog: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not "
+                f"there, such as {unknown[0]}"
+            )
+        return _rounds_of(context)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "gradient_log", **asdict(self)}
+
+
+def _keeps(rounds: Rounds, window: int, anchored_at: Counts) -> bool:
+    """Whether what was anchored together lately is anchored together in rounds of ``window`` steps, too."""
+    return all(anchored_at[slot].min() == anchored_at[slot].max() for slot in rounds.places(window))
+
+
+def _sent(rounds: Rounds, window: int, memory: MemoryFacts) -> tuple[int, ...]:
+    return rounds.rank_bytes(window, shared=memory.sends_shared, experts=memory.sends_experts)
+
+
+def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:
+    """Tokens that the experts of each slot got lately."""
+    catalog, hard = context.catalog, context.activity.hard
+    of_operator = np.zeros(len(catalog.operators), dtype=np.int64)
+    experts = catalog.all_experts
+    of_operator[catalog.is_expert] = known(context, hard, 0)[tuple(experts.T)]
+    return [int(of_operator[slot].sum()) for slot in slots]
+
+
+def _named(everything: tuple[str, ...], chosen: Any) -> tuple[str, ...]:
+    return tuple(everything[at] for at in np.flatnonzero(chosen).tolist())
+
+
+class _Recent:
+    """Rounds of the newest few models: one is weighed anew only when its tensors change, and cutting takes a while."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._known: list[tuple[PolicyContext, Rounds]] = []
+
+    def __call__(self, context: PolicyContext) -> Rounds:
+        for former, rounds in self._known:
+            if _same_model(former, context):
+                return rounds
+        given = context.catalog, context.sizes, context.ranks, context.placement, context.coupled_operators
+        found = Rounds(*given)
+        # Only what tells it again is kept of a context, whose arrays are large.
+        kept = PolicyContext(
+            0, context.catalog, ranks=context.ranks, placement=context.placement, sizes=context.sizes,
+            coupled_operators=context.coupled_operators,
+        )  # fmt: skip
+        self._known = [(kept, found), *self._known[: self._most - 1]]
+        return found
+
+
+def _same_model(one: PolicyContext, other: PolicyContext) -> bool:
+    """By identity, since to compare thousands of operators takes as long as cutting them anew."""
+    same = one.catalog is other.catalog and one.sizes is other.sizes and one.placement is other.placement
+    return same and one.ranks == other.ranks and one.coupled_operators == other.coupled_operators
+
+
+_rounds_of = _Recent()

@@ -1,0 +1,94 @@
+"""What a log of gradients costs, in numbers: explains a choice, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LogReport:
+    """A round of one model, with what was known when it was made. ``GradientLog.explain`` makes it.
+
+    Bytes are those of the rank that has most; ``str(report)`` is for people, ``to_dict()`` for programs.
+
+    Attributes:
+        window: W, steps of a round.
+        dense_bytes: Of everything in full.
+        gradient_bytes: Of all gradients: what no round saves less than at each step.
+        heaviest_bytes: Of the round's heaviest step.
+        mean_bytes: Of its steps.
+        limit_bytes: Most that a step may save; None while not known.
+        most_window: The longest round that was allowed.
+        iteration_secs: None while not known.
+    """
+
+    window: int
+    dense_bytes: int
+    gradient_bytes: int
+    heaviest_bytes: int
+    mean_bytes: float
+    limit_bytes: int | None = None
+    most_window: int = 0
+    iteration_secs: float | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether each step keeps within the limit; None where that is not known."""
+        return None if self.limit_bytes is None else self.heaviest_bytes <= self.limit_bytes
+
+    @property
+    def gradients_fit(self) -> bool | None:
+        """Whether gradients alone do, so that some round would fit if it were long enough."""
+        return None if self.limit_bytes is None else self.gradient_bytes < self.limit_bytes
+
+    @property
+    def stall_secs(self) -> float | None:
+        """How much longer than there is time for the heaviest step takes; None where that is not known."""
+        if not self.limit_bytes or not self.iteration_secs:
+            return None
+        return max(0.0, self.heaviest_bytes / self.limit_bytes - 1) * self.iteration_secs
+
+    @property
+    def held_bytes(self) -> float:
+        """What memory holds at most of the log: a round's anchors and gradients, and as much of the next one's."""
+        return 2 * self.window * self.mean_bytes
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence if steps weigh more than there is time for, with the reason; None if not, or if unknown."""
+        if self.fits is not False:
+            return None
+        stall = "" if self.stall_secs is None else f"; training stalls by up to {self.stall_secs:.3g} s per step"
+        numbers = f"{self.heaviest_bytes:,} bytes per rank, {self.limit_bytes or 0:,} would fit"
+        what = f"a log of gradients with rounds of W = {self.window} does not fit beside an iteration ({numbers})"
+        if self.gradients_fit:
+            why = f"a longer round would, and most_window={self.most_window} allows none"
+        else:
+            why = (
+                f"the gradients alone have {self.gradient_bytes:,}, which no round avoids: use MoEvement, whose "
+                "windows save none, or a policy that does not save at each step"
+            )
+        return f"{what}: {why}{stall}"
+
+    def sentences(self) -> Iterator[str]:
+        """What it costs, and whether it fits."""
+        yield (
+            f"W = {self.window}: {self.mean_bytes:,.0f} bytes per rank and step on average, {self.heaviest_bytes:,} at "
+            f"most; gradients alone {self.gradient_bytes:,}, everything in full {self.dense_bytes:,}"
+        )
+        if self.fits is not None:
+            yield self.warning or f"each step fits ({self.limit_bytes:,} bytes)"
+        yield (
+            f"memory holds up to {self.held_bytes:,.0f} bytes per rank; a failure costs the step under way, and up to "
+            f"{self.window - 1} optimizer steps"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, ready for JSON."""
+        derived = ("fits", "gradients_fit", "stall_secs", "held_bytes")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}

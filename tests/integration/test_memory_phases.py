@@ -43,7 +43,7 @@ def test_killed_with_a_slot_in_hand(phase, n, place):  # noqa: F811
 
 
 @pytest.mark.parametrize(("phase", "n"), [("send", 20), ("verified", 6), ("acknowledge", 6)])
-@pytest.mark.parametrize("lost", [None, pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lost", [None, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1))])
 def test_killed_with_a_copy_in_hand(phase, n, lost, place):  # noqa: F811
     """Two ranks under DDP, each a node; one may be lost besides."""
     run = in_memory(replace(RUN, ranks=2, replicas=1), place)

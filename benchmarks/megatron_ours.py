@@ -29,7 +29,7 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.slices import compiling, copying
+from moe_ckpt.slices import compiling, copier
 
 WARM_UP = 4
 """Steps that are not counted: the first checkpoint is dense, and buffers come into being."""
@@ -62,7 +62,7 @@ def watched(policy: Policy) -> list[Watched]:
         ("compiled plan", compiling.PlanCompiler, "compile"),
         ("copy at once", pipeline, "copy_at_once"),
         ("buffer", Room, "find"),
-        ("start copy", copying.Copier, "start"),
+        ("start copy", copier.Copier, "start"),
         ("hand on", Stages, "submit"),
     ]
 

@@ -60,8 +60,8 @@ ERRORS = (
 )
 
 OPTIONS = (
-    "access dirpath guard host_memory_bytes max_failures memory mlt_budget on_phase on_read_error plt_budget policy "
-    "profile read_patience_secs resume retention save_last sharding timeout_secs weights_from when_busy"
+    "access bubbles dirpath guard host_memory_bytes max_failures memory mlt_budget on_phase on_read_error plt_budget "
+    "policy profile read_patience_secs resume retention save_last sharding timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 
@@ -75,8 +75,8 @@ POLICY_CONTEXT = (
 """What a policy of one's own decides from."""
 
 NEEDS = (
-    "sizes windows soft_counts decayed_counts lost_tokens gradients partial alone boost replicas period_steps next_due "
-    "explain"
+    "sizes windows soft_counts decayed_counts lost_tokens gradients partial alone boost replicas bubbles period_steps "
+    "next_due explain"
 )
 """What a policy of one's own may say that it needs."""
 

@@ -16,7 +16,8 @@ from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import SliceEntry, lay_out
 from moe_ckpt.slices import copying
-from moe_ckpt.slices.copying import Copier, CopyProgram, carry_out
+from moe_ckpt.slices.copier import Copier, Copy, carry_out
+from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import Shelf, SliceSource
 from tests.support.acted_gpu import RUBBISH, ActedGPU
 
@@ -281,7 +282,7 @@ def copier():
     made.close()
 
 
-def start(copier: Copier, pieces: list[SliceSource]) -> tuple[copying.Copy, torch.Tensor]:
+def start(copier: Copier, pieces: list[SliceSource]) -> tuple[Copy, torch.Tensor]:
     laid = lay_out([p.entry for p in pieces])
     memory = torch.zeros(laid[-1].end, dtype=torch.uint8)
     return copier.start([(program_of(pieces), memory)]), memory

@@ -26,7 +26,8 @@ from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import pieces
 from moe_ckpt.slices.compiling import CompiledPart, CompiledPlan, PlanCompiler, cover_difference
-from moe_ckpt.slices.copying import carry_out, target
+from moe_ckpt.slices.copier import carry_out
+from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.pieces import LocalState, cut_replay
 from moe_ckpt.slices.request import SnapshotRequest

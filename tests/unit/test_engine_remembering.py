@@ -20,7 +20,8 @@ from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import compiling
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler, cover_difference
-from moe_ckpt.slices.copying import carry_out, target
+from moe_ckpt.slices.copier import carry_out
+from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.request import SnapshotRequest
 from tests.unit.builders import catalog
 

@@ -13,8 +13,8 @@ import pytest
 from moe_ckpt.errors import ConfigError, StoreError, StoreUnwritableError
 from moe_ckpt.profiling import rates
 from moe_ckpt.profiling.rates import MIB, Rates, measure
-from moe_ckpt.slices import copying
-from moe_ckpt.slices.copying import Copier
+from moe_ckpt.slices import copier
+from moe_ckpt.slices.copier import Copier
 from moe_ckpt.storage import LocalStorage
 from tests.support.clocks import Clock
 from tests.support.processes import run_ranks
@@ -71,7 +71,7 @@ def test_slower_links_have_lower_rates(tmp_path, no_network, monkeypatch):
     """What is timed is the write with its fsync, the read and the copy, and nothing else."""
     clock = Clock()
     monkeypatch.setattr(rates, "time", clock)
-    monkeypatch.setattr(copying, "time", clock)
+    monkeypatch.setattr(copier, "time", clock)
 
     def slowed(kind, name, secs):
         real = getattr(kind, name)

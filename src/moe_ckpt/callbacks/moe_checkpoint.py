@@ -97,6 +97,11 @@ class MoECheckpoint(_Unranked):
         self.options = make_options("MoECheckpoint", policy, dirpath, options, ("isolate_validation",))
         if not isinstance(isolate_validation, bool):
             raise ConfigError(f"MoECheckpoint(isolate_validation={isolate_validation!r}): choose True or False")
+        if self.options.bubbles == "on":
+            raise ConfigError(
+                "MoECheckpoint(bubbles='on'): Lightning trains without a pipeline, whose bubbles copies could go in. "
+                "Leave it out, or give bubbles='auto'"
+            )
         self.isolate_validation = isolate_validation
         self.policy, self.dirpath = self.options.policy, self.options.dirpath
         self.restored_step: int | None = None

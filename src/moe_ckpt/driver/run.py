@@ -36,6 +36,7 @@ from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import Restored, resume_newest
+from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
 
@@ -144,6 +145,7 @@ class Driver:
         placement: Placement | None = None,
         aliases: Mapping[str, str] | None = None,
         observers: Sequence[Observer] = (),
+        gate: BubbleGate | None = None,
         **machine: Any,
     ) -> None:
         """Opens the store. Arguments and errors: see ``CheckpointSession.open``.
@@ -164,6 +166,7 @@ class Driver:
             lock=StoreLock(storage, job_name(), access=self.options.access),
             on_phase=self.options.on_phase,
             observers=[self._tell],
+            gate=gate,
         )
         session.open()
         self.session, self.comm, self._storage, self._state = session, comm, storage, state

@@ -13,6 +13,7 @@ from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import LayerRecord, ModelRecord
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -33,6 +34,7 @@ class RunContext:
         lock: Of the store.
         on_phase: See ``engine.options.Options``.
         tell: The observers.
+        gate: Holds copies and sends back for the bubbles of a pipeline; None: they go at once.
     """
 
     storage: Storage
@@ -46,6 +48,7 @@ class RunContext:
     lock: StoreLock
     on_phase: Callable[[str], None] | None
     tell: Observer
+    gate: BubbleGate | None = None
 
     @cached_property
     def model(self) -> ModelRecord:

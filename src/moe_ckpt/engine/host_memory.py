@@ -66,7 +66,8 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         left = _together(run, memory, lambda: files.take_left(own=False))
         pool = HostBufferPool(budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
-        replicator = open_replication(run.comm, memory, run_id, generation, files.make, settings.timeout_secs, groups)
+        limits = files.make, settings.timeout_secs
+        replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate)
         slots = LeftSlots(left, files.remove)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:

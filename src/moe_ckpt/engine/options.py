@@ -22,6 +22,7 @@ from moe_ckpt.policies.moetion import MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage.access import ACCESS
 
+BUBBLES = ("auto", "on", "off")
 RESUME = ("auto", "extend", "never")
 ON_READ_ERROR = ("stop", "fallback")
 _POLICIES = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini)
@@ -49,6 +50,7 @@ class OptionValues(TypedDict, total=False):
     on_read_error: str
     read_patience_secs: float | str
     access: str
+    bubbles: str
     on_phase: Callable[[str], None] | None
 
 
@@ -82,6 +84,9 @@ class Options(Settings):
             one, and retention keeps the newer.
         access: Who may read the store, on file systems: "private", this user alone; "group", its group too, whatever
             the umask; "umask", as the umask says. Without effect behind an fsspec URL.
+        bubbles: Whether copies and sends are held back until a pipeline's schedule leaves a rank idle, as far as they
+            still end in time (Megatron-Core with several stages; elsewhere there are no bubbles). "auto": with policies that
+            ask for it, which is MoEtion. "on": with any policy. "off": with none.
         on_phase: Called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this rank;
             for tests that kill processes (``moe_ckpt.testing``).
 
@@ -100,6 +105,7 @@ class Options(Settings):
     weights_from: str | None = None
     on_read_error: str = "stop"
     access: str = "private"
+    bubbles: str = "auto"
     on_phase: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +117,7 @@ class Options(Settings):
         self._set("dirpath", require_path("dirpath", self.dirpath))
         require_choice("resume", self.resume, RESUME)
         require_choice("on_read_error", self.on_read_error, ON_READ_ERROR)
+        require_choice("bubbles", self.bubbles, BUBBLES)
         require_choice("access", self.access, tuple(ACCESS))
         if not isinstance(self.save_last, bool):
             raise ConfigError(f"save_last={self.save_last!r}: choose True or False")

@@ -34,7 +34,7 @@ from moe_ckpt.engine.snapshot import Snapshot, copy_at_once, side_tensors
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.compiling import PlanCompiler
-from moe_ckpt.slices.copying import Copier, Copy
+from moe_ckpt.slices.copier import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -68,7 +68,8 @@ class Pipeline:
             sources = replicator.roster.placement.sources_of[rank]
             self._compiler.mirrors = MirroredShares(run.catalog, run.placement, sources)
         self._settings = settings
-        self._copier = Copier(run.on_phase)
+        self._gate = run.gate
+        self._copier = Copier(run.on_phase, run.gate)
         try:
             resolver = SnapshotResolver(run, run_id, committer, keeper, self.tier)
             persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh)
@@ -153,6 +154,7 @@ class Pipeline:
         memory = buffer.memory
         on_device = copy_at_once(plan, memory, side)
         jobs = [(part.copies, memory[base : base + part.nbytes]) for base, part in plan.parts]
+        self.step_begins()
         self._copy = self._copier.start(jobs, on_device=on_device)
         # A full snapshot in private memory is redundant: storage holds everything at this very version.
         partial = len(request.operators) < len(self._catalog.operators) and request.window is None
@@ -181,8 +183,20 @@ class Pipeline:
         if not self._closing and self._room.top_up():
             self._copier.later(self._top_up)
 
+    def step_begins(self) -> None:
+        """The next iteration begins, beside whose pipeline copies and sends go in bubbles first."""
+        if self._gate is not None:
+            self._gate.step_begins()
+
+    def _let_go(self) -> None:
+        """Training waits: nothing is held back until the next iteration begins."""
+        if self._gate is not None:
+            self._gate.let_go()
+
     def join(self) -> None:
         """Return when the snapshot under way no longer reads live tensors."""
+        if self._gate is not None:
+            self._gate.update_begins()
         if self._copy is None:
             return
         copy, self._copy = self._copy, None
@@ -202,6 +216,7 @@ class Pipeline:
         Raises:
             RuntimeError: a peer is gone.
         """
+        self._let_go()
         return self._stages.wait_for_all(timeout_secs)
 
     def wait_for_room(self, timeout_secs: float) -> bool:
@@ -210,6 +225,7 @@ class Pipeline:
         Raises:
             RuntimeError: a peer is gone.
         """
+        self._let_go()
         return self._room.wait(timeout_secs)
 
     @property
@@ -237,6 +253,7 @@ class Pipeline:
             False if writing was still going on.
         """
         self._closing = True
+        self._let_go()
         try:
             self.join()
         finally:

@@ -92,7 +92,7 @@ class SnapshotResolver:
             outcome.cause,
             ended_at - snapshot.began_at,
             snapshot.nbytes,
-            snapshot.copy.secs,
+            snapshot.copy.moving_secs,
             ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
             outcome.lost,
         )

@@ -36,6 +36,7 @@ from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Measured, Policy, needs_of
 from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.slices.shares import ComputeTypes
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
@@ -67,6 +68,7 @@ class CheckpointSession:
         lock: StoreLock | None = None,
         on_phase: Callable[[str], None] | None = None,
         observers: Sequence[Observer] = (),
+        gate: BubbleGate | None = None,
     ) -> None:
         policy.check(catalog)
         self.catalog = catalog
@@ -83,6 +85,7 @@ class CheckpointSession:
             lock or StoreLock(storage, "CheckpointSession"),
             on_phase,
             all_of(observers),
+            gate,
         )
         self._resources = SessionResources(self._run)
         self._snapshots = Snapshotter(self._run, self._resources)
@@ -279,6 +282,7 @@ class CheckpointSession:
         if plan.wait and record.begun:
             booking.receive(pipeline)
             self.drain(step)
+        pipeline.step_begins()
         waited = time.perf_counter() - final_at - agree_secs
         booking.meter.waited(waited)
         stall, agree_secs = self._stall + waited, self._agree_secs + agree_secs
@@ -303,9 +307,11 @@ class CheckpointSession:
     def completed(self, record: StepRecord) -> StepRecord:
         """The record with what the books say now: after ``finish``, all that was still to come when it was made."""
         tokens, plan, snapshots = self.run_ledger.tokens, self._newest_plan, self._snapshots
-        memory = self._resources.memory
+        memory, gate = self._resources.memory, self._run.gate
         return replace(
             record,
+            bubble_nbytes=0 if gate is None else gate.copied.in_bubbles + gate.sent.in_bubbles,
+            beside_nbytes=0 if gate is None else gate.copied.beside + gate.sent.beside,
             skips=snapshots.skips,
             waits=snapshots.backlog.waits,
             k=plan.k,

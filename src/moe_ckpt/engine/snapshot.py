@@ -13,7 +13,8 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.slices.compiling import CompiledPart, CompiledPlan
-from moe_ckpt.slices.copying import Copy, copy_here
+from moe_ckpt.slices.copier import Copy
+from moe_ckpt.slices.copying import copy_here
 from moe_ckpt.slices.mirroring import Mirror
 from moe_ckpt.slices.request import SnapshotRequest
 

@@ -22,6 +22,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.boosting import RouterPort
+from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate, on_device
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, require_experts, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -111,6 +112,8 @@ class MegatronCheckpoint:
         world = bind(state, comm)
         require_experts(len(world.layers), [type(chunk).__name__ for chunk in chunks])
         world.require_updates()
+        device = on_device(parameter for chunk in chunks for parameter in chunk.parameters())
+        gate = make_gate(options, len(chunks), on_device=device)
         numbers = {layer.name: layer.index for layer in world.layers}
         shape = len(world.layers), max(layer.experts for layer in world.layers)
         self._counter = RouterCounter(
@@ -132,6 +135,7 @@ class MegatronCheckpoint:
                 state,
                 world.placement(state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert),
                 observers=observers,
+                gate=gate,
                 pinned=torch.cuda.is_available(),
                 local_ranks=local_ranks(comm),
             )
@@ -141,6 +145,7 @@ class MegatronCheckpoint:
         self._chunks = chunks
         self._watch = StepWatch(optimizer, self.before_step, self._stepped)
         self._first: FirstForward | None = None
+        self._pipeline = None if gate is None else PipelineWatch(gate)
 
     @property
     def session(self) -> CheckpointSession:
@@ -353,6 +358,8 @@ class MegatronCheckpoint:
         self._watch.close()
         if self._first is not None:
             self._first.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``."""

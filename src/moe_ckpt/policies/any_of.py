@@ -72,6 +72,7 @@ class AnyOf:
             partial=any(each.partial for each in every),
             boost=max((each.boost for each in every if each.boost is not None), default=None),
             replicas=max(each.replicas for each in every),
+            bubbles=any(each.bubbles for each in every),
             period_steps=lcm(*(each.period_steps for each in every)),
             next_due=self.next_due,
         )

@@ -258,6 +258,8 @@ class Needs:
             made up for what they lost (``core.capacity_boost``). None: they do not.
         replicas: Its checkpoints are meant to lie in the memory of at least so many peers. Adapters and simulator
             refuse it where memory keeps fewer.
+        bubbles: Its copies and sends go in the bubbles of a pipeline's schedule first (``core.bubbles``), where there
+            is one and ``engine.options.Options.bubbles`` is "auto".
         period_steps: It has a rhythm of so many steps, counted from step 0: the same facts lead to the same plan at
             steps that differ by a multiple of it. For the simulator, which steps through what repeats only once.
         next_due: ``next_due(context)`` returns the first step from ``context.step`` on at which the policy may want a
@@ -277,6 +279,7 @@ class Needs:
     alone: bool = False
     boost: float | None = None
     replicas: int = 0
+    bubbles: bool = False
     period_steps: int = 1
     next_due: Callable[[PolicyContext], int] | None = None
     explain: Callable[[PolicyContext], Any] | None = None

@@ -141,6 +141,7 @@ class MoEtion:
             sizes=sizes,
             partial=True,
             boost=self.capacity_boost,
+            bubbles=True,
             period_steps=self.every_n_steps,
             next_due=self.next_due,
         )

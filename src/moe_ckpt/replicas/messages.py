@@ -10,17 +10,21 @@ import enum
 import logging
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.replicas.headers import HeaderReader
 from moe_ckpt.replicas.store import Incoming, ReplicaStore, decoded
 from moe_ckpt.replicas.wire import CHUNK_NBYTES, Link, Wire
+from moe_ckpt.slices.gating import CHUNK_NBYTES as GATED_NBYTES
+from moe_ckpt.slices.gating import Transfer
 
 log = logging.getLogger("moe_ckpt")
 
@@ -34,6 +38,9 @@ _GATHERED_NBYTES = 1 << 16
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 _MOST_DATA_NBYTES = 1 << 44
 """More than any host's memory; room is reserved anyhow before a byte is taken."""
+
+
+HeldBack = Callable[[int], Transfer | None]
 
 
 class Status(enum.IntEnum):
@@ -73,15 +80,16 @@ class Answer:
 
 
 class Sent(NamedTuple):
-    """One copy. nbytes: of it that were sent. secs: from the first of them until the holder had verified all."""
+    """One copy. nbytes: of it that were sent. secs: from the first of them until the holder had verified all, less what
+    they were held back."""
 
     answer: Answer
     nbytes: int = 0
     secs: float = 0.0
 
 
-def send_copy(wire: Wire, sequence: int, share: SealedSlot) -> Sent:
-    """The source's part.
+def send_copy(wire: Wire, sequence: int, share: SealedSlot, held_back: HeldBack = lambda nbytes: None) -> Sent:
+    """The source's part. held_back: says by what so many bytes are, if they are.
 
     Raises:
         OSError: The holder is gone, hangs, or answers something else.
@@ -97,13 +105,30 @@ def send_copy(wire: Wire, sequence: int, share: SealedSlot) -> Sent:
     wanted = list(_RUN.iter_unpack(wire.receive(_RUN.size * answer.needed)))
     if any(not begin <= end <= nbytes for begin, end in wanted):
         raise ConnectionAbortedError(f"bytes are wanted of copy {sequence} that it does not have")
+    wanted_nbytes = sum(end - begin for begin, end in wanted)
+    transfer = held_back(wanted_nbytes)
     began = time.perf_counter()
-    _send_runs(wire, share.memory.numpy().data, wanted)
+    _send_runs(wire if transfer is None else _Held(wire, transfer), share.memory.numpy().data, wanted)
     answer = _answer(wire, sequence)
-    return Sent(answer, sum(end - begin for begin, end in wanted), time.perf_counter() - began)
+    held_secs = 0.0 if transfer is None else transfer.held_secs
+    return Sent(answer, wanted_nbytes, time.perf_counter() - began - held_secs)
 
 
-def _send_runs(wire: Wire, memory: memoryview, runs: list[tuple[int, int]]) -> None:
+class _Held(NamedTuple):
+    """A wire on which bytes go when they may."""
+
+    wire: Wire
+    transfer: Transfer
+
+    def send(self, data: memoryview | bytes) -> None:
+        view, at = memoryview(data), 0
+        for nbytes in sizes(len(view), GATED_NBYTES):
+            self.transfer.admit(nbytes)
+            self.wire.send(view[at : at + nbytes])
+            at += nbytes
+
+
+def _send_runs(wire: Wire | _Held, memory: memoryview, runs: list[tuple[int, int]]) -> None:
     small = bytearray()
     for begin, end in runs:
         if end - begin < _GATHERED_NBYTES:

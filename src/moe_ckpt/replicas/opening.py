@@ -17,6 +17,7 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.replicas.replication import Replicator, Roster
 from moe_ckpt.replicas.wire import SECRET_NBYTES, Listener
+from moe_ckpt.slices.gating import BubbleGate
 
 _MOST_SHOWN = 8
 
@@ -29,6 +30,7 @@ def open_replication(
     make: Callable[[int], Slot],
     timeout_secs: float,
     groups: Sequence[Sequence[int]] = (),
+    gate: BubbleGate | None = None,
 ) -> Replicator | None:
     """Returns this rank's replicator; None without replicas. A collective of the training thread.
 
@@ -40,6 +42,7 @@ def open_replication(
         make: Makes a slot in this rank's memory directory. Raises ``MemoryFullError``.
         timeout_secs: Longest time in which a peer takes or gives no byte.
         groups: Kinds of data parallelism, from the one whose ranks hold most alike: the ranks of this rank's group.
+        gate: Holds sends back for the bubbles of a pipeline; None: they go at once.
 
     Raises:
         ConfigError: On every rank alike: settings differ, or there are no nodes for so many copies.
@@ -70,7 +73,7 @@ def open_replication(
         _say_short(placement, memory.replicas)
     addresses = tuple((str(each["address"][0]), int(each["address"][1])) for each in ranks)
     roster = Roster(comm.rank, run_id, generation, placement, addresses, secret)
-    return Replicator(roster, listener, make, timeout_secs)
+    return Replicator(roster, listener, make, timeout_secs, gate)
 
 
 def _placement(ranks: list[dict[str, Any]]) -> ReplicaPlacement:

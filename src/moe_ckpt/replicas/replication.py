@@ -23,6 +23,7 @@ from moe_ckpt.memory.slot import Slot
 from moe_ckpt.replicas.messages import Answer, SealedSlot, Status, receive_copies, send_copy
 from moe_ckpt.replicas.store import ReplicaStore
 from moe_ckpt.replicas.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
+from moe_ckpt.slices.gating import BubbleGate, Transfer
 
 log = logging.getLogger("moe_ckpt")
 """Gets errors as text: a record that is kept would keep the error, its frames, and the mapped bytes that they know."""
@@ -33,7 +34,8 @@ _TELLING_NBYTES = 1 << 16
 """Fewer say how long a message takes, and not how many bytes go over."""
 _TICK_SECS = 1e-6
 _PATIENCE = 0.25
-"""Portion of the time in which a source waits for an answer that a holder's own snapshot of the step may take."""
+"""Portion of the time in which a source waits for an answer that a holder's own snapshot of the step may take, and of
+that in which a holder waits for bytes that sends may be held back."""
 _CUT_SECS = 5.0
 """Longest wait for a thread whose connection was cut."""
 
@@ -88,7 +90,15 @@ class _Copies:
 class _Sender:
     """Sends this rank's copies to one peer, one after the other, on a thread of its own."""
 
-    def __init__(self, roster: Roster, peer: int, timeout_secs: float, cutter: Cutter, lag: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        peer: int,
+        timeout_secs: float,
+        cutter: Cutter,
+        lag: Callable[[], int],
+        gate: BubbleGate | None,
+    ) -> None:
         self.peer = peer
         self.lost: PeerLostError | None = None
         self.sent_bytes = self.saved_bytes = 0
@@ -97,6 +107,7 @@ class _Sender:
         self._timeout_secs = timeout_secs
         self._cutter = cutter
         self._lag = lag
+        self._gate = gate
         self._said: set[Status] = set()
         self._queue: queue.SimpleQueue[_Copies | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"{_THREAD}-to-{peer}", daemon=True)
@@ -126,7 +137,7 @@ class _Sender:
 
     def _send(self, wire: Wire, copies: _Copies) -> None:
         try:
-            answer, nbytes, secs = send_copy(wire, copies.sequence, copies.share)
+            answer, nbytes, secs = send_copy(wire, copies.sequence, copies.share, self._held_back)
         except OSError as error:
             wire.cut()
             self._give_up(error, copies.share.step)
@@ -140,6 +151,12 @@ class _Sender:
         else:
             self._say_refused(answer, copies.share.step)
         copies.answered(held=answer.status is Status.HELD)
+
+    def _held_back(self, nbytes: int) -> Transfer | None:
+        if self._gate is None:
+            return None
+        rate = median(tuple(self.rates)) if self.rates else None
+        return self._gate.send(nbytes, rate, _PATIENCE * self._timeout_secs)
 
     def _give_up(self, error: OSError, step: int | None = None) -> None:
         what = "to connect" if step is None else f"to take the copy of step {step}"
@@ -177,9 +194,17 @@ class Replicator:
         listener: Of this rank, whose address is in the roster.
         make: Makes a slot in this rank's memory directory.
         timeout_secs: Longest time in which a peer takes or gives no byte.
+        gate: Holds sends back for the bubbles of a pipeline; None: they go at once.
     """
 
-    def __init__(self, roster: Roster, listener: Listener, make: Callable[[int], Slot], timeout_secs: float) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        listener: Listener,
+        make: Callable[[int], Slot],
+        timeout_secs: float,
+        gate: BubbleGate | None = None,
+    ) -> None:
         self.roster = roster
         self._timeout_secs = timeout_secs
         self._cutter = Cutter()
@@ -193,7 +218,7 @@ class Replicator:
         self._accepting = threading.Thread(target=self._accept, args=(listener, sources), name=_THREAD, daemon=True)
         self._accepting.start()
         self._senders = [
-            _Sender(roster, peer, timeout_secs, self._cutter, lambda: self.lag_steps)
+            _Sender(roster, peer, timeout_secs, self._cutter, lambda: self.lag_steps, gate)
             for peer in roster.placement.peers_of[roster.rank]
         ]
 

@@ -1,18 +1,13 @@
-"""Copy live tensors into a host buffer behind the next forward and backward pass.
+"""What copying live tensors into a host buffer consists of: few calls, worked out once per part of a plan.
 
-One thread per rank. The caller may change the live tensors again only after ``Copy.join``. On the CPU the bytes move
-outside the interpreter lock on one core, so that the training threads keep theirs; on a GPU they move on a side stream,
-and the join makes the training stream wait, not the host.
+On the CPU the bytes move outside the interpreter lock on one core, so that the training threads keep theirs. Which
+thread makes the calls, and when: ``slices.copier``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -21,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.gathering import Numbers, Values, by_size, memory_at, pieces_of
@@ -44,6 +40,7 @@ _WORTH_JOINING = 8
 """From so many neighbours on a device on it is quicker to make one tensor of them than to gather them one by one."""
 _GATHERED = (1 << 15) - 1
 """Elements that one call gathers: so few that torch does it on one core, and training keeps the others."""
+_IS_CUDA = attrgetter("is_cuda")
 
 
 class CopyProgram:
@@ -84,6 +81,11 @@ class CopyProgram:
         self._counters = shelf.counters(self._watched)
         elsewhere = numbers[table[:, KIND] != IN_HOST_MEMORY].tolist()
         self.is_cuda = any(map(_IS_CUDA, map(shelf.blocks.__getitem__, elsewhere)))
+
+    @property
+    def nbytes(self) -> int:
+        """That ``steps`` copy."""
+        return int(self._table[:, NBYTES].sum())
 
     @property
     def keys(self) -> list[str]:
@@ -161,6 +163,21 @@ class HostMoves:
     addresses: Numbers
     begins: Numbers
 
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.nbytes * len(self.begins)
+
+    def chunks(self, most: int) -> Iterator[HostMoves]:
+        """The same in pieces of no more than ``most`` bytes, where one large run can be divided."""
+        if self.size <= most or len(self.begins) > 1:
+            yield self
+            return
+        at = 0
+        for size in sizes(self.nbytes, most):
+            yield HostMoves(size, self.addresses + at, self.begins + at)
+            at += size
+
     def run(self, memory: torch.Tensor) -> None:
         """Copy into ``memory``, which is host memory."""
         if self.nbytes >= _LARGE_NBYTES or len(self.begins) == 1:
@@ -189,6 +206,23 @@ class CopyStep:
     dtype: torch.dtype
     sources: tuple[torch.Tensor, ...]
     shape: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.end - self.begin
+
+    def chunks(self, most: int) -> Iterator[CopyStep]:
+        """The same in pieces of no more than ``most`` bytes, where one large run can be divided."""
+        if self.size <= most or len(self.sources) > 1 or self.shape is not None:
+            yield self
+            return
+        whole, width = self.sources[0], self.sources[0].itemsize
+        begin = self.begin
+        for size in sizes(self.size, most // width * width):
+            first = (begin - self.begin) // width
+            yield CopyStep(begin, begin + size, self.dtype, (whole[first : first + size // width],))
+            begin += size
 
     def run(self, memory: torch.Tensor) -> None:
         """Copy into ``memory``, which is host memory: from the CPU at once, from a device on the current stream."""
@@ -240,139 +274,3 @@ def copy_here(sources: Sequence[tuple[SliceEntry, torch.Tensor]], memory: torch.
 def target(entry: SliceEntry, memory: torch.Tensor) -> torch.Tensor:
     """Where in a part's memory the slice goes, as a tensor of its type and shape."""
     return memory[entry.begin : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
-
-
-Job = tuple[CopyProgram, torch.Tensor]
-"""A program and the memory that it copies into."""
-Move = tuple[HostMoves | CopyStep, torch.Tensor]
-"""A step and the memory that its program copies into."""
-
-
-class _Watch:
-    """Notices tensors that were changed in place while they were being copied, by torch's version counters."""
-
-    def __init__(self, programs: Sequence[CopyProgram]) -> None:
-        self._programs = programs
-        self._versions = self._now()
-
-    def _now(self) -> list[Values]:
-        return [program.versions() for program in self._programs]
-
-    def changed(self) -> tuple[str, ...]:
-        keys: list[str] = []
-        for program, seen, now in zip(self._programs, self._versions, self._now(), strict=True):
-            places = np.flatnonzero(now != seen)
-            if len(places):
-                known = program.keys
-                keys += [known[at] for at in places.tolist()]
-        return tuple(sorted(set(keys)))
-
-
-_IS_CUDA = attrgetter("is_cuda")
-
-
-_Issued = tuple[torch.cuda.Event | None, tuple[str, ...], float]
-"""(event at the end of the copies on a device, what was seen to change, when the host was through)."""
-
-
-class Copy:
-    """A copy under way. ``join`` on the training thread; ``wait_on_host`` on the persist thread.
-
-    changed: keys of tensors that something changed before the copy was done: the snapshot is torn. Known
-    once ``join`` or ``wait_on_host`` has returned.
-    secs: how long it took. Known once ``wait_on_host`` has returned.
-    """
-
-    def __init__(self, issued: Future[_Issued], watch: _Watch) -> None:
-        self._issued = issued
-        self._watch = watch
-        self._joined = threading.Event()
-        self._began = time.perf_counter()
-        self.changed: tuple[str, ...] = ()
-        self.secs = 0.0
-
-    @property
-    def done(self) -> bool:
-        return self._issued.done()
-
-    def join(self) -> None:
-        """Return when the live tensors may change. Raises what the copying thread raised."""
-        event, self.changed, _ = self._issued.result()
-        if event is not None:
-            # The device may still be copying, but what the host has asked for so far can be seen here.
-            self.changed = self._watch.changed()
-            torch.cuda.current_stream().wait_event(event)
-        self._joined.set()
-
-    def wait_on_host(self) -> None:
-        """Return when the bytes are in host memory and ``changed`` is known."""
-        event, changed, ended = self._issued.result()
-        if event is None:
-            self.changed, self.secs = changed, ended - self._began
-            return
-        event.synchronize()
-        self.secs = time.perf_counter() - self._began
-        self._joined.wait()
-
-
-class Copier:
-    """Owns the copying thread and, with CUDA, its stream."""
-
-    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moe_ckpt-copy")
-        self._on_phase = on_phase
-        self._stream: torch.cuda.Stream | None = None
-
-    def start(self, jobs: Sequence[Job], *, on_device: bool = False) -> Copy:
-        """Begin copying; returns at once. Nobody else touches the jobs' memory until it is done.
-
-        Args:
-            jobs: What to copy.
-            on_device: ``copy_here`` has asked a device for more, which belongs to this copy.
-        """
-        ready = None
-        if on_device or any(program.is_cuda for program, _ in jobs):
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream())
-        watch = _Watch([program for program, _ in jobs])
-        return Copy(self._pool.submit(self._run, jobs, ready, watch), watch)
-
-    def _run(self, jobs: Sequence[Job], ready: torch.cuda.Event | None, watch: _Watch) -> _Issued:
-        moves = [(step, memory) for program, memory in jobs for step in program.steps]
-        half = len(moves) // 2
-        self._copy(moves[:half], ready)
-        if self._on_phase is not None:
-            self._on_phase("copy")
-        done = self._copy(moves[half:], ready)
-        return done, () if done is not None else watch.changed(), time.perf_counter()
-
-    def _copy(self, moves: Sequence[Move], ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        if ready is None or self._stream is None:
-            carry_out(moves)
-            return None
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            carry_out(moves)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-        return done
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on the copying thread when the copies asked for so far are done; its errors are dropped.
-
-        From the thread itself too, even while it is being closed: the work is then left undone.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._pool.submit(work)
-
-    def close(self) -> None:
-        """End the thread after the copy in hand. Never blocks for longer than that copy takes."""
-        self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())
-
-
-@torch.no_grad()
-def carry_out(moves: Sequence[Move]) -> None:
-    """Run steps one after the other, on the current stream where they read a device."""
-    for step, memory in moves:
-        step.run(memory)

@@ -1,0 +1,201 @@
+"""When the chunks of a copy go: in a pipeline's bubbles first, and beside compute only what does not fit them.
+
+MoEtion, arXiv 2412.15411 v1, section 5.3 and Algorithm 4. The paper splits parameters in two, by the ratio of bubble
+time to copy time, and starts the second part at once. Here bubbles are not known in advance but seen when they come, so
+what is decided beforehand is only when the rest must begin: as late as bubbles that are still expected allow, and early
+enough to end before the next update even if none of them comes.
+
+Times are seconds from the beginning of an iteration, of which the copy's beginning is the first moment.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+BACKWARD = 2.0
+"""A backward pass takes so many times as long as a forward pass: gradients of inputs, and gradients of weights."""
+MARGIN = 0.8
+"""Portion of the shortest recent iteration in which a copy ends: iterations differ, and no join may wait for it."""
+CAUTION = 2.0
+"""Beside compute a copy is taken to be so many times slower than it was measured to be."""
+
+
+class Window(NamedTuple):
+    """A time in which a rank is idle."""
+
+    begin: float
+    end: float
+
+    @property
+    def secs(self) -> float:
+        return self.end - self.begin
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int, secs: float) -> tuple[Window, ...]:
+    """Returns the bubbles of one stage under 1F1B without interleaving, by its dependencies alone.
+
+    Of the whole iteration they are ``(p - 1) / (m + p - 1)`` on every stage, wherever they lie: a stage waits for its
+    first forward pass, between its first forward and backward passes, in the cool-down, and at the end for stages
+    before it.
+
+    Args:
+        stage: From 0.
+        stages: ``p``, at least 1.
+        microbatches: ``m``, at least 1.
+        secs: From the beginning of the iteration to the end of the stage's own last backward pass, where the last
+            window begins, if there is one.
+    """
+    ends = _ends(stages, microbatches)
+    found, at = [], 0.0
+    for begin, end in ends[stage]:
+        if begin > at:
+            found.append(Window(at, begin))
+        at = end
+    if (last := ends[0][-1][1]) > at:
+        found.append(Window(at, last))
+    scale = secs / at
+    return tuple(Window(begin * scale, end * scale) for begin, end in found)
+
+
+def _ends(stages: int, microbatches: int) -> list[list[Window]]:
+    """When each stage computes, in its order; a forward pass takes 1."""
+    orders = [_order(stage, stages, microbatches) for stage in range(stages)]
+    done: dict[tuple[int, bool, int], float] = {}
+    found: list[list[Window]] = [[] for _ in orders]
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while len(found[stage]) < len(order):
+                forward, number = order[len(found[stage])]
+                before = stage - 1 if forward else stage + 1
+                there = (before, forward, number)
+                if 0 <= before < stages and there not in done:
+                    break
+                begin = max(done.get(there, 0.0), found[stage][-1].end if found[stage] else 0.0)
+                done[stage, forward, number] = end = begin + (1.0 if forward else BACKWARD)
+                found[stage].append(Window(begin, end))
+                moved = True
+    return found
+
+
+def _order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
+    """(whether forward, number of the micro-batch): forwards first, then one of each in turn, backwards last."""
+    ahead = min(stages - 1 - stage, microbatches)
+    order = [(True, number) for number in range(ahead)]
+    for number in range(microbatches - ahead):
+        order += [(True, number + ahead), (False, number)]
+    return order + [(False, number) for number in range(microbatches - ahead, microbatches)]
+
+
+def typical(seen: Sequence[Sequence[Window]]) -> tuple[Window, ...]:
+    """Returns where the bubbles of the next iteration are expected, by those of recent ones.
+
+    Args:
+        seen: Of each iteration, oldest first, every wait in its order. Those with as many as the newest count, one wait
+            beside another: begin and length are medians.
+    """
+    if not seen:
+        return ()
+    alike = [each for each in seen if len(each) == len(seen[-1])]
+    found, at = [], 0.0
+    for waits in zip(*alike, strict=True):
+        begin = max(at, median(each.begin for each in waits))
+        at = begin + median(each.secs for each in waits)
+        found.append(Window(begin, at))
+    return tuple(found)
+
+
+def clipped(windows: Sequence[Window], begin: float, end: float) -> tuple[Window, ...]:
+    """Returns the parts of disjoint windows that lie in ``[begin, end)``."""
+    inside = (Window(max(begin, each.begin), min(end, each.end)) for each in windows)
+    return tuple(each for each in inside if each.secs > 0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How one copy, or one send, is spread over the time until it must be through.
+
+    Attributes:
+        windows: Bubbles that are expected, disjoint and in order, none beyond the deadline.
+        deadline: When all must be through.
+        bytes_per_sec: At which it goes, alone; above 0.
+    """
+
+    windows: tuple[Window, ...]
+    deadline: float
+    bytes_per_sec: float
+
+    @cached_property
+    def _later_secs(self) -> tuple[float, ...]:
+        """Bubble time from each window's beginning on; 0 behind the last."""
+        found = [0.0]
+        for window in reversed(self.windows):
+            found.append(found[-1] + window.secs)
+        return tuple(reversed(found))
+
+    def split(self, nbytes: int) -> tuple[int, int]:
+        """Returns how many bytes are expected to go in bubbles, and how many beside compute (Algorithm 4)."""
+        fitting = min(nbytes, int(self._later_secs[0] * self.bytes_per_sec))
+        return fitting, nbytes - fitting
+
+    def beside_from(self, nbytes: int) -> float:
+        """Returns from when on what is left goes beside compute, if so much is left then.
+
+        With ``r`` the time that the rest takes, ``B`` the bubble time still expected and ``C`` the other time left, the
+        first moment with ``CAUTION * r >= 2 B + C``: never later than ``r`` before the deadline, bubbles or not.
+        """
+        needed = CAUTION * nbytes / self.bytes_per_sec
+
+        def missing(number: int) -> float:
+            """At the end of a window: 0 or more if what is left must begin by then."""
+            return needed - self._later_secs[number + 1] - (self.deadline - self.windows[number].end)
+
+        count = len(self.windows)
+        number = bisect_left(range(count), 0.0, key=missing)
+        later = self._later_secs[number]
+        at = self.deadline + later - needed  # if that lies before the window: no bubble passes until then
+        if number < count and at > self.windows[number].begin:
+            begin = self.windows[number].begin
+            at = begin + (at - begin) / 2  # in a window two things run out: time, and bubble time
+        return at
+
+
+class Chunk(NamedTuple):
+    """Bytes that go at one moment. in_bubble: while the rank is idle."""
+
+    begin: float
+    nbytes: int
+    in_bubble: bool
+
+
+def sizes(nbytes: int, most: int) -> Iterator[int]:
+    """Yields the sizes of the chunks of so many bytes, none above ``most``."""
+    whole, rest = divmod(nbytes, most)
+    yield from (most for _ in range(whole))
+    if rest:
+        yield rest
+
+
+def timetable(pace: Pace, nbytes: int, most: int, bubbles: Sequence[Window]) -> list[Chunk]:
+    """Returns when each chunk goes if the bubbles that come are these, expected or not.
+
+    What ``slices.gating`` does on threads, as a function: it takes the same decisions, by ``Pace.beside_from``.
+    """
+    found: list[Chunk] = []
+    now, left = 0.0, nbytes
+    coming = list(reversed(bubbles))
+    for size in sizes(nbytes, most):
+        while coming and coming[-1].end <= now:
+            coming.pop()
+        idle = coming[-1].begin if coming else inf
+        begin = max(now, min(idle, pace.beside_from(left)))
+        found.append(Chunk(begin, size, idle <= begin))
+        now, left = begin + size / pace.bytes_per_sec, left - size
+    return found

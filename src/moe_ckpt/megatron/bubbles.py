@@ -1,0 +1,110 @@
+"""Tells the engine when this rank waits for its neighbours in Megatron's pipeline (MoEtion, section 5.3).
+
+All of a pipeline's messages pass one method of ``P2PCommunicator``, which schedules make anew in each iteration, so the
+method is wrapped while a loop is attached. It costs two looks at the clock and a lock per message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from moe_ckpt.engine.options import Options
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.slices.gating import BubbleGate
+
+_MODULE, _CLASS, _METHOD = "megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator", "_communicate"
+
+
+def make_gate(options: Options, chunks: int, *, on_device: bool) -> BubbleGate | None:
+    """Returns what holds this rank's copies and sends back; None where they go at once.
+
+    Args:
+        options: The user's.
+        chunks: Of the model on this rank.
+        on_device: It computes on a GPU.
+
+    Raises:
+        ConfigError: They are to be held back for the bubbles of a pipeline that has one stage.
+    """
+    groups = megatron_core().parallel_state
+    stages = int(groups.get_pipeline_model_parallel_world_size())
+    if options.bubbles == "on" and stages == 1:
+        raise ConfigError(
+            "megatron.attach(bubbles='on'): this pipeline has one stage, hence no bubbles. Give bubbles='auto', with "
+            "which nothing is held back here, or set pipeline_model_parallel_size above 1"
+        )
+    wanted = options.bubbles == "on" or (options.bubbles == "auto" and options.needs.bubbles)
+    if stages == 1 or not wanted:
+        return None
+    return BubbleGate(int(groups.get_pipeline_model_parallel_rank()), stages, chunks, on_device=on_device)
+
+
+class PipelineWatch:
+    """Wraps ``P2PCommunicator`` until ``close``.
+
+    Args:
+        gate: Is told of each wait.
+    """
+
+    def __init__(self, gate: BubbleGate) -> None:
+        self._kind = look_up(_MODULE, _CLASS)
+        self._original = original = look_up(_MODULE, f"{_CLASS}.{_METHOD}")
+
+        def communicate(communicator: Any, **message: Any) -> Any:
+            if not self._open:  # under another wrapper, which called through
+                return original(communicator, **message)
+            receives = {
+                "previous": bool(message.get("recv_prev")),
+                "following": bool(message.get("recv_next")),
+            }
+            if message.get("wait_on_reqs", True):
+                with gate.waiting(**receives):
+                    return original(communicator, **message)
+            # Interleaved schedules compute on, and wait for what they were handed.
+            *received, requests = original(communicator, **message)
+            return (*received, _watched(gate, requests, receives))
+
+        self._open = True
+        self._wrapper = communicate
+        setattr(self._kind, _METHOD, communicate)
+
+    def close(self) -> None:
+        """Removes the wrapper. May be called twice."""
+        self._open = False
+        if vars(self._kind).get(_METHOD) is self._wrapper:
+            setattr(self._kind, _METHOD, self._original)
+
+
+def _watched(gate: BubbleGate, requests: Any, receives: dict[str, bool]) -> Any:
+    """The same requests by name, or in a row; only those that receive tell of a micro-batch."""
+    if isinstance(requests, dict):
+        return {
+            name: _Request(gate, each, {key: value and name.startswith("recv") for key, value in receives.items()})
+            for name, each in requests.items()
+        }
+    if isinstance(requests, Iterable):
+        return [_Request(gate, each, receives) for each in requests]
+    return requests
+
+
+class _Request:
+    """A request, whose ``wait`` is told to the gate."""
+
+    def __init__(self, gate: BubbleGate, request: Any, receives: dict[str, bool]) -> None:
+        self._gate, self._request, self._receives = gate, request, receives
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        with self._gate.waiting(**self._receives):
+            return self._request.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def on_device(parameters: Iterable[torch.Tensor]) -> bool:
+    """Returns whether a rank with these parameters computes on a GPU."""
+    return any(parameter.is_cuda for parameter in parameters)

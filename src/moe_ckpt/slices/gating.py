@@ -1,0 +1,338 @@
+"""Holds copies and sends back until a pipeline's schedule leaves this rank idle, or until they must go.
+
+The arithmetic is ``core.bubbles``; here are the clock and the threads. The adapter says when this rank begins and ends
+to wait for its neighbours, the engine when an iteration begins and when its update does, and every thread that copies
+or sends asks before each chunk. Between the update and the next iteration nothing is held back, and neither is anything
+while training waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+
+import torch
+
+from moe_ckpt.core.bubbles import MARGIN, Pace, Window, clipped, one_f_one_b, typical
+
+CHUNK_NBYTES = 1 << 20
+"""So little at a time: a copy that began in a bubble ends soon after it."""
+_RECENT = 5
+_ESTIMATED = 3
+"""The first iterations are no measure: connections, allocators and kernels come into being."""
+_TICK_SECS = 1e-6
+
+Event = torch.cuda.Event
+
+
+class HostStamps:
+    """Moments of a rank that computes on the CPU: the time at which its thread gets there."""
+
+    waits_for = None
+    """Nothing: a chunk goes when it is asked for."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @staticmethod
+    def secs(begin: float, end: float) -> float | None:
+        return end - begin
+
+
+class CudaStamps:
+    """Moments of a rank that computes on a GPU: the time at which the device gets there, which the host runs ahead of.
+
+    Attributes:
+        waits_for: The newest moment. A chunk that goes in this bubble is copied behind it, on its own stream.
+    """
+
+    def __init__(self) -> None:
+        self.waits_for: Event | None = None
+
+    def now(self) -> Event:
+        self.waits_for = Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.waits_for.record(torch.cuda.current_stream())
+        return self.waits_for
+
+    @staticmethod
+    def secs(begin: Event, end: Event) -> float | None:
+        """None if the device is not there yet."""
+        return begin.elapsed_time(end) / 1e3 if begin.query() and end.query() else None  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Tally:
+    """Bytes of one kind that went through a gate. in_bubbles: of ``nbytes``, while this rank was idle."""
+
+    nbytes: int = 0
+    in_bubbles: int = 0
+
+    @property
+    def beside(self) -> int:
+        return self.nbytes - self.in_bubbles
+
+
+class Forecast:
+    """Where the bubbles of an iteration lie: by 1F1B's formula, then by those of the newest iterations.
+
+    For the training thread.
+
+    Args:
+        stage: This rank's place in the pipeline.
+        stages: Their number.
+        chunks: Parts of the model on each rank; with several (interleaved 1F1B) nothing is estimated.
+        stamps: What moments are.
+
+    Attributes:
+        windows: Expected, in seconds from an iteration's beginning; the last may lie behind its end.
+    """
+
+    def __init__(self, stage: int, stages: int, chunks: int, stamps: HostStamps | CudaStamps) -> None:
+        self.windows: tuple[Window, ...] = ()
+        self._pipeline = stage, stages
+        self._estimates = chunks == 1
+        self._secs = stamps.secs
+        self._spans: deque[float] = deque(maxlen=_RECENT)
+        self._periods: deque[float] = deque(maxlen=_RECENT)
+        self._seen: deque[tuple[Window, ...]] = deque(maxlen=_RECENT)
+        self._iterations = 0
+        self._measured = False
+        self._last: tuple[object, list[tuple[object, object]]] | None = None
+
+    @property
+    def span_secs(self) -> float | None:
+        """The shortest of the recent times from an iteration's beginning to its update; None until there was one."""
+        return min(self._spans, default=None)
+
+    @property
+    def period_secs(self) -> float | None:
+        """The same, to the beginning of the next one."""
+        return min(self._periods, default=None)
+
+    def period(self, secs: float) -> None:
+        """From the beginning of one iteration to that of the next."""
+        self._periods.append(secs)
+
+    def iteration(
+        self, began: object, waits: list[tuple[object, object]], span_secs: float, microbatches: int
+    ) -> None:
+        """One iteration was computed. waits: of this rank for its neighbours, as moments; microbatches: 0 if not known.
+
+        On a device that may still be computing it: it is taken into account when the next one is."""
+        last, self._last = self._last, (began, waits)
+        self._spans.append(span_secs)
+        self._iterations += 1
+        if last is not None:
+            self._measure(*last)
+        stage, stages = self._pipeline
+        self._measured = self._iterations > _ESTIMATED
+        by_formula = one_f_one_b(stage, stages, microbatches, span_secs) if microbatches and self._estimates else ()
+        if not self._measured:
+            self.windows = by_formula
+            return
+        # What the pipeline's end leaves idle is spent in the update, behind the last wait that can be seen.
+        tail = tuple(each for each in by_formula if each.begin >= span_secs)
+        seen = typical(self._seen)
+        self.windows = seen + clipped(tail, max(span_secs, seen[-1].end if seen else 0.0), inf)
+
+    def _measure(self, began: object, waits: list[tuple[object, object]]) -> None:
+        found, at = list[Window](), 0.0
+        for begin, end in waits:
+            first, then = self._secs(began, begin), self._secs(began, end)  # type: ignore[arg-type]
+            if first is None or then is None:
+                return
+            at = max(at, first)
+            found.append(Window(at, at := max(at, then)))
+        if self._iterations > 2:  # the first one is no measure
+            self._seen.append(tuple(found))
+
+    def wait_secs(self, number: int) -> float:
+        """How long the wait of this number is expected to be; 0 until any was measured."""
+        return self.windows[number].secs if self._measured and number < len(self.windows) else 0.0
+
+    @property
+    def tail_secs(self) -> float:
+        """How long this rank is idle after its own last backward pass, until the pipeline is through."""
+        span = self._spans[-1] if self._spans else inf
+        return sum(each.secs for each in self.windows if each.begin >= span)
+
+
+class BubbleGate:
+    """One rank's. ``Transfer`` is for threads that copy or send; everything else for the training thread.
+
+    Args:
+        stage: This rank's place in the pipeline.
+        stages: Their number, above 1.
+        chunks: See ``Forecast``.
+        on_device: This rank computes on a GPU.
+        holds: False: nothing is held back, but counted all the same.
+
+    Attributes:
+        copied: Bytes that were copied from live tensors.
+        sent: Bytes that were sent to peers.
+    """
+
+    def __init__(
+        self, stage: int, stages: int, chunks: int = 1, *, on_device: bool = False, holds: bool = True
+    ) -> None:
+        self.copied, self.sent = Tally(), Tally()
+        self.holds = holds
+        self.changed = threading.Condition()
+        self._stamps = CudaStamps() if on_device else HostStamps()
+        self.forecast = Forecast(stage, stages, chunks, self._stamps)
+        self._began: float | None = None
+        self._began_stamp: object = None
+        self._last_began: float | None = None
+        self._waits: list[tuple[object, object]] = []
+        self._received = [0, 0]
+        self._entered: object = None
+        self._visit_secs = 0.0
+        self._tail_until = -inf
+        self._on_device = on_device
+
+    # --- what the engine says ---
+
+    def step_begins(self) -> None:
+        """An iteration begins, of which nothing was computed yet. Harmless when it has begun."""
+        if self._began is not None:
+            return
+        now = time.perf_counter()
+        if self._last_began is not None:
+            self.forecast.period(now - self._last_began)
+        self._waits, self._received = [], [0, 0]
+        self._began_stamp = self._stamps.now()
+        self._last_began = now
+        with self.changed:
+            self._began = now
+
+    def update_begins(self) -> None:
+        """The update is next: what is still to be copied goes now."""
+        began = self._began
+        if began is None:
+            return
+        now = time.perf_counter()
+        if self._waits:  # else nothing was computed
+            self.forecast.iteration(self._began_stamp, self._waits, now - began, max(self._received))
+        with self.changed:
+            self._began, self._tail_until = None, now + self.forecast.tail_secs
+            self.changed.notify_all()
+
+    def let_go(self) -> None:
+        """Training waits, or ends: nothing is held back until the next iteration begins."""
+        with self.changed:
+            self._began, self._last_began = None, None
+            self.changed.notify_all()
+
+    # --- what the adapter says ---
+
+    @contextmanager
+    def waiting(self, *, previous: bool = False, following: bool = False) -> Iterator[None]:
+        """This rank waits for its neighbours inside. previous, following: it receives from that stage."""
+        begin = self._stamps.now()
+        with self.changed:
+            # What a device was asked for cannot be taken back when the bubble ends.
+            self._visit_secs = self.forecast.wait_secs(len(self._waits)) if self._on_device else inf
+            self._entered = begin
+            self.changed.notify_all()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._entered = None
+            end = self._stamps.now()
+            if self._began is not None:
+                self._waits.append((begin, end))
+                self._received[0] += previous
+                self._received[1] += following
+
+    # --- what threads that copy or send ask, with ``changed`` ---
+
+    @property
+    def is_open(self) -> bool:
+        """No iteration is being computed."""
+        return self._began is None
+
+    @property
+    def is_tail(self) -> bool:
+        """The pipeline is not through, but for this rank: what comes next is an update."""
+        return self._began is None and time.perf_counter() < self._tail_until
+
+    def enter(self, secs: float) -> tuple[bool, Event | None]:
+        """Whether this rank is idle, for so long at least; and what a device must wait for until it is."""
+        if self._entered is None or self._visit_secs < secs:
+            return False, None
+        self._visit_secs -= secs
+        return True, self._stamps.waits_for
+
+    def copy(self, nbytes: int, bytes_per_sec: float | None) -> Transfer:
+        """Of so many bytes, that must be through before the next update. bytes_per_sec: as measured; None: not yet."""
+        began, span = self._began, self.forecast.span_secs
+        if began is None or span is None or not bytes_per_sec:
+            return Transfer(self, self.copied, nbytes)
+        deadline = MARGIN * span
+        pace = Pace(clipped(self.forecast.windows, 0.0, deadline), deadline, bytes_per_sec)
+        return Transfer(self, self.copied, nbytes, pace, began)
+
+    def send(self, nbytes: int, bytes_per_sec: float | None, most_secs: float) -> Transfer:
+        """Of so many bytes, that are to be through within an iteration's time. most_secs: longest that is held back."""
+        with self.changed:
+            now = time.perf_counter()
+            began, period, windows = self._last_began, self.forecast.period_secs, self.forecast.windows
+        if began is None or period is None or not bytes_per_sec:
+            return Transfer(self, self.sent, nbytes)
+        deadline = now - began + min(MARGIN * period, most_secs)
+        coming = (*clipped(windows, 0.0, period), *(Window(each.begin + period, each.end + period) for each in windows))
+        pace = Pace(clipped(coming, now - began, deadline), deadline, bytes_per_sec)
+        return Transfer(self, self.sent, nbytes, pace, began)
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One copy, or one send, chunk by chunk, on one thread.
+
+    Attributes:
+        gate: That it goes through.
+        tally: It is counted there.
+        nbytes: In all.
+        pace: When it must go beside compute; None: it is not held back.
+        began: What the pace's times count from, on ``time.perf_counter``.
+        held_secs: How long it was held back so far.
+    """
+
+    gate: BubbleGate
+    tally: Tally
+    nbytes: int
+    pace: Pace | None = None
+    began: float = 0.0
+    held_secs: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._left = self.nbytes
+
+    def admit(self, nbytes: int) -> Event | None:
+        """Return when so many bytes more may go.
+
+        Returns:
+            What a device must wait for before they do.
+        """
+        gate, pace = self.gate, self.pace
+        secs = 0.0 if pace is None else nbytes / pace.bytes_per_sec
+        with gate.changed:
+            idle, event = gate.enter(secs)
+            while not (idle or pace is None or not gate.holds or gate.is_open):
+                asked = time.perf_counter()
+                due = self.began + pace.beside_from(self._left)
+                if asked >= due:
+                    break
+                gate.changed.wait(max(due - asked, _TICK_SECS))
+                self.held_secs += time.perf_counter() - asked
+                idle, event = gate.enter(secs)
+            self._left -= nbytes
+            self.tally.nbytes += nbytes
+            self.tally.in_bubbles += nbytes if idle or gate.is_tail else 0
+        return event

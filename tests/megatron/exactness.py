@@ -36,6 +36,7 @@ class Case:
         a life is killed before its first checkpoint: the next one must begin as it did.
     memory: Snapshots lie in slots that survive their process, of two nodes with two ranks each.
     copies: Other arguments of ``Memory``.
+    options: Of ``megatron.attach``.
     """
 
     setup: Setup
@@ -46,6 +47,7 @@ class Case:
     reseed: bool = True
     memory: bool = False
     copies: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def _life(case: Case, directory: Path) -> Life:
     policy = (case.policy[0], dict(case.policy[1]))
     memory = str(directory / "memory") if case.memory else None
     store, journal = str(directory / "store"), str(directory / "journal")
-    return Life(store, case.steps, case.setup, policy, journal=journal, memory=memory, copies=dict(case.copies))
+    beside = {"copies": dict(case.copies), "options": dict(case.options)}
+    return Life(store, case.steps, case.setup, policy, journal=journal, memory=memory, **beside)
 
 
 def require_exact(case: Case, directory: Path, ended: Ended) -> None:

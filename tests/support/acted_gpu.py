@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -67,9 +68,16 @@ class Stream:
 class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.work: list[Transfer] = []
+        self.at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        self.work = list((stream or _acted().stream).work)
+        self.work, self.at = list((stream or _acted().stream).work), time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
 
     def synchronize(self) -> None:
         _acted().note("Event.synchronize")

@@ -133,6 +133,7 @@ def test_the_first_step_that_is_due_is_anybodys():
 COMBINED = {
     "boost": (None, 0.2, 0.2),
     "replicas": (0, 2, 2),
+    "bubbles": (False, True, True),
     "period_steps": (4, 6, lcm(4, 6)),
     **dict.fromkeys(("sizes", "soft_counts", "decayed_counts", "lost_tokens"), (True, False, True)),
     **dict.fromkeys(("gradients", "partial"), (True, False, True)),

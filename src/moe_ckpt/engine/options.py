@@ -85,8 +85,8 @@ class Options(Settings):
         access: Who may read the store, on file systems: "private", this user alone; "group", its group too, whatever
             the umask; "umask", as the umask says. Without effect behind an fsspec URL.
         bubbles: Whether copies and sends are held back until a pipeline's schedule leaves a rank idle, as far as they
-            still end in time (Megatron-Core with several stages; elsewhere there are no bubbles). "auto": with policies that
-            ask for it, which is MoEtion. "on": with any policy. "off": with none.
+            still end in time (Megatron-Core with several stages; elsewhere there are no bubbles). "auto": with policies
+            that ask for it, which is MoEtion. "on": with any policy. "off": with none.
         on_phase: Called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this rank;
             for tests that kill processes (``moe_ckpt.testing``).
 

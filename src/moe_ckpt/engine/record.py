@@ -50,8 +50,8 @@ class StepRecord:
         replica_lag_steps: Steps by which this rank's copies on peers are behind.
         replica_sent_nbytes: Sent to peers in this life of the run.
         replica_saved_nbytes: Of the copies on peers, what was not sent because they had it in their own training state.
-        bubble_nbytes: Copied, or sent to peers, in this life of the run while a pipeline's schedule left this rank idle;
-            0 where nothing is held back for that.
+        bubble_nbytes: Copied, or sent to peers, in this life of the run while a pipeline's schedule left this rank
+            idle; 0 where nothing is held back for that.
         beside_nbytes: Likewise at other times, beside compute most of all.
     """
 

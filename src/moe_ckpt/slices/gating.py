@@ -27,8 +27,6 @@ _ESTIMATED = 3
 """The first iterations are no measure: connections, allocators and kernels come into being."""
 _TICK_SECS = 1e-6
 
-Event = torch.cuda.Event
-
 
 class HostStamps:
     """Moments of a rank that computes on the CPU: the time at which its thread gets there."""
@@ -52,15 +50,16 @@ class CudaStamps:
     """
 
     def __init__(self) -> None:
-        self.waits_for: Event | None = None
+        self.waits_for: torch.cuda.Event | None = None
 
-    def now(self) -> Event:
-        self.waits_for = Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.waits_for.record(torch.cuda.current_stream())
-        return self.waits_for
+    def now(self) -> torch.cuda.Event:
+        moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        moment.record(torch.cuda.current_stream())
+        self.waits_for = moment
+        return moment
 
     @staticmethod
-    def secs(begin: Event, end: Event) -> float | None:
+    def secs(begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
         """None if the device is not there yet."""
         return begin.elapsed_time(end) / 1e3 if begin.query() and end.query() else None  # type: ignore[no-untyped-call]
 
@@ -90,10 +89,12 @@ class Forecast:
 
     Attributes:
         windows: Expected, in seconds from an iteration's beginning; the last may lie behind its end.
+        tail_secs: How long this rank is idle after its own last backward pass, until the pipeline is through.
     """
 
     def __init__(self, stage: int, stages: int, chunks: int, stamps: HostStamps | CudaStamps) -> None:
         self.windows: tuple[Window, ...] = ()
+        self.tail_secs = 0.0
         self._pipeline = stage, stages
         self._estimates = chunks == 1
         self._secs = stamps.secs
@@ -132,11 +133,12 @@ class Forecast:
         stage, stages = self._pipeline
         self._measured = self._iterations > _ESTIMATED
         by_formula = one_f_one_b(stage, stages, microbatches, span_secs) if microbatches and self._estimates else ()
+        # What the pipeline's end leaves idle is spent in the update, behind the last wait that can be seen.
+        tail = tuple(each for each in by_formula if each.begin >= span_secs)
+        self.tail_secs = sum(each.secs for each in tail)
         if not self._measured:
             self.windows = by_formula
             return
-        # What the pipeline's end leaves idle is spent in the update, behind the last wait that can be seen.
-        tail = tuple(each for each in by_formula if each.begin >= span_secs)
         seen = typical(self._seen)
         self.windows = seen + clipped(tail, max(span_secs, seen[-1].end if seen else 0.0), inf)
 
@@ -154,12 +156,6 @@ class Forecast:
     def wait_secs(self, number: int) -> float:
         """How long the wait of this number is expected to be; 0 until any was measured."""
         return self.windows[number].secs if self._measured and number < len(self.windows) else 0.0
-
-    @property
-    def tail_secs(self) -> float:
-        """How long this rank is idle after its own last backward pass, until the pipeline is through."""
-        span = self._spans[-1] if self._spans else inf
-        return sum(each.secs for each in self.windows if each.begin >= span)
 
 
 class BubbleGate:
@@ -262,7 +258,7 @@ class BubbleGate:
         """The pipeline is not through, but for this rank: what comes next is an update."""
         return self._began is None and time.perf_counter() < self._tail_until
 
-    def enter(self, secs: float) -> tuple[bool, Event | None]:
+    def enter(self, secs: float) -> tuple[bool, torch.cuda.Event | None]:
         """Whether this rank is idle, for so long at least; and what a device must wait for until it is."""
         if self._entered is None or self._visit_secs < secs:
             return False, None
@@ -314,7 +310,7 @@ class Transfer:
     def __post_init__(self) -> None:
         self._left = self.nbytes
 
-    def admit(self, nbytes: int) -> Event | None:
+    def admit(self, nbytes: int) -> torch.cuda.Event | None:
         """Return when so many bytes more may go.
 
         Returns:

@@ -1,0 +1,135 @@
+"""When chunks go: 1F1B's bubbles, what is expected of the next iteration, and the arithmetic of holding back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.core.bubbles import CAUTION, Pace, Window, clipped, one_f_one_b, sizes, timetable, typical
+
+PIPELINES = st.tuples(st.integers(1, 8), st.integers(1, 24))
+
+
+@st.composite
+def windows(draw, end: float = 100.0, most: int = 6) -> tuple[Window, ...]:
+    """Disjoint and in order."""
+    edges = sorted(draw(st.lists(st.floats(0, end), min_size=2, max_size=2 * most, unique=True)))
+    return tuple(Window(begin, stop) for begin, stop in zip(edges[::2], edges[1::2], strict=False) if stop > begin)
+
+
+@st.composite
+def copies(draw) -> tuple[Pace, int, int]:
+    """A pace, and bytes in chunks that it can bring through in time."""
+    deadline, rate = draw(st.floats(1, 100)), draw(st.floats(0.5, 50))
+    nbytes = draw(st.integers(1, max(1, int(deadline * rate))))
+    pace = Pace(clipped(draw(windows()), 0.0, deadline), deadline, rate)
+    return pace, min(nbytes, int(deadline * rate)), draw(st.integers(1, 20))
+
+
+@given(PIPELINES, st.floats(0.01, 100))
+def test_each_stage_is_idle_for_the_share_of_the_formula(pipeline, secs):
+    stages, many = pipeline
+    for stage in range(stages):
+        found = one_f_one_b(stage, stages, many, secs)
+        assert all(before.end <= after.begin for before, after in pairwise(found))
+        whole = max([secs, *(each.end for each in found)])
+        assert sum(each.secs for each in found) / whole == pytest.approx((stages - 1) / (many + stages - 1))
+
+
+def test_where_the_bubbles_of_four_stages_lie():
+    """Eight micro-batches, a forward pass of 1 and a backward pass of 2: counted by hand from the schedule."""
+    first = one_f_one_b(0, 4, 8, 33.0)
+    assert first == ((4, 10), (24, 25), (27, 28), (30, 31))
+    assert one_f_one_b(3, 4, 8, 27.0) == ((0, 3), (27, 33))
+    assert one_f_one_b(1, 4, 8, 31.0) == ((0, 1), (4, 8), (25, 26), (28, 29), (31, 33))
+    assert one_f_one_b(0, 1, 8, 24.0) == ()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 700))
+def test_chunks_sum_up(nbytes, most):
+    found = list(sizes(nbytes, most))
+    assert sum(found) == nbytes
+    assert all(0 < each <= most for each in found)
+
+
+def test_of_waits_the_medians_are_expected():
+    seen = [[Window(1, 2), Window(5, 9)], [Window(2, 4), Window(6, 7)], [Window(9, 9)], [Window(3, 9), Window(4, 7)]]
+    assert typical(seen) == ((2, 4), (5, 8))
+    assert typical([*seen, [Window(9, 9)]]) == ((9, 9),)
+    assert typical([]) == ()
+
+
+@given(windows())
+def test_expected_waits_do_not_overlap(found):
+    assert all(one.end <= other.begin for one, other in pairwise(typical([found, found[::-1], found])))
+
+
+@given(copies(), st.integers(0, 1000))
+def test_the_rest_begins_at_the_first_moment_of_the_rule(copy, nbytes):
+    pace, _, _ = copy
+    needed = CAUTION * nbytes / pace.bytes_per_sec
+
+    def missing(now: float) -> float:
+        """``CAUTION r - 2 B - C``, by a sum over the windows."""
+        bubbles = sum(each.secs for each in clipped(pace.windows, now, pace.deadline))
+        return needed - bubbles - (pace.deadline - now)
+
+    at = pace.beside_from(nbytes)
+    assert missing(at) == pytest.approx(0, abs=1e-6)
+    assert missing(at - 0.1) < 0
+
+
+@given(copies())
+def test_what_fits_the_bubbles_and_what_does_not_is_all(copy):
+    pace, nbytes, _ = copy
+    fitting, rest = pace.split(nbytes)
+    assert fitting + rest == nbytes
+    assert min(fitting, rest) >= 0
+    assert fitting <= sum(each.secs for each in pace.windows) * pace.bytes_per_sec + 1
+
+
+@given(copies(), windows())
+def test_all_bytes_are_through_by_the_deadline_whatever_bubbles_come(copy, bubbles):
+    pace, nbytes, most = copy
+    found = timetable(pace, nbytes, most, bubbles)
+    assert sum(each.nbytes for each in found) == nbytes
+    ends = [each.begin + each.nbytes / pace.bytes_per_sec for each in found]
+    assert all(end <= after.begin + 1e-9 for end, (_, after) in zip(ends, pairwise(found), strict=False))
+    assert max(ends, default=0.0) <= pace.deadline + 1e-6
+
+
+@given(copies(), windows())
+def test_nothing_goes_beside_compute_as_long_as_bubbles_and_time_are_left(copy, bubbles):
+    pace, nbytes, most = copy
+    left = nbytes
+    for chunk in timetable(pace, nbytes, most, bubbles):
+        if chunk.in_bubble:
+            assert any(each.begin <= chunk.begin < each.end for each in bubbles)
+        else:
+            assert chunk.begin >= pace.beside_from(left) - 1e-9
+        left -= chunk.nbytes
+
+
+@given(copies())
+def test_expected_bubbles_that_come_are_used_first(copy):
+    """As many bytes as the caution allows: half of them, at least, of what the expected bubbles have room for."""
+    pace, nbytes, _ = copy
+    found = timetable(pace, nbytes, 1, pace.windows)
+    fitting, _ = pace.split(nbytes)
+    spent = sum(each.nbytes for each in found if each.in_bubble)
+    slack = 1 + len(pace.windows) * 2
+    room = pace.deadline - CAUTION * nbytes / pace.bytes_per_sec
+    if room >= 0:
+        assert spent >= fitting / CAUTION - slack
+
+
+def test_what_fits_the_bubbles_waits_for_them_though_they_come_late():
+    pace = Pace((Window(60, 80),), 80.0, 1.0)
+    assert [chunk.begin for chunk in timetable(pace, 10, 5, pace.windows)] == [60, 65]
+    assert all(chunk.in_bubble for chunk in timetable(pace, 10, 5, pace.windows))
+    missed = timetable(pace, 10, 5, ())
+    assert not any(chunk.in_bubble for chunk in missed)
+    assert [chunk.begin for chunk in missed] == [70, 75]

@@ -74,21 +74,21 @@ def test_more_at_risk_never_gets_less(risk, size, total):
         assert all(its >= other for less, other in zip(risk, shares, strict=True) if less < one)
 
 
-OWNERS = (0, 0, 1, 1, 0, 0, 1, 1)
+OWNERS = np.array((0, 0, 1, 1, 0, 0, 1, 1))
 """Of two layers of four experts each."""
-LAYERS = (0, 0, 0, 0, 1, 1, 1, 1)
+LAYERS = np.array((0, 0, 0, 0, 1, 1, 1, 1))
 
 
 def taken(taking):
-    return set(np.flatnonzero(taking.mask).tolist())
+    return set(np.flatnonzero(taking.is_taken).tolist())
 
 
 def test_experts_are_taken_best_first_within_layer_and_owner():
     taking = Taking(OWNERS, capacity=2)
-    ordered = [0, 4, 1, 2, 5, 7, 3]
+    ordered = np.array([0, 4, 1, 2, 5, 7, 3])
     refused = taking.take_shares(ordered, 4, LAYERS, (2, 1))
     assert taken(taking) == {0, 4, 2}  # owner 0 is full, and layer 1
-    assert refused == [5, 7, 3], "their layers were full: they come next"
+    assert refused.tolist() == [5, 7, 3], "their layers were full: they come next"
     taking.take(refused, most=4)
     assert taken(taking) == {0, 4, 2, 7}
     taking.take(ordered, most=9)
@@ -98,16 +98,16 @@ def test_experts_are_taken_best_first_within_layer_and_owner():
 def test_what_is_forced_counts_but_is_not_refused():
     taking = Taking(OWNERS, capacity=1)
     taking.force([0, 1, 0])
-    taking.take([4, 6, 7], most=4)
+    taking.take(np.array([4, 6, 7]), most=4)
     assert taken(taking) == {0, 1, 6}
     assert taking.count == 3
-    taking.take([2, 3], most=2)
+    taking.take(np.array([2, 3]), most=2)
     assert taking.count == 3, "more than the most are taken already"
 
 
 def test_without_a_capacity_owners_do_not_matter():
     taking = Taking(OWNERS, capacity=None)
-    taking.take([0, 1, 4, 6], most=3)
+    taking.take(np.array([0, 1, 4, 6]), most=3)
     assert taken(taking) == {0, 1, 4}
 
 
@@ -119,9 +119,9 @@ def test_without_a_capacity_owners_do_not_matter():
     st.integers(0, 4) | st.none(),
 )
 def test_two_passes_take_what_a_second_look_at_all_of_them_would(ordered, owners, shares, most, capacity):
-    groups = tuple(expert // 4 for expert in range(12))
-    taking = Taking(owners, capacity)
-    taking.take(taking.take_shares(ordered, most, groups, shares), most)
+    groups = np.arange(12) // 4
+    taking = Taking(np.array(owners), capacity)
+    taking.take(taking.take_shares(np.array(ordered), most, groups, shares), most)
     found: set[int] = set()
     for left in (dict(enumerate(shares)), None):
         for expert in ordered:
@@ -155,5 +155,5 @@ def test_stages_are_put_in_order_each_by_itself(unsaved, chosen_at, times):
     orders = STAGES.ordered(chosen_at, unsaved)
     for (first, end), order in zip(STAGES.bounds, orders, strict=True):
         mine = sorted(range(first, end), key=lambda one: (-unsaved[one], chosen_at[one], one))
-        assert order == [one - first for one in mine]
+        assert order.tolist() == [one - first for one in mine]
     assert STAGES.by_layer(unsaved) == [[unsaved[:2].sum(), unsaved[2:5].sum()], [unsaved[5:].sum()]]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.placement import Placement, interleaved_order
-from moe_ckpt.policies.load_aware import Dealer
+from moe_ckpt.policies.load_aware import Dealer, part_of
 from moe_ckpt.policies.selection import Request
 from moe_ckpt.policies.selectors import SELECTORS
 from tests.unit.builders import catalog, context
@@ -121,7 +121,7 @@ def test_the_order_interleaves_the_ranks_of_the_layers_own_stage():
 def test_a_dealer_of_some_rows_counts_only_their_ranks():
     placement, (_, second) = staged([2, 2], 4, 2)
     orders = [[0, 1, 2, 3]] * 4
-    dealer = Dealer(orders, list(second), placement.owners)
+    dealer = Dealer(orders, list(second), part_of(placement.owners, second))
     dealer.deal(1)
     assert [len(taken) for taken in dealer.taken] == [0, 0, 1, 1]
     assert {placement.owners[row][e] for row in second for e in dealer.taken[row]} == {2, 3}

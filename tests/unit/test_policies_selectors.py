@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.placement import expert_owner
-from moe_ckpt.policies.load_aware import STALE_ROUNDS
+from moe_ckpt.policies.load_aware import STALE_ROUNDS, sorted_rows
 from moe_ckpt.policies.selection import Request
 from moe_ckpt.policies.selectors import SELECTORS, sequential
 from tests.unit.builders import catalog, context, mixed
@@ -278,3 +278,17 @@ def test_storage_that_skips_checkpoints_makes_nobody_overdue():
     slow = {"expected_unsaved": tokens, "chosen_at": chosen_at, "index": 99}
     assert load_aware(context(catalog(1, 4), 1000, **slow), Request(1, 1)).stored == ((0, 0),)
     assert load_aware(context(catalog(1, 4), 1000, **slow | {"index": 999}), Request(1, 1)).stored == ((0, 3),)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.sampled_from((1, 1 << 40, 1 << 59)),  # the last one is too large for one number that says it all
+    st.data(),
+)
+def test_experts_go_by_priority_then_age_then_index_whatever_stands_behind_a_layers_last(sizes, times, d):
+    shape = len(sizes), max(sizes)
+    numbers = st.lists(st.integers(-1, 4), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])
+    priority, chosen_at = (np.array(d.draw(numbers)).reshape(shape) for _ in range(2))
+    for row, found in enumerate(sorted_rows(chosen_at, priority * times, sizes).tolist()):
+        wanted = sorted(range(sizes[row]), key=lambda one, r=row: (-priority[r, one], chosen_at[r, one], one))
+        assert found == wanted + list(range(sizes[row], shape[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations, pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,
     Window,
+    _owners_in_turn,
     balance,
     lanes_of,
     merge_coupled,
@@ -243,3 +245,27 @@ def test_an_expert_weighs_on_its_owner_alone():
     assert share_bytes(apart, sizes, lanes) == (6 + 1 + 3, 6)
     shared = Placement(((0, 0, 2, 2),), (0, 1), (4,), expert_ranks=2)
     assert share_bytes(together, sizes, lanes_of(tuple(sizes), 4, shared)) == (6 + 2, 6)
+
+
+@given(data=st.data(), weights=models(min_size=2, max_size=20), ranks=st.integers(1, 3), width=st.integers(1, 3))
+def test_owners_take_turns_and_what_each_has_of_a_slot_is_added_up(data, weights, ranks, width):
+    """By the sentences of ``lanes_of`` and ``Lane``, operator by operator."""
+    order = data.draw(st.permutations(list(weights)))
+    owner_of = {op: data.draw(st.integers(0, 3)) for op in order if data.draw(st.booleans())}
+    dealt = _owners_in_turn(order, owner_of)
+    queues = {}
+    for op in filter(owner_of.__contains__, order):
+        queues.setdefault(owner_of[op], []).append(op)
+    turns = [queue[at] for at in range(len(order)) for queue in queues.values() if at < len(queue)]
+    assert dealt == tuple(turns.pop(0) if op in owner_of else op for op in order)
+    cut = data.draw(st.integers(0, len(order)))
+    slots = (dealt[:cut], dealt[cut:])
+    found = Lane(dealt, ranks, owner_of, width).most_on_a_rank(slots, weights)
+    for at, slot in enumerate(slots):
+        nbytes = Counter()
+        for op in slot:
+            nbytes[owner_of.get(op)] += weights[op].full
+        for op in (op for later in slots[at + 1 :] for op in later):
+            nbytes[owner_of.get(op)] += weights[op].compute
+        even = nbytes.pop(None, 0)
+        assert found[at] == -(-even // ranks) + -(-max(nbytes.values(), default=0) // width)

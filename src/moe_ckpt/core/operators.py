@@ -233,6 +233,13 @@ class Catalog:
                 found.setdefault(span.parameter, []).append((op, span))
         return {name: tuple(sorted(pairs, key=lambda p: p[1].start or 0)) for name, pairs in found.items()}
 
+    @cached_property
+    def sharing(self) -> Mapping[str, frozenset[str]]:
+        """Parameter -> the operators that share its rows. The same object for parameters that the same ones share."""
+        found: dict[frozenset[str], frozenset[str]] = {}
+        sets = {name: frozenset(op.id for op, _ in pairs) for name, pairs in self.spans_of.items()}
+        return {name: found.setdefault(those, those) for name, those in sets.items()}
+
     def fingerprint(self) -> str:
         """Hex digest of the model's structure; two models that can share a store have the same one."""
         return self._fingerprint

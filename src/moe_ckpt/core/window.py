@@ -11,10 +11,11 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise, repeat, zip_longest
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, save_slot
@@ -179,22 +180,19 @@ class Lane:
 
     def most_on_a_rank(self, slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> list[int]:
         """Bytes of each slot's snapshot on the rank that has most of it. slots: of this lane's operators."""
-        full: dict[int, list[int]] = {_SHARED: [0] * len(slots)}
-        compute: dict[int, list[int]] = {_SHARED: [0] * len(slots)}
-        owner_of, size_of = self.owners.get, sizes.__getitem__
-        for at, slot in enumerate(slots):
-            of_owner: dict[int, list[OperatorBytes]] = {} if self.owners else {_SHARED: list(map(size_of, slot))}
-            for op in slot if self.owners else ():
-                of_owner.setdefault(owner_of(op, _SHARED), []).append(size_of(op))
-            for owner, those in of_owner.items():
-                if owner not in full:
-                    full[owner], compute[owner] = [0] * len(slots), [0] * len(slots)
-                full[owner][at] = sum([size.full for size in those])
-                compute[owner][at] = sum([size.compute for size in those])
-        weights = {owner: _with_later(full[owner], compute[owner]) for owner in full}
-        even = weights.pop(_SHARED)
-        most = map(max, zip(*weights.values(), strict=True)) if weights else [0] * len(even)
-        return [-(-n // self.ranks) + -(-m // self.expert_ranks) for n, m in zip(even, most, strict=True)]
+        listed = list(map(tuple, slots))
+        operators = list(chain.from_iterable(listed))
+        nbytes = _bytes_of(operators, sizes)
+        slot_of = np.repeat(np.arange(len(listed)), list(map(len, listed)))
+        of_owners, owner_of = np.unique(_owners_of(operators, self.owners), return_inverse=True)
+        weights = np.zeros((2, len(of_owners) * len(listed)), dtype=np.int64)
+        for row, those in zip(weights, nbytes, strict=True):
+            np.add.at(row, owner_of * len(listed) + slot_of, those)
+        full, compute = weights.reshape(2, len(of_owners), len(listed))
+        with_later = full + compute[:, ::-1].cumsum(axis=1)[:, ::-1] - compute
+        owned = with_later[of_owners != _SHARED].max(axis=0, initial=0).tolist()
+        even = with_later[of_owners == _SHARED].sum(axis=0).tolist()
+        return [-(-n // self.ranks) + -(-m // self.expert_ranks) for n, m in zip(even, owned, strict=True)]
 
 
 def _with_later(full: Sequence[int], compute: Sequence[int]) -> list[int]:
@@ -225,12 +223,16 @@ def _owners_in_turn(order: Sequence[str], owners: Mapping[str, int]) -> tuple[st
     """``order``, with the places of experts that have an owner dealt to the owners, one place each, again and again."""
     if not owners:
         return tuple(order)
-    queues: dict[int, list[str]] = {}
-    for op in order:
-        if op in owners:
-            queues.setdefault(owners[op], []).append(op)
-    turns = (op for round_ in zip_longest(*queues.values()) for op in round_ if op is not None)
-    return tuple(next(turns) if op in owners else op for op in order)
+    owner_of = _owners_of(order, owners)
+    experts = np.flatnonzero(owner_of != _SHARED)
+    _, first, owner = np.unique(owner_of[experts], return_index=True, return_inverse=True)
+    by_owner = np.argsort(owner, kind="stable")
+    begins = np.searchsorted(owner[by_owner], np.arange(len(first)))
+    turn = np.empty(len(experts), dtype=np.int64)
+    turn[by_owner] = np.arange(len(experts)) - begins[owner[by_owner]]
+    dealt = np.arange(len(order))
+    dealt[experts] = experts[np.lexsort((first[owner], turn))]  # who comes first in the order begins
+    return tuple(map(order.__getitem__, dealt.tolist()))
 
 
 def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:
@@ -256,7 +258,18 @@ def share_bytes(
     return tuple(map(max, zip(*found, strict=True)))
 
 
+def _owners_of(operators: Sequence[str], owners: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """The owner of each; ``_SHARED`` where it has none."""
+    return np.fromiter(map(owners.get, operators, repeat(_SHARED)), np.int64, len(operators))
+
+
 _FULL, _COMPUTE = attrgetter("full"), attrgetter("compute")
+
+
+def _bytes_of(operators: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:
+    """``[2, n]``: of each in full, and as compute weights."""
+    found = list(map(sizes.__getitem__, operators))
+    return np.array([np.fromiter(map(each, found), np.int64, len(found)) for each in (_FULL, _COMPUTE)])
 
 
 class _Runs:
@@ -267,8 +280,7 @@ class _Runs:
     """
 
     def __init__(self, order: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> None:
-        found = list(map(sizes.__getitem__, order))
-        full, compute = (np.fromiter(map(each, found), np.int64, len(found)) for each in (_FULL, _COMPUTE))
+        full, compute = _bytes_of(order, sizes)
         done = np.concatenate([[0], np.cumsum(full)])
         reach = done + compute.sum() - np.concatenate([[0], np.cumsum(compute)])
         self._done: list[int] = done.tolist()

@@ -7,7 +7,7 @@ ranks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -62,58 +62,77 @@ def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: i
 class Taking:
     """Experts taken one after the other, as long as their owner has capacity left.
 
-    Experts are numbers from 0 on. owners: the rank of each. capacity: experts per rank; None where it does not matter
-    who owns them. ranks: those that own any, where they are known already.
+    Experts are numbers from 0 on. owners: of each, counted from 0. capacity: experts per owner; None where it does not
+    matter who owns them.
     count: how many were taken so far. is_taken: of each expert.
     """
 
-    def __init__(self, owners: Sequence[int], capacity: int | None, ranks: Iterable[int] | None = None) -> None:
+    def __init__(self, owners: Counts, capacity: int | None) -> None:
         self.count = 0
-        self.is_taken = bytearray(len(owners))
+        self.is_taken: npt.NDArray[np.bool_] = np.zeros(len(owners), dtype=np.bool_)
         self._owners = owners
-        self._room = dict.fromkeys(owners if ranks is None else ranks, len(owners) if capacity is None else capacity)
+        self._room: Counts = np.full(owners.max(initial=0) + 1, len(owners) if capacity is None else capacity)
 
-    @property
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """``is_taken`` as an array, which changes with it."""
-        return np.frombuffer(self.is_taken, dtype=np.bool_)
-
-    def force(self, experts: Iterable[int]) -> None:
+    def force(self, experts: Sequence[int]) -> None:
         """Take ``experts`` whoever owns them."""
-        for expert in experts:
-            if not self.is_taken[expert]:
-                self.is_taken[expert] = True
-                self.count += 1
-                self._room[self._owners[expert]] -= 1
+        forced = np.unique(np.asarray(experts, dtype=np.int64))
+        self._take(forced[~self.is_taken[forced]])
 
-    def take(self, ordered: Iterable[int], most: int) -> None:
+    def take(self, ordered: Counts, most: int) -> None:
         """Take from ``ordered``, best first, until ``most`` are taken in all."""
-        groups = bytes(len(self.is_taken))
-        self.take_shares(ordered, most, groups, (most,))
+        self.take_shares(ordered, most, np.zeros_like(self._owners), (most,))
 
-    def take_shares(self, ordered: Iterable[int], most: int, groups: Sequence[int], shares: Sequence[int]) -> list[int]:
+    def take_shares(self, ordered: Counts, most: int, groups: Counts, shares: Sequence[int]) -> Counts:
         """As ``take``, but no more of each group than its share. Returns those whose group had none left.
 
         groups: of each expert. shares: how many more of each group.
         """
-        is_taken, owners, room, left = self.is_taken, self._owners, self._room, list(shares)
-        missing: int = most - self.count
+        missing = max(0, most - self.count)
+        left = ordered[~self.is_taken[ordered]]
+        of_group = groups[left]
+        fits = _places_in(of_group) < np.asarray(shares, dtype=np.int64)[of_group]
+        chosen, refused = left[fits][:missing], left[~fits]
+        if (np.bincount(self._owners[chosen], minlength=len(self._room)) > self._room).any():
+            chosen, refused = self._one_by_one(left, missing, of_group, shares)
+        self._take(chosen)
+        return refused
+
+    def _one_by_one(
+        self, ordered: Counts, missing: int, groups: Counts, shares: Sequence[int]
+    ) -> tuple[Counts, Counts]:
+        """(those to take, those whose group had none left) where some owner has no room for all of its experts.
+
+        Whoever is passed over for that leaves his group's place to another one. groups: of each of ``ordered``.
+        """
+        left, room = list(shares), self._room.tolist()
+        chosen: list[int] = []
         refused: list[int] = []
-        for expert in ordered if missing > 0 else ():  # the hot loop of every plan
-            if is_taken[expert]:
-                continue
-            group, owner = groups[expert], owners[expert]
+        each = zip(ordered.tolist(), groups.tolist(), self._owners[ordered].tolist(), strict=True)
+        for expert, group, owner in each:
+            if len(chosen) == missing:
+                break
             if not left[group]:
                 refused.append(expert)
             elif room[owner] > 0:
-                is_taken[expert] = True
+                chosen.append(expert)
                 left[group] -= 1
                 room[owner] -= 1
-                missing -= 1
-                if not missing:
-                    break
-        self.count = most - missing if missing >= 0 else self.count
-        return refused
+        return np.array(chosen, dtype=np.int64), np.array(refused, dtype=np.int64)
+
+    def _take(self, experts: Counts) -> None:
+        self.is_taken[experts] = True
+        self.count += len(experts)
+        np.subtract.at(self._room, self._owners[experts], 1)
+
+
+def _places_in(groups: Counts) -> Counts:
+    """Of each, how many before it are of the same group."""
+    order = np.argsort(groups, kind="stable")
+    found = groups[order]
+    firsts = np.searchsorted(found, found)
+    places: Counts = np.empty_like(order)
+    places[order] = np.arange(len(order)) - firsts
+    return places
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +172,15 @@ class Stage:
         return Counter(self.owners)
 
     @cached_property
-    def groups(self) -> tuple[int, ...]:
+    def owner_numbers(self) -> Counts:
+        """Of each expert, its owner, counted from 0."""
+        found: Counts = np.unique(self.owners, return_inverse=True)[1]
+        return found
+
+    @cached_property
+    def groups(self) -> Counts:
         """Of each expert, the place of its layer among ``layers``."""
-        return tuple(place for place, layer in enumerate(self.layers) for _ in range(layer.experts))
+        return np.repeat(np.arange(len(self.layers)), self.sizes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -225,7 +250,7 @@ class Together:
         sums = np.add.reduceat(counts, self._starts).tolist()
         return [sums[first:end] for first, end in self._layers]
 
-    def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[list[int]]:
+    def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[Counts]:
         """Stage by stage, all experts: most unsaved tokens first, then the oldest, then by layer and index."""
         most, oldest = int(unsaved.max()), int(chosen_at.min())
         amounts, ages = most - int(unsaved.min()) + 1, int(chosen_at.max()) - oldest + 1
@@ -235,7 +260,7 @@ class Together:
             found = np.sort(keys * len(self.at) + self._numbers) % len(self.at)
         else:
             found = np.lexsort((chosen_at, -unsaved, self._stage))  # stable: what is equal stays in order
-        numbers = (found - self._first).tolist()
+        numbers = found - self._first
         return [numbers[first:end] for first, end in self.bounds]
 
 

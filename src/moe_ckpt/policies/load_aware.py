@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
+from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.selection import Expert, Request, Selection, known
@@ -62,26 +63,64 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
     """
     chosen_at = known(context, context.chosen_at, -1)
     sizes = [layer.experts for layer in context.catalog.layers]
-    sorted_rows = [np.lexsort((chosen_at[row, :size], -priority[row, :size])) for row, size in enumerate(sizes)]
-    at_stake = [priority[row, order[: request.k]].sum() for row, order in enumerate(sorted_rows)]
-    orders = [order.tolist() for order in sorted_rows]
+    ranked = sorted_rows(chosen_at, priority, sizes)
+    orders = [order[:size] for order, size in zip(ranked.tolist(), sizes, strict=True)]
+    best = ranked[:, : request.k]
+    at_stake = np.where(best < np.array(sizes)[:, None], np.take_along_axis(priority, best, axis=1), 0).sum(axis=1)
     turns = sorted(range(len(sizes)), key=lambda row: (-at_stake[row], -row))
     overdue = _overdue(context, chosen_at, sizes, request)
     stored: list[list[int]] = [[] for _ in sizes]
     held: list[list[int]] = [[] for _ in sizes]
-    for rows in _stages(context.owners):
-        dealer = Dealer(orders, [row for row in turns if row in rows], context.owners)
+    for part in _parts(context.owners):
+        rows = part.owners.keys()
+        dealer = Dealer(orders, [row for row in turns if row in rows], part)
         dealer.deal(request.k, first=[(row, expert) for row, expert in overdue if row in rows])
         for row in rows:
             stored[row] = list(dealer.taken[row])
-        dealer.deal(request.snapshot_k)
+        if request.snapshot_k > request.k:
+            dealer.deal(request.snapshot_k)
         for row in rows:
             held[row] = dealer.taken[row][len(stored[row]) :]
     return Selection(_pairs(stored), _pairs(held))
 
 
-def _stages(owners: Sequence[Sequence[int]]) -> Iterator[frozenset[int]]:
-    """Rows of layers that share owners, directly or through others."""
+def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> Counts:
+    """``[L, E]`` experts of each layer: highest priority first, then oldest, then by index; then what is none."""
+    if not priority.size:
+        return np.zeros_like(priority)
+    oldest, highest, count = int(chosen_at.min()), int(priority.max()), priority.shape[1]
+    ages, amounts = int(chosen_at.max()) - oldest + 1, highest - int(priority.min()) + 1
+    if (amounts * ages + 1) * count < 1 << 63:
+        # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
+        keys = ((highest - priority) * ages + (chosen_at - oldest)) * count + np.arange(count)
+        none = np.arange(count) >= np.array(sizes)[:, None]
+        keys[none] = amounts * ages * count + np.nonzero(none)[1]
+        found: Counts = np.sort(keys, axis=1) % count
+        return found
+    found = np.tile(np.arange(count), (len(sizes), 1))
+    for row, size in enumerate(sizes):
+        found[row, :size] = np.lexsort((chosen_at[row, :size], -priority[row, :size]))
+    return found
+
+
+class Part(NamedTuple):
+    """Layers that share owners, directly or through others.
+
+    owners: layer -> owner of each of its experts, counted from 0. owned: ``[L, R]`` how many of each layer each owns.
+    """
+
+    owners: Mapping[int, Sequence[int]]
+    owned: Counts
+
+
+def _parts_of(owners: tuple[tuple[int, ...], ...]) -> tuple[Part, ...]:
+    return tuple(part_of(owners, rows) for rows in _connected(owners))
+
+
+_parts = Remembered(_parts_of)
+
+
+def _connected(owners: Sequence[Sequence[int]]) -> Iterator[set[int]]:
     left = {row: set(ranks) for row, ranks in enumerate(owners)}
     while left:
         row, ranks = left.popitem()
@@ -90,7 +129,16 @@ def _stages(owners: Sequence[Sequence[int]]) -> Iterator[frozenset[int]]:
             for other in joined:
                 ranks |= left.pop(other)
             rows.update(joined)
-        yield frozenset(rows)
+        yield rows
+
+
+def part_of(owners: Sequence[Sequence[int]], rows: Iterable[int]) -> Part:
+    number = {rank: at for at, rank in enumerate(sorted({rank for row in rows for rank in owners[row]}))}
+    numbered = {row: [number[rank] for rank in owners[row]] for row in rows}
+    owned = np.zeros((len(owners), len(number)), dtype=np.int64)
+    for row, found in numbered.items():
+        owned[row] = np.bincount(found, minlength=len(number))
+    return Part(numbered, owned)
 
 
 def _pairs(per_layer: list[list[int]]) -> tuple[Expert, ...]:
@@ -112,24 +160,11 @@ def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], reques
     return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
 
 
-@lru_cache(maxsize=32)
-def _numbered(
-    owners: tuple[tuple[int, ...], ...], rows: frozenset[int]
-) -> tuple[Mapping[int, Sequence[int]], Counts]:
-    """Owners of the experts of some layers, counted from 0; and ``[L, R]`` how many of each layer each owns."""
-    number = {rank: at for at, rank in enumerate(sorted({rank for row in rows for rank in owners[row]}))}
-    numbered = {row: [number[rank] for rank in owners[row]] for row in rows}
-    owned = np.zeros((len(owners), len(number)), dtype=np.int64)
-    for row, found in numbered.items():
-        owned[row] = np.bincount(found, minlength=len(number))
-    return numbered, owned
-
-
 class Dealer:
     """Takes experts layer by layer, in a given order, evenly over the ranks that own them.
 
     orders: per layer, its experts in the order of preference. turns: the layers that take part, first to choose first.
-    owners: per layer, the rank of each expert.
+    part: has their owners.
     taken: per layer, the experts taken so far, in the order they were.
 
     Why nothing runs short, for layers of one size: let rank r own n_r experts of each layer and have c_r capacity
@@ -139,12 +174,12 @@ class Dealer:
     that sum by one. Passing over experts when neither is left is a matroid, in which greedy never gets stuck.
     """
 
-    def __init__(self, orders: list[list[int]], turns: list[int], owners: Sequence[Sequence[int]]) -> None:
+    def __init__(self, orders: list[list[int]], turns: list[int], part: Part) -> None:
         self.taken: list[list[int]] = [[] for _ in orders]
         self._orders, self._turns = orders, turns
-        self._owners, owned = _numbered(tuple(map(tuple, owners)), frozenset(turns))
-        self._load = np.zeros(owned.shape[1], dtype=np.int64)
-        self._owned = owned.copy()
+        self._owners = part.owners
+        self._load = np.zeros(part.owned.shape[1], dtype=np.int64)
+        self._owned = part.owned.copy()
         """``[L, R]`` experts not taken yet."""
         self._supply = self._owned.sum(axis=0)
 
@@ -182,24 +217,22 @@ class Dealer:
         slack = int(np.minimum(left, to_come).sum()) - needed
         free = np.maximum(left - to_come, 0).tolist()
         left = left.tolist()
-        owners, over = self._owners[row], []
-        before = set(self.taken[row])
+        owners, before = self._owners[row], set(self.taken[row])
         for expert in self._orders[row]:
+            rank = owners[expert]
+            if not left[rank] or (slack <= 0 and not free[rank]) or expert in before:
+                continue
+            self._take(row, expert)
+            need -= 1
             if not need:
                 return
-            if expert in before:
-                continue
-            rank = owners[expert]
-            if not left[rank] or (not free[rank] and slack <= 0):
-                over.append(expert)
-                continue
             if free[rank]:
                 free[rank] -= 1
             else:
                 slack -= 1
             left[rank] -= 1
-            need -= 1
-            self._take(row, expert)
+        taken = set(self.taken[row])
+        over = [expert for expert in self._orders[row] if expert not in taken]
         for _ in range(need):
             expert = min(over, key=lambda e: self._load[owners[e]])
             over.remove(expert)

@@ -38,7 +38,8 @@ SELECTIONS = ("popular", "round_robin")
 _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
 _Mask = npt.NDArray[np.bool_]
-"""``[operators]``, in the catalog's order."""
+"""``[operators]`` in the catalog's order, or ``[experts]`` of a stage."""
+_NONE: Counts = np.zeros(0, dtype=np.int64)
 
 
 class _Budget(NamedTuple):
@@ -242,13 +243,13 @@ class MoEtion:
         rooms = [room for room in rooms if room[1] < room[0].total]
         if rooms:
             all_of_them = together(tuple(stage for stage, *_ in rooms))
-            taken = b"".join(self._taken(context, all_of_them, rooms, tier))
-            chosen[all_of_them.operators] = np.frombuffer(taken, dtype=np.bool_)
+            taken = np.concatenate(list(self._taken(context, all_of_them, rooms, tier)))
+            chosen[all_of_them.operators] = taken
         return chosen
 
     def _taken(
         self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: _Tier
-    ) -> Iterator[bytearray]:
+    ) -> Iterator[_Mask]:
         """Stage by stage, whether each of its experts is saved."""
         popular = self.selection == "popular"
         unsaved = known(context, tier.unsaved, 0).ravel()[stages.at]
@@ -257,15 +258,15 @@ class MoEtion:
             unsaved = np.zeros_like(unsaved)
         orders, risks = stages.ordered(chosen_at, unsaved), stages.by_layer(unsaved)
         step, interval = context.step, tier.interval_steps
-        overdue = _overdue(step, interval, stages, rooms, chosen_at) if popular else [()] * len(rooms)
+        overdue = _overdue(step, interval, stages, rooms, chosen_at) if popular else [_NONE] * len(rooms)
         for number, (stage, most, capacity) in enumerate(rooms):
-            taking, risk, sizes = Taking(stage.owners, capacity, stage.owned), risks[number], stage.sizes
+            taking, risk, sizes = Taking(stage.owner_numbers, capacity), risks[number], stage.sizes
             if tier.forced:
-                taking.force(stage.numbers[place] for place in tier.forced if place in stage.numbers)
-            if overdue[number]:
+                taking.force([stage.numbers[place] for place in tier.forced if place in stage.numbers])
+            if len(overdue[number]):
                 taking.take(overdue[number], -(-most // 2))
             if taking.count:
-                left = ~taking.mask
+                left = ~taking.is_taken
                 sizes = tuple(np.add.reduceat(left, stage.starts, dtype=np.int64).tolist())
                 risk = np.add.reduceat(unsaved[slice(*stages.bounds[number])] * left, stage.starts).tolist()
             # Where all layers get alike, what cannot be divided goes on from where it ended last time.
@@ -286,7 +287,7 @@ class MoEtion:
 
 def _overdue(
     step: int, interval_steps: int, stages: Together, rooms: Sequence[_Room], chosen_at: Counts
-) -> list[Sequence[int]]:
+) -> list[Counts]:
     """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
 
     As in ``load_aware``, rounds are counted in steps, at the tier's own mean interval.
@@ -295,11 +296,11 @@ def _overdue(
     due = step - STALE_ROUNDS * interval_steps * stages.spread(rounds)
     late = np.flatnonzero((chosen_at >= 0) & (chosen_at < due))
     if not len(late):
-        return [()] * len(rooms)
-    found: list[Sequence[int]] = []
+        return [_NONE] * len(rooms)
+    found: list[Counts] = []
     for first, end in stages.bounds:
         mine = late[np.searchsorted(late, first) : np.searchsorted(late, end)]
-        found.append((mine[np.argsort(chosen_at[mine], kind="stable")] - first).tolist())
+        found.append(mine[np.argsort(chosen_at[mine], kind="stable")] - first)
     return found
 
 

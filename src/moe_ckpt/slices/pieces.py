@@ -145,19 +145,31 @@ def cut_replay(
     dealt: of ``anchored`` and ``frozen``. compute: types of the weights of ``frozen``.
     """
     cuts = local.cuts(frozen, dealt, rank, compute)
+    counted = _Counted(local.catalog, anchored)
     for operator, span, tensor in local.scattered:
-        if not _counted_here(local.catalog, tensor.parameter, operator, anchored) or tensor.duplicate:
+        if tensor.duplicate or not counted.here(tensor.parameter, operator):
             continue
         if rank == 0 or not tensor.replicated:
             cuts += filter(_COUNT, [local.scattered_cut(operator, span, tensor)])
     return cuts
 
 
-def _counted_here(catalog: Catalog, parameter: str, home: Operator, anchored: Collection[str]) -> bool:
-    """Whether state without rows (Adam's ``step``) is needed besides: of a parameter that is anchored in part, whose
-    home may be anchored in another slot. The optimizer needs it from here on."""
-    parts = catalog.spans_of[parameter]
-    return home.id not in anchored and any(op.id in anchored for op, _ in parts)
+class _Counted:
+    """Which state without rows (Adam's ``step``) is needed besides what is anchored: that of a parameter that is
+    anchored in part, whose home may be anchored in another slot. The optimizer needs it from here on."""
+
+    def __init__(self, catalog: Catalog, anchored: Collection[str]) -> None:
+        self._catalog, self._anchored = catalog, frozenset(anchored)
+        self._in_part: dict[frozenset[str], bool] = {}
+
+    def here(self, parameter: str, home: Operator) -> bool:
+        """home: of that state."""
+        if home.id in self._anchored:
+            return False
+        sharing = self._catalog.sharing[parameter]  # a layer's stacks are shared by the same experts
+        if sharing not in self._in_part:
+            self._in_part[sharing] = not self._anchored.isdisjoint(sharing)
+        return self._in_part[sharing]
 
 
 def _piece(
@@ -213,12 +225,13 @@ def wanted_replay(
 ) -> dict[str, list[Box]]:
     """What all ranks together must write for ``cut_replay``."""
     wanted: dict[str, list[Box]] = {}
+    counted = _Counted(catalog, anchored)
     for tensor in specs:
         if not prod(tensor.global_shape):
             continue
         weight, rows = is_weight(tensor), has_rows(catalog, tensor)
         for operator, span in holders(catalog, tensor) if weight or not rows else ():
-            due = operator.id in frozen if weight else _counted_here(catalog, tensor.parameter, operator, anchored)
+            due = operator.id in frozen if weight else counted.here(tensor.parameter, operator)
             if due:
                 start, stop = span.rows(tensor.global_shape)
                 wanted.setdefault(REPLAY + tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))

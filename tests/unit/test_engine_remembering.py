@@ -192,6 +192,17 @@ def test_plans_answer_what_their_items_say():
     assert slot_plan(window, 0, 1).items[-1] == PlanItem("c", Fidelity.COMPUTE)
 
 
+def test_plans_list_their_items_when_somebody_asks_and_are_true_without_them():
+    plan = save_full(3, ("a", "b"), host_only=("c",))
+    assert plan
+    assert "items" not in vars(plan)
+    assert replace(plan, wait=True).items == plan.items == (PlanItem("a"), PlanItem("b"), PlanItem("c", tier=Tier.HOST))
+    assert plan == SnapshotPlan(3, plan.items)
+    assert not save_full(3, ())
+    assert not SnapshotPlan(3)
+    assert not hasattr(plan, "item")
+
+
 def test_places_of_everything_are_those_of_its_operators():
     listed = tuple(op.id for op in MODEL.operators)
     assert listed == MODEL.everything

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_ckpt.core.remembered import Remembered
 
@@ -71,7 +71,7 @@ class SnapshotPlan:
     """
 
     step: int
-    items: tuple[PlanItem, ...] = ()
+    items: tuple[PlanItem, ...] = field(default_factory=tuple)
     wait: bool = False
     k: int | None = None
     plt_budget: float | None = None
@@ -80,8 +80,21 @@ class SnapshotPlan:
     slot: int = 0
     sends_held: bool = True
 
+    def __getattr__(self, name: str) -> Any:
+        """``items``, where the plan was made without them: nobody needs thousands of them who asks for operators."""
+        if name != "items" or "_operators" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        full = self._operators
+        items = _in_full(full.get(Tier.STORAGE, ())) + tuple(
+            PlanItem(op, tier=tier) for tier in (Tier.HOST, Tier.PEER) for op in full.get(tier, ())
+        )
+        vars(self)[name] = items + _for_compute(self.compute_only) + _as_gradients(self.gradients)
+        return self.items
+
     def __bool__(self) -> bool:
-        return bool(self.items)
+        if "items" in vars(self):
+            return bool(self.items)
+        return any(self._operators.values()) or bool(self.compute_only or self.gradients)
 
     def operators(self, tier: Tier = Tier.STORAGE) -> tuple[str, ...]:
         """What goes to ``tier`` at full fidelity."""
@@ -129,34 +142,31 @@ def save_full(
         plt_budget: See ``SnapshotPlan``.
         sends_held: See ``SnapshotPlan``.
     """
-    stored = _in_full(operators)
-    items = stored + tuple(PlanItem(op, tier=Tier.HOST) for op in host_only) if host_only else stored
-    plan = SnapshotPlan(step, items, wait, k, plt_budget, sends_held=sends_held)
-    return _with_answers(plan, {Tier.STORAGE: operators, Tier.HOST: host_only}, ())
+    plan = SnapshotPlan(step, (), wait, k, plt_budget, sends_held=sends_held)
+    return _answering(plan, {Tier.STORAGE: operators, Tier.HOST: host_only}, ())
 
 
 def save_slot(
     step: int, anchored: tuple[str, ...], compute_only: tuple[str, ...], window: Window, slot: int
 ) -> SnapshotPlan:
     """A plan that sends ``anchored`` to storage at full fidelity and ``compute_only`` at compute fidelity."""
-    items = _in_full(anchored) + _for_compute(compute_only)
-    plan = SnapshotPlan(step, items, window=window, slot=slot)
-    return _with_answers(plan, {Tier.STORAGE: anchored}, compute_only)
+    plan = SnapshotPlan(step, window=window, slot=slot)
+    return _answering(plan, {Tier.STORAGE: anchored}, compute_only)
 
 
 def save_logged(step: int, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> SnapshotPlan:
     """Returns a plan that saves ``anchored`` at full fidelity, and of ``gradients`` what the step's update consumed."""
-    items = _in_full(anchored) + _as_gradients(gradients)
-    return _with_answers(SnapshotPlan(step, items), {Tier.STORAGE: anchored}, (), gradients)
+    return _answering(SnapshotPlan(step), {Tier.STORAGE: anchored}, (), gradients)
 
 
-def _with_answers(
+def _answering(
     plan: SnapshotPlan,
     full: Mapping[Tier, tuple[str, ...]],
     compute_only: tuple[str, ...],
     gradients: tuple[str, ...] = (),
 ) -> SnapshotPlan:
-    """What the plan is known to answer need not be looked up among thousands of items."""
+    """The plan of what it is known to answer: its items are made when somebody asks for them."""
+    del plan.__dict__["items"]
     plan.__dict__.update(_operators=full, compute_only=compute_only, gradients=gradients)
     return plan
 

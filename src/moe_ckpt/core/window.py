@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise, repeat, zip_longest
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,7 @@ def pack(
     limit_bytes: of one slot, all ranks together.
     most_slots: None as well if more are needed.
     """
-    return _cut(order, _Runs(order, sizes).ends(limit_bytes, most_slots))
+    return _cut(order, _Runs(_bytes_of(order, sizes)).ends(limit_bytes, most_slots))
 
 
 def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
@@ -150,7 +150,10 @@ def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots
         raise ValueError(f"a window of {most_slots} slots")
     if most_slots == 1:
         return (tuple(order),) if order else ()
-    runs = _Runs(order, sizes)
+    return _evened_out(order, _Runs(_bytes_of(order, sizes)), most_slots)
+
+
+def _evened_out(order: Sequence[str], runs: _Runs, most_slots: int) -> tuple[tuple[str, ...], ...]:
     too_little, enough = -1, runs.dense_bytes
     while enough - too_little > 1:
         middle = (too_little + enough) // 2
@@ -178,13 +181,39 @@ class Lane:
     owners: Mapping[str, int] = field(default_factory=dict)
     expert_ranks: int = 1
 
+    def pack(
+        self, sizes: Mapping[str, OperatorBytes], limit_bytes: int, most_slots: int | None = None
+    ) -> tuple[tuple[str, ...], ...] | None:
+        """As ``pack`` of the order."""
+        return _cut(self.order, _Runs(self._nbytes(sizes)).ends(limit_bytes, most_slots))
+
+    def balance(self, sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
+        """As ``balance`` of the order."""
+        if most_slots <= 1:
+            return balance(self.order, sizes, most_slots)
+        return _evened_out(self.order, _Runs(self._nbytes(sizes)), most_slots)
+
+    def _nbytes(self, sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:
+        """``_bytes_of`` the order. It is asked about several times, and to look thousands of names up takes long."""
+        known: tuple[object, npt.NDArray[np.int64]] | None = vars(self).get("_weighed")
+        if known is None or known[0] is not sizes:
+            known = vars(self)["_weighed"] = sizes, _bytes_of(self.order, sizes)
+        return known[1]
+
+    @cached_property
+    def _owner_numbers(self) -> npt.NDArray[np.int64]:
+        return _owners_of(self.order, self.owners)
+
     def most_on_a_rank(self, slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> list[int]:
         """Bytes of each slot's snapshot on the rank that has most of it. slots: of this lane's operators."""
         listed = list(map(tuple, slots))
-        operators = list(chain.from_iterable(listed))
-        nbytes = _bytes_of(operators, sizes)
+        operators = tuple(chain.from_iterable(listed))
+        if len(operators) == len(self.order) and all(map(is_, operators, self.order)):
+            nbytes, owners = self._nbytes(sizes), self._owner_numbers
+        else:
+            nbytes, owners = _bytes_of(operators, sizes), _owners_of(operators, self.owners)
         slot_of = np.repeat(np.arange(len(listed)), list(map(len, listed)))
-        of_owners, owner_of = np.unique(_owners_of(operators, self.owners), return_inverse=True)
+        of_owners, owner_of = np.unique(owners, return_inverse=True)
         weights = np.zeros((2, len(of_owners) * len(listed)), dtype=np.int64)
         for row, those in zip(weights, nbytes, strict=True):
             np.add.at(row, owner_of * len(listed) + slot_of, those)
@@ -279,8 +308,9 @@ class _Runs:
     ``done[a]`` is full of ``order[:a]`` and ``reach[b] = done[b] + compute of order[b:]``.
     """
 
-    def __init__(self, order: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> None:
-        full, compute = _bytes_of(order, sizes)
+    def __init__(self, nbytes: npt.NDArray[np.int64]) -> None:
+        """nbytes: ``_bytes_of`` the order."""
+        full, compute = nbytes
         done = np.concatenate([[0], np.cumsum(full)])
         reach = done + compute.sum() - np.concatenate([[0], np.cumsum(compute)])
         self._done: list[int] = done.tolist()

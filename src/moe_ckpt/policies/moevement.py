@@ -20,17 +20,15 @@ from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,
     Window,
-    balance,
     lanes_of,
     merge_coupled,
-    pack,
     share_bytes,
     side_by_side,
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
-from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering
+from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering, Shares
 from moe_ckpt.policies.window_report import WindowReport
 
 PROFILE_STEPS = 10
@@ -193,14 +191,23 @@ class MoEvement:
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)
-        unknown = list(filterfalse(context.sizes.__contains__, order))
-        if unknown:
+        try:
+            return self._window(context, order, frequencies)
+        except KeyError:  # to ask for each of thousands at every window would take long
+            unknown = list(filterfalse(context.sizes.__contains__, order))
+            if not unknown:
+                raise
             raise ConfigError(
                 f"{self._name()}: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are "
                 f"not there, such as {unknown[0]}"
-            )
+            ) from None
+
+    def _window(self, context: PolicyContext, order: tuple[str, ...], frequencies: Shares | None) -> Window:
         if not context.coupled_operators:
-            return Window(context.step, self._slots(order, context), frequencies)
+            former, slots = context.window, self._slots(order, context)
+            # The very same ones where nothing has changed: who has seen them knows what follows from them.
+            slots = former.slots if former is not None and former.slots == slots else slots
+            return Window(context.step, slots, frequencies)
         units, sizes, members = merge_coupled(order, context.sizes, context.coupled_operators)
         slots = self._slots(units, replace(context, sizes=sizes))
         whole = tuple(tuple(op for unit in slot for op in members[unit]) for slot in slots)
@@ -300,9 +307,9 @@ def _needed(
     lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], limit: int, most_slots: int | None
 ) -> int | None:
     """The fewest slots with which no rank has over ``limit`` bytes; None if there are none, or over ``most_slots``."""
-    packed = [pack(lane.order, sizes, limit * lane.ranks, most_slots) for lane in lanes]
+    packed = [lane.pack(sizes, limit * lane.ranks, most_slots) for lane in lanes]
     return max((len(slots) for slots in packed if slots is not None), default=0) if None not in packed else None
 
 
 def _balanced(lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], most_slots: int) -> Slots:
-    return side_by_side([balance(lane.order, sizes, most_slots) for lane in lanes])
+    return side_by_side([lane.balance(sizes, most_slots) for lane in lanes])

@@ -303,11 +303,11 @@ class SparseWindowError(UnsupportedError):
 
 
 class OtherLayoutError(ConfigError):
-    """A sparse window was computed by another number of ranks, or with other parallel degrees, than this run has."""
+    """A sparse window, or a gradient log, is of another number of ranks, or of other parallel degrees, than this."""
 
-    def __init__(self, directory: str, reason: str, advice: str) -> None:
+    def __init__(self, directory: str, reason: str, advice: str, what: str = "a sparse window") -> None:
         super().__init__(
-            f"checkpoint {directory} is a sparse window {reason}: the steps in it can only be computed again as they "
+            f"checkpoint {directory} is {what} {reason}: the steps in it can only be computed again as they "
             f"were, and no dense checkpoint is there to take instead. {advice}"
         )
         self.directory = directory

@@ -6,7 +6,7 @@ or tensor step counts, DTensors, capturable flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -132,6 +132,75 @@ class TrainingState(Protocol):
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Take back what ``plain()`` gave."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """What the optimizers of this rank consumed in one step.
+
+    tensors: Live gradients; key ``grad/<optimizer index>/<fqn>``, the rest as of the block that was updated.
+    plain: The updates, and the step counts after them, as a tree of plain data and tensors.
+    changed: Names of parameters whose gradients were written to since the update: they are not what it consumed.
+    """
+
+    tensors: Sequence[StateTensor]
+    plain: Mapping[str, Any]
+    changed: tuple[str, ...]
+
+
+class GradientRecord(Protocol):
+    """Remembers what optimizers consume, for a policy that logs gradients. For the training thread only."""
+
+    def step(self, tensors: Sequence[StateTensor]) -> StepGradients:
+        """What was consumed since ``forget``, by updates that have been made. tensors: Of ``TrainingState``."""
+        ...
+
+    def forget(self) -> None:
+        """The step was taken in: what it consumed is kept only by whoever copies it."""
+        ...
+
+
+class LoggedSteps(Protocol):
+    """A gradient log from its oldest anchor to the step that is returned to, as this rank needs it; verified.
+
+    steps: Of its snapshots, ascending.
+    anchors: Operator -> the step that it is loaded as of.
+    """
+
+    steps: Sequence[int]
+    anchors: Mapping[str, int]
+
+    def plain(self, step: int) -> Mapping[str, Any]:
+        """``StepGradients.plain`` of this rank."""
+        ...
+
+    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """(key, offsets, shape) of the gradients of operators with older anchors."""
+        ...
+
+    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """(key, offsets, values) of the same."""
+        ...
+
+    def load(self, step: int) -> None:
+        """Write the anchors of ``step`` into the training state."""
+        ...
+
+
+class UpdateReplayer(Protocol):
+    """Makes updates of this run's optimizers once more, from the gradients that they consumed."""
+
+    def check(self, log: LoggedSteps) -> None:
+        """Raise unless ``replay`` can follow. Changes nothing."""
+        ...
+
+    def replay(self, log: LoggedSteps) -> int:
+        """Bring the training state to the last step of ``log``. Returns how many updates were made."""
+        ...
+
+    def finish(self) -> None:
+        """After ``replay`` on all ranks, a collective of theirs: what follows from the state (weights from masters)."""
         ...
 
 

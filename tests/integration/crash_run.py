@@ -40,16 +40,24 @@ from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
-from moe_ckpt.policies import Dense, MoC, MoEtion
+from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.support.plain_store import read_body
+from tests.support.round_robin import RoundRobin
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
-POLICIES = {"dense": Dense, "moc": MoC, "moetion": MoEtion, "moevement": MoEvement}
+POLICIES = {
+    "dense": Dense,
+    "moc": MoC,
+    "moetion": MoEtion,
+    "moevement": MoEvement,
+    "log": RoundRobin,
+    "gradient-log": GradientLog,
+}
 SAMPLERS = {
     "stateful": StatefulDistributedSampler,
     "plain": DistributedSampler,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch.nn import functional as F
 
@@ -18,10 +19,16 @@ from moe_ckpt.callbacks.freezing import ClipNorms
 from moe_ckpt.driver import replaying
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.gradients import replay as gradient_replay
+from moe_ckpt.gradients import returning
+from moe_ckpt.gradients.recording import StepRecorder
+from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.modeling import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
+from moe_ckpt.recovery.gradient_log import StoredLog
 from moe_ckpt.recovery.index import TensorIndex
 from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.testing import kill_process
 from tests.support.tiny_moe import Router, TinyMoE
 
 
@@ -169,6 +176,63 @@ def _chooses_by_sorting() -> None:
     Router.forward = forward
 
 
+def _updates_with_own_hyperparameters() -> None:
+    """A gradient log's updates are made with what the new optimizer was built with."""
+    gradient_replay._set = lambda optimizer, update: None
+
+
+def _gradients_before_clipping() -> None:
+    """A gradient log has what backward gave, not what the optimizer consumed."""
+    clip, step, before = pl.LightningModule.clip_gradients, StepRecorder.step, {}
+
+    def clipped(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        before.update({name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None})
+        clip(self, *args, **kwargs)
+
+    def unclipped(self: StepRecorder, tensors: Any) -> Any:
+        found = step(self, tensors)
+        return replace(found, tensors=[replace(each, local=before[each.parameter]) for each in found.tensors])
+
+    pl.LightningModule.clip_gradients, StepRecorder.step = clipped, unclipped
+
+
+def _anchors_too_early() -> None:
+    """Anchors are loaded before the update of their own step."""
+    gradients, load = StoredLog.gradients, StoredLog.load
+
+    def loaded_first(self: StoredLog, step: int) -> Any:
+        load(self, step)
+        return gradients(self, step)
+
+    StoredLog.gradients = loaded_first
+    StoredLog.load = lambda self, step: load(self, step) if step == self.steps[0] else None
+
+
+def _counts_not_set() -> None:
+    """A parameter of which some rows are anchored has the step count that its home operator's anchor says."""
+    LogReplayer._set_counts = lambda *args: None
+
+
+def _newest_update_left_out() -> None:
+    made = returning._updates
+    returning._updates = lambda log, step: made(log, step) if step != log.steps[-1] else iter(())
+    LogReplayer.check = lambda self, log: None
+    LogReplayer._set_counts = lambda *args: None
+
+
+def _killed_in_a_replay() -> None:
+    """After the first anchors and one update."""
+    load, calls = StoredLog.load, []
+
+    def deadly(self: StoredLog, step: int) -> None:
+        load(self, step)
+        calls.append(step)
+        if len(calls) == 2:
+            kill_process()
+
+    StoredLog.load = deadly
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     "norms not given": _norms_not_given,
     "hyperparameters not loaded": _hyperparameters_not_loaded,
@@ -185,4 +249,10 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "boost not loaded": _boost_not_loaded,
     "fractions not loaded": _fractions_not_loaded,
     "chooses by sorting": _chooses_by_sorting,
+    "updates with own hyperparameters": _updates_with_own_hyperparameters,
+    "gradients before clipping": _gradients_before_clipping,
+    "anchors too early": _anchors_too_early,
+    "counts not set": _counts_not_set,
+    "killed in a replay": _killed_in_a_replay,
+    "newest update left out": _newest_update_left_out,
 }

@@ -46,7 +46,16 @@ def test_what_a_copy_lacks_is_said_of_it():
     assert decode_slot(encode_slot(replace(HEADER, sent=True)), "a").sent
 
 
-@pytest.mark.parametrize("version", [1, 2, 5])
+def test_slots_of_version_4_stand_by_themselves():
+    assert decode_slot(other_version(HEADER, 4), "a").facts.since is None
+
+
+def test_a_step_of_a_gradient_log_says_what_it_needs():
+    header = replace(HEADER, facts=replace(HEADER.facts, since=7))
+    assert decode_slot(encode_slot(header), "a").facts.since == 7
+
+
+@pytest.mark.parametrize("version", [1, 2, 6])
 def test_another_version_is_named_and_refused(version: int):
     with pytest.raises(DamagedError, match=rf"format_version.*{version}"):
         decode_slot(other_version(HEADER, version), "a")

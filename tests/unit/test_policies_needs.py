@@ -260,7 +260,7 @@ def test_needs_of_the_class_are_enough():
 
 @pytest.mark.parametrize("taker", ["Options", "System"])
 def test_what_nothing_provides_is_refused(tmp_path, taker):
-    with pytest.raises(ConfigError, match=r"Needy needs the gradients .* nothing records yet"):
+    with pytest.raises(ConfigError, match=r"Needy logs the gradients .* give memory=moe_ckpt.Memory"):
         takers(tmp_path)[taker](Needy(Needs(gradients=True)))
 
 

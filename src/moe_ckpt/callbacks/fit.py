@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
+from moe_ckpt.callbacks.gradients import capture_gradients
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import validation_due
 from moe_ckpt.callbacks.step_log import StepLog
@@ -30,6 +31,9 @@ from moe_ckpt.driver.states import Event, State
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.recording import Ignored, StepRecorder
+from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
@@ -74,6 +78,11 @@ class Fit:
         ports = boost_ports(layers, boost_refusal(trainer.strategy))
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
         self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts)
+        self._capture = functools.partial(capture_gradients, trainer, module)
+        self._recorder: StepRecorder | None = None
+        self._captured: GradientCapture | None = None
+        if options.needs.gradients:
+            self._recorder = StepRecorder(trainer.optimizers, self._release_gradients)
         try:
             comm = make_communicator(options.timeout_secs, late=on_device)
             self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm)
@@ -83,6 +92,7 @@ class Fit:
                 self.host.state,
                 aliases=tied_aliases(module),
                 observers=[self.step_log],
+                gradients=self._recorder,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
             )
@@ -121,7 +131,9 @@ class Fit:
             if driver.comm.rank == 0:
                 _warn_of_ignored(driver, named)
         else:
-            driver.resume()
+            driver.resume(
+                replayer=LogReplayer(host.trainer.optimizers, self.session.catalog, lambda: self._capture(Ignored()))
+            )
         if driver.replaying is not None and host.windows is None:
             host.windows = Windows(host.trainer, host.module, self.session.catalog)
 
@@ -159,6 +171,9 @@ class Fit:
         if new:
             host.generators.note()
         driver.begin(new=new)
+        if self._recorder is not None:
+            self._captured = self._capture(self._recorder)
+            self._recorder.begin(self._captured)
 
     def _resume_from(self, given: Mapping[str, Any]) -> None:
         """Resume bookkeeping and log message for the step that Lightning has loaded."""
@@ -190,6 +205,10 @@ class Fit:
         """
         if self.driver.lifecycle.allows(Event.JOIN):
             self.driver.before_update(receive=update)
+
+    def _release_gradients(self) -> None:
+        if self.session.is_open:
+            self.session.before_update(receive=False, of_gradients=True)
 
     def before_backward(self) -> None:
         """A backward pass begins."""
@@ -261,6 +280,8 @@ class Fit:
         """Releases threads, lock and hooks. Safe to call twice."""
         self._watch.close()
         self._counter.close()
+        if self._captured is not None:
+            self._captured.close()
         self.driver.close(grace_secs)
         windows, self.host.windows = self.host.windows, None
         if windows is not None:

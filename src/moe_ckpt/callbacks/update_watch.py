@@ -66,8 +66,9 @@ class UpdateWatch:
                 self._hooks.append(optimizer.register_step_pre_hook(lambda *_: before_update()))
 
     def begin(self, global_step: int) -> None:
-        """Training begins at ``trainer.global_step``."""
+        """Training begins at ``trainer.global_step``. Updates made before, to come back to it, do not count."""
         self._global_step = global_step
+        self._updates = self._booked = self._sure = 0
 
     @property
     def unbooked(self) -> int:

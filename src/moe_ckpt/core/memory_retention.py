@@ -1,7 +1,8 @@
 """Which of the snapshots in memory must stay: the newest complete checkpoint, and what may become the next one.
 
 Pure. A snapshot is complete when every rank holds its share. None goes before its successor is complete everywhere, so
-that a failure at any moment finds a whole checkpoint; of a sparse window all steps are one checkpoint together. Where
+that a failure at any moment finds a whole checkpoint; of a sparse window all steps are one checkpoint together, and so
+are a step of a gradient log and all snapshots back to its oldest anchor. Where
 peers are slow they do not get every snapshot: then the newest checkpoint that they all have stays beside the newest.
 
 A partial checkpoint lacks experts, whose newest version may be in an older one: that stays, too, as long as there is
@@ -29,6 +30,7 @@ class HeldStep:
         experts: Those that it holds, a bit each (``Catalog.expert_bits``); 0 for a step of a sparse window.
         sent: Of those, the ones that peers get.
         on_storage: A checkpoint on storage holds it.
+        since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it stands by itself.
     """
 
     sequence: int
@@ -40,6 +42,7 @@ class HeldStep:
     experts: int = 0
     sent: int = 0
     on_storage: bool = False
+    since: int | None = None
 
 
 def with_newest_experts(held: Iterable[HeldStep]) -> tuple[int, ...]:
@@ -85,6 +88,11 @@ def newest_checkpoint(held: Iterable[HeldStep]) -> list[HeldStep]:
     steps = sorted(held, key=lambda step: step.sequence)
     for step in reversed(steps):
         if not step.complete or step.slot + 1 < step.size:
+            continue
+        if step.since is not None:
+            chain = [each for each in steps if step.since <= each.sequence <= step.sequence and each.complete]
+            if len(chain) == step.sequence - step.since + 1:
+                return chain
             continue
         if step.window is None:
             return [step]

@@ -31,6 +31,7 @@ class Share:
         starts: How many in a row went on from it and got nowhere.
         freshness: What the writer's checksums showed (``core.freshness``).
         sent: It is a copy of what the writer sent to peers, which is not all that it had.
+        since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it is none.
     """
 
     holder: int
@@ -47,6 +48,7 @@ class Share:
     starts: int = 0
     freshness: int = UNKNOWN
     sent: bool = False
+    since: int | None = None
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
@@ -62,7 +64,7 @@ class MemoryCheckpoint:
         step: That it stands for.
         writers: Ranks of that life.
         base: As of ``Share``.
-        snapshots: One, or those of a sparse window in order.
+        snapshots: One, or those of a sparse window, or of a gradient log up to a step of it, in order.
     """
 
     generation: int
@@ -92,6 +94,11 @@ class MemoryCheckpoint:
         """It is a sparse window."""
         return next(iter(self.snapshots[-1].values()))[0].window is not None
 
+    @property
+    def is_log(self) -> bool:
+        """It is reached from anchors by the gradients that were consumed since."""
+        return next(iter(self.snapshots[-1].values()))[0].since is not None
+
 
 def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     """All of which memory has every step, or parts of the only one, the newest first. What is stale is none."""
@@ -103,8 +110,12 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     for (life, sequence), group in by_snapshot.items():
         if of_all(share.freshness for share in group) == STALE:
             continue
-        window = group[0].window
-        if window is None:
+        window, since = group[0].window, group[0].since
+        if since is not None:
+            groups = [by_snapshot.get((life, each), []) for each in range(since, sequence + 1)]
+            if all(_may_be_built_upon(each) for each in groups):
+                found.append((sequence, _checkpoint(groups)))
+        elif window is None:
             found.append((sequence, _checkpoint([group])))
         else:
             windows.setdefault((life, window[0]), {})[window[2]] = group
@@ -113,6 +124,11 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
         if len(groups) == next(iter(groups[0])).window[1]:  # type: ignore[index]  # it is a window's
             found.append((groups[-1][0].sequence, _checkpoint(groups)))
     return [made for _, made in sorted(found, key=lambda e: (e[1].generation, e[1].step, e[0]), reverse=True)]
+
+
+def _may_be_built_upon(group: Sequence[Share]) -> bool:
+    """Whether there is something of a snapshot, which is not stale."""
+    return bool(group) and of_all(share.freshness for share in group) != STALE
 
 
 def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
@@ -132,9 +148,13 @@ def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) 
     earlier = [
         (each.shares[0].sequence, each)
         for each in known
-        if not each.is_window and each.shares[0].life == mine.life and each.shares[0].sequence < mine.sequence
+        if not (each.is_window or each.is_log)
+        and each.shares[0].life == mine.life
+        and each.shares[0].sequence < mine.sequence
     ]
-    return [] if checkpoint.is_window else [each for _, each in sorted(earlier, key=lambda row: row[0])]
+    if checkpoint.is_window or checkpoint.is_log:
+        return []
+    return [each for _, each in sorted(earlier, key=lambda row: row[0])]
 
 
 def fullest(shares: Sequence[Share]) -> Share:

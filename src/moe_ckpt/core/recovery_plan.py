@@ -70,6 +70,8 @@ class RecoveryPlan:
         operators: Ids.
         sources: What was there to choose from, nearest first.
         chosen: ``[n]`` index into ``sources``, for each operator.
+        updates: Of a gradient log, steps (from, to): the updates of the steps after ``from`` are made once more, with
+            the gradients that they consumed. None without.
     """
 
     checkpoint: str
@@ -78,6 +80,7 @@ class RecoveryPlan:
     operators: tuple[str, ...]
     sources: tuple[Inventory, ...]
     chosen: Counts
+    updates: tuple[int, int] | None = None
 
     def from_source(self, source: Inventory) -> tuple[str, ...]:
         """The operators that ``source`` gives."""

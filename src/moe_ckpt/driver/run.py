@@ -32,7 +32,7 @@ from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.interop.weights import Loaded as LoadedWeights
-from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import Restored, resume_newest
@@ -146,9 +146,12 @@ class Driver:
         aliases: Mapping[str, str] | None = None,
         observers: Sequence[Observer] = (),
         gate: BubbleGate | None = None,
+        gradients: GradientRecord | None = None,
         **machine: Any,
     ) -> None:
         """Opens the store. Arguments and errors: see ``CheckpointSession.open``.
+
+        ``gradients`` is for policies that log them.
 
         ``machine`` has the fields of ``engine.settings.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
@@ -167,16 +170,20 @@ class Driver:
             on_phase=self.options.on_phase,
             observers=[self._tell],
             gate=gate,
+            gradients=gradients,
         )
         session.open()
         self.session, self.comm, self._storage, self._state = session, comm, storage, state
         self.lifecycle.move(Event.OPEN, "open()")
 
-    def resume(self, otherwise: Callable[[], object] | None = None) -> None:
+    def resume(
+        self, otherwise: Callable[[], object] | None = None, *, replayer: UpdateReplayer | None = None
+    ) -> None:
         """Resumes from the newest good checkpoint, or begins a new run, and says which.
 
         Args:
             otherwise: Loads what a new run begins with; None to begin with the model as it is.
+            replayer: Makes the updates of a gradient log once more.
 
         Raises:
             NoCheckpointError, ConfigError, FinishedRunError: Training cannot resume from the store.
@@ -185,7 +192,13 @@ class Driver:
         options = self.options
         if options.resume != "never":
             restored = resume_newest(
-                self._storage, self.comm, self._state, self.session.tier, self._admits, **options.reading
+                self._storage,
+                self.comm,
+                self._state,
+                self.session.tier,
+                self._admits,
+                replayer=replayer,
+                **options.reading,
             )
             if restored is not None:
                 self._go_on(restored)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from moe_ckpt.core.anchor_book import AnchorBook
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus, StepTokens
@@ -34,6 +35,7 @@ class Bookkeeper:
 
     Attributes:
         run_ledger: Equal on every rank, between two calls.
+        anchors: Of the gradient log, if the policy keeps one.
         meter: What this rank measured.
         failures: Checkpoints that failed.
         committed_directory: Of the newest checkpoint; None before the first.
@@ -41,6 +43,7 @@ class Bookkeeper:
 
     def __init__(self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked) -> None:
         self.run_ledger = RunLedger(catalog, outlives_process=settings.memory is not None)
+        self.anchors = AnchorBook(catalog.everything)
         self.meter = Meter()
         self.failures = FailureCount()
         self.committed_directory: str | None = None
@@ -109,6 +112,8 @@ class Bookkeeper:
             if pipeline.memory is not None:
                 for settled in pipeline.memory.settle(received.consensus.in_memory):
                     self.run_ledger.in_memory(settled.sequence, complete=settled.complete, copied=settled.copied)
+                    if not settled.complete:
+                        self.anchors.broken(settled.sequence)
             self._resolve(received.consensus, pipeline)
             self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=())
         return self._consensus

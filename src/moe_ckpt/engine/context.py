@@ -12,7 +12,7 @@ from moe_ckpt.engine.events import Observer
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import LayerRecord, ModelRecord
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
 from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
@@ -35,6 +35,7 @@ class RunContext:
         on_phase: See ``engine.options.Options``.
         tell: The observers.
         gate: Holds copies and sends back for the bubbles of a pipeline; None: they go at once.
+        gradients: What optimizers consumed, where the policy logs that.
     """
 
     storage: Storage
@@ -49,6 +50,7 @@ class RunContext:
     on_phase: Callable[[str], None] | None
     tell: Observer
     gate: BubbleGate | None = None
+    gradients: GradientRecord | None = None
 
     @cached_property
     def model(self) -> ModelRecord:

@@ -51,6 +51,8 @@ class StorageFlush:
 
     def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
         """Whether the snapshot of ``plan``, which begins now, goes to storage."""
+        if plan.gradients:  # which nothing but memory holds
+            return False
         if self._cadence is None:
             return True
         if plan.slot:

@@ -8,6 +8,7 @@ from moe_ckpt.core.freshness import Checksums, of_all
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart
 from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.slices.compiling import GRADIENTS
 
 
 class FreshnessWatch:
@@ -18,9 +19,9 @@ class FreshnessWatch:
         self._checksums = Checksums()
 
     def seen(self, snapshot: Snapshot, parts: Sequence[SealedPart]) -> int:
-        """What the checksums of a snapshot's parts show."""
+        """What the checksums of a snapshot's parts show. Gradients say nothing of the state."""
         updates = snapshot.request.updates
-        return of_all(self._of(each, updates) for each in parts if each.part.cuts)
+        return of_all(self._of(each, updates) for each in parts if each.part.cuts and each.part.kind != GRADIENTS)
 
     def _of(self, sealed: SealedPart, updates: int) -> int:
         slices = sealed.part.slices

@@ -188,8 +188,8 @@ class HostTier:
             for each in free:
                 self._pool.give_back(each)
 
-    def drop(self) -> bool:
-        """Give the recovery buffer up early, because there is no other; True if there was one."""
+    def drop(self, *, chain: bool = True) -> bool:
+        """Give the recovery buffer up early, because there is no other; True if there was one. chain: means nothing."""
         with self._lock:
             kept, self._kept = self._kept, ()
             for held in kept:

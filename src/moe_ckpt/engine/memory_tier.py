@@ -168,6 +168,7 @@ class MemoryTier:
             copied=request.copied,
             experts=request.experts,
             sent=request.sent,
+            since=request.since,
         )
         with self._lock:
             self._open.append(step.sequence)
@@ -271,20 +272,25 @@ class MemoryTier:
         if buffer is not None:
             self._pool.give_back(buffer)
 
-    def drop(self) -> bool:
+    def drop(self, *, chain: bool = True) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
 
         First this rank's own of the oldest checkpoint whose copies stay, or that holds older experts only; then what
         others may not have yet; then what storage has, too.
+
+        Args:
+            chain: Give up the newest step of a gradient log, too, and all that it needs. False for the next step of it.
         """
         with self._lock:
             for entry in self._superseded()[:1]:
                 self._give_up(entry)
                 return True
             idle = [entry for entry in self._entries.values() if not entry.to_storage and entry.state in _SAFE]
+            logged = self._logged()
             for going in (
-                [entry for entry in idle if entry.step.complete is None and not entry.told],
-                [entry for entry in idle if entry.step.complete and entry.step.on_storage],
+                [entry for entry in idle if entry.step.complete is None and not entry.told and entry not in logged],
+                [entry for entry in idle if entry.step.complete and entry.step.on_storage and entry not in logged],
+                [entry for entry in idle if entry in logged] if chain else [],
             ):
                 for entry in going:
                     entry.state, entry.step = FAILED, replace(entry.step, complete=False)
@@ -292,6 +298,12 @@ class MemoryTier:
                 if going:
                     return True
             return False
+
+    def _logged(self) -> set[_Entry]:
+        """Those of a gradient log that the newest step of it, complete or not, needs."""
+        steps = [entry.step for entry in self._entries.values() if entry.step.since is not None]
+        since = max(steps, key=lambda step: step.sequence).since if steps else None
+        return set() if since is None else {e for e in self._entries.values() if e.step.sequence >= since}
 
     def _superseded(self) -> list[_Entry]:
         """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is

@@ -112,7 +112,7 @@ class Options(Settings):
         super().__post_init__()
         if isinstance(self.policy, type) or not isinstance(self.policy, Policy):
             raise ConfigError(_not_a_policy(self.policy))
-        require_served(self.policy)
+        require_served(self.policy, gradients=self.memory is not None)
         self._require_replicas()
         self._set("dirpath", require_path("dirpath", self.dirpath))
         require_choice("resume", self.resume, RESUME)

@@ -32,8 +32,8 @@ from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot, copy_at_once, side_tensors
 from moe_ckpt.engine.stages import Stages
-from moe_ckpt.ports import StateTensor, TensorSpec
-from moe_ckpt.slices.compiling import PlanCompiler
+from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
+from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.request import SnapshotRequest
@@ -46,6 +46,7 @@ class Pipeline:
 
     Attributes:
         tier: What memory keeps.
+        next_memory_sequence: That of the next snapshot, in memory that outlives the process.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class Pipeline:
             raise
         self._room = Room(self._pool, self.tier, self._stages, settings, rank, len(run.catalog.operators))
         self._copy: Copy | None = None
-        self._sequence = self._memory_sequence = 0
+        self._consumed: tuple[CompiledPart, ...] = ()
+        self._sequence = self.next_memory_sequence = 0
         self._closing = False
 
     @property
@@ -126,6 +128,7 @@ class Pipeline:
         specs: Sequence[TensorSpec],
         capture: Callable[[], Mapping[str, Any]],
         patience_secs: float,
+        gradients: StepGradients | None = None,
     ) -> Snapshot:
         """Start a snapshot; returns at once unless the pipeline is full.
 
@@ -138,19 +141,26 @@ class Pipeline:
             capture: Gives the plain state.
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
+            gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
 
         Raises:
             HostMemoryError: The snapshot can never fit the budget.
             UnencodableStateError: The plain state holds what only pickle could write.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        encoded, side = side_tensors(capture(), self._rank)
-        plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side])
+        logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
+        encoded, side = side_tensors({**capture(), **logged}, self._rank)
+        entries = [entry for entry, _ in side]
+        consumed = gradients.tensors if gradients is not None and request.gradients else ()
+        plan = self._compiler.compile(request, tensors, specs, entries, consumed)
         buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
         refused = None
         if buffer is None:
             refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
+        elif gradients is not None and request.gradients and gradients.changed:
+            refused = _overwritten(gradients.changed)
+        self._consumed = tuple(part for _, part in plan.parts if part.kind == GRADIENTS)
         memory = buffer.memory
         on_device = copy_at_once(plan, memory, side)
         jobs = [(part.copies, memory[base : base + part.nbytes]) for base, part in plan.parts]
@@ -169,10 +179,10 @@ class Pipeline:
             keep=partial,
             waited=waited,
             refused=refused,
-            memory_sequence=self._memory_sequence,
+            memory_sequence=self.next_memory_sequence,
         )
         self._sequence += request.stored
-        self._memory_sequence += self.memory is not None
+        self.next_memory_sequence += self.memory is not None
         self._stages.submit(snapshot)
         if self._room.used(request, plan.nbytes, partial=partial):
             self._copier.later(self._top_up)
@@ -200,7 +210,10 @@ class Pipeline:
         if self._copy is None:
             return
         copy, self._copy = self._copy, None
+        consumed, self._consumed = self._consumed, ()
         copy.join()
+        for part in consumed:
+            part.let_go()
         if copy.changed:
             self._compiler.add_unstable(copy.changed)
             log.warning(
@@ -209,6 +222,11 @@ class Pipeline:
                 len(copy.changed),
                 min(copy.changed),
             )
+
+    def release(self) -> None:
+        """Return when the snapshot under way no longer reads gradients, which it then keeps no more."""
+        if self._consumed:
+            self.join()
 
     def wait(self, timeout_secs: float) -> bool:
         """Wait until no snapshot is under way; False if that took longer than ``timeout_secs``.
@@ -263,3 +281,10 @@ class Pipeline:
                 self._copier.close()
                 host_tier.leave(self.tier, keep=keep)
         return ended
+
+
+def _overwritten(names: Sequence[str]) -> str:
+    return (
+        f"gradients or weights of {len(names)} parameters ({min(names)}, ...) were written to by something else than "
+        "the optimizer, so that the update cannot be logged"
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.plan import SnapshotPlan, save_logged
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.run_ledger import Pending
 from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
@@ -39,10 +40,12 @@ class Planner:
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the policy's decision; one about windows or bytes is told what the operators weigh now."""
         policy, needs, live = self._policy, self._needs, self._live
-        changes = live.weigh() if needs.windows or needs.sizes else 0
+        changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
         context = replace(context, placement=live.placement, sizes=live.sizes)
+        if needs.gradients:
+            context = replace(context, coupled_operators=live.coupled, snapshot_bytes=self.room)
         if not needs.windows:
-            return policy.plan(context)
+            return _with_coupled(policy.plan(context), live.coupled)
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
         context = replace(
@@ -74,6 +77,18 @@ class Planner:
         """It was committed, or failed."""
         if not committed and pending.step == self.dense_step:
             self.dense_step = 0
+
+
+def _with_coupled(plan: SnapshotPlan, groups: Sequence[frozenset[str]]) -> SnapshotPlan:
+    """The plan; of a gradient log, operators that an optimizer couples with anchored ones are anchored, too."""
+    if not plan.gradients or not groups:
+        return plan
+    anchored = frozenset(plan.operators())
+    joined = anchored.union(*(group for group in groups if not group.isdisjoint(anchored)))
+    if joined == anchored:
+        return plan
+    moved = tuple(op for op in plan.gradients if op in joined)
+    return save_logged(plan.step, (*plan.operators(), *moved), tuple(op for op in plan.gradients if op not in joined))
 
 
 def _begins(size: int) -> str:

@@ -79,7 +79,7 @@ class Room:
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
             buffer = self._pool.acquire(max(nbytes, 1))
-            while buffer is None and self._give_up_recovery(nbytes):
+            while buffer is None and self._give_up_recovery(nbytes, chain=not request.gradients):
                 buffer = self._pool.acquire(max(nbytes, 1))
             if buffer is not None:
                 return buffer, waited
@@ -165,9 +165,9 @@ class Room:
             advice += " A policy that saves fewer experts at once needs less, too."
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice)
 
-    def _give_up_recovery(self, nbytes: int) -> bool:
-        """Make room by what only a fault would need; True if there was something to give up."""
-        dropped = self._tier.drop()
+    def _give_up_recovery(self, nbytes: int, *, chain: bool) -> bool:
+        """Make room by what only a fault would need; True if there was something to give up. chain: see ``drop``."""
+        dropped = self._tier.drop(chain=chain)
         if dropped and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
             self._gave_up = True
             log.warning(

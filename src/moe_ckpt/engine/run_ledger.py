@@ -29,7 +29,8 @@ class Pending:
 
     operators: go to storage; host_only: stay in host memory besides. applied: the token book as of ``step``.
     window, slot: the sparse window that it is a part of. stored: it goes to storage at all. copied: ``operators`` go
-    to peers, where there are any; sends_held: so do ``host_only``.
+    to peers, where there are any; sends_held: so do ``host_only``. logged: of all others the gradients are saved, by
+    which memory brings them to this step.
     """
 
     catalog: Catalog
@@ -44,6 +45,7 @@ class Pending:
     stored: bool = True
     copied: bool = True
     sends_held: bool = True
+    logged: bool = False
 
     @property
     def is_checkpoint(self) -> bool:
@@ -56,6 +58,8 @@ class Pending:
             return self.catalog.everything if self.is_checkpoint else ()
         if tier is Tier.PEER and not self.copied:
             return ()
+        if self.logged:
+            return self.catalog.everything
         return self._copied if tier is Tier.HOST or self.sends_held else self.operators
 
     @cached_property

@@ -97,6 +97,7 @@ class MemorySealer:
                 faults=request.faults,
                 policy=request.policy,
                 measured=request.measured,
+                since=request.since,
             ),
             state=share.state,
             parts=tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts),

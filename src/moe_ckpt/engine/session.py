@@ -35,7 +35,7 @@ from moe_ckpt.engine.snapshotting import Capture, Snapshotter
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Measured, Policy, needs_of
-from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
 from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.slices.shares import ComputeTypes
 from moe_ckpt.storage.base import Storage
@@ -69,6 +69,7 @@ class CheckpointSession:
         on_phase: Callable[[str], None] | None = None,
         observers: Sequence[Observer] = (),
         gate: BubbleGate | None = None,
+        gradients: GradientRecord | None = None,
     ) -> None:
         policy.check(catalog)
         self.catalog = catalog
@@ -86,6 +87,7 @@ class CheckpointSession:
             on_phase,
             all_of(observers),
             gate,
+            gradients,
         )
         self._resources = SessionResources(self._run)
         self._snapshots = Snapshotter(self._run, self._resources)
@@ -106,7 +108,8 @@ class CheckpointSession:
         """
         try:
             pipeline = self._resources.open(self.run_ledger.tokens.saved[Tier.STORAGE].copy())
-            if needs_of(self._run.policy).windows:  # minimum over ranks
+            needs = needs_of(self._run.policy)
+            if needs.windows or needs.gradients:  # minimum over ranks
                 [least] = largest(self.comm, [-pipeline.snapshot_bytes])
                 self._planner.room = -least
         except BaseException:
@@ -211,19 +214,23 @@ class CheckpointSession:
 
     # --- every optimizer step ---
 
-    def before_update(self, *, receive: bool = True) -> None:
+    def before_update(self, *, receive: bool = True, of_gradients: bool = False) -> None:
         """Join the copy under way. Must return before anything changes weights or optimizer state.
 
         Args:
             receive: What the ranks agreed on of the step before: here alone a step may wait for that. False where no
                 update comes next, but something else that changes weights.
+            of_gradients: Only if it reads gradients, which are about to be overwritten.
 
         Raises:
             SaveFailedError: too many checkpoints failed in a row.
             RuntimeError: a peer is gone.
         """
         began = time.perf_counter()
-        self._resources.pipeline.join()
+        if of_gradients:
+            self._resources.pipeline.release()
+        else:
+            self._resources.pipeline.join()
         joined = time.perf_counter()
         self.add_stall(joined - began)
         if receive:
@@ -272,11 +279,15 @@ class CheckpointSession:
             plan = save_full(step, self.catalog.everything)
         else:
             context = ledger.context(step, self.comm.world_size, ledger.popularity, consensus.measured)
-            plan = self._planner.plan(self._snapshots.told(context, consensus))
+            plan = self._snapshots.rooted(self._planner.plan(self._snapshots.told(context, consensus)))
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan
             record = self._snapshots.carry_out(plan, capture, consensus, step_is_agreed=not booking.late)
+        if self._run.gradients is not None:
+            self._run.gradients.forget()
+            if not record.begun:
+                self._snapshots.not_logged(updated=updated)
         if booking.late:
             booking.send(step, tokens, pipeline)
         if plan.wait and record.begun:

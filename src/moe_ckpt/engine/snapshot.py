@@ -12,7 +12,7 @@ from moe_ckpt.engine.buffers import HostBuffer
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.slices.compiling import CompiledPart, CompiledPlan
+from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
 from moe_ckpt.slices.copier import Copy
 from moe_ckpt.slices.copying import copy_here
 from moe_ckpt.slices.mirroring import Mirror
@@ -64,8 +64,8 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Tensor bytes that this rank writes."""
-        return sum(part.nbytes for part in self.written)
+        """Tensor bytes that this rank writes, or of gradients logs."""
+        return sum(part.nbytes for _, part in self.plan.parts if part.is_written or part.kind == GRADIENTS)
 
     @property
     def frozen_nbytes(self) -> int:

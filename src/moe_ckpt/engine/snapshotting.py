@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,6 +64,7 @@ class Snapshotter:
         self._run = run
         self._resources = resources
         self._end_secs = run.settings.timeout_secs
+        self._anchored_as: dict[str, int] = {}
 
     @property
     def skips(self) -> int:
@@ -82,6 +83,8 @@ class Snapshotter:
 
     def told(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
         """The context with what the policy may know of memory: where this step's snapshot will go from there."""
+        if self._run.gradients is not None:
+            context = replace(context, anchored_at=self.booking.anchors.steps())
         if context.memory is None:
             return context
         memory, pipeline = self._run.settings.memory, self._resources.pipeline
@@ -96,6 +99,20 @@ class Snapshotter:
             sends_experts=experts,
         )
         return replace(context, memory=facts)
+
+    def rooted(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """The plan; one of everything instead, if it needs gradients of operators that have no anchor."""
+        if not plan.gradients or self._since(plan.operators()) is not None:
+            return plan
+        return save_full(plan.step, self._run.catalog.everything)
+
+    def _since(self, anchored: Collection[str]) -> int | None:
+        return self.booking.anchors.since(self._resources.pipeline.next_memory_sequence, anchored)
+
+    def not_logged(self, *, updated: bool) -> None:
+        """No snapshot of this step began. updated: Weights changed in it."""
+        if updated:
+            self.booking.anchors.broken()
 
     def carry_out(
         self, plan: SnapshotPlan, capture: Capture, consensus: StepConsensus, *, step_is_agreed: bool
@@ -169,9 +186,11 @@ class Snapshotter:
         patience_secs = self._end_secs if last else settings.timeout_secs
         tensors, specs = live.describe_for(plan)
         request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, ways=ways)
+        consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
         live.forget()
         began = time.perf_counter()
-        snapshot = self._resources.pipeline.begin(request, tensors, specs, capture, patience_secs)
+        snapshot = self._resources.pipeline.begin(request, tensors, specs, capture, patience_secs, consumed)
+        self._note_anchors(request, pending, snapshot.memory_sequence)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
@@ -184,6 +203,15 @@ class Snapshotter:
         self._run.tell(SnapshotBegan(snapshot.nbytes, live.layout.changes, specs, request.compute_types))
         return snapshot
 
+    def _note_anchors(self, request: SnapshotRequest, pending: Pending, sequence: int) -> None:
+        """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
+        anchors = self.booking.anchors
+        if request.since is None and not pending.is_complete:
+            anchors.broken()
+        else:
+            anchors.begun(sequence, request.step, request.operators)
+            self._anchored_as.update(pending.relaid)
+
     def _request(
         self, plan: SnapshotPlan, specs: Sequence[TensorSpec], *, step_is_agreed: bool, ways: _Ways
     ) -> tuple[SnapshotRequest, Pending]:
@@ -193,12 +221,18 @@ class Snapshotter:
         window = plan.window if plan.window is not None and plan.window.size > 1 else None
         operators, host_only = plan.operators(), plan.operators(Tier.HOST)
         rescued = run_ledger.rescued
-        if (relaid or rescued) and window is None:
-            due = relaid.keys() | rescued | set(operators)
+        owed = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
+        if (owed or rescued) and window is None:
+            due = owed | rescued | set(operators)
             operators = tuple(op for op in self._run.catalog.everything if op in due)
         if host_only:
             chosen = frozenset(operators)
             host_only = tuple(op for op in host_only if op not in chosen)
+        gradients, since = plan.gradients, None
+        if gradients:
+            chosen = frozenset(operators)
+            gradients = tuple(op for op in gradients if op not in chosen)
+            since = self._since(operators)
         pending = Pending(
             self._run.catalog,
             plan.step,
@@ -212,6 +246,7 @@ class Snapshotter:
             ways.stored,
             ways.copied,
             plan.sends_held,
+            since is not None,
         )
         bits = self._run.catalog.expert_bits
         request = SnapshotRequest(
@@ -235,6 +270,8 @@ class Snapshotter:
             sends_held=plan.sends_held,
             experts=bits(pending.operators_in(Tier.HOST)) if window is None else 0,
             sent=bits(pending.operators_in(Tier.PEER)) if window is None else 0,
+            gradients=gradients,
+            since=since,
         )
         return request, pending
 

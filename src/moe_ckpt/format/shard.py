@@ -30,6 +30,8 @@ from moe_ckpt.format.sealed import parse_json
 METADATA_KEY = "moe_ckpt"
 REPLAY = "replay/"
 """Before the keys of slices that are no part of a checkpoint's view, but bring it about (sparse windows)."""
+GRADIENT = "grad/"
+"""Before ``<optimizer>/<fqn>``: the key of what the step's update consumed (gradient logs, in memory only)."""
 MAX_HEADER_BYTES = 1 << 28
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -39,7 +41,7 @@ class SliceEntry:
     """One slice of one tensor inside a shard.
 
     key: ``model/<fqn>`` | ``optim/<optimizer>/<fqn>/<state>`` | ``side/<rank>/<name>``, the first two also with
-        ``replay/`` before them.
+        ``replay/`` before them | ``grad/<optimizer>/<fqn>``.
     operator: owner, or "" for side tensors (per-rank trainer state, outside the coverage proof).
     offsets, shape, global_shape: the block of the whole tensor, in elements.
     begin, end: byte range in the shard's data section.
@@ -210,7 +212,9 @@ def _decode_slice(name: str, tensor: dict[str, Any], fields: list[Any]) -> Slice
 # --- what a header must look like ---
 
 _NOT_OURS = "not a shard header of this format: "
-_KEY = re.compile(r"(replay/)?(model/.+|optim/\d{1,4}/.+/[^/]+)|side/\d{1,9}/.*", re.ASCII | re.DOTALL)
+_KEY = re.compile(
+    r"(replay/)?(model/.+|optim/\d{1,4}/.+/[^/]+)|side/\d{1,9}/.*|grad/\d{1,4}/.+", re.ASCII | re.DOTALL
+)
 _DIMS = listing(whole(), most=32)
 _SLICE = row(
     {

@@ -20,8 +20,8 @@ from moe_ckpt.format.schema import anything, listing, mapping, maybe, number, on
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
 
-SLOT_VERSION = 4
-_READ_VERSIONS = (3, SLOT_VERSION)
+SLOT_VERSION = 5
+_READ_VERSIONS = (3, 4, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -39,7 +39,7 @@ _FACTS = record(
         "policy": mapping(anything),
         "measured": mapping(number()),
     },
-    {"mlt": MLT_OF_FAULTS},
+    {"mlt": MLT_OF_FAULTS, "since": maybe(whole())},
 )
 _BODY = record(
     {
@@ -100,6 +100,8 @@ class StepFacts:
         faults: Recoveries of the run so far.
         policy: ``Policy.describe()``.
         measured: As ``Manifest.measured``.
+        since: Of a step of a gradient log, sequence of the snapshot with the oldest anchor that is needed: with all
+            snapshots from there on, this one is a checkpoint. None for one that stands by itself.
     """
 
     index: int
@@ -110,6 +112,7 @@ class StepFacts:
     faults: tuple[FaultRecord, ...] = ()
     policy: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    since: int | None = None
 
     def encoded(self) -> dict[str, Any]:
         """For a document."""
@@ -122,6 +125,7 @@ class StepFacts:
             **fault_rows(self.faults),
             "policy": dict(self.policy),
             "measured": dict(self.measured),
+            "since": self.since,
         }
 
     @classmethod
@@ -137,6 +141,7 @@ class StepFacts:
             tuple(faults_in(told)),
             told["policy"],
             told["measured"],
+            told.get("since"),
         )
 
 

@@ -7,7 +7,7 @@ loss scaler leaves ``step`` out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from operator import is_
 from typing import Any
@@ -49,6 +49,7 @@ class GradientCapture:
         self._known: dict[int, tuple[torch.Tensor, Unit]] = {}
         self._listed: dict[int, tuple[list[Unit], tuple[str, ...]]] = {}
         self._undo: list[Callable[[], None]] = []
+        self._tensors: dict[tuple[int, str], torch.Tensor] | None = None
         for number, optimizer in enumerate(self._optimizers):
             self._hook(number, optimizer)
 
@@ -115,6 +116,16 @@ class GradientCapture:
             for parameter in group["params"]
         )
 
+    def tensors(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Returns what is updated, by optimizer and name of the unit."""
+        count = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        if self._tensors is None or len(self._tensors) != count:
+            self._tensors = {
+                (unit.optimizer, unit.name): parameter
+                for unit, parameter in zip(self.units(), _parameters(self._optimizers), strict=True)
+            }
+        return self._tensors
+
     def release_before(self, owners: Iterable[Any], method: str) -> None:
         """From here on, the consumer releases what it holds before any of ``owners`` runs its method."""
         for owner in owners:
@@ -141,6 +152,12 @@ class GradientCapture:
         """Takes all hooks away. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
 
 
 def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, Any]:

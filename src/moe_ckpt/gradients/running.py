@@ -54,7 +54,7 @@ def replay_chains(
         ConfigError: Operators that share a parameter which must be anchored as a whole have different anchors.
         ReplayDivergedError: Two anchors in one parameter contradict each other.
     """
-    _require_together(replay, spans, chains)
+    require_together(replay, spans, {operator: way.anchor for operator, way in chains.items()})
     replay.forget()
     made = 0
     for at in range(min((way.anchor for way in chains.values()), default=step), step + 1):
@@ -111,16 +111,25 @@ def _only(operator: str, blocks: Iterable[Block], at: int) -> list[Block]:
     return found
 
 
-def _require_together(replay: OptimizerReplay, spans: Spans, chains: Mapping[str, Chain]) -> None:
-    """Refuses anchors of different steps in one parameter whose optimizer lets its rows act on one another."""
+def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, int]) -> None:
+    """Refuses anchors of different steps in one parameter whose optimizer lets its rows act on one another.
+
+    Args:
+        replay: Of the optimizers.
+        spans: Of the operators in ``steps``.
+        steps: Operator -> step of its anchor.
+
+    Raises:
+        ConfigError: There are such.
+    """
     anchors: dict[tuple[int, str], tuple[str, int]] = {}
-    for operator, way in chains.items():
+    for operator, step in steps.items():
         for unit, _ in replay.pieces.of_operator(spans[operator]):
             if not replay.coupled(unit.optimizer):
                 continue
-            other, anchor = anchors.setdefault((unit.optimizer, unit.name), (operator, way.anchor))
-            if anchor != way.anchor:
+            other, anchor = anchors.setdefault((unit.optimizer, unit.name), (operator, step))
+            if anchor != step:
                 raise ConfigError(
-                    f"{operator} is anchored at step {way.anchor} and {other} at step {anchor}, but both have rows of "
+                    f"{operator} is anchored at step {step} and {other} at step {anchor}, but both have rows of "
                     f"{unit.name}, and the optimizer's update of a row depends on all rows: anchor them together"
                 )

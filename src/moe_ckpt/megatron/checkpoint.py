@@ -23,6 +23,7 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.boosting import RouterPort
 from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate, on_device
+from moe_ckpt.megatron.gradient_log import GradientLogging
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, require_experts, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -81,7 +82,7 @@ def attach(
     require_groups()
     chosen = make_options("megatron.attach", policy, dirpath, options, ("stateful",))
     beside = all_stateful(scheduler, stateful or {})
-    if chosen.needs.windows:
+    if chosen.needs.windows or chosen.needs.gradients:
         require_quiet_weights(optimizer)
     return MegatronCheckpoint(chunks_of(model_chunks), optimizer, beside, chosen)
 
@@ -128,6 +129,7 @@ class MegatronCheckpoint:
         self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])
         self.recovery_plan: RecoveryPlan | None = None
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
+        self._log = GradientLogging(inventory, optimizer, chunks, options, lambda: self._driver.session)
         try:
             self._driver.open(
                 comm,
@@ -136,6 +138,7 @@ class MegatronCheckpoint:
                 world.placement(state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert),
                 observers=observers,
                 gate=gate,
+                gradients=self._log.recorder,
                 pinned=torch.cuda.is_available(),
                 local_ranks=local_ranks(comm),
             )
@@ -197,7 +200,8 @@ class MegatronCheckpoint:
             if loop.begun_at.restored:
                 self._host.generators.take()
 
-        self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise))
+        replayer = self._log.replayer(self.session.catalog)
+        self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise), replayer=replayer)
         self.recovery_plan = self._driver.recovery_plan
         self._first = FirstForward(self._chunks, self.begin_training)
         return loop.begun_at
@@ -221,6 +225,7 @@ class MegatronCheckpoint:
         generators.note()
         # Pipeline stages arrive one after the other, so none may wait for the others here.
         self._driver.begin(new=self._driver.restored_step is None, wait=False)
+        self._log.begin()
 
     # --- every iteration ---
 
@@ -356,6 +361,7 @@ class MegatronCheckpoint:
         self._counter.close()
         self._host.boosting.close()
         self._watch.close()
+        self._log.close()
         if self._first is not None:
             self._first.close()
         if self._pipeline is not None:

@@ -47,6 +47,12 @@ def capture_gradients(
         UnsupportedError: The layout of the optimizer's state is not known, or its gradients do not stay until the next
             iteration.
     """
+    for chunk in chunks:
+        if not hasattr(chunk, "zero_grad_buffer"):
+            raise UnsupportedError(
+                f"{type(chunk).__name__} is not wrapped in Megatron's DistributedDataParallel, so that nothing tells "
+                "when its gradients are overwritten. Wrap it, or use a policy that saves full state."
+            )
     for leaf in leaves(optimizer):
         if getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
             raise UnsupportedError(
@@ -58,6 +64,17 @@ def capture_gradients(
     capture = GradientCapture(inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer)
     capture.release_before(chunks, "zero_grad_buffer")
     return capture
+
+
+def weights_from_masters(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """Model weights become what the masters are now, on all ranks of a distributed optimizer. A collective."""
+    for leaf in leaves(optimizer):
+        copy = getattr(leaf, "_copy_main_params_to_model_params", None)
+        if copy is not None:
+            copy()
+    if any(slot.range is not None for slot in slots(optimizer).values()):
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
 class _Describe:

@@ -77,9 +77,10 @@ class MegatronHost(Host):
         return self.loop.iteration
 
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
-        """Raises for the state of another framework, and for a window of another layout."""
+        """Raises for the state of another framework, and for a window or a gradient log of another layout."""
         require_framework(plain, "Megatron", f"checkpoint {manifest.directory}")
-        if not manifest.window:
+        is_log = plain.get("gradient_log", {}).get("since") is not None
+        if not manifest.window and not is_log:
             return
         differing = _differing(plain["layout"], self._layout, "{name} {there} (now {here})")
         if differing:
@@ -87,6 +88,7 @@ class MegatronHost(Host):
                 manifest.directory,
                 f"of a run with other parallel degrees: {', '.join(differing)}",
                 "Start with those of that run; a dense checkpoint, such as its last one, can go on with others.",
+                "a gradient log" if is_log else "a sparse window",
             )
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:

@@ -249,8 +249,8 @@ class Needs:
         lost_tokens: It goes by ``lost_tokens``, ``routed_tokens`` or ``faults``, such as a policy with a budget: what
             it saves changes as training goes on, though nothing else does.
         gradients: It plans logs of gradients (``SnapshotPlan.gradients``): at each step, in memory that outlives the
-            process. It is told ``sizes``, ``coupled_operators`` and ``anchored_at``. Adapters do not record gradients
-            yet and refuse such a policy; the simulator runs it.
+            process. It is told ``sizes``, ``coupled_operators``, ``snapshot_bytes`` and ``anchored_at``. Adapters
+            refuse such a policy where no memory outlives the process.
         partial: It leaves experts at older versions, so that a failure loses tokens.
         alone: No other policy may begin checkpoints beside it (``AnyOf``): it counts steps from the newest checkpoint,
             whoever wanted that, or spreads one over several steps.
@@ -338,13 +338,16 @@ def needs_of(policy: Policy) -> Needs:
 
 
 def require_served(policy: Policy, *, gradients: bool = False) -> None:
-    """Raise ``ConfigError`` if the policy needs what an adapter, or the simulation, cannot give it.
+    """Raise ``ConfigError`` if the policy needs what is not there to give it.
 
-    gradients: those of each step can be had.
+    Args:
+        policy: Whose needs.
+        gradients: Memory that outlives the process can hold a log of gradients.
     """
     if needs_of(policy).gradients and not gradients:
         raise ConfigError(
-            f"{type(policy).__name__} needs the gradients of each step (Needs.gradients), which nothing records yet"
+            f"{type(policy).__name__} logs the gradients of each step (Needs.gradients), which only memory that "
+            "outlives the process holds: give memory=moe_ckpt.Memory(...)"
         )
 
 

@@ -12,10 +12,11 @@ from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.core.recovery_plan import Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.host_tier import HostTier
-from moe_ckpt.errors import OtherLayoutError
+from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
+from moe_ckpt.recovery.gradient_log import StoredLog, needed_gradients
 from moe_ckpt.recovery.memory_checkpoints import OpenedMemory
 from moe_ckpt.recovery.memory_source import MemorySource
 from moe_ckpt.recovery.reader import StoreReader
@@ -84,6 +85,7 @@ class Recovery:
         state: Its tensors are written.
         tier: Private host memory of an earlier life in this process, if any; ranks may differ.
         admits: See ``Admits``.
+        replayer: Makes the updates of a gradient log once more; None where the policy keeps none.
     """
 
     reader: StoreReader
@@ -91,6 +93,7 @@ class Recovery:
     state: TrainingState
     tier: HostTier | None
     admits: Admits | None
+    replayer: UpdateReplayer | None = None
 
     def attempt(self, directory: str, opener: Callable[[], OpenedMemory] | None = None) -> Restored | NotUsableError:
         """Loads one checkpoint into ``state``, each operator from the best source. A collective.
@@ -138,6 +141,8 @@ class Recovery:
         comm, state, manifest = self.comm, self.state, opened.manifest
         together(comm, lambda: opened.reader.prove(manifest))
         received = opened.slots.fetch(self._spans(opened))
+        if opened.logged:
+            return self._return_along_log(opened, received)
         restored, source = together(comm, lambda: self._open(opened.reader, manifest))
         inventories = opened_inventories(opened)
         first = manifest.window[0].step if manifest.window else None
@@ -153,17 +158,56 @@ class Recovery:
         tokens = opened.tokens_from_memory(operators)
         return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath, plan=plan)
 
+    def _return_along_log(self, opened: OpenedMemory, received: int) -> Restored:
+        """The same of a step of a gradient log: anchors, and the updates since, made once more."""
+        comm, state, manifest = self.comm, self.state, opened.manifest
+        restored, source = together(comm, lambda: self._open(opened.reader, manifest))
+        log_here = together(comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank))
+        replayer = self.replayer
+        if replayer is None:
+            raise ConfigError(
+                f"{manifest.directory} in memory is a step of a gradient log, whose updates nobody here makes once "
+                "more. Remove it with moe-ckpt memory clear, to go on from what storage has"
+            )
+        plan = plan_recovery(
+            manifest.directory, manifest.step, tuple(manifest.operators), opened_inventories(opened)
+        )
+        plan = replace(plan, updates=(log_here.steps[0], manifest.step))
+        log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
+        if comm.rank == 0:
+            say_plan(plan)
+        operators = tuple(manifest.operators)
+        together(comm, lambda: source.verify(operators, state))
+        together(comm, log_here.verify)
+        together(comm, lambda: replayer.check(log_here))
+        together(comm, lambda: source.prepare(state))
+        together(comm, lambda: replayer.replay(log_here))
+        replayer.finish()
+        records = {op: replace(record, step=manifest.step) for op, record in manifest.operators.items()}
+        return replace(
+            restored,
+            manifest=replace(manifest, operators=records),
+            tokens_from_host=opened.tokens_from_memory(operators),
+            from_memory=True,
+            beneath=opened.beneath,
+            plan=plan,
+        )
+
     def _spans(self, opened: OpenedMemory) -> Iterator[Span]:
         """What this rank reads of the checkpoint."""
         reader, manifest = opened.reader, opened.manifest
         index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
-        for slot in manifest.slots:
+        slots = [each.manifest for each in opened.logged] or manifest.slots
+        for slot in slots:
             path = state_path(slot.directory, rank)
             yield path, 0, next((record.nbytes for record in slot.states if record.rank == rank), 0)
-        side = [stored for slot in manifest.slots for stored in reader.index(slot).side.values()]
+        side = [stored for slot in slots for stored in reader.index(slot).side.values()]
         needed = [stored for stored in side if stored.file.rank == rank]
+        parameters, anchors = parameters_of(self.state), {op: each.step for op, each in manifest.operators.items()}
+        for each in opened.logged:
+            needed += needed_gradients(each, anchors, parameters)
         for stored_of in (index.tensors, *index.replay.values()):
-            needed += needed_slices(stored_of, parameters_of(self.state))
+            needed += needed_slices(stored_of, parameters)
         for stored in needed:
             yield stored.path, stored.offset, stored.offset + stored.nbytes
 
@@ -212,14 +256,14 @@ def rank_of_state(manifest: Manifest, rank: int) -> int:
 
 def say_plan(plan: RecoveryPlan) -> None:
     """Announces what comes from where; logs a plan with one source and one step, for "resumed at ..." says as much."""
-    many = len(list(plan.rows())) > 1
+    many = len(list(plan.rows())) > 1 or plan.updates is not None
     (announce if many else log.info)("%s", plan_text(plan))
 
 
 def plan_text(plan: RecoveryPlan) -> str:
     """Returns the plan as text: one line if all comes from one place as of one step, else a table."""
     rows = list(plan.rows())
-    if len(rows) == 1:
+    if len(rows) == 1 and plan.updates is None:
         [row] = rows
         place = row.source.place if row.source.tier is Tier.STORAGE else _place(row.source)
         size = human_bytes(row.nbytes)
@@ -232,6 +276,12 @@ def plan_text(plan: RecoveryPlan) -> str:
     table = ["  ".join([name.ljust(first), *map(str.rjust, rest, widths)]) for name, *rest in cells]
     if plan.first < plan.step:
         table.append(f"then steps {plan.first + 1} to {plan.step} are computed again")
+    if plan.updates is not None:
+        first, last = plan.updates
+        table.append(
+            f"then the {last - first} updates of steps {first + 1} to {last} are made once more, from the gradients "
+            "that they consumed"
+        )
     return "\n  ".join([f"recovery plan for {plan.checkpoint}:", *table])
 
 

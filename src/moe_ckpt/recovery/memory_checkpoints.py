@@ -42,6 +42,7 @@ from moe_ckpt.format.part import pruned
 from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_storage import SlotStorage
@@ -76,6 +77,7 @@ class OpenedMemory:
         beneath: The checkpoint on storage that it is, or that it is laid over; None if storage has nothing of it.
         fresh: Operators that memory has, and storage not as of the same step -> the tokens that they have seen, if they
             are experts.
+        logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
     """
 
     reader: StoreReader
@@ -83,6 +85,7 @@ class OpenedMemory:
     manifest: Manifest
     beneath: Manifest | None
     fresh: Mapping[str, int]
+    logged: tuple[LoggedSnapshot, ...] = ()
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
         """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""
@@ -130,9 +133,9 @@ class MemoryCheckpoints:
         Args:
             stored: Directories of the checkpoints on storage.
         """
-        standing = [each for each in checkpoints_of(self._shares) if self._stands(each, stored)]
+        standing = [each for each in checkpoints_of(self._shares) if self._stands(each, stored) and self._fits(each)]
         whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
-        parts = {step_dir(each.step, each.generation) for each in standing if not each.is_window}
+        parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
         return sorted((whole | parts.intersection(stored)) - self._given_up, key=age_of, reverse=True)
 
     def _stands(self, checkpoint: MemoryCheckpoint, stored: Sequence[str]) -> bool:
@@ -154,6 +157,25 @@ class MemoryCheckpoints:
                 checkpoint.base,
             )
         return stands
+
+    def _fits(self, checkpoint: MemoryCheckpoint) -> bool:
+        """Whether this run can make the updates of a gradient log once more; others are left for dense checkpoints."""
+        ranks = self._comm.world_size
+        if not checkpoint.is_log or checkpoint.writers == ranks:
+            return True
+        if self._comm.rank == 0 and "log" not in self._said:
+            self._said.add("log")
+            log.warning(
+                "memory holds a gradient log up to step %d, which %d ranks wrote. This run has %d, which cannot make "
+                "its updates once more: the newest dense checkpoint is taken instead. To go on from step %d, stop now "
+                "and start %d ranks",
+                checkpoint.step,
+                checkpoint.writers,
+                ranks,
+                checkpoint.step,
+                checkpoint.writers,
+            )
+        return False
 
     def open(self, directory: str, stored: Sequence[str]) -> OpenedMemory:
         """Open what memory has of a checkpoint. A collective; reads no slice.
@@ -259,6 +281,7 @@ class MemoryCheckpoints:
         beneath: Manifest | None,
     ) -> OpenedMemory:
         directory = step_dir(checkpoint.step, checkpoint.generation)
+        logged: tuple[LoggedSnapshot, ...] = ()
         count = len(checkpoint.snapshots)
         parts = self._parts(checkpoint, described[:count])
         layers = [
@@ -273,15 +296,21 @@ class MemoryCheckpoints:
             view.slots |= known
             manifest = pruned(replace(beneath, operators=view.operators), view.files, {directory})
         else:
-            view = self._laid(None if checkpoint.is_window else beneath, layers)
+            view = self._laid(None if checkpoint.is_window or checkpoint.is_log else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
+        if checkpoint.is_log:
+            found = zip(manifest.slots, parts, strict=True)
+            logged = tuple(LoggedSnapshot(slot, part.gradients) for slot, part in found)
+            manifest = replace(manifest, window=())
+            files |= {path: file for part in parts for path, file in part.files.items()}
+            view.all_as_of(described[count - 1].require_facts(checkpoint.step))
         self._used = {path: file.share for path, file in files.items()}
         slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         every = [*parts, *(layer.part for layer in layers)]
         reader.add(manifest, {rec: h for part in every for rec, h in part.headers.items() if rec.path in files})
-        return OpenedMemory(reader, slots, manifest, beneath, view.fresh)
+        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged)
 
     def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:
         """Whether every expert is in the checkpoint itself, so that no older one need be looked into."""
@@ -402,6 +431,7 @@ def _told(found: FoundSlot, number: int) -> list[Any]:
         found.slot.starts,
         header.freshness,
         header.sent,
+        header.facts.since,
     ]
 
 

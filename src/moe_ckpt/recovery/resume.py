@@ -19,7 +19,7 @@ from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Recovery, Restored, open_dense, rank_of_state
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints, OpenedMemory
 from moe_ckpt.recovery.newest import require_dense
@@ -43,6 +43,7 @@ def resume_newest(
     *,
     on_read_error: str = "stop",
     read_patience_secs: float = PATIENCE_SECS,
+    replayer: UpdateReplayer | None = None,
 ) -> Restored | None:
     """Loads the newest good checkpoint into ``state``; returns None if the store has none.
 
@@ -57,6 +58,7 @@ def resume_newest(
         on_read_error: If storage does not give a checkpoint's bytes: "stop", or "fallback" to the next older one. The
             manifests written from then on name the newer one, so that retention keeps it.
         read_patience_secs: How long, in all, failing reads are tried again before that.
+        replayer: Makes the updates of a gradient log once more, if the policy keeps one.
 
     Raises:
         OtherLayoutError: There are sparse windows of another layout, and no dense checkpoint to take instead.
@@ -67,7 +69,7 @@ def resume_newest(
         StoreError: One of these on another rank, with its message.
     """
     reader = StoreReader(storage, read_patience_secs)
-    recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits)
+    recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer)
     directories = by_rank_zero(comm, reader.directories, f"list the store {storage.root}")
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
     passed_over = _PassedOver(comm)

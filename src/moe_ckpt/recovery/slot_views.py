@@ -25,8 +25,9 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
 from moe_ckpt.format.slot import SlotHeader, StepFacts
+from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.slot_storage import STATE, SlotFile
-from moe_ckpt.slices.compiling import HELD
+from moe_ckpt.slices.compiling import GRADIENTS, HELD
 
 
 def age_of(directory: str) -> tuple[int, int]:
@@ -124,6 +125,12 @@ class SlotFiles:
             self.headers[record] = header
 
     @property
+    def gradients(self) -> tuple[StoredSlice, ...]:
+        """What the slots hold of consumed gradients."""
+        records = self.records.get(GRADIENTS, ())
+        return tuple(StoredSlice(entry, record) for record in records for entry in self.headers[record].slices)
+
+    @property
     def kept(self) -> frozenset[str]:
         """Operators of which the slots hold something that this snapshot does not bring to storage."""
         return self.of_kind(HELD)
@@ -186,7 +193,7 @@ class View:
         """
         numbers: dict[str, tuple[int, ...]] = {}
         for kind, records in part.records.items():
-            if kind == HELD or held is not None:
+            if kind != GRADIENTS and (kind == HELD or held is not None):
                 numbers[kind] = tuple(range(len(self.files), len(self.files) + len(records)))
                 self.files += records
                 self.slots |= {record.path: part.files[record.path] for record in records}
@@ -197,6 +204,12 @@ class View:
         for op in found:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
+
+    def all_as_of(self, facts: StepFacts) -> None:
+        """Every operator will be as of one step, to which its anchor is brought by gradients."""
+        for op in self.operators:
+            layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
+            self.fresh[op] = 0 if layer < 0 else facts.applied[layer][expert]
 
     def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:
         """Those of ``slots`` that a manifest names."""

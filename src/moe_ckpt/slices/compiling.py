@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter, is_
 
@@ -48,6 +48,8 @@ ALIGNMENT = 64
 """Bytes; where a part of a buffer may begin."""
 HELD = "held"
 """Kind of the part that stays in host memory and goes into no shard."""
+GRADIENTS = "gradient"
+"""Kind of the part that holds consumed gradients; it goes into no shard either, but to peers."""
 _MOST_SLICES = 1 << 19
 """Slices of all plans that are kept; the plans that were used longest ago go first."""
 
@@ -64,7 +66,7 @@ class CompiledPart:
     Made on the training thread, but for what takes long and is not needed there.
 
     Attributes:
-        kind: That of the shard it becomes (see ``shard_path``), ``HELD``, or ``MIRROR`` and a rank.
+        kind: That of the shard it becomes (see ``shard_path``), ``HELD``, ``GRADIENTS``, or ``MIRROR`` and a rank.
         slices: What it holds, side tensors included, in the order of ``lay_out``.
         ends: Where each ends; the next begins there.
         side: Places in ``slices`` of the side tensors, in the order in which they were given.
@@ -98,7 +100,7 @@ class CompiledPart:
 
     @property
     def is_written(self) -> bool:
-        return self.kind != HELD and self.source is None
+        return self.kind not in (HELD, GRADIENTS) and self.source is None
 
     @property
     def source(self) -> int | None:
@@ -114,6 +116,11 @@ class CompiledPart:
         """Those of ``entries`` that ``side`` says."""
         given = zip(self.side, self.given_side, strict=True)
         return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in given]
+
+    def let_go(self) -> None:
+        """Keep no live tensor any more: all is copied."""
+        self.copies.let_go()
+        self._shelf.let_go()
 
     @cached_property
     def names(self) -> Numbers:
@@ -227,6 +234,7 @@ class PlanCompiler:
         tensors: Sequence[StateTensor],
         specs: Sequence[TensorSpec],
         side: Sequence[SliceEntry],
+        gradients: Sequence[StateTensor] = (),
     ) -> CompiledPlan:
         """The plan for ``request``: the very same one again, if neither what is saved nor the tensors have changed.
 
@@ -235,6 +243,7 @@ class PlanCompiler:
             tensors: This rank's.
             specs: Those of all ranks.
             side: Tensors of no operator, which go into this rank's non-expert shard.
+            gradients: This rank's. They may be other tensors at each step, so that what is made of them is not kept.
         """
         self._update(tensors, specs, request.compute_types)
         key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
@@ -243,7 +252,7 @@ class PlanCompiler:
         if plan is None:
             plan = self._compile(key, request, side)
             self._plans.add(whole_key, plan)
-        return plan
+        return self._with_gradients(plan, request, gradients) if gradients else plan
 
     def _update(
         self, tensors: Sequence[StateTensor], specs: Sequence[TensorSpec], compute_types: Mapping[str, str]
@@ -280,6 +289,24 @@ class PlanCompiler:
                 at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
         nbytes = parts[-1][0] + parts[-1][1].nbytes if parts else 0
         return CompiledPlan(tuple(parts), nbytes, key, self._claims)
+
+    def _with_gradients(
+        self, plan: CompiledPlan, request: SnapshotRequest, gradients: Sequence[StateTensor]
+    ) -> CompiledPlan:
+        """With this rank's share of the gradients, behind the rest of its share."""
+        dealt = self._sharder.deal(frozenset(request.gradients), self._tensors)
+        cuts = cut(LocalState(self._catalog, gradients), request.gradients, dealt, self._rank)
+        if not cuts:
+            return plan
+        made = CompiledPart(GRADIENTS, cuts, (), ())
+        theirs = (part for _, part in plan.parts if part.source is not None)
+        parts: list[tuple[int, CompiledPart]] = []
+        end = at = 0
+        for part in (*(part for _, part in plan.own), made, *theirs):
+            parts.append((at, part))
+            end = at + part.nbytes
+            at = -(-end // ALIGNMENT) * ALIGNMENT
+        return replace(plan, parts=tuple(parts), nbytes=end)
 
     def _cut(self, request: SnapshotRequest) -> tuple[Sequence[Cut], WriteAssignment]:
         """This rank's share of what is copied, as views of live tensors, and who has which."""

@@ -82,6 +82,11 @@ class CopyProgram:
         elsewhere = numbers[table[:, KIND] != IN_HOST_MEMORY].tolist()
         self.is_cuda = any(map(_IS_CUDA, map(shelf.blocks.__getitem__, elsewhere)))
 
+    def let_go(self) -> None:
+        """Keep no live tensor any more: nothing will be copied from them."""
+        self.blocks = ()
+        self.__dict__.pop("steps", None)
+
     @property
     def nbytes(self) -> int:
         """That ``steps`` copy."""

@@ -95,6 +95,11 @@ class Shelf:
         self.entries += [piece.entry for piece in pieces]
         return found
 
+    def let_go(self) -> None:
+        """Keep no live tensor any more: nothing will be copied from them."""
+        self.blocks.clear()
+        self.others.clear()
+
     def side_numbers(self, entries: Sequence[SliceEntry]) -> Numbers:
         """Numbers of side tensors, whose rows here mean nothing; see ``table_of_side``."""
         for entry in entries:

@@ -38,6 +38,8 @@ class SnapshotRequest:
         sends_held: ``host_only`` go to peers, too.
         experts: That memory holds then by this snapshot alone, a bit each (``Catalog.expert_bits``).
         sent: Of those, the ones that peers get.
+        gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``operators``.
+        since: Of a step of a gradient log, sequence in memory of the first snapshot that it needs; None if it is none.
     """
 
     step: int
@@ -60,6 +62,8 @@ class SnapshotRequest:
     sends_held: bool = True
     experts: int = 0
     sent: int = 0
+    gradients: tuple[str, ...] = ()
+    since: int | None = None
 
     @property
     def to_peers(self) -> tuple[str, ...]:

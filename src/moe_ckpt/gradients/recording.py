@@ -1,0 +1,201 @@
+"""Remembers what optimizers consumed in a step, until the snapshot that logs it has read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.format.shard import GRADIENT
+from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.units import Piece, Unit
+from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
+from moe_ckpt.modeling.blocks import block_in
+from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
+
+_Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""(parameter, offsets, shape) of a block."""
+
+
+class StepRecorder(GradientConsumer, GradientRecord):
+    """Makes no copy. Until ``begin`` it takes no notice of anything.
+
+    Args:
+        optimizers: As given to ``GradientCapture``.
+        release: Called before gradients are overwritten: returns when nobody reads them any more.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], release: Callable[[], None]) -> None:
+        self._optimizers = tuple(optimizers)
+        self._release = release
+        self._capture: GradientCapture | None = None
+        self._consumed: list[ConsumedGradients] = []
+        self._templates: tuple[Sequence[StateTensor], Mapping[_Place, StateTensor]] = (), {}
+        self._names: dict[Any, FixedStrings] = {}
+        self._weights: list[tuple[str, torch.Tensor, int]] = []
+        self._edited: tuple[str, ...] = ()
+
+    def begin(self, capture: GradientCapture) -> None:
+        """Training begins. capture: What tells this of updates."""
+        self._capture = capture
+        self._consumed.clear()
+
+    # --- GradientConsumer ---
+
+    def consume(self, gradients: ConsumedGradients) -> None:
+        """See ``GradientConsumer``.
+
+        Raises:
+            UnsupportedError: The update overwrites its gradients.
+            ConfigError: The optimizer has made an update in this step already.
+        """
+        if self._capture is None:
+            return
+        number = gradients.update.optimizer
+        if not gradients.stay:
+            raise UnsupportedError(
+                f"optimizer {number}, a fused {type(self._optimizers[number]).__name__}, is given the loss scale and "
+                "writes the unscaled gradients back while it steps, so that they cannot be copied beside training. "
+                "Make it with fused=False, or use bf16, or a policy that saves full state."
+            )
+        if any(each.update.optimizer == number for each in self._consumed):
+            raise ConfigError(
+                f"optimizer {number} made two updates in one step: a log of gradients has room for one. Step once per "
+                "batch, or use a policy that saves full state."
+            )
+        if not self._consumed:
+            self._edited = tuple(name for name, weight, version in self._weights if weight._version != version)
+        self._consumed.append(gradients)
+
+    def release(self) -> None:
+        """See ``GradientConsumer``.
+
+        Raises:
+            ConfigError: The step is not over, so that nobody could read its gradients yet.
+        """
+        if self._capture is None:
+            return
+        if self._consumed:
+            self._consumed.clear()
+            raise ConfigError(
+                "gradients are zeroed, or a backward pass begins, after an update and before the end of its step, so "
+                "that they cannot be logged. Do all backward passes of a batch first, and zero gradients at the start "
+                "of the next one; or use a policy that saves full state."
+            )
+        self._release()
+
+    # --- ports.GradientRecord ---
+
+    def step(self, tensors: Sequence[StateTensor]) -> StepGradients:
+        """See ``ports.GradientRecord``.
+
+        Raises:
+            UnsupportedError: An optimizer keeps state that is neither of its parameter's shape nor a count.
+        """
+        if self._capture is None:
+            return StepGradients((), {"updates": [], "counts": []}, ())
+        templates = self._templates_of(tensors)
+        found = [
+            _gradient(unit, piece, gradient, templates)
+            for each in self._consumed
+            for unit, gradient in zip(each.units, each.gradients, strict=True)
+            for piece in unit.pieces
+        ]
+        plain = {"updates": [self._plain(each.update) for each in self._consumed], "counts": list(self._counts())}
+        changed = [name for each in self._consumed for name in each.changed()]
+        return StepGradients(found, plain, (*changed, *self._edited))
+
+    def forget(self) -> None:
+        self._consumed.clear()
+        self._edited = ()
+        if self._capture is not None:
+            weights = {name: weight for (_, name), weight in self._capture.tensors().items()}
+            self._weights = [(name, weight, weight._version) for name, weight in weights.items()]
+
+    def _templates_of(self, tensors: Sequence[StateTensor]) -> Mapping[_Place, StateTensor]:
+        """Who holds and writes each block: as of its optimizer state, or of the weights where there is none."""
+        if self._templates[0] is not tensors:
+            found: dict[_Place, StateTensor] = {}
+            for tensor in tensors:
+                place = tensor.parameter, tuple(tensor.offsets), tuple(tensor.local.shape)
+                if place not in found or not tensor.key.startswith("model/"):
+                    found[place] = tensor
+            self._templates = tensors, found
+        return self._templates[1]
+
+    def _plain(self, update: Update) -> dict[str, Any]:
+        return {
+            "optimizer": update.optimizer,
+            "groups": [dict(group) for group in update.groups],
+            "parameters": self._fixed(update.parameters),
+            "grad_scale": update.grad_scale,
+            "found_inf": update.found_inf,
+        }
+
+    def _fixed(self, names: tuple[str, ...]) -> FixedStrings:
+        found = self._names.get(names)
+        if found is None:
+            if len(self._names) > _MOST_LISTS:
+                self._names.clear()
+            found = self._names[names] = FixedStrings(names)
+        return found
+
+    def _counts(self) -> Iterator[dict[str, Any]]:
+        """Optimizer state of no dimension (step counts), which a parameter has once, whatever rows are saved."""
+        found: dict[tuple[int, str, torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
+        tensors = {} if self._capture is None else self._capture.tensors()
+        for (number, name), tensor in tensors.items():
+            for kind, value in self._optimizers[number].state.get(tensor, {}).items():
+                if isinstance(value, torch.Tensor):
+                    if value.ndim == 0:
+                        names, values = found.setdefault((number, kind, value.dtype, value.device), ([], []))
+                        names.append(name)
+                        values.append(value)
+                elif value is not None:
+                    raise UnsupportedError(
+                        f"state {kind!r} of {name} in {type(self._optimizers[number]).__name__} is a "
+                        f"{type(value).__name__}; only tensors are logged. Keep it in a tensor, as torch's optimizers "
+                        "do, or use a policy that saves full state."
+                    )
+        for (number, kind, _, _), (names, values) in found.items():
+            fixed = self._fixed(tuple(names))
+            yield {"optimizer": number, "state": kind, "units": fixed, "values": torch.stack(values)}
+
+
+_MOST_LISTS = 64
+
+
+class Ignored(GradientConsumer):
+    """Takes no notice of updates."""
+
+    def consume(self, gradients: ConsumedGradients) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+def _gradient(
+    unit: Unit, piece: Piece, gradient: torch.Tensor, templates: Mapping[_Place, StateTensor]
+) -> StateTensor:
+    place = piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)
+    template = templates.get(place)
+    if template is None:
+        raise UnsupportedError(
+            f"the optimizer updates a block of {piece.parameter} at {piece.box.offsets} that is none of the training "
+            "state's: its gradients cannot be logged. Use a policy that saves full state."
+        )
+    return StateTensor(
+        key=f"{GRADIENT}{unit.optimizer}/{piece.parameter}",
+        parameter=piece.parameter,
+        local=piece.view(block_in(gradient)),
+        offsets=piece.box.offsets,
+        global_shape=template.global_shape,
+        replicated=template.replicated,
+        duplicate=template.duplicate,
+        writer=template.writer,
+    )

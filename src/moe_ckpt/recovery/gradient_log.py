@@ -1,0 +1,118 @@
+"""A gradient log in memory, from the oldest anchor to the step that is returned to, as one rank needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.errors import CoverageError
+from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.format.shard import GRADIENT
+from moe_ckpt.ports import LoggedSteps, StateTensor, TrainingState
+from moe_ckpt.recovery.index import StoredSlice, overlapping
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.restore import box_of, copy_slices, parameters_of
+from moe_ckpt.recovery.slices import find_damage
+
+_PLAIN = "gradient_log"
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedSnapshot:
+    """One snapshot of a log.
+
+    Attributes:
+        manifest: Of what it holds in full, and of the ranks' plain states.
+        gradients: What it holds of them, of all ranks.
+    """
+
+    manifest: Manifest
+    gradients: tuple[StoredSlice, ...]
+
+
+class StoredLog(LoggedSteps):
+    """See ``ports.LoggedSteps``. Made after what other nodes hold was fetched.
+
+    Args:
+        reader: Of the slots.
+        manifest: With the anchors' steps.
+        snapshots: From the oldest anchor on.
+        state: Of this run.
+        rank: This one.
+    """
+
+    def __init__(
+        self,
+        reader: StoreReader,
+        manifest: Manifest,
+        snapshots: Sequence[LoggedSnapshot],
+        state: TrainingState,
+        rank: int,
+    ) -> None:
+        self.steps = [each.manifest.step for each in snapshots]
+        self.anchors = {operator: record.step for operator, record in manifest.operators.items()}
+        self._reader, self._index, self._state = reader, reader.index(manifest), state
+        parameters = parameters_of(state)
+        found = zip(self.steps, snapshots, strict=True)
+        self._needed = {step: list(needed_gradients(each, self.anchors, parameters)) for step, each in found}
+        self._plain = {step: dict(self._read(each, rank)) for step, each in zip(self.steps, snapshots, strict=True)}
+
+    def _read(self, snapshot: LoggedSnapshot, rank: int) -> Mapping[str, Any]:
+        manifest = snapshot.manifest
+        found = self._reader.state(manifest, rank).get(_PLAIN)
+        if not isinstance(found, Mapping):
+            path = state_path(manifest.directory, rank)
+            raise CoverageError(f"gradient log of {manifest.directory}", (f"{path} tells nothing of updates",))
+        return found
+
+    def verify(self) -> None:
+        """Raises ``DamagedError`` if a gradient that this rank will read is damaged."""
+        for _, error in find_damage(self._reader.storage, [each for those in self._needed.values() for each in those]):
+            if error is not None:
+                raise error
+
+    # --- ports.LoggedSteps ---
+
+    def plain(self, step: int) -> Mapping[str, Any]:
+        return self._plain[step]
+
+    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        return [(each.entry.key, each.entry.offsets, each.entry.shape) for each in self._needed[step]]
+
+    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        for stored, values in self._reader.read_many(self._needed[step]):
+            yield stored.entry.key, stored.entry.offsets, values
+
+    def load(self, step: int) -> None:
+        those = {
+            key: found
+            for key, group in self._index.tensors.items()
+            if (found := tuple(stored for stored in group if stored.file.step == step))
+        }
+        copy_slices(self._reader, those, self._state.tensors())
+
+
+def needed_gradients(
+    snapshot: LoggedSnapshot, anchors: Mapping[str, int], parameters: Sequence[StateTensor]
+) -> Iterator[StoredSlice]:
+    """Yields what a rank with these parameters reads of a snapshot's gradients: of operators with older anchors."""
+    boxes: dict[str, list[Box]] = {}
+    for tensor in parameters:
+        if tensor.updated_here:
+            boxes.setdefault(tensor.parameter, []).append(box_of(tensor))
+    for stored in snapshot.gradients:
+        mine = boxes.get(parameter_of(stored.entry.key), ())
+        if anchors[stored.entry.operator] < snapshot.manifest.step and any(
+            True for box in mine for _ in overlapping((stored,), box)
+        ):
+            yield stored
+
+
+def parameter_of(key: str) -> str:
+    """Returns the parameter that the gradient with ``key`` is of."""
+    return key.removeprefix(GRADIENT).partition("/")[2]
+

@@ -1,0 +1,232 @@
+"""A gradient log in memory under kill -9: the run goes on from its newest step by optimizer steps."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.cli.main import main
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.memory.slot import Slot
+from tests.integration.crash_run import Run, build
+from tests.integration.lives import (
+    KILLED,
+    assert_same_run,
+    events,
+    exit_code,
+    live,
+    live_ranks,
+    output,
+    place,  # noqa: F401 - a fixture
+    placed,
+    recomputed,
+    split_lives,
+)
+
+LOG = Run(None, policy=("log", 3), to_storage=1000, callback={"when_busy": "wait"})
+
+
+def logged(run: Run, place: Path) -> Run:  # noqa: F811
+    memory = place / "memory"
+    memory.mkdir(exist_ok=True)
+    return replace(placed(run, place), memory=str(memory))
+
+
+def updates(run: Run) -> list[int]:
+    """Of each return: how many updates the plan said were made once more."""
+    return [int(found) for found in re.findall(r"then the (\d+) updates of steps", output(run))]
+
+
+def test_killed_the_run_goes_on_from_the_newest_step(place):  # noqa: F811
+    run = logged(LOG, place)
+    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert split_lives(events(run))[-1][0]["step"] >= 8, "the step under way was the ninth"
+    assert updates(run) == [2], output(run)
+    assert recomputed(run) == [0]
+
+
+VARIATIONS = {
+    "clipped": replace(LOG, trainer={"gradient_clip_val": 0.1}),
+    "bf16": replace(LOG, trainer={"precision": "bf16-true", "gradient_clip_val": 0.1}),
+    "bf16-mixed": replace(LOG, trainer={"precision": "bf16-mixed"}),
+    "accumulated": replace(LOG, trainer={"accumulate_grad_batches": 2}, epochs=3),
+    "fused": replace(LOG, model={"optimizer": "fused"}),
+    "forloop": replace(LOG, model={"optimizer": "forloop"}),
+    "sgd": replace(LOG, model={"optimizer": "sgd"}),
+    "adafactor": replace(LOG, model={"optimizer": "adafactor"}),
+    "experts-without-tokens": replace(LOG, model={"stacked": False, "experts": 8, "top_k": 1}),
+    "fp16-overflowing": replace(LOG, kind="overflowing", epochs=3),
+    "manual": replace(LOG, kind="manual-once"),
+    "validated": replace(LOG, validate=True, trainer={"val_check_interval": 3}),
+    "averaged": replace(LOG, beside=("ema",), validate=True),
+    "biased-routers": replace(LOG, kind="biased"),
+    "epoch-scheduled": replace(LOG, kind="epoch-scheduled", epochs=3),
+    "storage-often": replace(LOG, to_storage=4),
+    "one-group": replace(LOG, policy=("log", 1)),
+    "long-round": replace(LOG, policy=("log", 7)),
+    "the-policy": replace(LOG, policy=("gradient-log", 4)),
+    "the-policy-sized": replace(LOG, policy=("gradient-log", "auto")),
+    "the-policy-coupled": replace(LOG, policy=("gradient-log", 3), model={"optimizer": "adafactor"}),
+    "slow-copy": replace(LOG, slow_copy_secs=0.05),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_however_a_run_is_set_up(name, place):  # noqa: F811
+    run = logged(VARIATIONS[name], place)
+    for crash in (7, 5):
+        assert live(replace(run, crash=("compute", crash))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    # Batches of a step that had not been made are no step computed again.
+    assert recomputed(run) == ([1, 1] if name == "accumulated" else [0, 0])
+    assert len(updates(run)) == (0 if name in ("one-group", "the-policy-sized") else 2), output(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "updates with own hyperparameters",
+        "gradients before clipping",
+        "anchors too early",
+        "counts not set",
+        "newest update left out",
+    ],
+)
+def test_what_an_exact_return_needs(wrong, place):  # noqa: F811
+    run = logged(replace(LOG, trainer={"gradient_clip_val": 0.1}), place)
+    assert live(replace(run, crash=("compute", 9), sabotage=wrong)) == KILLED, output(run)
+    if exit_code(replace(run, sabotage=wrong)) == 0:
+        with pytest.raises(AssertionError):
+            assert_same_run(run)
+    else:
+        assert "ReplayDivergedError" in output(run)
+
+
+def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
+    run = logged(LOG, place)
+    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+    newest = max(Path(run.memory).rglob("*.data"), key=lambda path: header_of(path).sequence)
+    spoil(newest, "gradient")
+    assert live(run) == 0, output(run)
+    assert "is damaged: it is set aside" in output(run)
+    assert split_lives(events(run))[-1][0]["step"] == 7, "an older step that can be reached"
+    assert_same_run(run)
+
+
+@pytest.mark.slow
+def test_a_damaged_anchor_costs_all_steps_that_need_it(place):  # noqa: F811
+    run = logged(replace(LOG, to_storage=6), place)
+    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+    dense = [path for path in Path(run.memory).rglob("*.data") if header_of(path).facts.since is None]
+    spoil(max(dense, key=lambda path: header_of(path).sequence), "expert")
+    assert live(run) == 0, output(run)
+    assert "is damaged: it is set aside" in output(run)
+    assert split_lives(events(run))[-1][0]["step"] == 6, output(run)
+    assert_same_run(run)
+
+
+@pytest.mark.slow
+def test_killed_while_it_returns_the_run_returns_again(place):  # noqa: F811
+    run = logged(LOG, place)
+    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+    for _ in range(2):
+        assert live(replace(run, sabotage="killed in a replay")) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_random_times(seed, place):  # noqa: F811
+    rng = random.Random(seed)
+    run = logged(replace(LOG, policy=("log", rng.randint(2, 6)), to_storage=rng.choice([7, 1000]), epochs=3), place)
+    for kill_after_secs in (*(rng.uniform(0.02, 0.3) for _ in range(10)), None):
+        assert main(["memory", "retry", "--directory", run.memory]) == 0
+        if live(run, kill_after_secs) != KILLED:
+            break
+    assert_same_run(run)
+    assert max(recomputed(run)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (replace(LOG, kind="manual"), "gradients are zeroed, or a backward pass begins, after an update"),
+        (replace(LOG, model={"optimizer": "fused"}, kind="overflowing"), "is given the loss scale"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_by_name(run, said, place):  # noqa: F811
+    run = logged(run, place)
+    assert exit_code(run) not in (0, KILLED)
+    assert said in output(run)
+
+
+def test_without_memory_the_policy_is_refused():
+    with pytest.raises(ConfigError, match=r"give memory=moe_ckpt.Memory"):
+        build(replace(LOG, store="nowhere"))
+
+
+def header_of(data: Path) -> SlotHeader:
+    return Slot.open(data)[1]
+
+
+def spoil(data: Path, kind: str) -> None:
+    """Flips a bit in every slice of a part of a slot."""
+    header = header_of(data)
+    [part] = [part for part in header.parts if part.kind == kind]
+    with data.open("r+b") as file:
+        for entry in header.slices(part, str(data)):
+            file.seek(part.begin + entry.begin)
+            byte = file.read(1)[0]
+            file.seek(part.begin + entry.begin)
+            file.write(bytes([byte ^ 1]))
+
+
+RANKS = {
+    "none": replace(LOG, ranks=2, callback={"when_busy": "wait", "sharding": "none"}),
+    "adaptive": replace(LOG, ranks=2, trainer={"gradient_clip_val": 0.1}),
+    "equal": replace(LOG, ranks=2, callback={"when_busy": "wait", "sharding": "equal"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", RANKS)
+def test_two_ranks_killed_together(sharding, place):  # noqa: F811
+    run = logged(RANKS[sharding], place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 4)))
+    assert live_ranks(run) == [0, 0], output(run)
+    assert_same_run(run)
+    assert updates(run), output(run)
+    assert max(recomputed(run)) == 0
+
+
+@pytest.mark.slow
+def test_a_lost_node_comes_back_to_the_newest_step_from_its_peer(place):  # noqa: F811
+    run = logged(replace(RANKS["adaptive"], replicas=1), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 4)))
+    shutil.rmtree(Path(run.memory, "node_1"))
+    assert live_ranks(run) == [0, 0], output(run)
+    assert re.search(r"peers: other nodes|rank 1 received [1-9]", output(run)), output(run)
+    assert updates(run), output(run)
+    assert_same_run(run)
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_takes_a_dense_checkpoint(place):  # noqa: F811
+    run = logged(replace(LOG, ranks=2, sampler="recoverable"), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 4)))
+    alone = replace(run, ranks=1, out=None)
+    assert exit_code(alone) == 0, output(run)
+    assert "which 2 ranks wrote. This run has 1" in output(run)
+    assert split_lives(events(run))[-1][0]["step"] == 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
@@ -35,12 +36,15 @@ class Slot:
             None if other ranks update all of it.
         master: ``updated``, if it is not the parameter.
         range: Elements ``[start, stop)`` of the parameter's flat memory that ``updated`` is; None for all of them.
+        gathered: (rank, start, stop) of the others that update the rest, in order, whose weights are here too when
+            ``step`` returns; empty where they are not, or nobody knows.
     """
 
     leaf: Any
     updated: torch.Tensor | None
     master: torch.Tensor | None
     range: tuple[int, int] | None
+    gathered: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -143,13 +147,30 @@ def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
     shards = dict(_shards(leaf))
     for buffer in leaf.buffers:
         for parameter in buffer.params:
-            updated = shards.get(parameter)
+            updated, gathered = shards.get(parameter), tuple(_gathered(leaf, buffer, parameter))
             if updated is None:
-                yield parameter, Slot(leaf, None, None, (0, 0))
+                yield parameter, Slot(leaf, None, None, (0, 0), gathered)
                 continue
             own = leaf._get_model_param_range_map(parameter)["param"]
             master = None if parameter.dtype is torch.float32 else updated
-            yield parameter, Slot(leaf, updated, master, (own.start, own.end))
+            yield parameter, Slot(leaf, updated, master, (own.start, own.end), gathered)
+
+
+def _gathered(leaf: Any, buffer: Any, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
+    """Yields (rank, start, stop) of the parameter's flat memory that each other rank updates.
+
+    As ``DistributedOptimizer._build_model_gbuf_range`` divides a bucket: into as many equal parts as there are ranks.
+    """
+    if getattr(leaf.ddp_config, "overlap_param_gather", False):  # then they come in the next forward pass
+        return
+    first, last, number = buffer.param_index_map[parameter]
+    bucket, ranks = buffer.buckets[number], dist.get_process_group_ranks(buffer.data_parallel_group)
+    part = bucket.grad_data.numel() // len(ranks)
+    for place, rank in enumerate(ranks):
+        begin = bucket.offset + place * part
+        start, stop = max(first, begin) - first, min(last, begin + part) - first
+        if start < stop and rank != dist.get_rank():
+            yield rank, start, stop
 
 
 def _shards(leaf: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

@@ -204,10 +204,11 @@ class MegatronTrainingState:
         # Of the block that tensor parallelism gives this rank: who holds another one writes that.
         block = next((placed.offsets, placed.shape) for placed in place(part, part.start, part.stop))
         writes = slot.writes and self._require_world().holders[part.name, block][0] in group
-        for low, high in ((0, start), (start, stop), (stop, weights.numel())):
+        for writer, low, high in _divided(slot, start, stop, weights.numel()):
             own = (low, high) == (start, stop)
+            known = writer if writes and writer in group else None
             for placed in place(part, low, high):
-                flags = (False, not (own and writes), own)
+                flags = (False, not (own and writes), own, known)
                 yield _tensor(f"model/{part.name}", part, placed, weights[low:], *flags)
         for key, flat in _optimizer_tensors(slot, part.name):
             for placed in place(part, start, stop):
@@ -266,6 +267,18 @@ def _keep_bias_exact(router: Any) -> None:
     widen = getattr(router, "_maintain_float32_expert_bias", None)
     if widen is not None:
         widen()
+
+
+def _divided(slot: Slot, start: int, stop: int, end: int) -> Iterator[tuple[int | None, int, int]]:
+    """Yields the ranges of a parameter of which one is updated here, each with the other rank that updates it if that
+    is known, and has the same there."""
+    others = sorted((low, high, rank) for rank, low, high in slot.gathered)
+    for low, high in ((0, start), (start, stop), (stop, end)):
+        inside = [(rank, first, last) for first, last, rank in others if low <= first and last <= high]
+        if (low, high) != (start, stop) and sum(last - first for _, first, last in inside) == high - low:
+            yield from inside
+        else:
+            yield None, low, high
 
 
 def _optimizer_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:

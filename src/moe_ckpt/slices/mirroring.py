@@ -62,7 +62,8 @@ class MirroredShares:
             for tensor in self._tensors:
                 experts = any(op.kind is OperatorKind.EXPERT for op, _ in holders(self._catalog, tensor))
                 replicated[experts] &= tensor.replicated
-                known &= not experts or not tensor.duplicate or tensor.writer is not None
+                # Of what a distributed optimizer divides, weights alone are here, too.
+                known &= not experts or not tensor.duplicate or (tensor.writer is not None and tensor.updated_here)
             sources = frozenset(self._sources)
             shared = replicated[False] and sources <= self._alike
             experts_alike = replicated[True] and sources <= self._alike

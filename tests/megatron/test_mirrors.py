@@ -1,0 +1,78 @@
+"""What data-parallel peers hold alike is not sent: EP2 x DP2, with and without the distributed optimizer.
+
+Without it everything is alike on some rank. With it the weights are, which every rank gathers at the end of a step; the
+optimizer's state is divided.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.dist.test_mirrors import same_as_its_source
+from tests.dist.test_replication import texts, warnings_of
+from tests.support import megatron_gpt
+from tests.support.megatron_gpt import Setup
+from tests.support.processes import run_ranks
+
+WARM = "tests.support.megatron_warm"
+RANKS, STEPS = 4, 4
+EXPERTS_DATA = {"ep": 2, "layers": 2, "num_microbatches": 1, "hidden": 128, "ffn": 128}
+BF16 = {"precision": "bf16", "dist_opt": True}
+CASES = {
+    "plain": (Setup(**EXPERTS_DATA), 1.0),
+    "divided, bf16": (Setup(**EXPERTS_DATA, **BF16), 2 / 14),
+    "divided, fp32": (Setup(**EXPERTS_DATA, dist_opt=True), 4 / 12),
+    "divided, bf16, grouped": (Setup(**EXPERTS_DATA, **BF16, grouped=True), 2 / 14),
+    "divided, gathered later": (Setup(**EXPERTS_DATA, **BF16, overlap_param_gather=True), 0.0),
+}
+SLOW = ("plain", "divided, fp32", "divided, bf16, grouped")
+
+
+def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any]:
+    built = megatron_gpt.build(setup, 1)
+    from moe_ckpt import Memory, megatron
+    from moe_ckpt.policies import Dense
+
+    node, said = Path(root, f"node_{rank}"), warnings_of()
+    node.mkdir()
+    ckpt = megatron.attach(
+        built.chunks,
+        built.optimizer,
+        policy=Dense(1),
+        dirpath=f"{root}/store",
+        memory=Memory(directory=node, replicas=1, storage_every_n_steps=1000),
+        when_busy="wait",
+        timeout_secs=60.0,
+    )
+    ckpt.resume()
+    replicator = ckpt.session.tier.replicator
+    for iteration in range(1, STEPS + 1):
+        megatron_gpt.train_step(built, iteration - 1)
+        ckpt.after_step(iteration)
+        ckpt.session.drain(iteration)
+        while replicator.lag_steps:
+            pass
+    dist.barrier()
+    found = {"sent": replicator.sent_bytes, "saved": replicator.saved_bytes, "said": texts(said)}
+    found["equal"] = [same_as_its_source(root, slot) for slot in replicator.held.values()]
+    found["sends"] = ckpt.session._resources.pipeline.sends
+    dist.barrier()
+    ckpt.close()
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+def test_what_peers_hold_alike_is_not_sent(name: str, tmp_path: Path):
+    setup, portion = CASES[name]
+    ranks = run_ranks(copies, RANKS, str(tmp_path), setup, preload=WARM)
+    sent, saved = (sum(rank[what] for rank in ranks) for what in ("sent", "saved"))
+    assert saved / (saved + sent) == pytest.approx(portion, abs=0.05), "beside headers"
+    for rank in ranks:
+        assert rank["equal"]
+        assert all(rank["equal"])
+        assert not [text for text in rank["said"] if "differ" in text]
+        assert rank["sends"] == (setup.dist_opt, setup.dist_opt)

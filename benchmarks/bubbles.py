@@ -1,0 +1,206 @@
+"""Copies and sends in the bubbles of a real Megatron pipeline: interference, stalls, bytes, with gating on and off.
+
+Four gloo processes, one pipeline stage each (1F1B), and each a node of its own, train a small GPT-MoE and take a
+MoEtion checkpoint into memory at every iteration, with a copy on a peer. Gating is switched on and off within one run,
+block by block, so that what else the machine does hits both alike. It is done twice: with the compute of these
+processes, which share the machine's cores, so that a bubble of one rank is another's compute; and with an accelerator
+that is acted by sleeping, which leaves a core free, as on a GPU host. Bytes in bubbles do not depend on how fast the
+machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.bubbles_rank import BLOCK, NONE, OFF, ON, ORDER, WARM, Iteration
+
+_EXAMPLE = "example: python benchmarks/bubbles.py --rounds 2 --json"
+STAGES = 4
+SIZES = ("rounds", "blocks", "microbatches", "width", "experts", "saved")
+COMPUTE, ACTED = "real compute", "acted accelerator"
+_TIMEOUT_SECS = 900.0
+
+WAYS = (NONE, OFF, ON)
+Blocks = dict[str, list[list[list[Iteration]]]]
+"""Way -> of each round, all iterations, by rank."""
+
+
+def measure(scratch: Path, args: argparse.Namespace, act_secs: float) -> Blocks:
+    """Starts the ranks, and gathers what they found."""
+    with tempfile.TemporaryDirectory(dir=scratch) as place, socket.create_server(("127.0.0.1", 0)) as probe:
+        order: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
+        order |= {"stages": STAGES, "root": place, "out": f"{place}/out", "act_secs": act_secs}
+        order["port"] = probe.getsockname()[1]
+        probe.close()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.bubbles_rank", json.dumps(order)]
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(STAGES))
+            codes = [process.wait(_TIMEOUT_SECS) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}")
+        ranks = [json.loads(Path(f"{place}/out.{rank}").read_text()) for rank in range(STAGES)]
+    found: Blocks = {way: [] for way in WAYS}
+    for number in range(args.rounds):
+        for way in WAYS:
+            turns = [rank[number][str(way != NONE)] for rank in ranks]
+            alike = zip(*turns, strict=True)
+            found[way].append([list(each) for each in alike if each[0]["way"] == way])
+    return found
+
+
+def wall(ranks: Sequence[Iteration]) -> float:
+    """Of an iteration, seconds of the slowest rank: each waits for it."""
+    return float(max(each["wall"] for each in ranks))
+
+
+def stall(ranks: Sequence[Iteration]) -> float:
+    """Of the rank that waits most."""
+    return float(max(each["stall"] for each in ranks))
+
+
+def cpu(ranks: Sequence[Iteration]) -> float:
+    """Seconds of all processes."""
+    return float(sum(each["cpu"] for each in ranks))
+
+
+def share(iterations: Sequence[Sequence[Iteration]], what: str, rank: int | None = None) -> float:
+    """Portion of the bytes that went in bubbles. what: "copied" or "sent"; rank: None for all."""
+    chosen = [each for ranks in iterations for each in (ranks if rank is None else [ranks[rank]])]
+    whole = sum(each[what] for each in chosen)
+    return float(sum(each[f"{what}_in_bubbles"] for each in chosen) / whole) if whole else 0.0
+
+
+def pairs(found: Blocks, of: Callable[[Sequence[Iteration]], float]) -> list[float]:
+    """Gating on over gating off, of each pair of blocks that follow one another."""
+    ratios = []
+    for on, off in zip(found[ON], found[OFF], strict=True):
+        medians = {
+            number: median(of(each) for each in those if each[0]["block"] == number)
+            for those in (on, off)
+            for number in {each[0]["block"] for each in those}
+        }
+        for number in range(0, len(medians) - 1, 2):
+            one, other = medians[number], medians[number + 1]
+            ratios.append(other / one if ORDER[number % len(ORDER)] == OFF else one / other)
+    return ratios
+
+
+def summary(found: Blocks) -> dict[str, Any]:
+    """JSON-ready: a row for each way, and on over off."""
+    rows = []
+    for way in WAYS:
+        rounds = found[way]
+        every = [ranks for each in rounds for ranks in each]
+        against = zip(rounds, found[NONE], strict=True)
+        ratios = [median(map(wall, each)) / median(map(wall, none)) for each, none in against]
+        extra = median(map(cpu, every)) / median(cpu(ranks) for each in found[NONE] for ranks in each)
+        rows.append(
+            {
+                "way": way,
+                "iteration_ms": 1e3 * median(map(wall, every)),
+                "of_none": median(ratios),
+                "of_none_by_round": ratios,
+                "stall_ms": 1e3 * median(map(stall, every)),
+                "cpu_ms": 1e3 * median(map(cpu, every)),
+                "cpu_of_none": extra,
+                "copied_mib": median(sum(each["copied"] for each in ranks) for ranks in every) / report.MIB,
+                "sent_mib": median(sum(each["sent"] for each in ranks) for ranks in every) / report.MIB,
+                "copied_in_bubbles": share(every, "copied"),
+                "sent_in_bubbles": share(every, "sent"),
+                "by_stage": [{what: share(every, what, at) for what in ("copied", "sent")} for at in range(STAGES)],
+            }
+        )
+    return {"rows": rows, "on_over_off": {"wall": pairs(found, wall), "cpu": pairs(found, cpu)}}
+
+
+def table(title: str, found: Mapping[str, Any]) -> Table:
+    """One row for each way; by stage: copied/sent."""
+    made = Table(title=title, title_justify="left")
+    made.add_column(no_wrap=True)
+    for heading in ("iteration ms", "of none", "stall ms", "CPU of none", "copied in bubbles", "sent", "by stage"):
+        made.add_column(heading, justify="right")
+    for row in found["rows"]:
+        stages = " ".join(f"{each['copied']:.0%}/{each['sent']:.0%}" for each in row["by_stage"])
+        cells = [f"{row['of_none']:.2f}", f"{row['stall_ms']:.1f}", f"{row['cpu_of_none']:.2f}"]
+        cells += [f"{row['copied_in_bubbles']:.0%}", f"{row['sent_in_bubbles']:.0%}", stages]
+        made.add_row(row["way"], f"{row['iteration_ms']:.0f}", *(cells if row["way"] != NONE else ["-"] * len(cells)))
+    ratios = (f"{name} {spread(each)}" for name, each in found["on_over_off"].items())
+    made.caption = "gating on over off, median and quartiles of neighbouring blocks: " + ", ".join(ratios)
+    return made
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The median, and between which quartiles."""
+    if len(ratios) < 2:
+        return f"{ratios[0]:.2f}" if ratios else "-"
+    low, middle, high = quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument(
+        "--blocks", type=int, default=16, help=f"of {BLOCK} iterations in each round (default: %(default)s)"
+    )
+    parser.add_argument("--microbatches", type=int, default=8, help="of an iteration (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="of the model (default: %(default)s)")
+    parser.add_argument("--experts", type=int, default=16, help="of each layer (default: %(default)s)")
+    parser.add_argument("--saved", type=int, default=6, help="experts per layer and checkpoint (default: %(default)s)")
+    parser.add_argument("--act-ms", type=float, default=8.0, help="of an acted forward pass (default: %(default)s)")
+    parser.add_argument("--only", choices=(COMPUTE, ACTED), help="one of the two")
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for memory and store")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON, and no table")
+    parser.add_argument("--write", action="store_true", help="keep every measurement in --out")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    args = parser.parse_args(argv)
+    facts: dict[str, Any] = {"machine": report.machine(), **{name: getattr(args, name) for name in (*SIZES, "act_ms")}}
+    facts |= {"stages": STAGES, "warm": WARM, "found": {}}
+    bubbles = (STAGES - 1) / (args.microbatches + STAGES - 1)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="bubbles_") as place:
+        for kind in (COMPUTE, ACTED) if args.only is None else (args.only,):
+            found = measure(Path(place), args, args.act_ms / 1e3 if kind == ACTED else 0.0)
+            facts["found"][kind] = summary(found)
+            if not args.json:
+                each = facts["found"][kind]["rows"][WAYS.index(ON)]["copied_mib"]
+                title = f"{kind}: PP{STAGES}, {args.microbatches} micro-batches (bubbles by formula {bubbles:.0%}), "
+                title += f"{each:.0f} MiB copied per iteration by all ranks"
+                console.print(table(title, facts["found"][kind]))
+    if args.json:
+        print(json.dumps(facts))
+    if args.write:
+        report.write_json(args.out / "bubbles.json", facts)
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what lies in memory is removed then, too
+    sys.exit(main())

@@ -75,8 +75,8 @@ POLICY_CONTEXT = (
 """What a policy of one's own decides from."""
 
 NEEDS = (
-    "sizes windows soft_counts decayed_counts lost_tokens gradients partial alone boost replicas bubbles period_steps "
-    "next_due explain"
+    "sizes windows soft_counts decayed_counts lost_tokens gradients tiers partial alone boost replicas bubbles "
+    "period_steps next_due explain"
 )
 """What a policy of one's own may say that it needs."""
 
@@ -147,7 +147,8 @@ CONFIG_GROUPS = {
         "pp6_ep8_dp2 pp8_ep1_dp8 pp8_ep4_dp2 pp8_ep8_dp2 single"
     ),
     "simulate/policy": (
-        "checkfreq dense dense_sync gemini gemini_daly gemini_young moc moc_peers moc_peers_fixed "
+        "checkfreq dense dense_sync gemini gemini_daly gemini_young gradient_log gradient_log_peers moc moc_peers "
+        "moc_peers_fixed "
         "moc_peers_load_aware moetion moetion_peers moevement moevement_peers moevement_peers_freeze "
         "moevement_peers_reorder moevement_peers_sparse"
     ),

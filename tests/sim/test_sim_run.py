@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from moe_ckpt.policies import AnyOf, CheckFreq, Dense, MoC, MoEtion, MoEvement
+from moe_ckpt.policies import AnyOf, CheckFreq, Dense, GradientLog, MoC, MoEtion, MoEvement
 from moe_ckpt.sim import formulas
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
@@ -21,6 +21,7 @@ from tests.sim.naive import Naive
 from tests.unit.builders import context
 
 SKEWED = ExpertLoad(skewness=0.2, drift=0.3, drift_secs=200.0)
+NARROW = {"pcie_bytes_per_sec": 30e3, "nic_bytes_per_sec": 50e3}
 SLOW, ONE_BUFFER = {"storage_bytes_per_sec": 80e3}, {"when_busy": "skip", "max_in_flight": 1}
 
 DURATION_SECS = 1000.0
@@ -57,6 +58,22 @@ REPEATING = {
     "moetion in turn": (
         MoEtion(selection="round_robin"),
         {"cluster": {"storage_bytes_per_sec": 50e3}, "parallel": Parallel(pp=1, ep=8)},
+    ),
+    "moetion in memory": (
+        MoEtion(),
+        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "peers", "storage_every_secs": 90.0}},
+    ),
+    "moetion in its node's memory": (
+        MoEtion(selection="round_robin"),
+        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "node", "storage_every_n_steps": "auto"}},
+    ),
+    "gradient log": (
+        GradientLog(),
+        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "peers", "storage_every_n_steps": 60}},
+    ),
+    "gradient log that skips": (
+        GradientLog(window=4),
+        {"cluster": NARROW, "system": {"durable": "node", "when_busy": "skip", "max_in_flight": 1}},
     ),
     "any of two": (AnyOf([MoC(k=1, every_n_steps=3), Dense(10)]), {"load": SKEWED}),
     "any of two that skip": (

@@ -49,6 +49,7 @@ EACH = {
     "decayed_counts": True,
     "lost_tokens": True,
     "gradients": True,
+    "tiers": True,
     "partial": True,
     "alone": True,
     "boost": 0.2,
@@ -151,12 +152,12 @@ def told(policy):
         (MoC(), "next_due partial"),
         (MoC(plt_budget=0.05, every_n_steps=2), "next_due partial lost_tokens period_steps"),
         (MoC(k="auto"), "next_due partial sizes"),
-        (MoEtion(), "next_due partial sizes boost bubbles"),
-        (MoEtion(experts=2, capacity_boost=None), "next_due partial bubbles"),
+        (MoEtion(), "next_due partial sizes boost bubbles tiers"),
+        (MoEtion(experts=2, capacity_boost=None), "next_due partial bubbles tiers"),
         (MoEvement(), "next_due sizes windows alone explain"),
         (MoEvement(order="soft_count"), "next_due sizes windows alone explain soft_counts"),
         (MoEvement(order="time_decayed"), "next_due sizes windows alone explain decayed_counts"),
-        (GradientLog(), "sizes gradients alone explain"),
+        (GradientLog(), "next_due sizes gradients tiers alone explain"),
         (Own(), ""),
     ],
 )
@@ -258,10 +259,16 @@ def test_needs_of_the_class_are_enough():
     assert told(Sized()) == {"sizes"}
 
 
-@pytest.mark.parametrize("taker", ["Options", "System"])
-def test_what_nothing_provides_is_refused(tmp_path, taker):
+def test_what_nothing_provides_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"Needy logs the gradients .* give memory=moe_ckpt.Memory"):
-        takers(tmp_path)[taker](Needy(Needs(gradients=True)))
+        takers(tmp_path)["Options"](Needy(Needs(gradients=True)))
+
+
+def test_a_log_of_gradients_is_simulated_in_memory_alone():
+    policy = Needy(Needs(gradients=True))
+    with pytest.raises(ConfigError, match=r"durable='storage'\): Needy keeps its log in memory .* use durable: peers"):
+        System("own", policy)
+    assert not System("own", policy, durable="node").in_trainer
 
 
 @pytest.mark.parametrize(

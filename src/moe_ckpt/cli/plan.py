@@ -109,8 +109,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def memory_systems(scenario: Scenario) -> list[System]:
-    """With checkpoints in the memory of peers; the papers' one of MoEvement is simulated only."""
-    from moe_ckpt.policies import Gemini, MoEtion, MoEvement
+    """With checkpoints in the memory of peers; logs of gradients and the papers' MoEvement are simulated only."""
+    from moe_ckpt.policies import Gemini, GradientLog, MoEtion, MoEvement
     from moe_ckpt.sim.system import System
 
     if scenario.layout.nodes < 2:
@@ -123,6 +123,7 @@ def memory_systems(scenario: Scenario) -> list[System]:
         replace(near, name="moetion_peers", policy=MoEtion(), rollback="global"),
         replace(near, name="moevement_memory", rollback="global", freeze=False),
         near,
+        replace(near, name="gradient_log_peers", policy=GradientLog(), rollback="global"),
     ]
 
 
@@ -296,6 +297,7 @@ def override_line(candidate: Candidate) -> str:
 def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
     from moe_ckpt.cli.output import print_table, wrapped
     from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.sim.log_or_windows import sentences
 
     layout, mean = scenario.layout, scenario.failures.mean_secs
     failing = "failures as in the trace" if mean is None else f"a failure every {_span(mean)}"
@@ -316,12 +318,25 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
         if one.refused:
             print(wrapped(f"{one.system.name} cannot be used: {one.refused}"))
     if any(not one.system.in_trainer for one in plan.candidates):
-        print(wrapped(f"{MARK} simulated only: after a failure, only the failed stage goes back"))
+        print(wrapped(f"{MARK} {_why_simulated(plan)}"))
     if short := [one for one in plan.candidates if one.margin]:
         least, all_of_it = _span(min(one.simulated_secs for one in short)), _span(scenario.duration_secs)
         print(wrapped(f"{_ABOUT} simulated for {least} or more of {all_of_it}: until it was certain not to be chosen"))
+    for said in sentences(scenario, plan.candidates):
+        print(wrapped(said))
     print()
     _advise(plan)
+
+
+def _why_simulated(plan: Plan) -> str:
+    """What of the marked ones no Trainer has."""
+    kinds = [one.system for one in plan.candidates if not one.system.in_trainer]
+    said = []
+    if any(one.rollback == "localized" for one in kinds):
+        said.append("after a failure, only the failed stage goes back")
+    if any(one.needs.gradients for one in kinds):
+        said.append("logs of gradients are tried with Lightning on one device and under DDP only")
+    return f"simulated only: {'; '.join(said)}"
 
 
 def _row(one: Candidate, human: Any) -> tuple[str, ...]:
@@ -353,7 +368,8 @@ def _advise(plan: Plan) -> None:
     print(f"  {override_line(plan.recommended)}")
     if plan.best is not None and plan.best is not plan.recommended:
         best = plan.best
-        print(wrapped(f"where only the failed stage goes back, {best.system.name} would reach {best.ettr:.3f}"))
+        how = "with a log of gradients" if best.system.needs.gradients else "where only the failed stage goes back"
+        print(wrapped(f"{how}, {best.system.name} would reach {best.ettr:.3f}"))
 
 
 def _span(secs: float) -> str:

@@ -186,13 +186,20 @@ class Ledger:
         kept = self.tokens.saved.get(Tier.HOST)
         return self.tokens.recover(step, None if alive is None or kept is None else np.where(alive, kept, 0))
 
-    def move(self, steps: int, counts: Counts) -> None:
-        """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each."""
+    def move(self, steps: int, counts: Counts, *, stored: bool = True) -> None:
+        """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each.
+
+        stored: storage has got, meanwhile, what it got before; else it has what it had.
+        """
         routed = counts * steps
         self.tokens.applied = self.tokens.applied + routed
         self.at_risk = AtRisk(self.at_risk.lacking, self.at_risk.routed + routed)
-        self.tokens.saved = {tier: saved + routed for tier, saved in self.tokens.saved.items()}
-        self._steps = np.where(self._steps == NEVER, NEVER, self._steps + steps)
+        resting = () if stored else (Tier.STORAGE,)
+        self.tokens.saved = {
+            tier: saved if tier in resting else saved + routed for tier, saved in self.tokens.saved.items()
+        }
+        self._steps = _later(self._steps, steps) if stored else self._steps
+        self._in_memory = {tier: _later(held, steps) for tier, held in self._in_memory.items()}
 
     def _unsaved(self) -> AtRisk:
         return AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
@@ -200,3 +207,7 @@ class Ledger:
     def _experts(self, places: Counts) -> Counts:
         """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""
         return self.catalog.layer_and_expert[places[self.catalog.is_expert[places]]]
+
+
+def _later(held: Counts, steps: int) -> Counts:
+    return np.where(held == NEVER, NEVER, held + steps)

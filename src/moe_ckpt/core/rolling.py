@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -131,6 +132,7 @@ class Rounds:
         self._lanes = lanes_of(order, ranks, placement)
         self._catalog = catalog
         self._cuts: dict[int, tuple[Slots, tuple[Counts, ...]]] = {}
+        self._parted: dict[int, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}
         self._weights: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
 
     @property
@@ -145,6 +147,18 @@ class Rounds:
     def places(self, window: int) -> tuple[Counts, ...]:
         """Returns the same as places in the catalog."""
         return self._cut(window)[1]
+
+    def parted(self, window: int) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """Returns of each step what is anchored, and all else, in the catalog's order: the same objects each time."""
+        if window not in self._parted:
+            found = []
+            for places in self.places(window):
+                anchored = np.zeros(len(self._catalog.operators), dtype=bool)
+                anchored[places] = True
+                chosen = (tuple(compress(self._catalog.everything, each.tolist())) for each in (anchored, ~anchored))
+                found.append((next(chosen), next(chosen)))
+            self._parted[window] = tuple(found)
+        return self._parted[window]
 
     def _cut(self, window: int) -> tuple[Slots, tuple[Counts, ...]]:
         if window not in self._cuts:

@@ -69,6 +69,7 @@ class AnyOf:
             decayed_counts=any(each.decayed_counts for each in every),
             lost_tokens=any(each.lost_tokens for each in every),
             gradients=any(each.gradients for each in every),
+            tiers=any(each.tiers for each in every),
             partial=any(each.partial for each in every),
             boost=max((each.boost for each in every if each.boost is not None), default=None),
             replicas=max(each.replicas for each in every),

@@ -251,6 +251,8 @@ class Needs:
         gradients: It plans logs of gradients (``SnapshotPlan.gradients``): at each step, in memory that outlives the
             process. It is told ``sizes``, ``coupled_operators``, ``snapshot_bytes`` and ``anchored_at``. Adapters
             refuse such a policy where no memory outlives the process.
+        tiers: It plans what stays in memory and what goes to storage apart, by ``PolicyContext.memory``. For the
+            simulator, which otherwise takes to storage whatever memory holds.
         partial: It leaves experts at older versions, so that a failure loses tokens.
         alone: No other policy may begin checkpoints beside it (``AnyOf``): it counts steps from the newest checkpoint,
             whoever wanted that, or spreads one over several steps.
@@ -275,6 +277,7 @@ class Needs:
     decayed_counts: bool = False
     lost_tokens: bool = False
     gradients: bool = False
+    tiers: bool = False
     partial: bool = False
     alone: bool = False
     boost: float | None = None

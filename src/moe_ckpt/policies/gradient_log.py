@@ -54,8 +54,8 @@ class GradientLog:
 
     Attributes:
         window: W, or ``"auto"`` to size it as above.
-        most_window: No round is longer, though it may then not fit: memory holds about two rounds, and a replay is as
-            long as one.
+        most_window: No round is longer, though it may then not fit: memory holds a round and what is under way, and a
+            replay is as long as a round.
         budget_fraction: Portion of both times that a step's save may take.
 
     Raises:
@@ -84,7 +84,9 @@ class GradientLog:
 
     @property
     def needs(self) -> Needs:
-        return Needs(sizes=True, gradients=True, alone=True, explain=self.explain)
+        return Needs(
+            sizes=True, gradients=True, tiers=True, alone=True, next_due=self.next_due, explain=self.explain
+        )
 
     def check(self, catalog: Catalog) -> None:
         """Any model will do, dense ones too, if it has as many operators as a round has steps."""
@@ -113,8 +115,13 @@ class GradientLog:
             return save_full(context.step, everything)
         anchored_at = self._anchored_at(context)
         rounds = self._rounds(context)
+        window = self._window(context, rounds, memory)
+        number = self._next(context, rounds, window, anchored_at)
+        if (anchored_at >= 0).all():
+            now, others = rounds.parted(window)[number]
+            return save_logged(context.step, now, others) if others else save_full(context.step, everything)
         anchored = anchored_at < 0
-        anchored[self._next(context, rounds, self._window(context, rounds, memory), anchored_at)] = True
+        anchored[rounds.places(window)[number]] = True
         for group in context.coupled_operators:
             places = context.catalog.places_of(tuple(sorted(group)))
             anchored[places] = anchored[places].any()
@@ -182,14 +189,14 @@ class GradientLog:
 
     # --- who is anchored ---
 
-    def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> Counts:
-        """Places of what is anchored now: the slot that holds the oldest anchor; of several, that with most tokens."""
+    def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
+        """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""
         slots = rounds.places(window)
         oldest = [int(anchored_at[slot].min()) for slot in slots]
         waiting = [at for at, step in enumerate(oldest) if step == min(oldest)]
         if len(waiting) > 1:
             waiting.sort(key=_tokens(context, slots).__getitem__, reverse=True)  # stable: then the first of the round
-        return slots[waiting[0]]
+        return waiting[0]
 
     def _anchored_at(self, context: PolicyContext) -> Counts:
         if len(context.anchored_at) != len(context.catalog.operators):
@@ -207,6 +214,10 @@ class GradientLog:
                 f"there, such as {unknown[0]}"
             )
         return _rounds_of(context)
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``Needs.next_due``: every step, once."""
+        return max(context.step, (context.last_step or 0) + 1)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "gradient_log", **asdict(self)}

@@ -52,8 +52,8 @@ class LogReport:
 
     @property
     def held_bytes(self) -> float:
-        """What memory holds at most of the log: a round's anchors and gradients, and as much of the next one's."""
-        return 2 * self.window * self.mean_bytes
+        """What memory holds of the log: all steps of a round, and the one that comes in."""
+        return (self.window + 1) * self.mean_bytes
 
     @property
     def warning(self) -> str | None:
@@ -81,7 +81,7 @@ class LogReport:
         if self.fits is not None:
             yield self.warning or f"each step fits ({self.limit_bytes:,} bytes)"
         yield (
-            f"memory holds up to {self.held_bytes:,.0f} bytes per rank; a failure costs the step under way, and up to "
+            f"memory holds {self.held_bytes:,.0f} bytes per rank; a failure costs the step under way, and up to "
             f"{self.window - 1} optimizer steps"
         )
 

@@ -140,6 +140,7 @@ class MoEtion:
         sizes = self.experts is None
         return Needs(
             sizes=sizes,
+            tiers=True,
             partial=True,
             boost=self.capacity_boost,
             bubbles=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.policies import CheckFreq, Dense, Gemini, MoC, MoEtion, MoEvement
+from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy, needs_of
 from moe_ckpt.sim.racing import Runner
 from moe_ckpt.sim.system import DURABLE, System
@@ -14,7 +14,7 @@ CLOSE = 0.005
 """ETTR this close counts as alike: then what loses no tokens goes first, then what needs no memory, then what is
 simpler."""
 
-KINDS: tuple[type, ...] = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement)
+KINDS: tuple[type, ...] = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement, GradientLog)
 """What is compared, the simplest first. Each is in the config group of the name that it describes itself by."""
 
 OPEN = "not known yet"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.sim.clock import down_to_clock, on_clock
@@ -45,6 +46,7 @@ class Costs:
         self._catalog = layout.model.catalog
         self._window = lru_cache(maxsize=256)(self._window_slots)
         self._partial = lru_cache(maxsize=4096)(self._heaviest)
+        self._logged = lru_cache(maxsize=256)(self._logged_step)
 
     # --- bytes ---
 
@@ -54,6 +56,8 @@ class Costs:
 
     def of_plan(self, plan: SnapshotPlan) -> Snapshot:
         """A plan without a window, as it is copied: what then stays in host memory with it."""
+        if plan.gradients:
+            return self._logged(plan.operators(), plan.gradients)
         held = plan.operators(Tier.HOST)
         return self._partial(plan.operators() + held) if held else self.stored(plan)
 
@@ -90,11 +94,28 @@ class Costs:
         return tuple(map(Snapshot, ranks.max(axis=0).tolist(), (even.sum(axis=0) + owned.sum(axis=0)).tolist()))
 
     def _heaviest(self, operators: tuple[str, ...]) -> Snapshot:
-        """Experts on their owners, the rest spread evenly over the ranks of its stage."""
-        at, table = self._catalog.places_of(operators), self._table
-        total = int(table.full[at].sum())
-        even = np.bincount(table.stage[at], weights=table.full[at] * table.even[at], minlength=table.stages)
-        owned = np.bincount(table.owner[at], weights=table.full[at] * ~table.even[at], minlength=table.owners)
+        """All of them in full."""
+        weights = np.zeros_like(self._table.full)
+        at = self._catalog.places_of(operators)
+        weights[at] = self._table.full[at]
+        return self._dealt(weights)
+
+    def _logged_step(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> Snapshot:
+        weights, places = np.zeros_like(self._table.full), self._catalog.places_of
+        weights[places(anchored)] = self._table.full[places(anchored)]
+        weights[places(gradients)] = self._table.gradient[places(gradients)]
+        return self._dealt(weights)
+
+    def log_held(self, steps: Counts) -> Snapshot:
+        """What a recovery loads of a log of gradients. steps: ``[operators]`` from each anchor to the newest step."""
+        return self._dealt(self._table.full + self._table.gradient * steps)
+
+    def _dealt(self, weights: npt.NDArray[np.int64]) -> Snapshot:
+        """Bytes of each operator: experts on their owners, the rest spread evenly over the ranks of its stage."""
+        table = self._table
+        total = int(weights.sum())
+        even = np.bincount(table.stage, weights=weights * table.even, minlength=table.stages)
+        owned = np.bincount(table.owner, weights=weights * ~table.even, minlength=table.owners)
         per_stage = np.zeros(table.stages)
         np.maximum.at(per_stage, table.stage_of_owner, owned)
         placement = self.layout.placement
@@ -160,6 +181,7 @@ class Costs:
             persist_bytes_per_sec=self.move_rate,
             recent_iteration_secs=self.iteration.secs,
             update_secs=self.iteration.update_secs,
+            send_bytes_per_sec=self.nic_rate / self.system.replicas if self.system.durable == "peers" else None,
         )
 
 
@@ -169,6 +191,7 @@ class _Table:
 
     full: npt.NDArray[np.int64]
     compute: npt.NDArray[np.int64]
+    gradient: npt.NDArray[np.int64]
     stage: npt.NDArray[np.int64]
     owner: npt.NDArray[np.int64]
     even: npt.NDArray[np.bool_]
@@ -181,6 +204,7 @@ def _table(layout: Layout, sizes: Mapping[str, OperatorBytes]) -> _Table:
     catalog, placement = layout.model.catalog, layout.placement
     full = np.array([sizes[op].full for op in catalog.everything], dtype=np.int64)
     compute = np.array([sizes[op].compute for op in catalog.everything], dtype=np.int64)
+    gradient = np.array([sizes[op].consumed for op in catalog.everything], dtype=np.int64)
     stage = np.array([placement.stage_of.get(op, 0) for op in catalog.everything], dtype=np.int64)
     even = np.ones(len(full), dtype=bool)
     owner = np.zeros(len(full), dtype=np.int64)
@@ -191,7 +215,7 @@ def _table(layout: Layout, sizes: Mapping[str, OperatorBytes]) -> _Table:
     ranks, owner = np.unique(owner, return_inverse=True)
     of_owner = np.zeros(len(ranks), dtype=np.int64)
     of_owner[owner[~even]] = stage[~even]
-    return _Table(full, compute, stage, owner, even, of_owner, len(placement.stages), len(ranks))
+    return _Table(full, compute, gradient, stage, owner, even, of_owner, len(placement.stages), len(ranks))
 
 
 def _in_window(

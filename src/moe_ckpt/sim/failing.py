@@ -212,7 +212,9 @@ class Failing:
     ) -> _Attempt:
         """All ranks; with nothing to go back to they begin anew at once."""
         repair = Repair(0.0, 0.0)
-        if source is not None:
+        if source is not None and source.anchored_at is not None and tier is not Tier.STORAGE:
+            repair = self._recoveries.logged(source.step - source.anchored_at, tier)
+        elif source is not None:
             repair = self._recoveries.whole(source.window, state.counts, tier)
         return _attempt(0, self._layout.parallel.pp - 1, failure.at_secs, ready, repair)
 

@@ -17,6 +17,7 @@ from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, given, whole
 class Precision:
     """Bytes per parameter of what forward and backward read, of the master weights, and of both moments together.
 
+    gradient_bytes: of what the optimizer consumes; None: as wide as the masters, and 2 at least.
     full_bytes: in a snapshot at full fidelity. The papers save masters and moments and no compute weights beside them
     (12 bytes with fp32 Adam), which is what counts here.
     """
@@ -25,14 +26,21 @@ class Precision:
     master_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     name: str = "fp16, fp32 + fp32"
+    gradient_bytes: float | None = None
 
     def __post_init__(self) -> None:
+        above_zero("Precision", **given(gradient_bytes=self.gradient_bytes))
         above_zero("Precision", compute_bytes=self.compute_bytes, master_bytes=self.master_bytes)
         above_zero("Precision", optimizer_bytes=self.optimizer_bytes)
 
     @property
     def full_bytes(self) -> float:
         return self.master_bytes + self.optimizer_bytes
+
+    @property
+    def consumed_bytes(self) -> float:
+        """Per parameter, what the optimizer consumes in one update."""
+        return max(2.0, self.master_bytes) if self.gradient_bytes is None else self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -183,9 +191,13 @@ class SimModel:
         if self.exact_bytes is not None:
             return dict(self.exact_bytes)
         return {
-            op: OperatorBytes(round(n * precision.full_bytes), round(n * precision.compute_bytes))
+            op: OperatorBytes(*(round(n * each) for each in _widths(precision)))
             for op, n in self.elements.items()
         }
+
+
+def _widths(precision: Precision) -> tuple[float, float, float]:
+    return precision.full_bytes, precision.compute_bytes, precision.consumed_bytes
 
 
 def assemble(

@@ -43,6 +43,16 @@ class Recoveries:
         replay = self._replay_secs(window, counts, self._costs.iteration.secs) if window else 0.0
         return Repair(self._load_secs(window, tier), replay)
 
+    def logged(self, steps: Counts, tier: Tier) -> Repair:
+        """All ranks go back to the newest step of a log of gradients: load anchors and gradients, and take the updates
+        since the oldest anchor again, each as long as one of training, since whole parameters are stepped.
+
+        steps: ``[operators]`` from each anchor to that step.
+        """
+        held, replayed = self._costs.log_held(steps), int(steps.max(initial=0))
+        from_peers = held.rank / self._costs.nic_rate if tier is Tier.PEER else 0.0
+        return Repair(from_peers + self._costs.copy_secs(held), replayed * self._costs.iteration.update_secs)
+
     def local(self, window: Window, counts: Counts, steps: int, stages: int, tier: Tier) -> Repair:
         """Some neighbouring stages go back, and come up to the others by their logs.
 

@@ -49,7 +49,7 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
     costs = Costs(layout, scenario.precision, scenario.iteration, system)
     peers = system.durable == "peers"
     copied, total = outcome.rank_bytes_per_step, outcome.total_bytes_per_step
-    sent = copied * system.replicas * layout.sent_portion if peers else 0.0
+    sent = outcome.sent_bytes_per_step * system.replicas * layout.sent_portion if peers else 0.0
     stored = total if system.durable == "storage" else 0.0
     if system.cadence is not None:
         held = total * (outcome.window or 1) if system.sparse else costs.dense.total
@@ -79,10 +79,15 @@ def _flushes_apart_secs(scenario: Scenario, outcome: Outcome, cadence: StorageCa
 def host_bytes(costs: Costs, outcome: Outcome) -> float:
     """Of one node: snapshots under way and the newest that is done, and what the node keeps for its peers.
 
-    A peer keeps a whole checkpoint and the one that is coming in: of a window, all its slots.
+    A peer keeps a whole checkpoint and the one that is coming in: of a window, all its slots. Of a log of gradients it
+    keeps all steps of a round and the one that is coming in, and so does the node itself.
     """
     system, ranks = costs.system, costs.layout.ranks_per_node
     own = (system.max_in_flight + 1) * outcome.heaviest_bytes
+    if system.needs.gradients:
+        held = ((outcome.window or 1) + 1) * outcome.rank_bytes_per_step
+        copies = 1 + (system.replicas if system.durable == "peers" else 0)
+        return ranks * (own + copies * held)
     kept = 0.0
     if system.durable == "peers":
         whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.dense.rank

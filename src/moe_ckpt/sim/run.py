@@ -132,7 +132,7 @@ class Run:
 
     def _sample(self, state: State) -> None:
         tokens = state.track.run_ledger.tokens
-        window = None if state.window is None else state.window.size
+        window = state.round_steps if state.window is None else state.window.size
         saved = state.saved_bytes / max(self._costs.dense.total, 1)
         self._history.append(Sample(state.now, state.step, tokens.lost_tokens, tokens.plt, state.k, window, saved))
 
@@ -160,12 +160,13 @@ class Run:
             recovered={tier.value: count for tier, count in self._failing.recovered.items()},
             advances=not self._verdict,
             verdict=self._verdict,
-            interval=None if scenario.system.sparse else state.interval,
-            window=None if state.window is None else state.window.size,
+            interval=None if scenario.system.sparse or state.round_steps else state.interval,
+            window=state.round_steps if state.window is None else state.window.size,
             k=state.k,
             mean_stall_secs=state.stall / trained,
             rank_bytes_per_step=state.rank_bytes / trained,
             total_bytes_per_step=state.total_bytes / trained,
+            sent_bytes_per_step=state.sent_bytes / trained,
             heaviest_bytes=state.heaviest_bytes,
             lost_tokens=tokens.lost_tokens,
             plt=tokens.plt,

@@ -152,7 +152,8 @@ class Outcome:
     advances: False where training never got beyond a failure: the run was cut off, and ``verdict`` says why.
     interval: iterations between checkpoints, the newest; None for windows. window: W of the newest window.
     mean_stall_secs: per iteration. rank_bytes_per_step, total_bytes_per_step: of snapshots, mean over all iterations,
-        on the rank that has most, and on all. heaviest_bytes: of one snapshot, on one rank.
+        on the rank that has most, and on all. sent_bytes_per_step: of what of them leaves that rank, one copy of it.
+        heaviest_bytes: of one snapshot, on one rank.
     fallbacks: recoveries that could not return to the newest checkpoint. recovered: recoveries by the farthest tier
         that some rank loaded from: "host", its own memory; "peer"; "storage".
     lost_tokens, plt: over all failures. reorders: windows in another order than the one before.
@@ -175,6 +176,7 @@ class Outcome:
     mean_stall_secs: float = 0.0
     rank_bytes_per_step: float = 0.0
     total_bytes_per_step: float = 0.0
+    sent_bytes_per_step: float = 0.0
     heaviest_bytes: int = 0
     lost_tokens: int = 0
     plt: float = 0.0

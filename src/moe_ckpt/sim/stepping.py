@@ -9,15 +9,15 @@ from math import ceil, inf
 import numpy as np
 import xxhash
 
-from moe_ckpt.core.cadence import StorageFacts
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs, Snapshot
+from moe_ckpt.sim.flushing import Flushing
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.track import Durable, Track
+from moe_ckpt.sim.track import Track
 
 _WINDOWS_KEPT = 128
 
@@ -29,8 +29,9 @@ class State:
     step: optimizer steps done, less what failures undid. counts: ``[L, E]`` tokens routed by one of them.
     stall, lost, down, idle, retrieve, replay: as ``scenario.Spent``.
     halt: why the policy asked training to end in good order.
+    round_steps: W of a log of gradients.
     rank_bytes, total_bytes: of all snapshots that began, copied by the rank that had most, and stored by all.
-        heaviest_bytes: of one snapshot, on one rank.
+        sent_bytes: what of the former left that rank, one copy of it. heaviest_bytes: of one snapshot, on one rank.
     """
 
     track: Track
@@ -51,7 +52,9 @@ class State:
     saved_bytes: int = 0
     rank_bytes: int = 0
     total_bytes: int = 0
+    sent_bytes: int = 0
     heaviest_bytes: int = 0
+    round_steps: int | None = None
     failures: int = 0
     failed_nodes: set[int] = field(default_factory=set)
     """Since something last became durable: what they held for others is not there again before."""
@@ -78,11 +81,20 @@ class Stepper:
         self._popularity = load.draw(rng, len(self._experts), max(self._experts, default=0))
         self._drift_secs = on_clock(load.drift_secs) if load.drifts else inf
         self._drift_at = self._drift_secs
-        self._cadence = self._system.cadence
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows: dict[bytes, Window] = {}
         self._needs = costs.system.needs
-        self.state = State(Track(self._catalog), tokens_of(self._popularity, assignments, self._experts))
+        system = self._system
+        track = Track(
+            self._catalog,
+            tiered=system.tiered,
+            stores=system.tiered and system.cadence is not None,
+            watched=self._needs.lost_tokens,
+            copied=system.durable == "peers",
+            logs=self._needs.gradients,
+        )
+        self.state = State(track, tokens_of(self._popularity, assignments, self._experts))
+        self._flushing = Flushing(costs, self.state)
 
     # --- between failures ---
 
@@ -111,8 +123,8 @@ class Stepper:
                 self._drift_at += self._drift_secs
             state.counts = tokens_of(self._popularity, self._assignments, self._experts)
             self._rounds.clear()
-        if self._flush_is_due():
-            state.track.back_up(state.now, on_clock(self._flush_secs))
+        if self._flushing.is_due:
+            state.track.back_up(state.now, on_clock(self._flushing.secs))
             self._rounds.clear()
         return drifts
 
@@ -120,53 +132,6 @@ class Stepper:
         if self.state.track.resolve(self.state.now):
             self.state.failed_nodes.clear()
             self.state.memory_empty = False
-
-    # --- from memory to storage ---
-
-    @property
-    def _flush_secs(self) -> float:
-        """To write what memory holds complete. Of a window all slots, of a partial checkpoint all that it stands on."""
-        newest = self.state.track.newest
-        return self._costs.storage_secs(self._costs.held(newest.window if newest else None))
-
-    def _facts(self, newest: Durable) -> StorageFacts:
-        """Of what is complete in memory. What a run begins with is taken to be on storage."""
-        state, track = self.state, self.state.track
-        return StorageFacts(
-            step=newest.step,
-            last_step=track.flushed_step,
-            secs_since=state.now - track.flushed_secs,
-            flush_secs=self._flush_secs,
-            iteration_secs=self._costs.iteration.secs,
-            failures=state.failures,
-            run_secs=state.now,
-        )
-
-    def _flush_is_due(self) -> bool:
-        """One after the other, and what a failure cut off is begun again at once."""
-        track, newest = self.state.track, self.state.track.newest
-        if self._cadence is None or newest is None or newest.step <= track.flushed_step:
-            return False
-        return track.flush_ends_secs is None and (track.backup_lost or self._cadence.due(self._facts(newest)))
-
-    @property
-    def _undisturbed_secs(self) -> float:
-        """Until then there is nothing to look at between rounds."""
-        track, newest = self.state.track, self.state.track.newest
-        if self._cadence is None or newest is None:
-            return self._drift_at
-        if track.flush_ends_secs is not None:
-            return min(self._drift_at, track.flush_ends_secs)
-        secs = self._cadence.next_secs(self._facts(newest))
-        return self._drift_at if secs is None else min(self._drift_at, track.flushed_secs + on_clock(secs))
-
-    def _undisturbed_steps(self) -> float:
-        """Likewise, in steps from here."""
-        newest = self.state.track.newest
-        if self._cadence is None or newest is None or self.state.track.flush_ends_secs is not None:
-            return inf
-        due = self._cadence.next_step(self._facts(newest))
-        return inf if due is None else due - 1 - newest.step
 
     # --- what repeats ---
 
@@ -177,14 +142,16 @@ class Stepper:
         state = self.state
         phase = state.step % self._needs.period_steps
         pattern = _digest(phase, *state.track.pattern(state.step, state.now))
-        here = (state.step, state.now, state.stall, state.track.run_ledger.index, state.rank_bytes, state.total_bytes)
+        counted = state.rank_bytes, state.total_bytes, state.sent_bytes
+        here = (state.step, state.now, state.stall, state.track.run_ledger.index, *counted)
         before = self._rounds.get(pattern)
         self._rounds[pattern] = here
         if before is None:
             return False
-        steps, secs, stall, begun, rank_bytes, total_bytes = (new - old for new, old in zip(here, before, strict=True))
-        rounds = int((min(until, self._undisturbed_secs) - state.now) // secs)
-        rounds = int(min(rounds, self._undisturbed_steps() // steps))
+        steps, secs, stall, begun, *counted_more = (new - old for new, old in zip(here, before, strict=True))
+        rank_bytes, total_bytes, sent_bytes = map(int, counted_more)
+        rounds = int((min(until, self._flushing.undisturbed_secs(self._drift_at)) - state.now) // secs)
+        rounds = int(min(rounds, self._flushing.undisturbed_steps() // steps))
         if self._needs.lost_tokens:  # what may be lost, and with it K, grows with the tokens routed
             rounds = min(rounds, state.step // (8 * int(steps)))
         if rounds < 1:
@@ -193,8 +160,9 @@ class Stepper:
         state.step += int(steps) * rounds
         state.now += secs * rounds
         state.stall += stall * rounds
-        state.rank_bytes += int(rank_bytes) * rounds
-        state.total_bytes += int(total_bytes) * rounds
+        state.rank_bytes += rank_bytes * rounds
+        state.total_bytes += total_bytes * rounds
+        state.sent_bytes += sent_bytes * rounds
         self._rounds.clear()
         return True
 
@@ -217,7 +185,7 @@ class Stepper:
         if not plan:
             self._iterate(1, until)
         elif self._admitted(until):
-            self._iterate(1, until, self._begin(plan, until))
+            self._iterate(1, until, self._begin(context, plan, until))
             state.halt = plan.halt
         elif state.now < until:
             self._skip(until)
@@ -225,7 +193,13 @@ class Stepper:
     def _context(self) -> PolicyContext:
         state, costs = self.state, self._costs
         placement, ranks = costs.layout.placement, costs.layout.parallel.ranks
-        return state.track.run_ledger.context(state.step, ranks, state.counts, costs.measured, placement, costs.sizes)
+        track = state.track
+        context = track.run_ledger.context(state.step, ranks, state.counts, costs.measured, placement, costs.sizes)
+        if not self._system.tiered:
+            return context
+        if self._needs.gradients and context.last_step is not None and state.step > context.last_step + 1:
+            track.gap()
+        return self._flushing.told(replace(context, anchored_at=track.anchored_at))
 
     def _admitted(self, until: float, skip: bool = True) -> bool:
         """Whether a buffer is free, now or after a wait. skip: do not wait if the system does not."""
@@ -248,7 +222,7 @@ class Stepper:
     def _skip(self, until: float) -> None:
         """Iterations up to the first one that begins with a free buffer: a policy that is due stays due."""
         state, secs = self.state, self._costs.iteration.secs
-        moment = min(self._free_secs, self._undisturbed_secs, until)
+        moment = min(self._free_secs, self._flushing.undisturbed_secs(self._drift_at), until)
         self._iterate(max(1, ceil((moment - state.now) / secs)), until)
 
     def _wait(self, moment: float, until: float) -> None:
@@ -257,8 +231,10 @@ class Stepper:
         state.stall += moment - state.now
         state.now = moment
 
-    def _begin(self, plan: SnapshotPlan, until: float) -> float:
+    def _begin(self, context: PolicyContext, plan: SnapshotPlan, until: float) -> float:
         """Returns what the next iteration takes longer; a plan that is to be waited for is, before."""
+        if self._system.tiered:
+            return self._begin_tiered(context, plan)
         state, stored = self.state, self._costs.stored(plan)
         copied = self._costs.of_plan(plan) if plan.operators(Tier.HOST) else stored
         last = state.track.run_ledger.last_step
@@ -271,11 +247,35 @@ class Stepper:
             return on_clock(self._costs.drag_secs(copied))
         return on_clock(self._costs.stall_secs(copied))
 
+    def _begin_tiered(self, context: PolicyContext, plan: SnapshotPlan) -> float:
+        """The same where memory and storage have plans of their own. context: that the plan was made from."""
+        state, costs = self.state, self._costs
+        rescued = () if plan.gradients else state.track.run_ledger.rescued
+        if rescued:  # as an engine adds what only slots of the life before have
+            wanted = rescued.union(plan.operators())
+            operators = tuple(op for op in self._catalog.everything if op in wanted)
+            held = tuple(op for op in plan.operators(Tier.HOST) if op not in wanted)
+            plan = save_full(plan.step, operators, host_only=held, k=plan.k, sends_held=plan.sends_held)
+        copied, sent = costs.of_plan(plan), costs.of_plan(plan) if plan.sends_held else costs.stored(plan)
+        last = state.track.run_ledger.last_step
+        state.interval = state.step - (last or 0) if last is not None or state.step else None
+        due = context.memory is not None and context.memory.storage_due
+        ready = self._ready_secs(state.now, copied, sent)
+        flush_secs = on_clock(costs.storage_secs(costs.stored(plan))) if due else None
+        if due:
+            self._rounds.clear()
+        state.track.begin_tiered(plan, ready, flush_secs)
+        state.k, state.saved_bytes = plan.k, sent.total
+        if self._needs.gradients and self._needs.explain is not None:
+            state.round_steps = self._needs.explain(context).window
+        return on_clock(costs.stall_secs(copied))
+
     def _ready_secs(self, now: float, copied: Snapshot, stored: Snapshot) -> float:
         """When a snapshot that begins now is durable; one after the other is moved. What host memory keeps is not."""
         state, track = self.state, self.state.track
         state.rank_bytes += copied.rank
         state.total_bytes += stored.total
+        state.sent_bytes += stored.rank
         state.heaviest_bytes = max(state.heaviest_bytes, copied.rank)
         there = now + on_clock(self._costs.copy_secs(copied))
         track.mover_free_secs = max(there, track.mover_free_secs) + on_clock(self._costs.move_secs(stored))

@@ -49,7 +49,7 @@ class System:
         owner = f"System {self.name!r}"
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"{owner}(policy={self.policy!r}): not a policy: it has no plan(), check() or describe()")
-        require_served(self.policy)
+        require_served(self.policy, gradients=True)
         one_of(owner, DURABLE, durable=self.durable)
         one_of(owner, ROLLBACKS, rollback=self.rollback)
         one_of(owner, INTERVALS, interval=self.interval)
@@ -67,6 +67,11 @@ class System:
             raise ConfigError(
                 f"{owner}(durable={self.durable!r}, replicas={kept}): {type(self.policy).__name__} is for checkpoints "
                 f"in the memory of at least {self.needs.replicas} peers; use durable: peers, or policy Dense"
+            )
+        if self.needs.gradients and self.durable == "storage":
+            raise ConfigError(
+                f"{owner}(durable='storage'): {type(self.policy).__name__} keeps its log in memory that outlives the "
+                "process; use durable: peers or node, or another memory than off"
             )
         if self.rollback == "localized" and not self.sparse:
             raise ConfigError(
@@ -101,9 +106,15 @@ class System:
         return self.needs.windows
 
     @property
+    def tiered(self) -> bool:
+        """Whether its plans say what goes on to storage; else that is what memory holds when storage is due."""
+        return self.needs.tiers and self.durable != "storage"
+
+    @property
     def in_trainer(self) -> bool:
-        """Whether a Trainer can run all of it today: localized rollback is simulated only."""
-        return self.rollback == "global"
+        """Whether a Trainer can run all of it today: localized rollback is simulated only, and logs of gradients are
+        tried with Lightning alone."""
+        return self.rollback == "global" and not self.needs.gradients
 
 
 @dataclass(frozen=True)

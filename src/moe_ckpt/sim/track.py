@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.rolling import anchored_after
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
@@ -20,7 +22,12 @@ class MovingRunLedger(RunLedger):
     """A trainer's books that can be told of many steps at once, and moved ahead in time.
 
     Steps told together route alike, and time-decayed activity is taken at the limit to which that brings it.
+
+    stores: storage has books of its own; without, what is durable stands for it. watched: the policy goes by these
+        at each step, as a budget for lost tokens does.
     """
+
+    stores = watched = False
 
     def routed_often(self, counts: Counts, steps: int) -> None:
         """``steps`` optimizer steps, each of which routed ``counts`` [L, E]."""
@@ -29,34 +36,56 @@ class MovingRunLedger(RunLedger):
             self.activity.add_often(counts, steps)
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
-        """The first checkpoint of a run is dense, whatever the policy: after it, nothing is."""
-        return self.catalog.everything if self.last_step is None else ()
+        """The first checkpoint of a run is dense, whatever the policy: after it, nothing is, but on storage."""
+        if self.last_step is None or not self.stores:
+            return self.catalog.everything if self.last_step is None else ()
+        return super()._missing(under_way)
 
     def return_to(self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None) -> FaultRecord:
         """As ``resume_from``, from a checkpoint that was never written. alive: see ``Track.fail``."""
         self.ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
         self.index, self.last_step = checkpoint.index + 1, checkpoint.step
         self.committed_step = checkpoint.step
-        return self.ledger.recover(checkpoint.step, alive)
+        if not self.outlives_process:
+            return self.ledger.recover(checkpoint.step, alive)
+        if alive is None:
+            return self.tokens.recover(checkpoint.step)
+        nothing = np.zeros_like(self.tokens.applied)
+        here, peers = (self.tokens.saved.get(tier, nothing) for tier in (Tier.HOST, Tier.PEER))
+        seen = np.maximum(np.where(alive, here, 0), peers)
+        fault = self.tokens.recover(checkpoint.step, seen)
+        self._rescued = self._newer(seen)
+        return fault
 
     def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` later, in a run that does all the time what it did before.
 
         checkpoints: begun in that time.
         """
-        self.ledger.move(steps, counts)
+        self.ledger.move(steps, counts, stored=not self.outlives_process)
         self.index += checkpoints
         self.last_step = None if self.last_step is None else self.last_step + steps
         self.committed_step = None if self.committed_step is None else self.committed_step + steps
         if self.window is not None:
             self.window = replace(self.window, start=self.window.start + steps)
-        self.pending = {key: moved(pending, steps, counts) for key, pending in self.pending.items()}
+        self.sealing = {key: moved(pending, steps, counts) for key, pending in self.sealing.items()}
+        # What goes on from memory to storage stays what it is.
+        if not self.outlives_process:
+            self.pending = {key: moved(pending, steps, counts) for key, pending in self.pending.items()}
 
     def pattern(self, step: int) -> tuple[bytes, ...]:
-        """Everything that policies go by, as seen from ``step``: alike at two steps if the run repeats itself."""
-        tiers = sorted(self.tokens.saved)
+        """Everything that policies go by, as seen from ``step``: alike at two steps if the run repeats itself.
+
+        Where memory outlives the process, most policies look at storage only when it is due.
+        """
+        resting = self.outlives_process and not self.watched
+        tiers = sorted(tier for tier in self.tokens.saved if not (resting and tier is Tier.STORAGE))
         unsaved = [(self.tokens.applied - self.tokens.saved[tier]).tobytes() for tier in tiers]
-        return self.ledger.expert_ages(step).tobytes(), self.activity.described().hard.tobytes(), *unsaved
+        ages = [self.ledger.expert_ages(step)]
+        if self.outlives_process:
+            ages = [step - self.ledger.expert_steps(tier) for tier in tiers]
+        hard = self.activity.described().hard.tobytes()
+        return *(each.tobytes() for each in ages), hard, repr(sorted(self.rescued)).encode(), *unsaved
 
 
 def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
@@ -70,29 +99,39 @@ class Durable:
     """A checkpoint that outlives a failure.
 
     step: of the state it holds. ledger: as of ``step``, with what its experts have seen.
+    anchored_at: ``[operators]`` steps of the anchors from which a log of gradients leads to ``step``; None where it is
+        no log, or of one step.
     """
 
     step: int
     ledger: Ledger
     index: int
     window: Window | None
+    anchored_at: Counts | None = None
 
-    def moved(self, steps: int, counts: Counts) -> Durable:
-        """As it would be ``steps`` later."""
+    def moved(self, steps: int, counts: Counts, *, stored: bool = True) -> Durable:
+        """As it would be ``steps`` later. stored: see ``Ledger.move``."""
         ledger = self.ledger.as_of(self.ledger.tokens.applied)
-        ledger.move(steps, counts)
+        ledger.move(steps, counts, stored=stored)
         window = None if self.window is None else replace(self.window, start=self.window.start + steps)
-        return Durable(self.step + steps, ledger, self.index, window)
+        return Durable(self.step + steps, ledger, self.index, window, _later(self.anchored_at, steps))
+
+
+def _later(anchored_at: Counts | None, steps: int) -> Counts | None:
+    return None if anchored_at is None else np.where(anchored_at < 0, anchored_at, anchored_at + steps)
 
 
 @dataclass
 class UnderWay:
-    """ready_secs: when it is durable."""
+    """ready_secs: when it is durable. flush_secs: what writing it to storage then takes, if it goes there.
+    anchored_at: as ``Durable``'s."""
 
     sequence: int
     pending: Pending
     ready_secs: float
     index: int
+    flush_secs: float | None = None
+    anchored_at: Counts | None = None
 
 
 class Track:
@@ -100,24 +139,46 @@ class Track:
 
     Times are absolute seconds of the run. ``newest`` is None until something is durable. moving: when each snapshot
     that is still in a buffer, a window's slots among them, is durable. backup: what is on storage beside the peers.
+
+    tiered: memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
+        memory holds. stores: something does; watched: see ``MovingRunLedger``. copied: peers have copies, where it is
+        tiered. logs: snapshots may be steps of a log of gradients.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self.run_ledger = MovingRunLedger(catalog)
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        tiered: bool = False,
+        stores: bool = False,
+        watched: bool = False,
+        copied: bool = False,
+        logs: bool = False,
+    ) -> None:
+        self._catalog, self._tiered, self._copied, self._logs = catalog, tiered, copied, logs
+        self._stores, self._watched = stores, watched
+        self.run_ledger = self._books()
+        self.anchored_at = np.full(len(catalog.operators), -1, dtype=np.int64)
+        """Of the log of gradients, if there is one, with what is under way; as ``PolicyContext.anchored_at``."""
         self.under_way: deque[UnderWay] = deque()
         self.moving: deque[float] = deque()
         self.newest: Durable | None = None
         self.backup: Durable | None = None
         self.flushed_secs = 0.0
         """When the newest flush to storage began."""
-        self._backing: tuple[float, Durable] | None = None
+        self._backing: tuple[float, Durable, int | None] | None = None
         self.backup_lost = False
         """A failure cut off a flush, and none was begun since."""
         self.mover_free_secs = 0.0
         self._sequence = 0
         self._generation = 0
         self._ordered: tuple[Window, int] | None = None
+
+    def _books(self) -> MovingRunLedger:
+        """Empty ones."""
+        found = MovingRunLedger(self._catalog, outlives_process=self._tiered)
+        found.stores, found.watched = self._stores, self._watched
+        return found
 
     def order_of(self, window: Window) -> int:
         """Alike for windows of the same slots that were ordered by the same frequencies; within one process only."""
@@ -141,30 +202,93 @@ class Track:
         self.under_way.append(UnderWay(self._sequence, pending, ready_secs, self.run_ledger.index))
         self.run_ledger.begun(self._sequence, pending)
 
+    def begin_tiered(self, plan: SnapshotPlan, ready_secs: float, flush_secs: float | None) -> None:
+        """A snapshot begins that is complete in memory at ``ready_secs``, and then goes to storage in ``flush_secs``.
+
+        flush_secs: None where storage is not due.
+        """
+        self._sequence += 1
+        held = plan.operators(Tier.HOST)
+        operators = plan.operators()
+        stored, applied = flush_secs is not None, self.run_ledger.tokens.applied.copy()
+        pending = Pending(
+            *(self._catalog, plan.step, self._generation, operators, held, applied, {}),
+            stored=stored,
+            copied=self._copied,
+            sends_held=plan.sends_held,
+            logged=bool(plan.gradients),
+        )
+        anchored_at = None
+        if plan.gradients:
+            places = self._catalog.places_of
+            self.anchored_at = anchored_at = anchored_after(
+                self.anchored_at, plan.step, places(plan.operators()), places(plan.gradients)
+            )
+        elif self._logs and len(operators) == len(self.anchored_at):
+            self.anchored_at = np.full_like(self.anchored_at, plan.step)
+        one = UnderWay(self._sequence, pending, ready_secs, self.run_ledger.index, flush_secs, anchored_at)
+        self.under_way.append(one)
+        self.run_ledger.begun(self._sequence, pending, self._sequence)
+
+    def gap(self) -> None:
+        """Nothing was saved of a step: no operator comes to the newest one any more."""
+        self.anchored_at = np.full_like(self.anchored_at, -1)
+
     def resolve(self, now_secs: float) -> bool:
         """What has become durable by ``now_secs`` counts from now on; True if a checkpoint has."""
         before = self.newest
         while self.moving and self.moving[0] <= now_secs:
             self.moving.popleft()
-        if self._backing is not None and self._backing[0] <= now_secs:
-            self.backup, self._backing = self._backing[1], None
+        self._resolve_backup(now_secs)
         while self.under_way and self.under_way[0].ready_secs <= now_secs:
             done = self.under_way.popleft()
+            if self._tiered:
+                self._in_memory(done)
+                self._resolve_backup(now_secs)
+                continue
             pending = self.run_ledger.resolved(done.sequence, committed=True)
             versions = self.run_ledger.ledger.as_of(pending.applied)
             self.newest = Durable(pending.step, versions, done.index, pending.window)
         return self.newest is not before
 
+    def _in_memory(self, done: UnderWay) -> None:
+        """A snapshot is complete in memory, and on peers where there are any."""
+        pending = done.pending
+        self.run_ledger.in_memory(done.sequence, complete=True, copied=self._copied)
+        versions = self.run_ledger.ledger.as_of(pending.applied)
+        self.newest = Durable(pending.step, versions, done.index, None, done.anchored_at)
+        if done.flush_secs is not None:
+            self._backing = done.ready_secs + done.flush_secs, self.newest, done.sequence
+            self.flushed_secs, self.backup_lost = done.ready_secs, False
+
+    def _resolve_backup(self, now_secs: float) -> None:
+        if self._backing is None or self._backing[0] > now_secs:
+            return
+        _, self.backup, sequence = self._backing
+        self._backing = None
+        if sequence is None:
+            return
+        pending = self.run_ledger.resolved(sequence, committed=True)
+        ledger = self.run_ledger.ledger
+        self.backup = replace(self.backup, ledger=ledger.as_of(pending.applied))
+        if self.newest is not None:  # which knows now that storage has it
+            self.newest = replace(self.newest, ledger=ledger.as_of(self.newest.ledger.tokens.applied))
+
     def back_up(self, now_secs: float, takes_secs: float) -> None:
         """What is durable now is written to storage, too."""
         if self.newest is not None:
-            self._backing, self.flushed_secs = (now_secs + takes_secs, self.newest), now_secs
+            self._backing, self.flushed_secs = (now_secs + takes_secs, self.newest, None), now_secs
         self.backup_lost = False
 
     @property
     def flush_ends_secs(self) -> float | None:
         """When what is on its way from memory to storage is there; None where nothing is."""
         return None if self._backing is None else self._backing[0]
+
+    @property
+    def flush_is_coming(self) -> bool:
+        """A snapshot for storage is on its way to memory."""
+        return self._tiered and any(one.flush_secs is not None for one in self.under_way)
 
     @property
     def flushed_step(self) -> int:
@@ -188,22 +312,26 @@ class Track:
 
         alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
         """
-        self.run_ledger = MovingRunLedger(self._catalog)
+        self.run_ledger = self._books()
         self.under_way.clear()
         self._stop_moving()
         self._generation += 1
         self.newest = to
+        self.gap()  # a new life begins its log anew
         return None if to is None else self.run_ledger.return_to(to, alive)
 
     def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""
         self.run_ledger.move(steps, checkpoints, counts)
         for one in self.under_way:
-            one.pending, one.ready_secs = self.run_ledger.pending[one.sequence], one.ready_secs + secs
+            books = self.run_ledger.sealing if self._tiered else self.run_ledger.pending
+            one.pending, one.ready_secs = books[one.sequence], one.ready_secs + secs
             one.index += checkpoints
+            one.anchored_at = _later(one.anchored_at, steps)
+        self.anchored_at = np.where(self.anchored_at < 0, -1, self.anchored_at + steps)
         self.moving = deque(ready + secs for ready in self.moving)
         if self.newest is not None:
-            self.newest = self.newest.moved(steps, counts)
+            self.newest = self.newest.moved(steps, counts, stored=not self._tiered)
         self.mover_free_secs += secs
 
     def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:
@@ -216,4 +344,7 @@ class Track:
         window = None if self.run_ledger.window is None else self.order_of(self.run_ledger.window)
         behind = None if self.newest is None else step - self.newest.step
         last = None if self.run_ledger.last_step is None else step - self.run_ledger.last_step
-        return (*self.run_ledger.pattern(step), chosen, pending, held, moving, idle, window, behind, last)
+        anchors = np.where(self.anchored_at < 0, -1, step - self.anchored_at).tobytes()
+        stored = tuple(one.flush_secs for one in self.under_way)
+        books = anchors, stored, *self.run_ledger.pattern(step)
+        return (*books, chosen, pending, held, moving, idle, window, behind, last)

@@ -1,0 +1,250 @@
+"""Policies that plan for memory and for storage apart: what each tier has, counted again from the plans alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from moe_ckpt.core.plan import Tier, save_logged
+from moe_ckpt.core.rolling import bytes_per_parameter
+from moe_ckpt.policies import GradientLog, Guarded, MoEtion, Wrapper
+from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.sim.cluster import Parallel
+from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.failures import Event, NoFailures
+from moe_ckpt.sim.load import tokens_of
+from moe_ckpt.sim.recovery import host_nodes
+from moe_ckpt.sim.resources import host_bytes
+from moe_ckpt.sim.run import simulate
+from moe_ckpt.sim.traces import Trace
+from tests.sim.builders import MODEL, scenario
+
+CATALOG = MODEL.catalog
+PEERS = {"durable": "peers", "replicas": 1, "storage_every_n_steps": 50}
+SMALL = {"pcie_bytes_per_sec": 20e3, "nic_bytes_per_sec": 20e3}
+"""Neither a copy nor a send of everything fits in an iteration, and a send takes longer."""
+ALL_NODES = tuple(Event(70.6, node) for node in range(4))
+WIDE = Parallel(pp=1, dp=1, ep=8)
+
+
+@dataclass(frozen=True)
+class Spied(Wrapper):
+    """Remembers what it was told and what it planned."""
+
+    seen: list = field(default_factory=list, compare=False)
+
+    def plan(self, context: PolicyContext):
+        plan = super().plan(context)
+        self.seen.append((context, plan))
+        return plan
+
+
+def run(policy, *events, secs=80.0, **given):
+    """Stepwise, so that each step is asked about. Events: a lost node, or the process that it has."""
+    spied = Spied(policy)
+    made = {"parallel": WIDE, "cluster": SMALL, "system": PEERS, **given}
+    failures = Trace(given=events) if events else NoFailures()
+    tried = scenario(spied, failures=failures, duration_secs=secs, stepwise=True, **made)
+    return tried, simulate(tried), spied.seen
+
+
+def killed(at, node=0):
+    return Event(at, node, process=True)
+
+
+def last_held(seen, step, tier):
+    """``[L, E]`` the newest step up to ``step`` of which a tier got each expert."""
+    found = np.full((len(CATALOG.layers), 8), -1)
+    for context, plan in seen:
+        if context.step > step:
+            break
+        goes = plan.operators() + (plan.operators(Tier.HOST) if tier is Tier.HOST or plan.sends_held else ())
+        if tier is Tier.STORAGE and not context.memory.storage_due:
+            continue
+        for op in plan.operators() if tier is Tier.STORAGE else goes:
+            if op in CATALOG.expert_at:
+                found[CATALOG.expert_at[op]] = context.step
+    return found
+
+
+# --- MoEtion ---
+
+
+def test_memory_gets_two_sets_and_storage_one():
+    _, _, seen = run(MoEtion())
+    assert seen[0][1].operators() == CATALOG.everything
+    two = [plan for context, plan in seen if not context.memory.storage_due]
+    one = [context.step for context, plan in seen if context.memory.storage_due]
+    assert one[0] == seen[0][0].step
+    assert next(step for step in one[1:] if step > 20) == 50
+    assert all(not plan.sends_held and plan.operators(Tier.HOST) for plan in two)
+    assert all(plan.sends_held and not plan.operators(Tier.HOST) for context, plan in seen if context.step in one)
+
+
+@pytest.mark.parametrize(
+    ("event", "tiers"),
+    [
+        (killed(45.6), (Tier.HOST, Tier.HOST)),
+        (Event(45.6, 0), (Tier.PEER, Tier.HOST)),
+    ],
+    ids=["a process", "a node"],
+)
+def test_what_a_failure_loses_is_what_the_tier_that_is_left_has_not(event, tiers):
+    """tiers: of what the failed node's ranks saved, and of all else."""
+    tried, outcome, seen = run(MoEtion(), event, secs=70.0)
+    restored = outcome.history[0].useful_steps
+    assert restored > 20
+    first = [(context, plan) for context, plan in seen if not context.faults]
+    counts = tokens_of(np.zeros((4, 8)), tried.tokens_per_step * MODEL.top_k)
+    mine = (host_nodes(tried.layout) == 0).any(axis=2)
+    held = np.where(mine, *(last_held(first, restored, tier) for tier in tiers))
+    assert (held <= restored).all()
+    assert outcome.lost_tokens == int((counts * (restored - held)).sum()) > 0
+
+
+def test_when_memory_is_gone_storage_has_its_own_set():
+    """No copy is left: what comes back is what was chosen for storage, and no newer one."""
+    fast = {**SMALL, "storage_bytes_per_sec": 1e6}
+    tried, outcome, seen = run(MoEtion(), *ALL_NODES, secs=90.0, cluster=fast)
+    assert outcome.recovered["storage"] == 1
+    restored = outcome.history[0].useful_steps
+    assert restored == 50
+    first = [(context, plan) for context, plan in seen if not context.faults]
+    counts = tokens_of(np.zeros((4, 8)), tried.tokens_per_step * MODEL.top_k)
+    held = last_held(first, restored, Tier.STORAGE)
+    assert outcome.lost_tokens == int((counts * (restored - held)).sum())
+    assert outcome.fallbacks == 1
+
+
+def test_what_only_memory_of_the_life_before_has_is_saved_at_once():
+    _, _, seen = run(MoEtion(experts=2), killed(30.6), secs=60.0)
+    context, _ = next((context, plan) for context, plan in seen if context.faults)
+    assert context.memory.expected_unsaved[Tier.HOST].sum() > 0
+    later = next(each for each, _ in seen if each.faults and each.step > context.step)
+    assert (later.memory.chosen_at[Tier.HOST] >= context.step).all(), "all of them: storage is far behind"
+
+
+def test_a_guard_around_it_sees_the_same():
+    plain, guarded = (run(policy)[2] for policy in (MoEtion(), Guarded(MoEtion(), 0.9)))
+    assert [plan.operators() for _, plan in plain] == [plan.operators() for _, plan in guarded]
+
+
+def test_with_links_for_everything_there_is_nothing_to_choose():
+    fast = {"pcie_bytes_per_sec": 1e6, "nic_bytes_per_sec": 1e6}
+    _, outcome, seen = run(MoEtion(), Event(45.6, 0), cluster=fast)
+    assert outcome.lost_tokens == 0
+    assert {len(plan.operators() + plan.operators(Tier.HOST)) for _, plan in seen} == {len(CATALOG.everything)}
+
+
+# --- logs of gradients ---
+
+LOG = {"cluster": {"pcie_bytes_per_sec": 30e3, "nic_bytes_per_sec": 100e3}}
+
+
+def costs_of(tried):
+    return Costs(tried.layout, tried.precision, tried.iteration, tried.system)
+
+
+def test_a_log_is_planned_within_the_links():
+    tried, outcome, seen = run(GradientLog(), **LOG)
+    costs = costs_of(tried)
+    assert outcome.window > 1
+    for context, plan in seen:
+        assert bool(plan.gradients) != (context.memory.storage_due or context.last_step is None)
+        if plan.gradients:
+            assert costs.copy_secs(costs.of_plan(plan)) <= tried.iteration.open_secs
+            assert costs.move_secs(costs.of_plan(plan)) <= tried.iteration.secs
+    assert all(later.step == former.step + 1 for (former, _), (later, _) in pairwise(seen))
+
+
+def test_a_step_weighs_what_the_formula_says():
+    tried, outcome, seen = run(GradientLog(window=4), **LOG)
+    costs = costs_of(tried)
+    logged = [costs.of_plan(plan).total for _, plan in seen if plan.gradients]
+    whole = len(logged) // 4 * 4
+    mean = sum(logged[:whole]) / whole / MODEL.total
+    assert mean == pytest.approx(bytes_per_parameter(4, 2, full=6), rel=0.02)
+    assert outcome.window == 4
+
+
+@pytest.mark.parametrize(("event", "where"), [(killed(45.6), "host"), (Event(45.6, 0), "peer")])
+def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, where):
+    tried, outcome, seen = run(GradientLog(window=4), event, secs=70.0, **LOG)
+    assert outcome.recovered[where] == 1
+    assert outcome.lost_tokens == 0
+    restored = outcome.history[0].useful_steps
+    before = [context.step for context, plan in seen if not context.faults]
+    costs = costs_of(tried)
+    newest = max(seen, key=lambda one: one[0].step if not one[0].faults else -1)[1]
+    lag = costs.copy_secs(costs.of_plan(newest)) + costs.move_secs(costs.of_plan(newest))
+    assert before[-1] - restored <= int(lag) + 1
+    assert outcome.spent.replay == pytest.approx(3 * tried.iteration.update_secs)
+    anchored = {}
+    for context, plan in seen:
+        if context.step <= restored and not context.faults:
+            anchored.update(dict.fromkeys(plan.operators(), context.step))
+    steps = np.array([restored - anchored[op] for op in CATALOG.everything])
+    held = costs.log_held(steps)
+    sizes = tried.layout.model.sizes(tried.precision)
+    chained = zip(CATALOG.everything, steps.tolist(), strict=True)
+    assert held.total == sum(sizes[op].full + sizes[op].consumed * count for op, count in chained)
+    network = held.rank / costs.nic_rate if where == "peer" else 0.0
+    assert outcome.spent.retrieve == pytest.approx(costs.copy_secs(held) + network)
+    after = next(plan for context, plan in seen if context.faults)
+    assert after.operators() == CATALOG.everything, "a new life begins its log anew"
+
+
+def test_when_memory_is_gone_a_dense_step_comes_from_storage_and_the_log_begins_anew():
+    _, outcome, seen = run(GradientLog(window=4), *ALL_NODES, secs=90.0, **LOG)
+    assert outcome.recovered["storage"] == 1
+    assert outcome.history[0].useful_steps == 50
+    assert outcome.lost_tokens == 0
+    assert outcome.spent.replay == 0.0
+    context, plan = next((context, plan) for context, plan in seen if context.faults)
+    assert context.step == 51
+    assert plan.operators() == CATALOG.everything
+
+
+def test_behind_a_step_that_was_skipped_everything_is_saved():
+    slow = {"cluster": {"pcie_bytes_per_sec": 30e3, "nic_bytes_per_sec": 10e3}}
+    system = {**PEERS, "when_busy": "skip", "max_in_flight": 1}
+    _, _, seen = run(GradientLog(window=4), system=system, **slow)
+    gaps = [plan for (former, _), (later, plan) in pairwise(seen) if later.step > former.step + 1]
+    assert gaps
+    assert all(plan.operators() == CATALOG.everything for plan in gaps)
+
+
+def test_what_is_not_logged_would_be_lost():
+    """The books go by the plans: gradients of one operator left out, and its anchor is no way to the newest step."""
+
+    class Forgetful(GradientLog):
+        def plan(self, context):
+            plan = super().plan(context)
+            return save_logged(plan.step, plan.operators(), plan.gradients[1:]) if plan.gradients else plan
+
+    _, _, seen = run(Forgetful(window=4), **LOG)
+    context = next(context for context, plan in seen if context.step == 3)
+    assert (context.anchored_at < 0).any()
+
+
+def test_without_storage_nothing_is_missing_there():
+    system = {"durable": "node"}
+    _, _, seen = run(GradientLog(window=4), system=system, **LOG)
+    assert all(plan.gradients for _, plan in seen[1:])
+
+
+def test_host_memory_holds_a_round_of_its_own_and_of_its_peers():
+    tried, outcome, _ = run(GradientLog(window=4), **LOG)
+    steps = 5 * outcome.rank_bytes_per_step
+    assert host_bytes(costs_of(tried), outcome) == pytest.approx(2 * (3 * outcome.heaviest_bytes + 2 * steps))
+
+
+def test_wider_gradients_make_longer_rounds():
+    tried, _, _ = run(GradientLog(), cluster={**LOG["cluster"], "pcie_bytes_per_sec": 22e3})
+    narrow, wide = (
+        simulate(replace(tried, precision=replace(tried.precision, gradient_bytes=each))).window for each in (1.0, 3.0)
+    )
+    assert narrow < wide

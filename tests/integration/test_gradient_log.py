@@ -40,7 +40,8 @@ def logged(run: Run, place: Path) -> Run:  # noqa: F811
 
 def updates(run: Run) -> list[int]:
     """Of each return: how many updates the plan said were made once more."""
-    return [int(found) for found in re.findall(r"then the (\d+) updates of steps", output(run))]
+    found = re.findall(r"then the (?:(\d+) updates of steps .*|update of step \d+ is) made once more", output(run))
+    return [int(each or 1) for each in found]
 
 
 def test_killed_the_run_goes_on_from_the_newest_step(place):  # noqa: F811
@@ -75,6 +76,9 @@ VARIATIONS = {
     "the-policy": replace(LOG, policy=("gradient-log", 4)),
     "the-policy-sized": replace(LOG, policy=("gradient-log", "auto")),
     "the-policy-coupled": replace(LOG, policy=("gradient-log", 3), model={"optimizer": "adafactor"}),
+    "skipping": replace(LOG, to_storage=4, callback={}),
+    "little-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 400_000}),
+    "hardly-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 200_000}),
     "slow-copy": replace(LOG, slow_copy_secs=0.05),
 }
 
@@ -88,8 +92,12 @@ def test_however_a_run_is_set_up(name, place):  # noqa: F811
     assert live(run) == 0, output(run)
     assert_same_run(run)
     # Batches of a step that had not been made are no step computed again.
-    assert recomputed(run) == ([1, 1] if name == "accumulated" else [0, 0])
-    assert len(updates(run)) == (0 if name in ("one-group", "the-policy-sized") else 2), output(run)
+    allowed = {"accumulated": 1, "skipping": 3, "little-room": 2, "hardly-room": 3}.get(name, 0)
+    assert max(recomputed(run)) <= allowed
+    if name in ("one-group", "the-policy-sized"):
+        return  # all operators are anchored in each step
+    assert name in ("skipping", "little-room", "hardly-room") or len(updates(run)) == 2, output(run)
+    assert name != "hardly-room" or "has no room for" in output(run)
 
 
 @pytest.mark.slow

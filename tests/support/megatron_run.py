@@ -148,7 +148,9 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         journal.note(updated=iteration + 1, made=made, replayed=record.replayed)
     told = describe(ckpt, built)
     ckpt.finish()
-    return told | {"losses": losses, "records": records, "progress": progress, "restored_step": ckpt.restored_step}
+    plan = ckpt.recovery_plan
+    told |= {"losses": losses, "records": records, "progress": progress, "restored_step": ckpt.restored_step}
+    return told | {"remade": None if plan is None else plan.updates}
 
 
 def draw(times: int) -> None:

@@ -324,7 +324,8 @@ class MemoryTier:
         """Host memory that ``drop`` would free, and that nobody will miss."""
         with self._lock:
             stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
-            going = {*stored, *self._superseded()}
+            logged = [entry for entry in self._logged() if entry.step.complete and not entry.to_storage]
+            going = {*stored, *self._superseded(), *logged}
             return sum(entry.buffer.nbytes for entry in going if entry.buffer is not None)
 
     @property

@@ -157,6 +157,8 @@ class Pipeline:
         refused = None
         if buffer is None:
             refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
+            if request.since is not None:
+                refused = _no_room(plan.nbytes, self._pool.budget_bytes)
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
@@ -287,4 +289,11 @@ def _overwritten(names: Sequence[str]) -> str:
     return (
         f"gradients or weights of {len(names)} parameters ({min(names)}, ...) were written to by something else than "
         "the optimizer, so that the update cannot be logged"
+    )
+
+
+def _no_room(nbytes: int, budget_bytes: int) -> str:
+    return (
+        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside what it needs; raise "
+        "Memory(budget_bytes=...), or anchor more operators in each step"
     )

@@ -83,8 +83,10 @@ class Room:
                 buffer = self._pool.acquire(max(nbytes, 1))
             if buffer is not None:
                 return buffer, waited
-            if isinstance(self._tier, MemoryTier) and not self._stages.in_flight and not self._comes_back(until):
-                return None, waited
+            if isinstance(self._tier, MemoryTier) and not self._stages.in_flight:
+                logged = request.since is not None and not self._pool.is_making  # a full snapshot takes its place
+                if logged or not self._comes_back(until):
+                    return None, waited
             left = max(0, min(left, self._stages.in_flight) - 1)
 
     def _comes_back(self, until: float) -> bool:

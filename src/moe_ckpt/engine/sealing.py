@@ -38,6 +38,7 @@ class MemorySealer:
         self._to_storage = to_storage
         self._rows = OperatorRows(run.catalog)
         self._watch = FreshnessWatch()
+        self._said: set[str] = set()
 
     def resolve(self, snapshot: Snapshot) -> Resolution:
         """Seal this rank's share. Whatever goes wrong, the other ranks learn of it, and storage is tried."""
@@ -52,6 +53,9 @@ class MemorySealer:
             log.warning("memory does not hold the checkpoint of step %d: %s", snapshot.step, trouble)
             if snapshot.share is None:
                 snapshot.refused = trouble
+        if snapshot.refused is not None and snapshot.request.since is not None and snapshot.refused not in self._said:
+            self._said.add(snapshot.refused)
+            log.warning("step %d of the gradient log is not kept: %s", snapshot.step, snapshot.refused)
         self._tier.sealed(snapshot, header)
         if snapshot.request.stored:
             if snapshot.share is not None:  # more is sealed before it is written

@@ -194,7 +194,7 @@ class Snapshotter:
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
-        if snapshot.refused and not last and settings.when_busy == "wait":
+        if snapshot.refused and request.since is None and not last and settings.when_busy == "wait":
             raise self._not_in_time(plan.step, patience_secs)
         in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
         self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)

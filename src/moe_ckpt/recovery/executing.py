@@ -278,10 +278,9 @@ def plan_text(plan: RecoveryPlan) -> str:
         table.append(f"then steps {plan.first + 1} to {plan.step} are computed again")
     if plan.updates is not None:
         first, last = plan.updates
-        table.append(
-            f"then the {last - first} updates of steps {first + 1} to {last} are made once more, from the gradients "
-            "that they consumed"
-        )
+        several = f"the {last - first} updates of steps {first + 1} to {last} are"
+        said = several if last - first > 1 else f"the update of step {last} is"
+        table.append(f"then {said} made once more, from the gradients consumed")
     return "\n  ".join([f"recovery plan for {plan.checkpoint}:", *table])
 
 

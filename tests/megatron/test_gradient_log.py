@@ -1,0 +1,69 @@
+"""A gradient log under Megatron: a killed job goes on from the newest iteration by optimizer steps, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.megatron.exactness import Case, finish, kill, require_exact
+from tests.megatron.test_exact import (
+    BF16,
+    EXPERTS_DATA,
+    GROUPED,
+    OVERLAPPED,
+    PIPELINE_EXPERTS,
+    SHARDED,
+    SKIPS,
+    TENSOR_EXPERTS,
+)
+from tests.support.deleting import delete_tree
+from tests.support.megatron_gpt import Setup
+
+LOG = ("GradientLog", {"window": 3})
+MEMORY = {"storage_every_n_steps": 1000}
+COPIES = {"replicas": 1, **MEMORY}
+
+
+def logged(setup: dict, kills=((2, 7, "train"),), **more) -> Case:
+    return Case(Setup(**setup), LOG, kills, memory=True, **{"copies": MEMORY, "steps": 8, **more})
+
+
+CASES = {
+    "ep2-dp2": logged(EXPERTS_DATA),
+    "ep2-dp2-sharded": logged({**EXPERTS_DATA, **GROUPED, **SHARDED}),
+    "ep2-dp2-overlapped": logged({**EXPERTS_DATA, **BF16, **OVERLAPPED, "expert_bias": True}),
+    "ep2-dp2-bf16": logged({**EXPERTS_DATA, **GROUPED}, kills=((0, 5, "train"), (3, 7, "copy"))),
+    "pp2-ep2": logged({**PIPELINE_EXPERTS, **BF16, "tied": True}),
+    "tp2-ep2-skipped": logged({**TENSOR_EXPERTS, **SKIPS, **SHARDED}, kills=((1, 8, "train"),), steps=9),
+}
+FAST = ("ep2-dp2-sharded",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES]
+)
+def test_a_killed_job_goes_on_from_the_newest_iteration(name, tmp_path):
+    case = CASES[name]
+    kill(case, tmp_path)
+    ended = finish(case, tmp_path)
+    _, at, phase = case.kills[-1]
+    assert ended.resumed[-1] >= at - 1 - (phase != "train"), "all that was sealed on every rank"
+    remade = [result["remade"] for result in ended.results]
+    assert len(set(remade)) == 1
+    assert remade[0][0] < remade[0][1] == ended.resumed[-1], "updates were made once more"
+    assert not any(ended.replayed(life) for life in range(len(ended.lives))), "nothing is computed again"
+    require_exact(case, tmp_path, ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("name", ["ep2-dp2", "ep2-dp2-sharded"])
+def test_a_lost_node_comes_back_from_its_peer(name, lost, tmp_path):
+    case = replace(CASES[name], copies=COPIES)
+    kill(case, tmp_path)
+    delete_tree(tmp_path / "memory" / f"node_{lost}")
+    ended = finish(case, tmp_path)
+    assert ended.resumed[-1] >= 5
+    assert all(result["remade"] is not None for result in ended.results)
+    require_exact(case, tmp_path, ended)

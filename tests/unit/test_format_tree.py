@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import UnencodableStateError
+from moe_ckpt.format.fragment import nesting
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
@@ -241,6 +242,18 @@ def test_state_that_is_nested_too_deep_for_readers_is_not_written(times):
         encode_tree({"callbacks": deep})
     with pytest.raises(ValueError, match="nested"):
         seal({"state": deep})
+
+
+@given(trees, st.integers(0, 6))
+def test_what_is_within_one_another_is_counted_as_readers_count(tree, most):
+    value, _ = encode_tree(tree)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_ckpt.format.tree._MOST_DEPTH", most)
+        if nesting(value) <= most:
+            assert same(value, encode_tree(tree)[0])
+        else:
+            with pytest.raises(UnencodableStateError, match="within one another"):
+                encode_tree(tree)
 
 
 def test_lists_of_numbers_are_taken_whole_and_all_others_item_by_item():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.format import tensor_words
+from moe_ckpt.format.gathering import WORD, Words
 from moe_ckpt.format.tensor_words import counters, counts, lying
 
 
@@ -159,3 +160,22 @@ def test_elsewhere_nothing_is_read(monkeypatch):
         assert not counters(some()).any()
     finally:
         tensor_words._layout.cache_clear()
+
+
+def test_changed_words_are_found_in_every_part_of_a_long_list():
+    """They are read some thousands at a time; the last part is short."""
+    memory = np.arange(20_000, dtype=np.uint64)
+    places = np.random.default_rng(0).permutation(20_000)
+    words = Words([memory], memory.ctypes.data + WORD * places)
+    assert words.same()
+    for at in (0, 8191, 8192, 19_999):
+        memory[places[at]] += np.uint64(7)
+        found, values = words.others()
+        assert (found.tolist(), values.tolist()) == ([at], [places[at] + 7])
+        assert not words.same()
+        words.renew(found, values)
+        assert words.same()
+    memory[places[[3, 9000]]] += np.uint64(1)
+    assert words.others()[0].tolist() == [3, 9000]
+    assert words.same(np.array([5])), "asked about others only"
+    assert not words.same(np.array([9000]))

@@ -15,6 +15,7 @@ Values = npt.NDArray[np.uint64]
 
 WORD = 8
 """Bytes."""
+_AT_A_TIME = 8192
 
 
 class Column:
@@ -78,7 +79,7 @@ class Words:
 
     def __init__(self, objects: Sequence[object], addresses: Numbers) -> None:
         self._objects = objects
-        self._memory, self._places = _spanned(addresses)
+        self._memory, self._places = spanned(addresses)
         self._first = self.read()
 
     def read(self) -> Values:
@@ -90,18 +91,39 @@ class Words:
 
     def same(self, places: Numbers | None = None) -> bool:
         """Whether they are what they were at first. places: of those that are asked about; None for all."""
-        if places is None:
-            return np.array_equal(self.read(), self._first)
-        return np.array_equal(self._memory[self._places[places]], self._first[places])
+        if places is not None:
+            return np.array_equal(self._memory[self._places[places]], self._first[places])
+        return not len(self.others()[0])
+
+    def others(self) -> tuple[Numbers, Values]:
+        """The places of those that are not what they were at first, and what they are."""
+        # So many at a time that no new pages of memory are needed, which would take longer than reading does.
+        found = np.empty(min(len(self._places), _AT_A_TIME), dtype=np.uint64)
+        places, values = [], []
+        for at in range(0, len(self._places), _AT_A_TIME):
+            those = self._places[at : at + _AT_A_TIME]
+            part = found[: len(those)]
+            self._memory.take(those, out=part, mode="clip")  # all are within; else numpy would copy once more
+            differ = (part != self._first[at : at + _AT_A_TIME]).nonzero()[0]
+            if len(differ):
+                places.append(differ + at)
+                values.append(part[differ])
+        if not places:
+            return np.zeros(0, dtype=np.int64), found[:0]
+        return np.concatenate(places), np.concatenate(values)
+
+    def renew(self, places: Numbers, values: Values) -> None:
+        """From now on these are what they were at first."""
+        self._first[places] = values
 
 
 def words_at(addresses: Numbers) -> Values:
     """The words at aligned addresses. Whoever asks sees to it that what they are of lives."""
-    memory, places = _spanned(addresses)
+    memory, places = spanned(addresses)
     return memory[places]
 
 
-def _spanned(addresses: Numbers) -> tuple[Values, Numbers]:
+def spanned(addresses: Numbers) -> tuple[Values, Numbers]:
     """(memory from the first of some aligned addresses to the last, the places of all in it)."""
     low, high = (int(addresses.min()), int(addresses.max()) + WORD) if len(addresses) else (0, 0)
     return memory_at(low, high - low).view(np.uint64), (addresses - low) // WORD

@@ -16,15 +16,16 @@ from functools import lru_cache
 from operator import attrgetter, methodcaller
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from moe_ckpt.format.gathering import WORD, Numbers, Values, Words, words_at
+from moe_ckpt.format.gathering import WORD, Numbers, Words, spanned, words_at
 
 _IS_READABLE = sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 and sys.byteorder == "little"
 """``id`` is an address, and words are as wide as they are taken to be."""
 _TENSOR_WORDS, _STORAGE_WORDS = 24, 6
 """Of the C++ objects; what is looked for is within the first so many."""
-_COUNT_AT, _COUNT_MASK = 16, 0xFFFFFFFF
+_COUNT_AT = 16
 """Of a version counter: its count, in 32 bits, follows on the two words of every object that torch counts."""
 
 _CDATA = attrgetter("_cdata")
@@ -115,9 +116,25 @@ def counters(tensors: Sequence[torch.Tensor | None]) -> Numbers:
     return found
 
 
-def counts(addresses: Numbers) -> Values:
+def counts(addresses: Numbers) -> npt.NDArray[np.uint32]:
     """How often the tensors were written to, whose counters are there."""
-    return words_at(addresses) & np.uint64(_COUNT_MASK)
+    return Counts(addresses).read()
+
+
+class Counts:
+    """How often some tensors were written to, read again and again. Whoever reads sees to it that they live.
+
+    Args:
+        addresses: Of their counters, see ``counters``.
+    """
+
+    def __init__(self, addresses: Numbers) -> None:
+        memory, places = spanned(addresses)
+        # The count is the lower half of a little-endian word.
+        self._memory, self._places = memory.view(np.uint32), places * 2
+
+    def read(self) -> npt.NDArray[np.uint32]:
+        return self._memory.take(self._places)
 
 
 @lru_cache(maxsize=1)

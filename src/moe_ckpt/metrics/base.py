@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +47,13 @@ class StepMetric(Metric):
         else:
             super().__setattr__(name, value)
 
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """``update`` with those of ``facts`` that it asks for, without what torchmetrics does around it at each step
+        for gradients and lists of states, of which there are none here."""
+        self._computed = None
+        self._update_count += 1
+        type(self).update(self, **{name: facts[name] for name in _asked_for(type(self))})
+
     def _state(self, name: str, default: torch.Tensor, over_ranks: str) -> None:
         self.add_state(name, default=default, dist_reduce_fx=over_ranks)
 
@@ -67,6 +76,12 @@ class StepMetric(Metric):
         series = {key: [float(v) * self.scale for v in values] for key, values in _series(value).items()}
         draw_curves(axes, series, self.label, type(self).__name__)
         return fig, axes
+
+
+@lru_cache(maxsize=64)
+def _asked_for(kind: type[StepMetric]) -> tuple[str, ...]:
+    """Names of what ``update`` takes."""
+    return tuple(inspect.signature(kind.update).parameters)[1:]
 
 
 def _series(value: Any) -> dict[str, list[Any]]:

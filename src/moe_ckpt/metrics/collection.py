@@ -10,6 +10,7 @@ from torchmetrics import Metric, MetricCollection
 from moe_ckpt.engine.events import Observer, SessionEvent, StepEnded, TrainingEnded
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import RunLedger
+from moe_ckpt.metrics.base import StepMetric
 from moe_ckpt.metrics.cost import BytesByFidelity, CheckpointBytes, CheckpointStall
 from moe_ckpt.metrics.experts import ExpertAges, OldestExpertAge, UnsavedTokens
 from moe_ckpt.metrics.tokens import (
@@ -25,6 +26,15 @@ from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
 class CheckpointMetrics(MetricCollection):
     """What ``checkpoint_metrics`` gives."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Give each metric what it asks for; see ``facts``."""
+        metrics = [metric for metric in self.values(copy_state=False) if isinstance(metric, StepMetric)]
+        if args or len(metrics) < len(self):  # a user's own are among them
+            super().update(*args, **kwargs)
+            return
+        for metric in metrics:
+            metric.note(kwargs)
 
     def plot(self, val: Any = None, ax: Any = None, together: bool = False) -> Any:
         """A picture of each metric: see ``MetricCollection.plot``, which cannot find those of several values."""

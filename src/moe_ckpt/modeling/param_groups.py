@@ -18,6 +18,7 @@ from moe_ckpt.format.fragment import FixedStrings
 
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
+_PLAIN_TYPES = frozenset(_PLAIN)
 
 
 def read(index: int, optimizer: Optimizer, names: Sequence[FixedStrings]) -> list[dict[str, Any]]:
@@ -41,6 +42,8 @@ def read(index: int, optimizer: Optimizer, names: Sequence[FixedStrings]) -> lis
 
 def require_plain(value: Any, path: str) -> None:
     """Raise ``UnencodableStateError``, naming the place below ``path``, for a value that is no plain data."""
+    if type(value) in _PLAIN_TYPES:
+        return  # nearly all are
     if isinstance(value, (list, tuple, set, frozenset)):
         for at, item in enumerate(value):
             require_plain(item, f"{path}/{at}")

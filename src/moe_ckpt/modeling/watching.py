@@ -44,11 +44,9 @@ class Versions:
         self._dicts = dicts
         self._version = dict_version if _VERSIONED.issuperset(map(type, dicts)) else None
         self._words = None if self._version is None else words.versions(dicts, self._version)
-        self._seen = self._now()
+        self._seen = self._now() if self._words is None else None
 
     def _now(self) -> words.Values:
-        if self._words is not None:
-            return self._words.read()
         found = () if self._version is None else map(self._version, self._dicts)
         return np.fromiter(found, np.uint64)
 
@@ -59,13 +57,17 @@ class Versions:
             compare: Whether those at these places are; called unless versions say so of all. All places are given where
                 versions are not to be had.
         """
-        now = self._now()
         if self._version is None:
             return compare(range(len(self._dicts)))
-        others = (now != self._seen).nonzero()[0].tolist()
-        if not others:
+        if self._words is not None:
+            places, values = self._words.others()
+            if len(places) and not compare(places.tolist()):
+                return False
+            self._words.renew(places, values)
             return True
-        if not compare(others):
+        now = self._now()
+        others = (now != self._seen).nonzero()[0].tolist()
+        if others and not compare(others):
             return False
         self._seen = now
         return True

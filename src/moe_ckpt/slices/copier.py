@@ -16,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from moe_ckpt.format.gathering import Values
 from moe_ckpt.slices.copying import CopyProgram, CopyStep, HostMoves
 from moe_ckpt.slices.gating import CHUNK_NBYTES, BubbleGate, Transfer
 
@@ -38,7 +38,7 @@ class _Watch:
         self._programs = programs
         self._versions = self._now()
 
-    def _now(self) -> list[Values]:
+    def _now(self) -> list[npt.NDArray[np.uint32]]:
         return [program.versions() for program in self._programs]
 
     def changed(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import torch
 from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.gathering import Numbers, Values, by_size, memory_at, pieces_of
+from moe_ckpt.format.gathering import Numbers, by_size, memory_at, pieces_of
 from moe_ckpt.format.shard import SliceEntry, moved
 from moe_ckpt.slices.cuts import (
     ADDRESS,
@@ -78,7 +78,8 @@ class CopyProgram:
         first = _starts(table[1:, BLOCK] == table[:-1, BLOCK], len(numbers))
         self._watched = numbers[first[np.argsort(table[first, BLOCK])]]
         self.blocks = tuple(map(shelf.blocks.__getitem__, self._watched.tolist()))
-        self._counters = shelf.counters(self._watched)
+        counters = shelf.counters(self._watched)
+        self._counts = None if counters is None else tensor_words.Counts(counters)
         elsewhere = numbers[table[:, KIND] != IN_HOST_MEMORY].tolist()
         self.is_cuda = any(map(_IS_CUDA, map(shelf.blocks.__getitem__, elsewhere)))
 
@@ -97,11 +98,11 @@ class CopyProgram:
         """Of ``blocks``."""
         return [self._shelf.entries[number].key for number in self._watched.tolist()]
 
-    def versions(self) -> Values:
+    def versions(self) -> npt.NDArray[np.uint32]:
         """How often each of ``blocks`` was written to."""
-        if self._counters is not None:
-            return tensor_words.counts(self._counters)
-        return np.fromiter(map(tensor_words.VERSION, self.blocks), np.uint64, len(self.blocks))
+        if self._counts is not None:
+            return self._counts.read()
+        return np.fromiter(map(tensor_words.VERSION, self.blocks), np.uint32, len(self.blocks))
 
     @cached_property
     def steps(self) -> tuple[HostMoves | CopyStep, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.integration.lives import (
     KILLED,
     assert_same_losses,
     events,
+    fast_directory,
     live,
     live_ranks,
     load,
@@ -49,14 +52,27 @@ def _failed_once(run: Run) -> Run:
     return replace(run, options=ALL_SAVED)
 
 
-def _copied(run: Run, name: str) -> Run:
-    """The same run, as it is now, at another place."""
-    there = Path(run.store).parent / name
-    there.mkdir()
+def _copied(run: Run, there: Path) -> Run:
+    """The same run, as it is now, in another directory."""
+    there.mkdir(exist_ok=True)
     shutil.copytree(run.store, there / "store")
     for path in Path(run.log).parent.glob(f"{Path(run.log).name}*"):
         shutil.copy(path, there / path.name)
     return replace(run, store=str(there / "store"), log=str(there / Path(run.log).name), out=str(there / "final.pt"))
+
+
+def _with_truth(run: Run) -> tuple[Run, Run]:
+    """A run that failed once, and the same gone on to its end."""
+    untouched = _copied(run, Path(run.store).parent / "untouched")
+    assert live(untouched) == 0, output(untouched)
+    return run, untouched
+
+
+@pytest.fixture(scope="module")
+def failed() -> Iterator[tuple[Run, Run]]:
+    """``_with_truth`` of ``STALE``, to be copied: most tests here begin with it."""
+    with tempfile.TemporaryDirectory(prefix="moe_ckpt_", dir=fast_directory()) as directory:
+        yield _with_truth(_failed_once(placed(STALE, Path(directory))))
 
 
 def _lacking(life: list[dict]) -> np.ndarray:
@@ -70,9 +86,8 @@ def _extra(batches: list[dict]) -> np.ndarray:
     return np.array([np.array(line["routed"]) - np.array(line["scored"]) for line in batches])
 
 
-def test_stale_experts_get_their_portion_more_until_they_have_made_up_for_what_they_lost(place):  # noqa: F811
-    run = _failed_once(placed(STALE, place))
-    assert live(run) == 0, output(run)
+def test_stale_experts_get_their_portion_more_until_they_have_made_up_for_what_they_lost(failed):
+    _, run = failed
     first, second = split_lives(events(run))
     before, after = ([line for line in life if line["event"] == "batch"] for life in (first, second))
     lacking = _lacking(second)
@@ -107,13 +122,14 @@ def test_stale_experts_get_their_portion_more_until_they_have_made_up_for_what_t
     ],
     ids=["manifest", "copy", "write", "overflowing", "accumulating"],
 )
-def test_a_kill_in_the_middle_of_a_boost_changes_nothing(place, crash, changed):  # noqa: F811
-    run = _failed_once(placed(replace(STALE, **changed), place))
-    untouched = _copied(run, "untouched")
+def test_a_kill_in_the_middle_of_a_boost_changes_nothing(place, failed, crash, changed):  # noqa: F811
+    if changed:
+        run, untouched = _with_truth(_failed_once(placed(replace(STALE, **changed), place)))
+    else:
+        run, untouched = _copied(failed[0], place), failed[1]
     assert live(replace(run, crash=crash)) == KILLED, output(run)
     assert split_lives(events(run))[-1][-1]["owed"] > 0, "the boost was under way"
     assert live(run) == 0, output(run)
-    assert live(untouched) == 0, output(untouched)
     truth = split_lives(events(untouched))[-1]
     seen = [line for life in split_lives(events(run))[1:] for line in life]
     assert_same_losses(seen, truth)
@@ -128,27 +144,22 @@ def test_a_kill_in_the_middle_of_a_boost_changes_nothing(place, crash, changed):
 
 
 @pytest.mark.parametrize("lacking", ["boost not loaded", "fractions not loaded"])
-def test_what_a_restart_must_bring_back_is_missed(place, lacking):  # noqa: F811
+def test_what_a_restart_must_bring_back_is_missed(place, failed, lacking):  # noqa: F811
     """Each part of the state is needed: without it the comparison above fails."""
-    run = _failed_once(placed(STALE, place))
-    untouched = _copied(run, "untouched")
+    run, untouched = _copied(failed[0], place), failed[1]
     assert live(replace(run, crash=("manifest", 3))) == KILLED, output(run)
     assert live(replace(run, sabotage=lacking)) == 0, output(run)
-    assert live(untouched) == 0, output(untouched)
     with pytest.raises(AssertionError, match="differ from the undisturbed run"):
         assert_same_losses(split_lives(events(run))[-1], split_lives(events(untouched))[-1])
 
 
-def test_memory_that_outlives_the_process_brings_a_boost_back(place):  # noqa: F811
+def test_memory_that_outlives_the_process_brings_a_boost_back(place, failed):  # noqa: F811
     """Storage gets every fifth checkpoint only, so that what comes back was in memory."""
     memory = place / "memory"
     memory.mkdir()
-    run = _failed_once(placed(STALE, place))
-    run = replace(run, memory=str(memory), to_storage=5)
-    untouched = replace(_copied(run, "untouched"), memory=None, to_storage=1)
+    run, untouched = replace(_copied(failed[0], place), memory=str(memory), to_storage=5), failed[1]
     assert live(replace(run, crash=("copy", 5))) == KILLED, output(run)
     assert live(run) == 0, output(run)
-    assert live(untouched) == 0, output(untouched)
     assert "from memory" in Path(f"{run.log}.txt").read_text()
     seen = [line for life in split_lives(events(run))[1:] for line in life]
     assert_same_losses(seen, split_lives(events(untouched))[-1])

@@ -8,15 +8,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.main import main
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.slot import Slot
-from tests.integration.crash_run import Run, build
+from tests.integration.crash_run import Run, build, loaders
 from tests.integration.lives import (
     KILLED,
+    PRELOAD,
     assert_same_run,
     events,
     exit_code,
@@ -28,6 +31,7 @@ from tests.integration.lives import (
     recomputed,
     split_lives,
 )
+from tests.support.processes import run_ranks
 
 LOG = Run(None, policy=("log", 3), to_storage=1000, callback={"when_busy": "wait"})
 
@@ -228,6 +232,33 @@ def test_a_lost_node_comes_back_to_the_newest_step_from_its_peer(place):  # noqa
     assert re.search(r"peers: other nodes|rank 1 received [1-9]", output(run)), output(run)
     assert updates(run), output(run)
     assert_same_run(run)
+
+
+@pytest.mark.slow
+def test_gradients_that_peers_have_alike_are_not_sent(tmp_path):
+    run_ranks(_train_beside_a_peer, 2, str(tmp_path), timeout=200.0, preload=PRELOAD)
+
+
+def _train_beside_a_peer(rank, world_size, directory):
+    run = logged(replace(RANKS["adaptive"], replicas=1, samples=80, epochs=1), Path(directory))
+    trainer, module, _ = build(run, rank)
+    ours = next(each for each in trainer.callbacks if isinstance(each, MoECheckpoint))
+    watched = Watched(ours)
+    trainer.callbacks.insert(0, watched)
+    trainer.fit(module, *loaders(run))
+    assert watched.newest.step == 9
+    # A rank's share: half of 80 kB in the first step, then of 26 kB of anchors and 18 kB of gradients in each of 8.
+    assert watched.newest.replica_saved_nbytes > 40_000 + 8 * 16_000, "anchors alone are 13 kB"
+
+
+class Watched(pl.Callback):
+    """Keeps what the newest step cost, before it is the last."""
+
+    def __init__(self, ours: MoECheckpoint) -> None:
+        self.ours, self.newest = ours, None
+
+    def on_train_batch_end(self, *args) -> None:
+        self.newest = self.ours.last or self.newest
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot, copy_at_once, side_tensors
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
-from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, PlanCompiler
+from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.request import SnapshotRequest
@@ -162,7 +162,7 @@ class Pipeline:
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
-        self._consumed = tuple(part for _, part in plan.parts if part.kind == GRADIENTS)
+        self._consumed = tuple(part for _, part in plan.parts if part.is_consumed)
         memory = buffer.memory
         on_device = copy_at_once(plan, memory, side)
         jobs = [(part.copies, memory[base : base + part.nbytes]) for base, part in plan.parts]

@@ -79,8 +79,11 @@ class Snapshot:
 
     def mirrors(self) -> dict[int, Mirror]:
         """Rank -> what this rank has alike of its share of the same snapshot."""
-        theirs = [part for _, part in self.plan.parts if part.source is not None]
-        return {part.source: Mirror(part, self.bytes_of(part)) for part in theirs if part.source is not None}
+        found: dict[int, Mirror] = {}
+        for _, part in self.plan.parts:
+            if part.source is not None:
+                found[part.source] = Mirror(part, self.bytes_of(part), found.get(part.source))
+        return found
 
     def bytes_of(self, part: CompiledPart) -> torch.Tensor:
         """One part's bytes inside the buffer, as a uint8 tensor view."""

@@ -217,7 +217,10 @@ def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
         return Answer(Status.FAILED)
     try:
         mirror = store.mirror_of(link.source, sequence, patience_secs)
-        differ = 0 if mirror is None else incoming.fill(mirror)
+        differ = 0
+        while mirror is not None:
+            differ += incoming.fill(mirror)
+            mirror = mirror.beside
         del mirror
         if differ:
             log.warning(

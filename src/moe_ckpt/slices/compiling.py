@@ -24,7 +24,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.header_template import HeaderTemplate
-from moe_ckpt.format.shard import SliceEntry, in_a_row, moved, require_distinct
+from moe_ckpt.format.shard import GRADIENT, SliceEntry, in_a_row, moved, require_distinct
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.copying import CopyProgram
@@ -101,6 +101,11 @@ class CompiledPart:
     @property
     def is_written(self) -> bool:
         return self.kind not in (HELD, GRADIENTS) and self.source is None
+
+    @property
+    def is_consumed(self) -> bool:
+        """It holds gradients, this rank's own or what it has alike."""
+        return bool(self.cuts) and self.cuts[0].entries[0].key.startswith(GRADIENT)
 
     @property
     def source(self) -> int | None:
@@ -294,15 +299,16 @@ class PlanCompiler:
         self, plan: CompiledPlan, request: SnapshotRequest, gradients: Sequence[StateTensor]
     ) -> CompiledPlan:
         """With this rank's share of the gradients, behind the rest of its share."""
-        dealt = self._sharder.deal(frozenset(request.gradients), self._tensors)
-        cuts = cut(LocalState(self._catalog, gradients), request.gradients, dealt, self._rank)
-        if not cuts:
-            return plan
-        made = CompiledPart(GRADIENTS, cuts, (), ())
-        theirs = (part for _, part in plan.parts if part.source is not None)
+        operators = request.gradients
+        dealt = self._sharder.deal(frozenset(operators), self._tensors)
+        by_kind = {GRADIENTS: cut(LocalState(self._catalog, gradients), operators, dealt, self._rank)}
+        if request.copied:
+            by_kind |= self.mirrors.cuts_of_gradients(operators, gradients, dealt)
+        made = [CompiledPart(kind, cuts, (), ()) for kind, cuts in by_kind.items() if cuts]
+        known = (part for _, part in plan.parts)
         parts: list[tuple[int, CompiledPart]] = []
         end = at = 0
-        for part in (*(part for _, part in plan.own), made, *theirs):
+        for part in sorted((*known, *made), key=lambda each: each.source is not None):  # this rank's share first
             parts.append((at, part))
             end = at + part.nbytes
             at = -(-end // ALIGNMENT) * ALIGNMENT

@@ -88,6 +88,13 @@ class MirroredShares:
             self._tensors = tensors
         return {f"{MIRROR}{source}": cut(self._of(source), operators, dealt, source) for source in self._sources}
 
+    def cuts_of_gradients(
+        self, operators: Collection[str], gradients: Sequence[StateTensor], dealt: WriteAssignment
+    ) -> dict[str, list[Cut]]:
+        """The same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
+        local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
+        return {f"{MIRROR}{source}": cut(local[source], operators, dealt, source) for source in self._sources}
+
     def _of(self, source: int) -> LocalState:
         known = self._local.get(source)
         if known is None or known.is_crowded:
@@ -103,10 +110,12 @@ class Mirror:
     Attributes:
         part: Of the plan of this rank's own snapshot of the step.
         memory: ``[nbytes]`` uint8 on the host: the part's bytes. They are used only where checksums say what they are.
+        beside: Another part of the same.
     """
 
     part: CompiledPart
     memory: torch.Tensor
+    beside: Mirror | None = None
 
 
 def digests_of(names: Collection[str]) -> Numbers:

@@ -11,10 +11,12 @@ claims are logged to be compared with a recount.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -71,8 +73,9 @@ class Run:
 
     policy: its name, and Dense's or MoEtion's interval, MoC's K or MoEvement's W. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
-    ("read", n) at the n-th read of the store. kills: a schedule of
-    ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
+    ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
+    ("forward", n) kills it before that.
+    kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
@@ -206,8 +209,13 @@ class Recorder(pl.Callback):
 class DeadlyRecorder(Recorder):
     """Only where it may kill: a callback that could look at gradients keeps replay from leaving any out."""
 
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self.run.crash is not None and self.run.crash[0] == "forward":
+            self.on_compute(trainer.global_step)
+
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_compute(trainer.global_step)
+        if self.run.crash is None or self.run.crash[0] != "forward":
+            self.on_compute(trainer.global_step)
 
 
 def _ours(trainer: pl.Trainer) -> MoECheckpoint | None:
@@ -328,6 +336,8 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         _kill_at_read(run.crash[1])
     elif run.crash is not None and run.crash[0] in memory_phases.PHASES:
         memory_phases.kill_in(*run.crash)
+    elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
+        return None, _stops(*run.crash)
     elif run.crash is not None:
         phase = crash_at(*run.crash)
         return phase, lambda step: phase("compute")
@@ -338,6 +348,19 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         # In the middle of each copy: who changes live tensors too early tears the snapshot.
         return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None, lambda step: None
     return None, lambda step: None
+
+
+def _stops(how: str, n: int) -> Callable[[int], None]:
+    """An error of the user's, or a scheduler that wants the machine, in the middle of an iteration."""
+    passes = itertools.count(1)
+
+    def stop(step: int) -> None:
+        if next(passes) == n:
+            if how == "raise":
+                raise StopHere(f"after step {step}")
+            os.kill(os.getpid(), signal.SIGTERM if how == "sigterm" else signal.SIGKILL)
+
+    return stop
 
 
 def _kill_at_read(n: int) -> None:

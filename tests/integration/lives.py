@@ -95,7 +95,7 @@ def live_ranks(run: Run) -> list[int]:
 
     When one rank is killed, the others are killed too, wherever they are: as a launcher does, but at once.
     """
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank in range(run.ranks):
         environment = {
@@ -150,7 +150,7 @@ def forget(run: Run) -> None:
             found.unlink()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """None of those that the system deals out by itself: another process might have it before rank 0 does."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = [*range(10_000, first), *range(last + 1, 1 << 16)]

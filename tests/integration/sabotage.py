@@ -6,6 +6,7 @@ with its run, so nothing is put back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.freezing import ClipNorms
@@ -231,6 +233,15 @@ def _killed_in_a_replay() -> None:
             kill_process()
 
     StoredLog.load = deadly
+def _update_fails() -> None:
+    """The user's program fails when an update was made, before anybody has seen its end."""
+    updates = itertools.count(1)
+
+    def fail(*_: Any) -> None:
+        if next(updates) == 9:
+            raise RuntimeError("after the 9th update")
+
+    register_optimizer_step_post_hook(fail)
 
 
 SABOTAGES: dict[str, Callable[[], None]] = {
@@ -255,4 +266,5 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "counts not set": _counts_not_set,
     "killed in a replay": _killed_in_a_replay,
     "newest update left out": _newest_update_left_out,
+    "update fails": _update_fails,
 }

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +34,15 @@ class Life:
 
     policy: as ``moe_ckpt.policies`` names it, with its arguments.
     seed: of the model's initial weights. Lives of one run get different ones: what is right must come from the store.
-    kill: (rank, iteration, phase) of a SIGKILL: while training that iteration ("train"), while the n-th iteration is
-        computed again to bring back a window ("replay"), in the middle of coming back ("resume"), or when the engine is
-        in that phase (see ``on_phase``) for the first time with a checkpoint of that iteration or a later one; training
-        may be ahead of it.
+    kill: (rank, iteration, phase) of a SIGKILL: at the begin of that iteration ("forward"), when its gradients are
+        there ("train"), while the n-th iteration is computed again to bring back a window ("replay"), in the middle of
+        coming back ("resume"), or when the engine is in that phase (see ``on_phase``) for the first time with a
+        checkpoint of that iteration or a later one; training may be ahead of it. Or of what stops the ranks in another
+        way, with rank 0: all raise when gradients are there ("error"), "term" and "stuck" (see ``_stopped``).
     journal: where every rank writes down, in ``<journal>.<rank>``, what it does; see ``Journal``. Kills cannot undo it.
     memory: where the nodes' memory directories are; None: private memory. copies: other arguments of ``Memory``.
     sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
+    survives: a rank that hears of another one's death keeps its newest iteration, as under ``with``.
     """
 
     store: str
@@ -52,6 +56,7 @@ class Life:
     memory: str | None = None
     copies: dict[str, int] = field(default_factory=dict)
     sabotage: Callable[[], None] | None = None
+    survives: bool = False
 
 
 class Journal:
@@ -88,6 +93,17 @@ class _ComingBack:
         self._on_phase("resume")
 
 
+def _stopped(how: str, rank: int) -> None:
+    """All ranks get SIGTERM ("term"); or one does, while it waits for the others, which raise later ("stuck")."""
+    if how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "stuck" and rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    elif how == "stuck":
+        time.sleep(5.0)
+        raise RuntimeError("the user's program fails")
+
+
 def node_memory(root: str, rank: int) -> Path:
     """The memory directory of this rank's node, of which each has two ranks."""
     directory = Path(root, f"node_{rank // 2}")
@@ -110,12 +126,17 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     journal = Journal(life.journal, rank)
 
     def on_phase(phase: str) -> None:
+        if phase == "train" and life.kill == (0, at["iteration"], "error"):
+            raise RuntimeError("the user's program fails")
+        if phase == "forward" and life.kill is not None and life.kill[:2] == (0, at["iteration"]):
+            _stopped(life.kill[2], rank)
         if life.kill is None or (rank, phase) != (life.kill[0], life.kill[2]):
             return
         reached = at["replayed" if phase == "replay" else "iteration"]
         if phase in _STORAGE_PHASES:
             reached = min(reached, _newest_step(life.store))
         if reached >= life.kill[1]:
+            time.sleep(0.5 if phase == "forward" else 0.0)  # as in the middle of an iteration that takes longer
             os.kill(os.getpid(), signal.SIGKILL)
 
     ckpt = megatron.attach(
@@ -133,9 +154,27 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step)
     draw(3 if progress.restored else 1)
     built.consumed_samples = progress.consumed_samples
+    try:
+        return _train(life, ckpt, built, progress, at, journal, on_phase)
+    except Exception as error:
+        if life.survives:
+            ckpt.close(10.0, error)
+        raise
+
+
+def _train(
+    life: Life,
+    ckpt: Any,
+    built: megatron_gpt.Built,
+    progress: Any,
+    at: dict[str, int],
+    journal: Journal,
+    on_phase: Callable[[str], None],
+) -> dict[str, Any]:
     losses, records = {}, {}
     for iteration in range(progress.iteration, life.steps):
         at["iteration"] = iteration + 1
+        on_phase("forward")
         loss = losses[iteration + 1] = megatron_gpt.forward_backward(built, iteration)
         journal.note(iteration=iteration + 1, loss=None if loss is None else loss.hex())
         on_phase("train")

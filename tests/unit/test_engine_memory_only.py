@@ -212,7 +212,7 @@ def test_a_stuck_storage_holds_up_neither_training_nor_memory(where, caplog):
         storage.gate.clear()
         for _ in range(12):
             only.go()
-            assert only.session._resources.pipeline._stages.wait(0, 60)
+            assert only.session._resources.pipeline.stages.wait(0, 60)
         only.go(2)
         assert only.records[-1].memory_step >= 12
         stayed = [record.step for record in only.records if record.begun and not record.to_storage]
@@ -592,7 +592,7 @@ def test_a_checkpoint_that_waits_for_storage_keeps_its_own_checksums(where):
         storage.gate.clear()
         only.go(1)
         for _ in range(2):  # memory alone holds these
-            assert only.session._resources.pipeline._stages.wait(0, PATIENCE_SECS)
+            assert only.session._resources.pipeline.stages.wait(0, PATIENCE_SECS)
             only.go(1)
         storage.gate.set()
         only.settle()

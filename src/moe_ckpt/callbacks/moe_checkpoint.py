@@ -33,6 +33,7 @@ from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
+from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.options import OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError
@@ -185,8 +186,10 @@ class MoECheckpoint(_Unranked):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._fit is not None and self._fit.host.windows is not None:
-            self._fit.host.windows.batch_begins()
+        if self._fit is not None:
+            self._fit.driver.note(Moment.RESTING)
+            if self._fit.host.windows is not None:
+                self._fit.host.windows.batch_begins()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._fit is not None and self._fit.host.windows is not None:
@@ -205,6 +208,7 @@ class MoECheckpoint(_Unranked):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._fit is not None:
+            self._fit.driver.survive(exception)
             self._fit.close(min(10.0, self.options.timeout_secs))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
+from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class MemoryCheckpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Every writer's share of every snapshot is there."""
-        return all(len(snapshot) == self.writers for snapshot in self.snapshots)
+        """Every writer's share of every snapshot is there, with its plain state."""
+        return all(len(snapshot) == self.writers and not _lent(snapshot) for snapshot in self.snapshots)
 
     @property
     def is_whole(self) -> bool:
@@ -104,7 +105,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     """All of which memory has every step, or parts of the only one, the newest first. What is stale is none."""
     by_snapshot: dict[tuple[str, int], list[Share]] = {}
     for share in shares:
-        by_snapshot.setdefault((share.life, share.sequence), []).append(share)
+        by_snapshot.setdefault((share.life, shared_sequence(share.sequence)), []).append(share)
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     found: list[tuple[int, MemoryCheckpoint]] = []
     for (life, sequence), group in by_snapshot.items():
@@ -138,23 +139,36 @@ def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
         by_writer: dict[int, list[Share]] = {}
         for share in sorted(group, key=lambda each: (each.writer, each.holder, each.number)):
             by_writer.setdefault(share.writer, []).append(share)
-        snapshots.append({writer: tuple(those) for writer, those in by_writer.items()})
+        snapshots.append({writer: _own(those) for writer, those in by_writer.items()})
     return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots))
 
 
+def _own(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """Of one writer's, those that it sealed itself, or copies of those, if there are any."""
+    return tuple(share for share in shares if not is_lent(share.sequence)) or tuple(shares)
+
+
+def _lent(snapshot: Snapshot) -> bool:
+    """Whether some writer's share is there as another rank sealed it only."""
+    return any(is_lent(shares[0].sequence) for shares in snapshot.values())
+
+
 def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
-    """What of ``known`` may give experts that ``checkpoint`` lacks: earlier snapshots of its life, the oldest first."""
+    """What of ``known`` may give experts that ``checkpoint`` lacks, the oldest first.
+
+    Earlier snapshots of its life, and what survivors sealed of the very same step.
+    """
     mine = checkpoint.shares[-1]
-    earlier = [
-        (each.shares[0].sequence, each)
-        for each in known
-        if not (each.is_window or each.is_log)
-        and each.shares[0].life == mine.life
-        and each.shares[0].sequence < mine.sequence
+    alike = [each for each in known if not (each.is_window or each.is_log) and each.shares[0].life == mine.life]
+    beneath = [
+        each
+        for each in alike
+        if each.shares[0].sequence < mine.sequence
+        or (is_survivors(each.shares[0].sequence) and each.step == mine.step and each.shares[0] != mine)
     ]
     if checkpoint.is_window or checkpoint.is_log:
         return []
-    return [each for _, each in sorted(earlier, key=lambda row: row[0])]
+    return sorted(beneath, key=lambda each: (each.step, each.shares[0].sequence))
 
 
 def fullest(shares: Sequence[Share]) -> Share:

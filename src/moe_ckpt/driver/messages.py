@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.interop.weights import Loaded
 from moe_ckpt.notices import announce
@@ -41,6 +42,18 @@ def say_resumed(
     where = f"{unit} {step} from {_path(dirpath, place)}"
     level = logging.WARNING if besides else logging.INFO
     announce("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, level=level)
+
+
+def say_survived(unit: str, step: int, why: str, nbytes: int, secs: float, rank: int) -> None:
+    """This rank sealed its newest step. why: Training stops. nbytes: 0 if a snapshot had all of it."""
+    kept = f"{human_bytes(nbytes)} in {secs:.1f} s" if nbytes else "as its checkpoint had it"
+    said = "training stops (%s): rank %d keeps its state of %s %d in memory, %s"
+    (announce if rank == 0 else log.info)(said, why, rank, unit, step, kept)
+
+
+def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int) -> None:
+    """This rank could not seal its newest step, so that older checkpoints count."""
+    log.warning("training stops (%s), and rank %d could not keep %s %d in memory: %s", why, rank, unit, step, problem)
 
 
 def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:

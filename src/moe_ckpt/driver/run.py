@@ -20,6 +20,7 @@ from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
 from moe_ckpt.driver.replaying import Repeated, Replaying
 from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
+from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Observer, StepReplayed, all_of
@@ -120,6 +121,7 @@ class Driver:
         restored_step: Step of the checkpoint that training resumed from; of a sparse window, its last one.
         recovery_plan: Where each operator of that checkpoint came from, as this rank sees it.
         replaying: The replay of a sparse window, until it is done.
+        surviving: What is done when training stops at a failure; from ``open`` on.
     """
 
     def __init__(self, host: Host, options: Options, unit: str, advice: Advice) -> None:
@@ -130,10 +132,15 @@ class Driver:
         self.replaying: Replaying | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
-        self.comm: Communicator
+        self.surviving: Surviving
         self._host = host
         self._unit = unit
         self._undrained = False
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self.session.comm
 
     # --- once, before training ---
 
@@ -173,7 +180,10 @@ class Driver:
             gradients=gradients,
         )
         session.open()
-        self.session, self.comm, self._storage, self._state = session, comm, storage, state
+        self.session, self._storage, self._state = session, storage, state
+        memory = self.options.memory
+        secs = 0.0 if memory is None else memory.survivor_secs
+        self.surviving = Surviving(session.survivor, secs, self._unit, comm.rank)
         self.lifecycle.move(Event.OPEN, "open()")
 
     def resume(
@@ -261,12 +271,16 @@ class Driver:
             self.session.begin_run(self._host.capture, self._host.step, wait=wait)
             self._undrained = not wait
         self.session.training_begins()
+        if self.surviving.is_on:
+            self.surviving.termination.watch()
 
     # --- every step ---
 
     def before_update(self, *, receive: bool = True) -> None:
         """Joins the copy under way, before anything changes weights. receive: As of the session's."""
         self.lifecycle.require(Event.JOIN, "before_update()")
+        is_update = receive and self.lifecycle.state is State.TRAINING
+        self.surviving.moment = Moment.WRITING if is_update else Moment.UNKNOWN
         self.session.before_update(receive=receive)
         if self._undrained:
             self.session.drain(self._host.step)
@@ -290,7 +304,9 @@ class Driver:
             return self._replayed(self.replaying, step)
         self.session.add_stall(time.perf_counter() - began)
         capture = lambda: self._host.capture(described=True)  # noqa: E731
-        self.last = self.session.after_update(step, tokens, capture, updated=updated)
+        with self.surviving.booking():
+            self.last = self.session.after_update(step, tokens, capture, updated=updated)
+        self.surviving.termination.settle()
         return self.last
 
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
@@ -346,6 +362,8 @@ class Driver:
             SaveFailedError: It could not be committed.
         """
         self.lifecycle.move(Event.FINISH, "finish()")
+        self.surviving.moment = Moment.UNKNOWN
+        self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
         if window is not None:
             messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
@@ -364,11 +382,25 @@ class Driver:
             storage = open_storage(self.options.dirpath, access=self.options.access)
             write_finished(storage, newest, *end)
 
+    def survive(self, why: BaseException | str) -> None:
+        """Training stops at a failure: seals the newest step in memory that outlives the process, before ``close``.
+
+        Does nothing without such memory, in the middle of an update, in a replay, or a second time. Never raises.
+        """
+        if self.lifecycle.state is State.TRAINING:
+            self.surviving.survive(why if isinstance(why, str) else type(why).__name__)
+
+    def note(self, moment: Moment) -> None:
+        """Where the iteration is, as an adapter knows it better than ``before_update`` and ``after_update`` tell."""
+        if self.lifecycle.state is State.TRAINING:
+            self.surviving.moment = moment
+
     def close(self, timeout_secs: float | None = None) -> None:
         """Releases threads and lock. Safe to call twice, and after ``finish``."""
         self.lifecycle.move(Event.CLOSE, "close()")
         if self.lifecycle.state is State.NEW:
             return
+        self.surviving.termination.unwatch()
         self._host.boosting.close()
         if self.replaying is not None:
             self.replaying.source.close()

@@ -39,6 +39,8 @@ class Bookkeeper:
         meter: What this rank measured.
         failures: Checkpoints that failed.
         committed_directory: Of the newest checkpoint; None before the first.
+        applied: Step that was sent last, and ``[L, E]`` tokens that experts have processed by it, when the ranks have
+            agreed on it.
     """
 
     def __init__(self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked) -> None:
@@ -53,6 +55,7 @@ class Bookkeeper:
         self._consensus = StepConsensus()
         self._newest_ended = -1
         self._awaited: Future[Counts] | None = None
+        self.applied: tuple[int, Future[Counts]] = -1, Future()
 
     @property
     def late(self) -> bool:
@@ -84,9 +87,9 @@ class Bookkeeper:
         behind = pipeline.storage_busy, pipeline.copies_behind
         standing = Standing(pipeline.busy, *behind, ended, in_memory, pipeline.sends)
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
-        awaited, self._awaited = self._awaited, None
-        if awaited is not None:
-            applied.add_done_callback(lambda found: _add(awaited, before, found))
+        total, self._awaited = self._awaited or Future(), None
+        applied.add_done_callback(lambda found: _add(total, before, found))
+        self.applied = step, total
 
     def give_up(self) -> None:
         """Training failed: a snapshot whose step was never sent gets no tokens, and must not wait for them."""

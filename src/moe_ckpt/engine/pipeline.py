@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.commit import Committer
@@ -30,7 +29,7 @@ from moe_ckpt.engine.persisting import Persister
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
-from moe_ckpt.engine.snapshot import Snapshot, copy_at_once, side_tensors
+from moe_ckpt.engine.snapshot import Encode, Snapshot, copy_at_once
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
@@ -46,6 +45,7 @@ class Pipeline:
 
     Attributes:
         tier: What memory keeps.
+        stages: What snapshots pass through.
         next_memory_sequence: That of the next snapshot, in memory that outlives the process.
     """
 
@@ -75,12 +75,12 @@ class Pipeline:
             resolver = SnapshotResolver(run, run_id, committer, keeper, self.tier)
             persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh)
             sealer = None if self.memory is None else MemorySealer(run, self.memory, persister.submit)
-            self._stages = Stages(persister, sealer, self.memory)
+            self.stages = Stages(persister, sealer, self.memory)
         except BaseException:  # no thread to be had, for instance
             self._copier.close()
             host_tier.leave(self.tier, keep=True)
             raise
-        self._room = Room(self._pool, self.tier, self._stages, settings, rank, len(run.catalog.operators))
+        self._room = Room(self._pool, self.tier, self.stages, settings, rank, len(run.catalog.operators))
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0
@@ -99,7 +99,7 @@ class Pipeline:
     @property
     def storage_busy(self) -> bool:
         """True if storage is so far behind that it should be left alone, while memory takes the next snapshot."""
-        return self._stages.storage_in_flight >= self._settings.max_in_flight
+        return self.stages.storage_in_flight >= self._settings.max_in_flight
 
     @property
     def copies_behind(self) -> bool:
@@ -119,14 +119,14 @@ class Pipeline:
     @property
     def in_flight(self) -> int:
         """See ``Stages.in_flight``."""
-        return self._stages.in_flight
+        return self.stages.in_flight
 
     def begin(
         self,
         request: SnapshotRequest,
         tensors: Sequence[StateTensor],
         specs: Sequence[TensorSpec],
-        capture: Callable[[], Mapping[str, Any]],
+        plain: Encode,
         patience_secs: float,
         gradients: StepGradients | None = None,
     ) -> Snapshot:
@@ -138,7 +138,7 @@ class Pipeline:
             request: What to save.
             tensors: This rank's.
             specs: Those of all ranks.
-            capture: Gives the plain state.
+            plain: Gives the plain state.
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
@@ -149,10 +149,11 @@ class Pipeline:
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
-        encoded, side = side_tensors({**capture(), **logged}, self._rank)
+        encoded, side = plain(**logged)
         entries = [entry for entry, _ in side]
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
-        plan = self._compiler.compile(request, tensors, specs, entries, consumed)
+        writer, number = request.share_of(self._rank, self.next_memory_sequence)
+        plan = self._compiler.compile(request, tensors, specs, entries, consumed, writer)
         buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
         refused = None
         if buffer is None:
@@ -181,11 +182,12 @@ class Pipeline:
             keep=partial,
             waited=waited,
             refused=refused,
-            memory_sequence=self.next_memory_sequence,
+            memory_sequence=number,
+            writer=writer,
         )
         self._sequence += request.stored
-        self.next_memory_sequence += self.memory is not None
-        self._stages.submit(snapshot)
+        self.next_memory_sequence += self.memory is not None and request.survivors_of is None
+        self.stages.submit(snapshot)
         if self._room.used(request, plan.nbytes, partial=partial):
             self._copier.later(self._top_up)
         return snapshot
@@ -237,7 +239,7 @@ class Pipeline:
             RuntimeError: a peer is gone.
         """
         self._let_go()
-        return self._stages.wait_for_all(timeout_secs)
+        return self.stages.wait_for_all(timeout_secs)
 
     def wait_for_room(self, timeout_secs: float) -> bool:
         """Wait until the pipeline is not ``busy``; False if that took longer than ``timeout_secs``.
@@ -251,15 +253,15 @@ class Pipeline:
     @property
     def writing(self) -> tuple[int, float] | None:
         """See ``Persister.writing``."""
-        return self._stages.writing
+        return self.stages.writing
 
     def resolutions(self, after: int) -> Sequence[Resolution]:
         """Recent snapshots that ended on storage, with a sequence greater than ``after``."""
-        return self._stages.resolutions(after)
+        return self.stages.resolutions(after)
 
     def raise_fatal(self) -> None:
         """Raise, once, the error that ended the thread that seals or writes."""
-        self._stages.raise_fatal()
+        self.stages.raise_fatal()
 
     def close(self, timeout_secs: float, *, keep: bool, afterwards: Callable[[], None]) -> bool:
         """Stop the threads once what is queued is done.
@@ -278,7 +280,7 @@ class Pipeline:
             self.join()
         finally:
             try:
-                ended = self._stages.close(timeout_secs, afterwards)
+                ended = self.stages.close(timeout_secs, afterwards)
             finally:
                 self._copier.close()
                 host_tier.leave(self.tier, keep=keep)

@@ -142,7 +142,7 @@ class Room:
         """Raises ``HostMemoryError`` if memory alone is to hold checkpoints, and has no room for two."""
         self._window_size = 1 if request.window is None else request.window.size
         needed = 2 * self._window_size * nbytes
-        if request.stored or request.slot or needed <= self._pool.budget_bytes:
+        if request.stored or request.slot or request.survivors_of is not None or needed <= self._pool.budget_bytes:
             return
         what = "a sparse window" if self._window_size > 1 else "the checkpoint"
         raise HostMemoryError(

@@ -45,7 +45,7 @@ class MemorySealer:
         trouble, header = snapshot.refused, None
         try:
             if trouble is None:
-                share = seal_share(snapshot, self._tier.files.run_id, self._comm.rank, self._comm.world_size)
+                share = seal_share(snapshot, self._tier.files.run_id, snapshot.writer, self._comm.world_size)
                 snapshot.share = replace(share, freshness=self._watch.seen(snapshot, share.parts))
                 header = self._seal(snapshot, snapshot.share)
         except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
@@ -87,7 +87,7 @@ class MemorySealer:
             sequence=snapshot.memory_sequence,
             step=request.step,
             generation=request.generation,
-            rank=self._comm.rank,
+            rank=snapshot.writer,
             world_size=self._comm.world_size,
             boot_id=files.boot_id,
             nbytes=nbytes,

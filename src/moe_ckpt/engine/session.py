@@ -31,7 +31,9 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.engine.snapshotting import Capture, Snapshotter
+from moe_ckpt.engine.surviving import Survivor
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Measured, Policy, needs_of
@@ -52,6 +54,7 @@ class CheckpointSession:
         catalog: Of the model.
         comm: The ranks.
         run_ledger: Equal on every rank, between two calls.
+        survivor: Seals the newest step when training stops at a failure.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class CheckpointSession:
         self._planner = self._snapshots.planner
         self._booking = self._snapshots.booking
         self.run_ledger = self._booking.run_ledger
+        self.survivor = Survivor(self._run, self._resources, self._snapshots)
         self._stall = self._agree_secs = 0.0
         self._newest_plan = SnapshotPlan(0)
 
@@ -182,7 +186,8 @@ class CheckpointSession:
         ledger = self.run_ledger
         plan = self._planner.plan(ledger.context(step, self.comm.world_size, ledger.popularity, Measured()))
         if plan:
-            self._snapshots.carry_out(plan, capture, StepConsensus(), step_is_agreed=True)
+            plain = plain_of(capture, self.comm.rank)
+            self._snapshots.carry_out(plan, plain, StepConsensus(), step_is_agreed=True)
             if wait:
                 self.drain(step)
 
@@ -261,6 +266,8 @@ class CheckpointSession:
             RuntimeError: a peer is gone.
         """
         final_at = time.perf_counter()
+        plain = plain_of(capture, self.comm.rank)
+        self.survivor.step_ends(step, plain)
         self._snapshots.step_begins(updated=updated)
         if self._resources.memory is not None:
             self._resources.memory.left.step_ended()
@@ -283,7 +290,8 @@ class CheckpointSession:
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan
-            record = self._snapshots.carry_out(plan, capture, consensus, step_is_agreed=not booking.late)
+            record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not booking.late)
+        self.survivor.keep_plain()
         if self._run.gradients is not None:
             self._run.gradients.forget()
             if not record.begun:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from moe_ckpt.engine.writing import SealedShare
 
 
+Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]
+"""A rank's plain state, encoded, and the tensors of it."""
+Encode = Callable[..., Plain]
+"""Gives the plain state as it was when this was called first, and what is given by name besides."""
+
+
 @dataclass(eq=False)
 class Snapshot:
     """What happens to one request on this rank.
@@ -38,6 +45,7 @@ class Snapshot:
         waited: Training waited for an earlier snapshot before this one could begin.
         refused: Why this rank could not even copy it, so that it fails on every rank; None if it could.
         memory_sequence: How many snapshots this process began before it, of those that outlive the process.
+        writer: Rank whose share it is.
         share: Its bytes and state with checksums, once they are sealed in memory.
     """
 
@@ -52,6 +60,7 @@ class Snapshot:
     waited: bool = False
     refused: str | None = None
     memory_sequence: int = 0
+    writer: int = 0
     share: SealedShare | None = None
 
     @property
@@ -91,7 +100,14 @@ class Snapshot:
         return self.buffer.memory[base : base + part.nbytes]
 
 
-def side_tensors(state: Mapping[str, Any], rank: int) -> tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]:
+def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:
+    """Returns what encodes the plain state of this moment, once."""
+    captured = functools.cache(capture)
+    encoded = functools.cache(lambda: side_tensors(captured(), rank))
+    return lambda **more: side_tensors({**captured(), **more}, rank) if more else encoded()
+
+
+def side_tensors(state: Mapping[str, Any], rank: int) -> Plain:
     """Encode the plain state; its tensors become slices of their own, to be copied before training goes on.
 
     They may change during the next forward pass (buffers, RNG), so a background copy would be torn.

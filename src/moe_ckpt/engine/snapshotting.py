@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepConsensus
 from moe_ckpt.engine.backlog import Backlog
 from moe_ckpt.engine.bookkeeping import Bookkeeper
@@ -20,7 +22,7 @@ from moe_ckpt.engine.planning import Planner
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
-from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies.base import PolicyContext, needs_of
 from moe_ckpt.ports import TensorSpec
@@ -51,6 +53,7 @@ class Snapshotter:
         flush: Says which snapshots go to storage.
         copies: Says which go to peers.
         updates: That changed weights in this process.
+        newest: The snapshot that began last.
     """
 
     def __init__(self, run: RunContext, resources: SessionResources) -> None:
@@ -61,6 +64,7 @@ class Snapshotter:
         self.flush = StorageFlush(run.settings, windows=needs_of(run.policy).windows, rank=run.comm.rank)
         self.copies = PeerCopies(run.settings, rank=run.comm.rank)
         self.updates = 0
+        self.newest: Snapshot | None = None
         self._run = run
         self._resources = resources
         self._end_secs = run.settings.timeout_secs
@@ -115,13 +119,13 @@ class Snapshotter:
             self.booking.anchors.broken()
 
     def carry_out(
-        self, plan: SnapshotPlan, capture: Capture, consensus: StepConsensus, *, step_is_agreed: bool
+        self, plan: SnapshotPlan, plain: Encode, consensus: StepConsensus, *, step_is_agreed: bool
     ) -> StepRecord:
         """Begin what the plan names, unless storage is too far behind. Returns what became of it.
 
         Args:
             plan: Not empty; alike on every rank.
-            capture: Gives the plain state.
+            plain: Gives the plain state.
             consensus: What the ranks agreed on.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
         """
@@ -132,7 +136,7 @@ class Snapshotter:
             return StepRecord(plan.step, skipped=True)
         stored = self.flush.goes(plan, consensus, self.booking.run_ledger)
         ways = _Ways(stored, self.copies.go(plan, consensus))
-        snapshot = self._begin(plan, capture, last=plan.halt is not None, step_is_agreed=step_is_agreed, ways=ways)
+        snapshot = self._begin(plan, plain, last=plan.halt is not None, step_is_agreed=step_is_agreed, ways=ways)
         return StepRecord(
             plan.step,
             begun=True,
@@ -152,7 +156,26 @@ class Snapshotter:
             if newest.operators == everything:
                 return
             self._resources.generation += 1  # a partial checkpoint of this step has taken the name
-        self._begin(save_full(step, everything), capture, last=True, step_is_agreed=True)
+        plain = plain_of(capture, self._run.comm.rank)
+        self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
+
+    def begin_survivor(
+        self, plan: SnapshotPlan, plain: Encode, applied: Future[Counts], of: int, patience_secs: float
+    ) -> Snapshot:
+        """Begin a snapshot for memory alone, which the books do not know of: training stops.
+
+        Args:
+            plan: Of the newest step.
+            plain: Gives the plain state.
+            applied: See ``SnapshotRequest``.
+            of: Rank whose share is saved.
+            patience_secs: See ``Pipeline.begin``.
+        """
+        tensors, specs = self.live.describe_for(plan)
+        ways = _Ways(stored=False, copied=False)
+        request, _ = self._request(plan, specs, step_is_agreed=True, ways=ways)
+        request = replace(request, applied=applied, survivors_of=of)
+        return self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs)
 
     def drain(self, step: int, *, last: bool = False) -> Sequence[Resolution]:
         """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
@@ -171,13 +194,19 @@ class Snapshotter:
         return pipeline.resolutions(-1)
 
     def _begin(
-        self, plan: SnapshotPlan, capture: Capture, *, last: bool, step_is_agreed: bool, ways: _Ways = _EVERYWHERE
+        self,
+        plan: SnapshotPlan,
+        plain: Encode,
+        *,
+        last: bool,
+        step_is_agreed: bool,
+        ways: _Ways = _EVERYWHERE,
     ) -> Snapshot:
         """Begin a snapshot.
 
         Args:
             plan: What to save.
-            capture: Gives the plain state.
+            plain: Gives the plain state.
             last: Of the run, so that what it waits for is left to ``drain`` to complain about.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
             ways: Where it goes from memory.
@@ -189,7 +218,7 @@ class Snapshotter:
         consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
         live.forget()
         began = time.perf_counter()
-        snapshot = self._resources.pipeline.begin(request, tensors, specs, capture, patience_secs, consumed)
+        snapshot = self.newest = self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs, consumed)
         self._note_anchors(request, pending, snapshot.memory_sequence)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))

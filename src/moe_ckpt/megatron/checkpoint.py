@@ -16,6 +16,7 @@ from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Event, State
+from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.events import Observer
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
@@ -146,7 +147,14 @@ class MegatronCheckpoint:
             self._counter.close()  # a caller may catch this and train without checkpoints
             raise
         self._chunks = chunks
-        self._watch = StepWatch(optimizer, self.before_step, self._stepped)
+        note = self._driver.note
+
+        def reduces() -> None:
+            """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
+            self.before_step()
+            note(Moment.REDUCING)
+
+        self._watch = StepWatch(optimizer, reduces, lambda: note(Moment.WRITING), self._stepped)
         self._first: FirstForward | None = None
         self._pipeline = None if gate is None else PipelineWatch(gate)
 
@@ -367,8 +375,16 @@ class MegatronCheckpoint:
         if self._pipeline is not None:
             self._pipeline.close()
 
-    def close(self, timeout_secs: float | None = None) -> None:
-        """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``."""
+    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
+        """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.
+
+        Args:
+            timeout_secs: Longest wait for what is being written.
+            failure: What happened. Memory that outlives the process then keeps the newest iteration, within
+                ``Memory(survivor_secs)``, unless the failure came in the middle of an update.
+        """
+        if failure is not None:
+            self._driver.survive(failure)
         self._release()
         self._driver.close(timeout_secs)
 
@@ -380,7 +396,7 @@ class MegatronCheckpoint:
             if kind is None and self.session.is_open:  # else it was finished or closed inside
                 self.finish()
         finally:
-            self.close(10.0)
+            self.close(10.0, error)
 
 
 def _metrics_of(experts: Sequence[int]) -> tuple[Any, Sequence[Observer]]:

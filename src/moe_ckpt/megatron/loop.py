@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.optimizers import leaves
 from moe_ckpt.modeling.param_groups import require_plain
 
 
@@ -86,7 +87,7 @@ class Loop:
 
 
 class StepWatch:
-    """Wraps ``optimizer.step``: calls one function before it, another after it.
+    """Wraps ``optimizer.step``: calls functions before it, when it begins to write to parameters, and after it.
 
     Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of those that it chains, so
     the method of this object is replaced. After ``close`` a wrapper under another one only calls through.
@@ -95,13 +96,18 @@ class StepWatch:
         updated: Whether the newest step changed the weights, by its result; None before the first.
     """
 
-    def __init__(self, optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: Any, before: Callable[[], None], writes: Callable[[], None], after: Callable[[], None]
+    ) -> None:
         self._optimizer = optimizer
         self._step: Callable[..., Any] = optimizer.step
         self._replaced = vars(optimizer).get("step")
         self._before, self._after = before, after
         self._open = True
         self.updated: bool | None = None
+        self._handles = [
+            leaf.optimizer.register_step_pre_hook(lambda *_: writes()) for leaf in leaves(optimizer)
+        ]
         self._wrapper = self._stepping
         optimizer.step = self._wrapper
 
@@ -117,6 +123,8 @@ class StepWatch:
     def close(self) -> None:
         """Removes the wrapper. May be called twice."""
         self._open = False
+        while self._handles:
+            self._handles.pop().remove()
         if vars(self._optimizer).get("step") is self._wrapper:
             if self._replaced is None:
                 del self._optimizer.step

@@ -314,14 +314,14 @@ class MegatronLM:
         ckpt, self._leaving = self._running, False
         try:
             result = self._original["train"](*args, **kwargs)
-        except SystemExit:
+        except SystemExit as error:
             if not self._leaving:  # this rank alone exits, so the others would not answer
-                ckpt.close(10.0)
+                ckpt.close(10.0, error)
                 raise
             ckpt.finish(ended=self._through)
             raise
-        except BaseException:
-            ckpt.close(10.0)
+        except BaseException as error:
+            ckpt.close(10.0, error)
             raise
         ckpt.finish(ended=self._through)
         return result

@@ -6,12 +6,14 @@ import os
 from dataclasses import dataclass
 
 from moe_ckpt.core.cadence import StorageCadence
-from moe_ckpt.core.quantities import parse_bytes
+from moe_ckpt.core.quantities import parse_bytes, parse_secs
 from moe_ckpt.errors import ConfigError
 
 DEFAULT_ROOT = "/dev/shm"
 MOST_REPLICAS = 16
 LONGEST_DOMAIN = 256
+TORCHRUN_GRACE_SECS = 30.0
+"""From SIGTERM to SIGKILL, when one of torchrun's ranks has failed."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Memory:
             writing ask for. None: by ``storage_every_secs`` alone, or each if that is None too.
         storage_every_secs: A checkpoint also goes to storage so long after the last one that did; a number of seconds,
             or text such as "10min".
+        survivor_secs: When training stops at a failure, each rank that lives on seals the newest step in memory for up
+            to so long; a number of seconds, or text such as "20s". Less than what the launcher waits before it kills
+            (torchrun: 30 s, SLURM: ``KillWait``). 0: never.
 
     Raises:
         ConfigError: A value that cannot be.
@@ -44,6 +49,7 @@ class Memory:
     failure_domain: str | None = None
     storage_every_n_steps: int | str | None = None
     storage_every_secs: float | str | None = None
+    survivor_secs: float = 20.0
 
     def __post_init__(self) -> None:
         if self.directory is not None:
@@ -56,6 +62,7 @@ class Memory:
         if self.budget_bytes is not None:
             object.__setattr__(self, "budget_bytes", parse_bytes(self.budget_bytes, "Memory(budget_bytes)"))
         self._check_replicas()
+        self._check_survivors()
         StorageCadence(self.storage_every_n_steps, self.storage_every_secs)  # raises for what cannot be
 
     def _check_replicas(self) -> None:
@@ -70,6 +77,17 @@ class Memory:
                 )
             if not count:
                 raise ConfigError(f"Memory(failure_domain={domain!r}) says where copies lie; give replicas=1 or more")
+
+    def _check_survivors(self) -> None:
+        given = self.survivor_secs
+        off = given == 0 and not isinstance(given, (bool, str))
+        secs = 0.0 if off else parse_secs(given, "Memory(survivor_secs)", 3600.0)
+        if secs > TORCHRUN_GRACE_SECS and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError(
+                f"Memory(survivor_secs={given!r}): torchrun kills ranks {TORCHRUN_GRACE_SECS:g} s after it has asked "
+                "them to end, so that what takes longer is cut off. Give less than that"
+            )
+        object.__setattr__(self, "survivor_secs", secs)
 
     @property
     def cadence(self) -> StorageCadence:

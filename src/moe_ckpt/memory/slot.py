@@ -110,6 +110,11 @@ class Slot:
             raise
         unfinished.rename(self.path.with_suffix(HEADER_SUFFIX))
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether whoever comes after this process may read it."""
+        return self.path.with_suffix(HEADER_SUFFIX).exists()
+
     def unseal(self) -> None:
         """The bytes are about to change."""
         self.path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)

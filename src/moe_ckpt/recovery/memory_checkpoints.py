@@ -62,6 +62,8 @@ log = logging.getLogger("moe_ckpt")
 
 _EXPERTS = "expert"
 """Kind of the shards of experts."""
+_BESIDE = "_survivors"
+"""Ending of the directory of what survivors sealed of a step of which there is another snapshot."""
 MOST_STARTS = 3
 """From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
 
@@ -285,7 +287,7 @@ class MemoryCheckpoints:
         count = len(checkpoint.snapshots)
         parts = self._parts(checkpoint, described[:count])
         layers = [
-            Layer(self._parts(each, [facts])[0], each, facts)
+            Layer(self._parts(each, [facts], _BESIDE if each.step == checkpoint.step else "")[0], each, facts)
             for each, facts in zip(older, described[count:], strict=True)
         ]
         if beneath is not None and beneath.directory == directory and not checkpoint.is_window:
@@ -320,11 +322,14 @@ class MemoryCheckpoints:
         experts = sum(operator.startswith(EXPERT) for operator in facts.operators)
         return experts == sum(layer.experts for layer in self._tier.model.layers)
 
-    def _parts(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> list[SlotFiles]:
-        """The slots of each snapshot, as files."""
+    def _parts(
+        self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts], ending: str = ""
+    ) -> list[SlotFiles]:
+        """The slots of each snapshot, as files. ending: Of the names of their directories."""
         parts = []
         for snapshot, facts in zip(checkpoint.snapshots, described, strict=True):
-            part = SlotFiles(step_dir(next(iter(snapshot.values()))[0].step, checkpoint.generation))
+            step = next(iter(snapshot.values()))[0].step
+            part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
             for writer, shares in sorted(snapshot.items()):
                 full = [share for share in shares if share.sent == fullest(shares).sent]
                 near, own = (nearest(those, self._comm.rank, self._tier.node) for those in (shares, full))

@@ -91,11 +91,10 @@ def unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, Described, Mapping[
 
 
 class SlotFiles:
-    """The slots of one snapshot as the files of a step directory."""
+    """The slots of one snapshot as the files of a directory."""
 
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self.step = age_of(directory)[1]
+    def __init__(self, directory: str, step: int) -> None:
+        self.directory, self.step = directory, step
         self.files: dict[str, SlotFile] = {}
         self.records: dict[str, list[FileRecord]] = {}
         self.headers: dict[FileRecord, ShardHeader] = {}

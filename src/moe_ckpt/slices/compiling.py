@@ -11,7 +11,7 @@ Legend: a plan's *key* is what is saved, not when: (operators, host-only, comput
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter, is_
@@ -216,6 +216,7 @@ class PlanCompiler:
     def __init__(self, catalog: Catalog, placement: Placement, sharding: str, rank: int, ranks: int) -> None:
         self._catalog = catalog
         self._rank, self._ranks = rank, ranks
+        self._placement = placement
         self._kinds = {op: shard_kind(catalog, op) for op in (*catalog.by_id, "")}
         self._sharder = Sharder(catalog, placement, sharding)
         self._local = LocalState(catalog, ())
@@ -240,6 +241,7 @@ class PlanCompiler:
         specs: Sequence[TensorSpec],
         side: Sequence[SliceEntry],
         gradients: Sequence[StateTensor] = (),
+        writer: int | None = None,
     ) -> CompiledPlan:
         """The plan for ``request``: the very same one again, if neither what is saved nor the tensors have changed.
 
@@ -249,9 +251,12 @@ class PlanCompiler:
             specs: Those of all ranks.
             side: Tensors of no operator, which go into this rank's non-expert shard.
             gradients: This rank's. They may be other tensors at each step, so that what is made of them is not kept.
+            writer: Whose share it is, this rank's unless said; of another rank's, what this rank has alike.
         """
         self._update(tensors, specs, request.compute_types)
         key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
+        if writer is not None and writer != self._rank:
+            return self._compile_lent(key, request, writer)
         whole_key = (key, tuple(side), request.copied * (1 + request.sends_held))
         plan = self._plans.get(whole_key)
         if plan is None:
@@ -277,6 +282,27 @@ class PlanCompiler:
         self._plans.clear()
         self._newest.clear()
 
+    def _compile_lent(self, key: PlanKey, request: SnapshotRequest, writer: int) -> CompiledPlan:
+        """Of another rank's share what this rank has alike. Made once, when training stops."""
+        _, dealt = self._cut(request)
+        [found] = MirroredShares(self._catalog, self._placement, [writer]).cuts(
+            request.operators, self._tensors, dealt
+        ).values()
+        by_kind: dict[str, list[Cut]] = {}
+        for each in found:
+            by_kind.setdefault(self._kinds[each.operator], []).append(each)
+        return self._laid_out(key, [CompiledPart(kind, cuts, (), self._unstable) for kind, cuts in by_kind.items()])
+
+    def _laid_out(self, key: PlanKey, parts: Iterable[CompiledPart]) -> CompiledPlan:
+        placed: list[tuple[int, CompiledPart]] = []
+        at = 0
+        for part in parts:
+            if len(part.slices):
+                placed.append((at, part))
+                at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = placed[-1][0] + placed[-1][1].nbytes if placed else 0
+        return CompiledPlan(tuple(placed), nbytes, key, self._claims)
+
     def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
         host_only = frozenset(request.host_only)
         by_kind: dict[str, list[Cut]] = {"expert": [], "non_expert": [], HELD: []}
@@ -285,15 +311,8 @@ class PlanCompiler:
             by_kind[HELD if found.operator in host_only else self._kinds[found.operator]].append(found)
         if request.copied:
             by_kind |= self.mirrors.cuts(request.to_peers, self._tensors, dealt)
-        parts: list[tuple[int, CompiledPart]] = []
-        at = 0
-        for kind, cuts in by_kind.items():
-            part = self._part(kind, cuts, side if kind == "non_expert" else ())
-            if len(part.slices):
-                parts.append((at, part))
-                at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-        nbytes = parts[-1][0] + parts[-1][1].nbytes if parts else 0
-        return CompiledPlan(tuple(parts), nbytes, key, self._claims)
+        parts = (self._part(kind, cuts, side if kind == "non_expert" else ()) for kind, cuts in by_kind.items())
+        return self._laid_out(key, parts)
 
     def _with_gradients(
         self, plan: CompiledPlan, request: SnapshotRequest, gradients: Sequence[StateTensor]

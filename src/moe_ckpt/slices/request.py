@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.format.manifest import step_dir
@@ -40,6 +42,8 @@ class SnapshotRequest:
         sent: Of those, the ones that peers get.
         gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``operators``.
         since: Of a step of a gradient log, sequence in memory of the first snapshot that it needs; None if it is none.
+        survivors_of: Whose share is sealed because training stops at a failure, which ranks need not have begun alike;
+            None for what a policy asked for.
     """
 
     step: int
@@ -64,6 +68,7 @@ class SnapshotRequest:
     sent: int = 0
     gradients: tuple[str, ...] = ()
     since: int | None = None
+    survivors_of: int | None = None
 
     @property
     def to_peers(self) -> tuple[str, ...]:
@@ -71,6 +76,15 @@ class SnapshotRequest:
         if not self.copied:
             return ()
         return (*self.operators, *self.host_only) if self.sends_held and self.host_only else self.operators
+
+    def share_of(self, rank: int, due: int) -> tuple[int, int]:
+        """Whose share ``rank`` copies, and the snapshot's number in memory. due: That of the next one in order."""
+        writer = self.survivors_of
+        return (rank, due) if writer is None else (writer, survivor_sequence(self.step, lent=writer != rank))
+
+    def is_whole(self, catalog: Catalog) -> bool:
+        """Whether it holds every operator in full by itself."""
+        return self.window is None and len(self.operators) + len(self.host_only) == len(catalog.everything)
 
     @property
     def directory(self) -> str:

@@ -1,0 +1,51 @@
+"""Snapshots of the newest step that ranks seal when training stops at a failure: pure.
+
+A rank that lives on when another one fails still holds the state of the newest step, whatever the policy saved of it.
+What it seals then has a number of its own among the snapshots of its life, by its step: ranks that stopped at different
+steps never seem to have sealed one snapshot together. It counts as newer than all that were due.
+
+Data-parallel ranks hold the same experts. So a survivor also seals the experts that the next rank in its group writes:
+if that one is gone, they are not. That share is lent: it lacks the other rank's plain state (random numbers, position
+in the data), so that it gives experts to a checkpoint of the same step, and is no part of one that stands by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_LENT = 1 << 48
+_OWN = 1 << 49
+
+
+def survivor_sequence(step: int, *, lent: bool = False) -> int:
+    """Returns the number of the snapshot of ``step`` that survivors seal. lent: of another rank's share."""
+    return (_LENT if lent else _OWN) + step
+
+
+def is_survivors(sequence: int) -> bool:
+    """Returns whether a snapshot of this number was sealed by survivors."""
+    return sequence >= _LENT
+
+
+def is_lent(sequence: int) -> bool:
+    """Returns whether a share in a snapshot of this number is that of another rank than the one that sealed it."""
+    return _LENT <= sequence < _OWN
+
+
+def shared_sequence(sequence: int) -> int:
+    """Returns the number of the snapshot that a share belongs to, together with those of the other ranks."""
+    return sequence - _LENT + _OWN if is_lent(sequence) else sequence
+
+
+def lends(rank: int, alike: Sequence[int]) -> int | None:
+    """Returns whose experts ``rank`` seals besides its own; None if nobody has the same.
+
+    Each rank's are sealed by one other, which does not know who is gone.
+
+    Args:
+        rank: The survivor.
+        alike: Ranks that hold the same experts, ``rank`` included, ascending.
+    """
+    if rank not in alike or len(alike) < 2:
+        return None
+    return alike[(alike.index(rank) + 1) % len(alike)]

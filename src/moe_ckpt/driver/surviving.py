@@ -1,0 +1,113 @@
+"""What a rank does when training stops at a failure: the newest step is sealed in memory before the rank goes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+
+from moe_ckpt.driver.messages import say_not_survived, say_survived
+from moe_ckpt.driver.termination import Termination
+from moe_ckpt.engine.surviving import Survivor
+
+log = logging.getLogger("moe_ckpt")
+
+
+class Moment(enum.Enum):
+    """Of an iteration: what parameters and optimizer state are."""
+
+    UNKNOWN = "no state of this life, or callbacks may have put other weights in"
+    RESTING = "those of the newest step"
+    REDUCING = "the same; an update has begun, which first reduces gradients over ranks"
+    WRITING = "between two steps"
+    BOOKING = "those of the newest step, which the session is booking"
+
+
+_WHOLE = (Moment.RESTING, Moment.REDUCING)
+
+
+class Surviving:
+    """Decides whether the newest step may be sealed, and says what became of it.
+
+    Args:
+        survivor: The session's.
+        secs: The longest that sealing may take.
+        unit: What the framework calls a step.
+        rank: This process's.
+
+    Attributes:
+        moment: Of the iteration. Set on the training thread.
+        termination: Handles SIGTERM, where nobody else does.
+    """
+
+    def __init__(self, survivor: Survivor, secs: float, unit: str, rank: int) -> None:
+        self.moment = Moment.UNKNOWN
+        self.termination = Termination(self, secs)
+        self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
+        self._lock = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever sealed."""
+        return self._survivor.is_on
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the newest step can be sealed now."""
+        return self.moment in _WHOLE
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether something is under way after which a step can be sealed that is newer, or whole again."""
+        return self.moment in (Moment.REDUCING, Moment.WRITING, Moment.BOOKING)
+
+    @contextlib.contextmanager
+    def booking(self) -> Iterator[None]:
+        """A step is final, and the session is at work."""
+        self.moment = Moment.BOOKING
+        try:
+            yield
+        finally:
+            self.moment = Moment.RESTING
+
+    def survive(self, why: str) -> None:
+        """Training stops: seals the newest step, once. Never raises.
+
+        On the training thread, or on another while that one waits for what will not come.
+
+        Args:
+            why: For messages.
+        """
+        if not self._survivor.is_on or not self._lock.acquire(blocking=False):
+            return
+        if not self.is_whole:
+            log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
+            return
+        with _not_interrupted():
+            found = self._survivor.seal(self._secs)
+        if found is None:
+            return
+        if found.problem:
+            say_not_survived(self._unit, found.step, why, found.problem, self._rank)
+        else:
+            say_survived(self._unit, found.step, why, found.nbytes, found.secs, self._rank)
+
+
+@contextlib.contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """A launcher that stops the job sends SIGTERM meanwhile, which a handler, or the default, would end this by."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            signal.raise_signal(signal.SIGTERM)

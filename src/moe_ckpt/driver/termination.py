@@ -1,0 +1,102 @@
+"""SIGTERM, by which launchers end ranks when another one has failed, and schedulers when time is up.
+
+Where nobody else handles it, the newest step is sealed before the process ends as it would have. The handler runs on
+the training thread, between two operations of Python. Where that waits in a collective for a peer that is gone, it
+never comes to the handler; a thread, woken by the signal itself, seals the step then, since nothing changes it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_ckpt.driver.surviving import Surviving
+
+HANDLER_SECS = 1.0
+"""So long the training thread has to come to the handler, and to the end of a step that it is in the middle of."""
+EXIT_CODE = 128 + signal.SIGTERM
+"""Of a process whose training thread never came back."""
+
+
+class Termination:
+    """Handles SIGTERM from ``watch`` to ``unwatch``, unless somebody else does. Both on the main thread.
+
+    Args:
+        surviving: Seals the newest step.
+        secs: The longest that this may take, and that a step under way is waited for.
+    """
+
+    def __init__(self, surviving: Surviving, secs: float) -> None:
+        self._surviving, self._secs = surviving, secs
+        self._came = threading.Event()
+        self._handled = threading.Event()
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._wakes = False
+
+    def watch(self) -> None:
+        """From here on. Does nothing on another thread than the main one, or where somebody handles the signal."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or self._sockets is not None or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._wakes = before == -1
+        if not self._wakes:  # an event loop's: without a thread, the handler alone must do
+            signal.set_wakeup_fd(before)
+        self._sockets = reader, writer
+        signal.signal(signal.SIGTERM, self._handle)
+        threading.Thread(target=self._wait, args=(reader,), name="moe_ckpt-sigterm", daemon=True).start()
+
+    def unwatch(self) -> None:
+        """As before ``watch``."""
+        sockets, self._sockets = self._sockets, None
+        if sockets is None:
+            return
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._wakes:
+                signal.set_wakeup_fd(-1)
+        sockets[1].shutdown(socket.SHUT_RDWR)  # the thread reads an end, and closes its own
+        sockets[1].close()
+
+    def settle(self) -> None:
+        """A step has ended: if the signal came in the middle of it, the process ends here. On the training thread."""
+        if self._came.is_set():
+            self._end()
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self._came.set()
+        if not self._surviving.ends_soon:
+            self._end()
+
+    def _end(self) -> None:
+        """Seal, and end as without us."""
+        self._handled.set()
+        self._surviving.survive("SIGTERM")
+        self.unwatch()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+
+    def _wait(self, reader: socket.socket) -> None:
+        """The thread: until the sockets are closed."""
+        with reader:
+            while number := reader.recv(1):
+                if number[0] == signal.SIGTERM:
+                    self._act()
+
+    def _act(self) -> None:
+        """The signal came: if the training thread does not see to it, it waits for what will not come."""
+        until = time.monotonic() + self._secs
+        while not self._handled.wait(HANDLER_SECS):
+            if self._surviving.is_whole:
+                self._surviving.survive("SIGTERM")
+            elif self._surviving.ends_soon and time.monotonic() < until:
+                continue
+            os._exit(EXIT_CODE)

@@ -1,0 +1,141 @@
+"""Seals the newest step when training stops at a failure, so that only what failed goes back.
+
+Between two updates, parameters and optimizer state are those of the newest step. A rank that hears of a failure (its
+own exception, a peer's death, SIGTERM) copies all that it writes of a complete checkpoint into memory that outlives the
+process before it goes, whatever the policy saved of that step. If every rank does, the run goes on from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+
+from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.survivors import lends
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.session_resources import SessionResources
+from moe_ckpt.engine.snapshot import Encode, Snapshot
+from moe_ckpt.engine.snapshotting import Snapshotter
+from moe_ckpt.errors import MoECheckpointError
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What this rank keeps of the newest step.
+
+    Attributes:
+        step: Its number.
+        nbytes: Of tensors; 0 if a snapshot of everything was on its way anyhow.
+        secs: That it took.
+        problem: Why there is nothing; empty if there is.
+    """
+
+    step: int
+    nbytes: int = 0
+    secs: float = 0.0
+    problem: str = ""
+
+
+class Survivor:
+    """Knows the newest step, and seals it. On the training thread, or while that stands still.
+
+    Args:
+        run: The session's.
+        resources: Likewise.
+        snapshots: Likewise.
+    """
+
+    def __init__(self, run: RunContext, resources: SessionResources, snapshots: Snapshotter) -> None:
+        self._run, self._resources, self._snapshots = run, resources, snapshots
+        self._step: int | None = None
+        self._plain: Encode | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the user wants it, and there is memory that outlives the process."""
+        memory = self._run.settings.memory
+        return memory is not None and memory.survivor_secs > 0
+
+    def step_ends(self, step: int, plain: Encode) -> None:
+        """The state of ``step`` is final. plain: Gives the plain state as it is now, the first time it is called."""
+        if self.is_on:
+            self._step, self._plain = step, plain
+
+    def keep_plain(self) -> None:
+        """The next step begins: random numbers and buffers are about to change, and tensors of them are copied."""
+        if self._plain is None:
+            return
+        encoded, side = self._plain()
+        copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
+        self._plain = lambda **_: copied
+
+    def seal(self, secs: float) -> Survived | None:
+        """Seals everything that this rank writes of the newest step. Nothing may change parameters meanwhile.
+
+        Args:
+            secs: The longest that it may take.
+
+        Returns:
+            What became of it; None if no step has ended yet.
+        """
+        began, step, plain = time.monotonic(), self._step, self._plain
+        if step is None or plain is None or self._resources.memory is None:
+            return None
+        self._step = None  # once
+        try:
+            nbytes = self._seal(step, plain, began + secs)
+        except (FutureTimeoutError, TimeoutError):
+            return Survived(step, problem=f"it was not done within {secs:g} s (Memory(survivor_secs))")
+        except (MoECheckpointError, OSError, RuntimeError) as error:
+            return Survived(step, problem=f"{type(error).__name__}: {error}")
+        return Survived(step, nbytes, time.monotonic() - began)
+
+    def _seal(self, step: int, plain: Encode, until: float) -> int:
+        """Returns bytes of tensors."""
+        rank, catalog, newest = self._run.comm.rank, self._run.catalog, self._snapshots.newest
+        whole = newest is not None and newest.step == step and newest.request.is_whole(catalog)
+        found = [] if newest is None or not whole else [newest]
+        begin = functools.partial(self._begin, step, until)
+        if not whole:
+            found.append(begin(save_full(step, catalog.everything), plain, rank))
+        lent = lends(rank, self._run.placement.expert_peers or self._run.placement.peers)
+        if lent is not None and not whole:
+            found.append(begin(save_full(step, tuple(op.id for op in catalog.experts)), lambda **_: ({}, []), lent))
+        self._wait(found[0], until)
+        return sum(each.nbytes for each in found if each is not newest)
+
+    def _begin(self, step: int, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
+        sent, applied = self._snapshots.booking.applied
+        _settled(applied if sent == step else None, until)
+        return self._snapshots.begin_survivor(plan, plain, applied, of, _left(until))
+
+    def _wait(self, own: Snapshot, until: float) -> None:
+        """Until it is sealed, and what was begun after it as well."""
+        pipeline, slot = self._resources.pipeline, own.buffer.slot
+        pipeline.join()
+        in_time = pipeline.stages.wait(0, _left(until))
+        if slot is not None and slot.is_sealed:
+            return
+        if not in_time:
+            raise TimeoutError
+        raise RuntimeError(own.refused or "its slot could not be sealed; a warning above says why")
+
+
+def _settled(applied: Future[Counts] | None, until: float) -> None:
+    """Waits until the ranks have agreed on the step, without whose tokens it is not known what experts have seen."""
+    try:
+        if applied is None:
+            raise RuntimeError("nothing was sent")
+        applied.result(_left(until))
+    except (FutureTimeoutError, TimeoutError):
+        raise
+    except Exception as error:  # whatever ended the agreement
+        raise RuntimeError("the ranks had not agreed on the tokens of this step when one of them failed") from error
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())

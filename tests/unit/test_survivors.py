@@ -1,0 +1,94 @@
+"""Which share of which snapshot survivors sealed, and what a recovery makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt import Memory
+from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of
+from moe_ckpt.core.survivors import is_lent, is_survivors, lends, shared_sequence, survivor_sequence
+from moe_ckpt.errors import ConfigError
+
+DUE = Share(0, "a", 0, "life", 3, 7, 40, 0, 2, None, "step_00000001_g3")
+"""Of a partial checkpoint of step 40, as rank 0 of two sealed it."""
+
+
+def due(rank: int, **other: object) -> Share:
+    return replace(DUE, holder=rank, number=rank, writer=rank, **other)
+
+
+def own(rank: int, step: int = 40) -> Share:
+    return due(rank, sequence=survivor_sequence(step), step=step)
+
+
+def lent(rank: int, by: int, step: int = 40) -> Share:
+    return replace(own(rank, step), holder=by, number=9, sequence=survivor_sequence(step, lent=True))
+
+
+@given(st.integers(0, 1 << 40), st.booleans(), st.integers(0, 1 << 40), st.booleans())
+def test_numbers_are_of_one_step_only_and_newer_than_all_that_were_due(step, is_own, other, is_others):
+    one, two = survivor_sequence(step, lent=not is_own), survivor_sequence(other, lent=not is_others)
+    assert (one == two) == ((step, is_own) == (other, is_others))
+    assert (shared_sequence(one) == shared_sequence(two)) == (step == other)
+    assert is_survivors(one)
+    assert one > 1 << 40
+    assert is_lent(one) == (not is_own)
+    assert not is_survivors(step)
+    assert not is_lent(step)
+    assert shared_sequence(step) == step
+
+
+@given(st.sets(st.integers(0, 500), min_size=1, max_size=40).map(sorted))
+def test_each_rank_of_a_group_is_sealed_by_one_other(group):
+    lenders = {lends(rank, group): rank for rank in group}
+    if len(group) == 1:
+        assert lenders == {None: group[0]}
+    else:
+        assert sorted(lenders) == group
+        assert all(of != rank for of, rank in lenders.items())
+    assert lends(501, group) is None
+
+
+def test_what_all_ranks_sealed_is_the_newest_checkpoint():
+    newest, older = checkpoints_of([due(0), due(1), own(0), own(1), lent(1, 0), lent(0, 1)])
+    assert newest.is_complete
+    assert newest.is_whole
+    assert not any(is_lent(share.sequence) for share in newest.shares), "each rank's own has its plain state"
+    assert older.shares == (due(0), due(1))
+
+
+def test_a_lent_share_makes_nothing_complete():
+    newest, older = checkpoints_of([due(0), due(1), own(0), lent(1, 0)])
+    assert not newest.is_complete
+    assert not newest.is_whole
+    assert older.is_complete
+    assert [len(snapshot) for snapshot in newest.snapshots] == [2]
+
+
+def test_experts_are_taken_of_the_very_same_step_only():
+    shares = [due(0), due(1), own(0), lent(1, 0), own(0, 41), due(0, sequence=6, step=39), due(1, sequence=6, step=39)]
+    known = checkpoints_of(shares)
+    checkpoint = next(each for each in known if each.step == 40 and each.is_complete)
+    assert [(each.step, each.is_complete) for each in beneath_of(checkpoint, known)] == [(39, True), (40, False)]
+
+
+def test_ranks_that_stopped_at_different_steps_sealed_nothing_together():
+    assert not any(each.is_complete for each in checkpoints_of([own(0, 40), own(1, 41)]))
+
+
+@pytest.mark.parametrize("secs", [-1, True, "soon", float("nan"), None])
+def test_a_time_that_cannot_be(secs):
+    with pytest.raises(ConfigError, match="survivor_secs"):
+        Memory(survivor_secs=secs)
+
+
+def test_a_time_beyond_the_launchers_patience(monkeypatch):
+    assert Memory(survivor_secs="1min").survivor_secs == 60
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with pytest.raises(ConfigError, match="torchrun kills ranks 30 s after"):
+        Memory(survivor_secs="1min")
+    assert Memory(survivor_secs=0).survivor_secs == 0

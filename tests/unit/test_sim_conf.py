@@ -265,6 +265,7 @@ def test_the_ablation_adds_one_technique_at_a_time(composed, name, freeze, order
     [
         *((name, True) for name in ("moevement", "moc", "moetion", "dense", "checkfreq")),
         *((name, True) for name in ("gemini", "moc_peers", "moetion_peers")),
+        *((name, True) for name in ("gradient_log", "gradient_log_peers")),
         ("moevement_peers", False),  # only the failed stage goes back
     ],
 )

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def memory_systems(scenario: Scenario) -> list[System]:
-    """With checkpoints in the memory of peers; logs of gradients and the papers' MoEvement are simulated only."""
+    """With checkpoints in the memory of peers; the papers' one of MoEvement is simulated only."""
     from moe_ckpt.policies import Gemini, GradientLog, MoEtion, MoEvement
     from moe_ckpt.sim.system import System
 
@@ -318,7 +318,7 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
         if one.refused:
             print(wrapped(f"{one.system.name} cannot be used: {one.refused}"))
     if any(not one.system.in_trainer for one in plan.candidates):
-        print(wrapped(f"{MARK} {_why_simulated(plan)}"))
+        print(wrapped(f"{MARK} simulated only: after a failure, only the failed stage goes back"))
     if short := [one for one in plan.candidates if one.margin]:
         least, all_of_it = _span(min(one.simulated_secs for one in short)), _span(scenario.duration_secs)
         print(wrapped(f"{_ABOUT} simulated for {least} or more of {all_of_it}: until it was certain not to be chosen"))
@@ -326,17 +326,6 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
         print(wrapped(said))
     print()
     _advise(plan)
-
-
-def _why_simulated(plan: Plan) -> str:
-    """What of the marked ones no Trainer has."""
-    kinds = [one.system for one in plan.candidates if not one.system.in_trainer]
-    said = []
-    if any(one.rollback == "localized" for one in kinds):
-        said.append("after a failure, only the failed stage goes back")
-    if any(one.needs.gradients for one in kinds):
-        said.append("logs of gradients are tried with Lightning on one device and under DDP only")
-    return f"simulated only: {'; '.join(said)}"
 
 
 def _row(one: Candidate, human: Any) -> tuple[str, ...]:
@@ -368,8 +357,7 @@ def _advise(plan: Plan) -> None:
     print(f"  {override_line(plan.recommended)}")
     if plan.best is not None and plan.best is not plan.recommended:
         best = plan.best
-        how = "with a log of gradients" if best.system.needs.gradients else "where only the failed stage goes back"
-        print(wrapped(f"{how}, {best.system.name} would reach {best.ettr:.3f}"))
+        print(wrapped(f"where only the failed stage goes back, {best.system.name} would reach {best.ettr:.3f}"))
 
 
 def _span(secs: float) -> str:

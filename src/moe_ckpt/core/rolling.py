@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 
 import numpy as np
@@ -187,7 +188,7 @@ class Rounds:
             self._weights[key] = tuple(map(max, zip(*padded, strict=True)))
         return self._weights[key]
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Of all operators, on the rank that has most: what no round saves less than at a step."""
         return max(_on_a_rank(lane, (), self._sizes, self._members.keys())[0] for lane in self._lanes)

@@ -112,9 +112,8 @@ class System:
 
     @property
     def in_trainer(self) -> bool:
-        """Whether a Trainer can run all of it today: localized rollback is simulated only, and logs of gradients are
-        tried with Lightning alone."""
-        return self.rollback == "global" and not self.needs.gradients
+        """Whether a Trainer can run all of it today: localized rollback is simulated only."""
+        return self.rollback == "global"
 
 
 @dataclass(frozen=True)

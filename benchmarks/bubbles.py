@@ -1,11 +1,11 @@
 """Copies and sends in the bubbles of a real Megatron pipeline: interference, stalls, bytes, with gating on and off.
 
 Four gloo processes, one pipeline stage each (1F1B), and each a node of its own, train a small GPT-MoE and take a
-MoEtion checkpoint into memory at every iteration, with a copy on a peer. Gating is switched on and off within one run,
-block by block, so that what else the machine does hits both alike. It is done twice: with the compute of these
-processes, which share the machine's cores, so that a bubble of one rank is another's compute; and with an accelerator
-that is acted by sleeping, which leaves a core free, as on a GPU host. Bytes in bubbles do not depend on how fast the
-machine is.
+MoEtion checkpoint into memory at every iteration, with a copy on a peer. Saving and gating are switched on and off
+within one run, block by block, so that what else the machine does hits all alike. It is done twice: with the compute of
+these processes, which share the machine's cores, so that a bubble of one rank is another's compute; and with an
+accelerator that is acted by sleeping, which leaves a core free, as on a GPU host. Bytes in bubbles do not depend on how
+fast the machine is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.bubbles_rank import BLOCK, NONE, OFF, ON, ORDER, WARM, Iteration
 
 _EXAMPLE = "example: python benchmarks/bubbles.py --rounds 2 --json"
 STAGES = 4
-SIZES = ("rounds", "blocks", "microbatches", "width", "experts", "saved")
+SIZES = ("rounds", "cycles", "microbatches", "width", "experts", "saved")
 COMPUTE, ACTED = "real compute", "acted accelerator"
 _TIMEOUT_SECS = 900.0
 
@@ -67,8 +67,7 @@ def measure(scratch: Path, args: argparse.Namespace, act_secs: float) -> Blocks:
     found: Blocks = {way: [] for way in WAYS}
     for number in range(args.rounds):
         for way in WAYS:
-            turns = [rank[number][str(way != NONE)] for rank in ranks]
-            alike = zip(*turns, strict=True)
+            alike = zip(*(rank[number] for rank in ranks), strict=True)
             found[way].append([list(each) for each in alike if each[0]["way"] == way])
     return found
 
@@ -95,39 +94,29 @@ def share(iterations: Sequence[Sequence[Iteration]], what: str, rank: int | None
     return float(sum(each[f"{what}_in_bubbles"] for each in chosen) / whole) if whole else 0.0
 
 
-def pairs(found: Blocks, of: Callable[[Sequence[Iteration]], float]) -> list[float]:
-    """Gating on over gating off, of each pair of blocks that follow one another."""
-    ratios = []
-    for on, off in zip(found[ON], found[OFF], strict=True):
-        medians = {
-            number: median(of(each) for each in those if each[0]["block"] == number)
-            for those in (on, off)
-            for number in {each[0]["block"] for each in those}
-        }
-        for number in range(0, len(medians) - 1, 2):
-            one, other = medians[number], medians[number + 1]
-            ratios.append(other / one if ORDER[number % len(ORDER)] == OFF else one / other)
-    return ratios
+def ratios(found: Blocks, of: Callable[[Sequence[Iteration]], float], over: str, under: str) -> list[float]:
+    """Of two ways, in each cycle of each round; medians over the cycle's iterations."""
+    made = []
+    for one, other in zip(found[over], found[under], strict=True):
+        for cycle in sorted({ranks[0]["cycle"] for ranks in one}):
+            above, below = (median(of(ranks) for ranks in each if ranks[0]["cycle"] == cycle) for each in (one, other))
+            made.append(above / below)
+    return made
 
 
 def summary(found: Blocks) -> dict[str, Any]:
-    """JSON-ready: a row for each way, and on over off."""
+    """JSON-ready: a row for each way, and on over off of each cycle."""
     rows = []
     for way in WAYS:
-        rounds = found[way]
-        every = [ranks for each in rounds for ranks in each]
-        against = zip(rounds, found[NONE], strict=True)
-        ratios = [median(map(wall, each)) / median(map(wall, none)) for each, none in against]
-        extra = median(map(cpu, every)) / median(cpu(ranks) for each in found[NONE] for ranks in each)
+        every = [ranks for each in found[way] for ranks in each]
         rows.append(
             {
                 "way": way,
                 "iteration_ms": 1e3 * median(map(wall, every)),
-                "of_none": median(ratios),
-                "of_none_by_round": ratios,
+                "of_none": median(ratios(found, wall, way, NONE)),
                 "stall_ms": 1e3 * median(map(stall, every)),
                 "cpu_ms": 1e3 * median(map(cpu, every)),
-                "cpu_of_none": extra,
+                "cpu_of_none": median(ratios(found, cpu, way, NONE)),
                 "copied_mib": median(sum(each["copied"] for each in ranks) for ranks in every) / report.MIB,
                 "sent_mib": median(sum(each["sent"] for each in ranks) for ranks in every) / report.MIB,
                 "copied_in_bubbles": share(every, "copied"),
@@ -135,7 +124,7 @@ def summary(found: Blocks) -> dict[str, Any]:
                 "by_stage": [{what: share(every, what, at) for what in ("copied", "sent")} for at in range(STAGES)],
             }
         )
-    return {"rows": rows, "on_over_off": {"wall": pairs(found, wall), "cpu": pairs(found, cpu)}}
+    return {"rows": rows, "on_over_off": {"wall": ratios(found, wall, ON, OFF), "cpu": ratios(found, cpu, ON, OFF)}}
 
 
 def table(title: str, found: Mapping[str, Any]) -> Table:
@@ -149,16 +138,16 @@ def table(title: str, found: Mapping[str, Any]) -> Table:
         cells = [f"{row['of_none']:.2f}", f"{row['stall_ms']:.1f}", f"{row['cpu_of_none']:.2f}"]
         cells += [f"{row['copied_in_bubbles']:.0%}", f"{row['sent_in_bubbles']:.0%}", stages]
         made.add_row(row["way"], f"{row['iteration_ms']:.0f}", *(cells if row["way"] != NONE else ["-"] * len(cells)))
-    ratios = (f"{name} {spread(each)}" for name, each in found["on_over_off"].items())
-    made.caption = "gating on over off, median and quartiles of neighbouring blocks: " + ", ".join(ratios)
+    compared = (f"{name} {spread(each)}" for name, each in found["on_over_off"].items())
+    made.caption = "gating on over off, median and quartiles of cycles: " + ", ".join(compared)
     return made
 
 
-def spread(ratios: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """The median, and between which quartiles."""
-    if len(ratios) < 2:
-        return f"{ratios[0]:.2f}" if ratios else "-"
-    low, middle, high = quantiles(ratios, n=4)
+    if len(values) < 2:
+        return f"{values[0]:.2f}"
+    low, middle, high = quantiles(values, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
@@ -166,9 +155,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
+    iterations = BLOCK * len(ORDER)
     parser.add_argument(
-        "--blocks", type=int, default=16, help=f"of {BLOCK} iterations in each round (default: %(default)s)"
+        "--cycles", type=int, default=5, help=f"of {iterations} iterations in each round (default: %(default)s)"
     )
     parser.add_argument("--microbatches", type=int, default=8, help="of an iteration (default: %(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of the model (default: %(default)s)")

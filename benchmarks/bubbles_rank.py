@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moe_ckpt import Memory
+from moe_ckpt.policies import MoEtion, Needs, PolicyContext, SnapshotPlan, Wrapper, save_nothing
 from recipes.gpt_moe_megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainerConfig
 from recipes.gpt_moe_megatron.model import build, start
 from recipes.gpt_moe_megatron.train import Training
@@ -24,13 +27,13 @@ NONE, OFF, ON = "no checkpoint", "gating off", "gating on"
 WARM = 7
 """Iterations until buffers, rates and bubbles are known, and the ones after that are measured."""
 BLOCK = 4
-"""Iterations in a row with or without gating; the first of them is not counted."""
-ORDER = (OFF, ON, ON, OFF)
-"""Of blocks: what drifts hits both alike."""
+"""Iterations in a row of one way; the first of them is not counted."""
+ORDER = (NONE, OFF, ON, ON, OFF, NONE)
+"""Of blocks: what drifts hits all alike."""
 _TIMEOUT_SECS = 120.0
 
 Iteration = dict[str, Any]
-"""Of one rank: "block" (its number), "way", seconds "wall", "stall", "cpu", and bytes by ``_BYTES``."""
+"""Of one rank: "cycle" (one ``ORDER``), "way", seconds "wall", "stall", "cpu", and bytes by ``_BYTES``."""
 _BYTES = ("copied", "copied_in_bubbles", "sent", "sent_in_bubbles")
 
 
@@ -77,44 +80,53 @@ class Stage(Training):
         return (_Slow.apply(output, self.act_secs) if self.act_secs else output), loss  # type: ignore[no-untyped-call]
 
 
-def turn(stage: Stage, saves: bool, order: Mapping[str, Any], root: Path) -> list[Iteration]:
+def way_of(iteration: int) -> str:
+    """Iterations count from 1; those that warm up are gated."""
+    block = (iteration - WARM - 1) // BLOCK
+    return ORDER[block % len(ORDER)] if block >= 0 else ON
+
+
+@dataclass(frozen=True)
+class InTurns(Wrapper):
+    """Saves nothing at steps whose copy would go beside an iteration without one."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, next_due=None)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        return save_nothing(context.step) if way_of(context.step + 1) == NONE else super().plan(context)
+
+
+def turn(stage: Stage, order: Mapping[str, Any], root: Path) -> list[Iteration]:
     """Some blocks of iterations, in a store of their own."""
     found: list[Iteration] = []
-    with _attached(stage, saves, order, root) as ckpt:
-        gate = None if ckpt is None else ckpt.session._run.gate
-        consumed = 0
-        for iteration in range(1, WARM + BLOCK * order["blocks"] + 1):
+    with _attached(stage, order, root) as ckpt:
+        gate, consumed = ckpt.session._run.gate, 0
+        for iteration in range(1, WARM + BLOCK * len(ORDER) * order["cycles"] + 1):
             block, place = divmod(iteration - WARM - 1, BLOCK)
-            way = ORDER[block % len(ORDER)] if saves and block >= 0 else ON if saves else NONE
-            if gate is not None:
-                gate.holds = way == ON
+            way = way_of(iteration)
+            gate.holds = way == ON
             began, cpu, before = time.perf_counter(), time.process_time(), _moved(gate)
             stage.gradients(consumed)
             outcome = stage.update()
             consumed += stage.run.trainer.global_batch
-            stall = 0.0
-            if ckpt is not None:
-                stall = ckpt.after_step(iteration, consumed_samples=consumed, updated=outcome.updated).stall_secs
+            stall = ckpt.after_step(iteration, consumed_samples=consumed, updated=outcome.updated).stall_secs
             if block >= 0 and place:
                 took = {"wall": time.perf_counter() - began, "cpu": time.process_time() - cpu, "stall": stall}
-                moved = (now - then for now, then in zip(_moved(gate), before, strict=True))
-                found.append({"block": block, "way": way, **took, **dict(zip(_BYTES, moved, strict=True))})
+                moved = [now - then for now, then in zip(_moved(gate), before, strict=True)]
+                took |= zip(_BYTES, moved, strict=True)
+                found.append({"cycle": block // len(ORDER), "way": way, **took})
     return found
 
 
 def _moved(gate: Any) -> tuple[int, int, int, int]:
-    if gate is None:
-        return 0, 0, 0, 0
     return gate.copied.nbytes, gate.copied.in_bubbles, gate.sent.nbytes, gate.sent.in_bubbles
 
 
 @contextmanager
-def _attached(stage: Stage, saves: bool, order: Mapping[str, Any], root: Path) -> Iterator[Any]:
-    if not saves:
-        yield None
-        return
-    from moe_ckpt import Memory, megatron
-    from moe_ckpt.policies import MoEtion
+def _attached(stage: Stage, order: Mapping[str, Any], root: Path) -> Iterator[Any]:
+    from moe_ckpt import megatron
 
     node = root / f"node_{dist.get_rank()}"
     node.mkdir(parents=True)
@@ -123,7 +135,7 @@ def _attached(stage: Stage, saves: bool, order: Mapping[str, Any], root: Path) -
         stage.built.chunks,
         stage.built.optimizer,
         stage.built.scheduler,
-        policy=MoEtion(experts=order["saved"]),
+        policy=InTurns(MoEtion(experts=order["saved"])),
         dirpath=root / "store",
         memory=Memory(directory=node, replicas=1, storage_every_n_steps=100_000),
         when_busy="wait",
@@ -151,13 +163,10 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     start(_TIMEOUT_SECS)
     stage = Stage(run_config(order), order["act_secs"])
-    found: list[dict[str, list[Iteration]]] = []
-    for number in range(order["rounds"]):
-        turns = {}
-        for saves in (False, True) if number % 2 else (True, False):
-            turns[str(saves)] = turn(stage, saves, order, Path(order["root"], "turn"))
-            dist.barrier()
-        found.append(turns)
+    found = []
+    for _ in range(order["rounds"]):
+        found.append(turn(stage, order, Path(order["root"], "turn")))
+        dist.barrier()
     Path(f"{order['out']}.{rank}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

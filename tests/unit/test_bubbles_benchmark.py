@@ -1,0 +1,58 @@
+"""What the benchmarks of bubbles and of bytes sent say, and that the docs have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bubbles, sent_bytes
+from benchmarks.bubbles_rank import NONE, OFF, ON
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "moetion.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def iteration(cycle: int, way: str, secs: float, in_bubbles: int = 0) -> dict:
+    moved = {"copied": 10, "copied_in_bubbles": in_bubbles, "sent": 0, "sent_in_bubbles": 0}
+    return {"cycle": cycle, "way": way, "wall": secs, "cpu": secs, "stall": 0.0, **moved}
+
+
+def test_ways_are_compared_within_a_cycle():
+    """The machine gets slower and slower; saving costs a half, and gating a tenth of what is then."""
+    cost = {NONE: 1.0, OFF: 1.5, ON: 1.65}
+    found = {
+        way: [[[iteration(cycle, way, secs * 2.0**cycle, 5)] * bubbles.STAGES for cycle in range(4)]]
+        for way, secs in cost.items()
+    }
+    made = bubbles.summary(found)
+    assert made["on_over_off"]["wall"] == pytest.approx([1.1] * 4)
+    rows = {row["way"]: row for row in made["rows"]}
+    assert rows[ON]["copied_in_bubbles"] == 0.5
+    assert rows[OFF]["of_none"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("row", json.loads((RESULTS / "sent_bytes.json").read_text())["rows"], ids=str)
+def test_the_docs_have_what_was_sent(row):
+    sent = (f"{row[way]['sent'] / 1024:,.0f}" for way in ("off", "on"))
+    assert f"| {row['case']} | {row['policy']} | {' | '.join(sent)} | {row['saved']:.1%} |".replace("%", " %") in DOCS
+
+
+def test_what_is_not_sent_was_had():
+    for row in json.loads((RESULTS / "sent_bytes.json").read_text())["rows"]:
+        assert row["off"]["sent"] - row["on"]["sent"] == pytest.approx(row["on"]["saved"], rel=0.05, abs=2000), row
+    assert sent_bytes.PAPER == 0.4
+
+
+@pytest.mark.parametrize("kind", [bubbles.COMPUTE, bubbles.ACTED])
+def test_the_docs_have_what_went_in_bubbles(kind):
+    found = json.loads((RESULTS / "bubbles.json").read_text())["found"][kind]
+    for row in found["rows"]:
+        if row["way"] == NONE:
+            continue
+        cells = [f"{row['of_none']:.2f}", f"{row['stall_ms']:.0f}", f"{row['cpu_of_none']:.2f}"]
+        cells += [f"{row[f'{what}_in_bubbles']:.0%}".replace("%", " %") for what in ("copied", "sent")]
+        assert f"| {kind}, {row['way']} | {' | '.join(cells)} |" in DOCS
+    assert bubbles.spread(found["on_over_off"]["wall"]) in DOCS

@@ -22,6 +22,7 @@ def _fit(
     how: str,
     max_steps: int = 14,
     window: int | None = None,
+    log: int | None = None,
 ) -> dict:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -32,7 +33,8 @@ def _fit(
 
     from moe_ckpt.callbacks import MoECheckpoint
     from moe_ckpt.driver import run as driver_run
-    from moe_ckpt.policies import Dense, MoEvement
+    from moe_ckpt.memory.options import Memory
+    from moe_ckpt.policies import Dense, GradientLog, MoEvement
     from tests.support.tiny_moe import TinyMoE, Tokens, state_of
 
     class Sharded(TinyMoE):
@@ -66,7 +68,12 @@ def _fit(
     pl.seed_everything(7, verbose=False)
     model = Sharded()
     policy = Dense(1) if window is None else MoEvement(window)
-    checkpoint = MoECheckpoint(policy, f"{root}/store", when_busy="wait")
+    beside = {}
+    if log is not None:
+        policy = GradientLog(window=log)
+        Path(root, "memory").mkdir(parents=True, exist_ok=True)
+        beside["memory"] = Memory(directory=f"{root}/memory", storage_every_n_steps=1000)
+    checkpoint = MoECheckpoint(policy, f"{root}/store", when_busy="wait", **beside)
     chosen = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
         "fsdp2": lambda: ModelParallelStrategy(world_size, 1, process_group_backend="gloo"),
@@ -95,6 +102,7 @@ def _fit(
         "routed": checkpoint.last.routed_tokens if checkpoint.last else None,
         "resumed": [message for message in said if message.startswith("resumed at step")],
         "looked": looked,
+        "remade": checkpoint.recovery_plan and checkpoint.recovery_plan.updates,
         "warned": [message for message in said if "go on from it" in message],
     }
 
@@ -156,3 +164,15 @@ def test_a_sparse_window_comes_back_exactly(tmp_path, strategy):
         assert after[rank]["state"] == whole[rank]["state"]
         assert {**before[rank]["losses"], **after[rank]["losses"]} == whole[rank]["losses"]
         assert after[rank]["routed"] == whole[rank]["routed"]
+
+
+@pytest.mark.slow
+def test_a_gradient_log_of_shards_comes_back_exactly(tmp_path):
+    whole = run_ranks(_fit, 2, str(tmp_path / "whole"), "fsdp2", None, "auto", 14, None, 3)
+    before = run_ranks(_fit, 2, str(tmp_path / "broken"), "fsdp2", 9, "auto", 14, None, 3)
+    after = run_ranks(_fit, 2, str(tmp_path / "broken"), "fsdp2", None, "auto", 14, None, 3)
+    for rank in range(2):
+        assert after[rank]["restored"] == 9
+        assert after[rank]["remade"] in ((6, 9), (7, 9)), "updates are made once more"
+        assert after[rank]["state"] == whole[rank]["state"]
+        assert {**before[rank]["losses"], **after[rank]["losses"]} == whole[rank]["losses"]

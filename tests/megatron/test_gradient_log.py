@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from moe_ckpt.gradients import replay
+from moe_ckpt.gradients.returning import LogReplayer
 from tests.megatron.exactness import Case, finish, kill, require_exact
 from tests.megatron.test_exact import (
     BF16,
@@ -67,3 +69,22 @@ def test_a_lost_node_comes_back_from_its_peer(name, lost, tmp_path):
     assert ended.resumed[-1] >= 5
     assert all(result["remade"] is not None for result in ended.results)
     require_exact(case, tmp_path, ended)
+
+
+def _no_finish() -> None:
+    LogReplayer.finish = lambda self: None
+
+
+def _no_hyperparameters() -> None:
+    replay._set = lambda optimizer, update: None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [_no_finish, _no_hyperparameters])
+def test_what_an_exact_return_needs(wrong, tmp_path):
+    """Weights from masters; learning rates of that time."""
+    case = CASES["ep2-dp2-sharded"]
+    kill(case, tmp_path)
+    ended = finish(case, tmp_path, wrong)
+    with pytest.raises(AssertionError):
+        require_exact(case, tmp_path, ended)

@@ -154,7 +154,8 @@ class MegatronCheckpoint:
             self.before_step()
             note(Moment.REDUCING)
 
-        self._watch = StepWatch(optimizer, reduces, lambda: note(Moment.WRITING), self._stepped)
+        self._watch = StepWatch(optimizer, reduces, self._stepped)
+        self._watch.before_writing(lambda: note(Moment.WRITING))
         self._first: FirstForward | None = None
         self._pipeline = None if gate is None else PipelineWatch(gate)
 

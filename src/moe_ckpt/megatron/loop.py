@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.optimizers import leaves
@@ -87,7 +88,7 @@ class Loop:
 
 
 class StepWatch:
-    """Wraps ``optimizer.step``: calls functions before it, when it begins to write to parameters, and after it.
+    """Wraps ``optimizer.step``: calls one function before it, another after it.
 
     Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of those that it chains, so
     the method of this object is replaced. After ``close`` a wrapper under another one only calls through.
@@ -96,18 +97,14 @@ class StepWatch:
         updated: Whether the newest step changed the weights, by its result; None before the first.
     """
 
-    def __init__(
-        self, optimizer: Any, before: Callable[[], None], writes: Callable[[], None], after: Callable[[], None]
-    ) -> None:
+    def __init__(self, optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._step: Callable[..., Any] = optimizer.step
         self._replaced = vars(optimizer).get("step")
         self._before, self._after = before, after
         self._open = True
         self.updated: bool | None = None
-        self._handles = [
-            leaf.optimizer.register_step_pre_hook(lambda *_: writes()) for leaf in leaves(optimizer)
-        ]
+        self._handles: list[RemovableHandle] = []
         self._wrapper = self._stepping
         optimizer.step = self._wrapper
 
@@ -119,6 +116,11 @@ class StepWatch:
         self.updated = bool(result[0]) if isinstance(result, tuple) and result else True
         self._after()
         return result
+
+    def before_writing(self, call: Callable[[], None]) -> None:
+        """From here on, ``call`` runs when an inner optimizer is about to write to parameters."""
+        for leaf in leaves(self._optimizer):
+            self._handles.append(leaf.optimizer.register_step_pre_hook(lambda *_: call()))
 
     def close(self) -> None:
         """Removes the wrapper. May be called twice."""

@@ -49,7 +49,7 @@ class Memory:
     failure_domain: str | None = None
     storage_every_n_steps: int | str | None = None
     storage_every_secs: float | str | None = None
-    survivor_secs: float = 20.0
+    survivor_secs: float | str = 20.0
 
     def __post_init__(self) -> None:
         if self.directory is not None:

@@ -182,7 +182,7 @@ class Driver:
         session.open()
         self.session, self._storage, self._state = session, storage, state
         memory = self.options.memory
-        secs = 0.0 if memory is None else memory.survivor_secs
+        secs = 0.0 if memory is None else memory.sealing_secs
         self.surviving = Surviving(session.survivor, secs, self._unit, comm.rank)
         self.lifecycle.move(Event.OPEN, "open()")
 

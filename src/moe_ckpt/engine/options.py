@@ -16,6 +16,7 @@ from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt.policies.checkfreq import CheckFreq
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.gemini import Gemini
+from moe_ckpt.policies.gradient_log import GradientLog
 from moe_ckpt.policies.guard import guarded
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moetion import MoEtion
@@ -25,7 +26,7 @@ from moe_ckpt.storage.access import ACCESS
 BUBBLES = ("auto", "on", "off")
 RESUME = ("auto", "extend", "never")
 ON_READ_ERROR = ("stop", "fallback")
-_POLICIES = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini)
+_POLICIES = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini, GradientLog)
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
 """Fields that an adapter finds out by itself."""
 

@@ -58,7 +58,7 @@ class Survivor:
     def is_on(self) -> bool:
         """Whether the user wants it, and there is memory that outlives the process."""
         memory = self._run.settings.memory
-        return memory is not None and memory.survivor_secs > 0
+        return memory is not None and memory.sealing_secs > 0
 
     def step_ends(self, step: int, plain: Encode) -> None:
         """The state of ``step`` is final. plain: Gives the plain state as it is now, the first time it is called."""

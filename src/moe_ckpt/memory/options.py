@@ -90,6 +90,11 @@ class Memory:
         object.__setattr__(self, "survivor_secs", secs)
 
     @property
+    def sealing_secs(self) -> float:
+        """``survivor_secs`` as a number."""
+        return float(self.survivor_secs)
+
+    @property
     def cadence(self) -> StorageCadence:
         """Which checkpoints go on to storage."""
         return StorageCadence(self.storage_every_n_steps, self.storage_every_secs)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_slot
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged, save_slot
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.live import LiveState
+from moe_ckpt.engine.planning import Planner
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.policies.base import Measured, Needs, PolicyContext
 from tests.support.tiny_moe import TinyMoE
 
 CHOSEN, OTHER = "expert/0/1", "expert/0/2"
@@ -107,3 +111,34 @@ def test_state_that_appears_is_noticed_whatever_the_plan():
     found, specs = run.live.describe_for(plan)
     assert len(found) == len(before) + 1
     assert OTHER in run.live.layout.update(specs)
+
+
+class Logs:
+    """Anchors one expert, and logs the gradients of all others."""
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        rest = tuple(op for op in context.catalog.everything if op != CHOSEN)
+        return save_logged(context.step, (CHOSEN,), rest)
+
+    def check(self, catalog):
+        """Serves any model."""
+
+    def describe(self):
+        return {"name": "logs"}
+
+    @property
+    def needs(self) -> Needs:
+        report = SimpleNamespace(warning="gradients do not fit")
+        return Needs(gradients=True, sizes=True, explain=lambda context: report)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_that_do_not_fit_are_said_once_when_rates_are_known(rank, caplog):
+    run = Run()
+    planner = Planner(Logs(), run.live, rank)
+    known = Measured(recent_iteration_secs=1.0, copy_bytes_per_sec=1e9)
+    said = []
+    for step, measured in enumerate([Measured(), known, known], 1):
+        planner.plan(PolicyContext(step, run.catalog, measured=measured))
+        said.append(caplog.text.count("gradients do not fit"))
+    assert said == ([0, 1, 1] if rank == 0 else [0, 0, 0])

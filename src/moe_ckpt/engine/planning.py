@@ -36,6 +36,7 @@ class Planner:
         self._live = live
         self._rank = rank
         self._window_layout = self._window_size = -1
+        self._log_said = False
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the policy's decision; one about windows or bytes is told what the operators weigh now."""
@@ -45,7 +46,10 @@ class Planner:
         if needs.gradients:
             context = replace(context, coupled_operators=live.coupled, snapshot_bytes=self.room)
         if not needs.windows:
-            return _with_coupled(policy.plan(context), live.coupled)
+            plan = _with_coupled(policy.plan(context), live.coupled)
+            if plan.gradients:
+                self._say_log(context)
+            return plan
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
         context = replace(
@@ -67,6 +71,16 @@ class Planner:
             if warning is not None:
                 log.warning("%s", warning)
         self._window_size = size
+
+    def _say_log(self, context: PolicyContext) -> None:
+        """Tell, on one rank and once rates are measured, if gradients alone are more than fits beside an iteration."""
+        explain = self._needs.explain
+        if self._rank or self._log_said or explain is None or context.measured.copy_bytes() is None:
+            return
+        self._log_said = True
+        warning = explain(context).warning
+        if warning is not None:
+            log.warning("%s", warning)
 
     def begun(self, pending: Pending) -> None:
         """A snapshot began."""

@@ -378,7 +378,24 @@ def _kill_at_read(n: int) -> None:
     driver_run.open_storage = Deadly
 
 
+class Rebinding(pl.Callback):
+    """A buffer is another tensor after each batch, and the second layer's experts get optimizer state at step 5."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        pl_module.register_buffer("seen", torch.zeros(()))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if name.startswith("layers.1.") and ".experts." in name:
+                parameter.requires_grad_(trainer.global_step >= 5)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        pl_module.seen = pl_module.seen + 1
+
+
 def _beside(name: str, run: Run) -> pl.Callback:
+    if name == "rebinding":
+        return Rebinding()
     if name == "modelcheckpoint":
         return ModelCheckpoint(f"{run.store}_beside", save_last=True, every_n_train_steps=4)
     if name == "ema":

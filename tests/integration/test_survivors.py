@@ -122,6 +122,15 @@ def test_a_torn_step_is_not_sealed(place):  # noqa: F811
     assert_same_run(run)
 
 
+def test_tensors_that_appeared_without_a_checkpoint_are_sealed(place):  # noqa: F811
+    run = in_memory(replace(POLICIES["dense rarely"], beside=("rebinding",)), place)
+    assert exit_code(replace(run, crash=("raise", 9))) == 1
+    assert "keeps its state of step 8 in memory" in said(run)
+    assert live(run) == 0, output(run)
+    assert restored(run) == 8
+    assert_same_run(run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_stopped_at_random_times(seed, place):  # noqa: F811

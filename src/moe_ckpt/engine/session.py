@@ -291,7 +291,7 @@ class CheckpointSession:
         if plan:
             self._newest_plan = plan
             record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not booking.late)
-        self.survivor.keep_plain()
+        self.survivor.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
             if not record.begun:

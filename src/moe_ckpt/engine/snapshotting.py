@@ -234,6 +234,8 @@ class Snapshotter:
 
     def _note_anchors(self, request: SnapshotRequest, pending: Pending, sequence: int) -> None:
         """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
+        if self._run.gradients is None:  # nobody asks for anchors, which takes a look at every operator
+            return
         anchors = self.booking.anchors
         if request.since is None and not pending.is_complete:
             anchors.broken()

@@ -65,10 +65,16 @@ class Survivor:
         if self.is_on:
             self._step, self._plain = step, plain
 
-    def keep_plain(self) -> None:
-        """The next step begins: random numbers and buffers are about to change, and tensors of them are copied."""
+    def keep_plain(self, *, described: bool) -> None:
+        """The next step begins: random numbers and buffers are about to change, and tensors of them are copied.
+
+        Args:
+            described: A snapshot of the step began, so that it is known which tensors there are.
+        """
         if self._plain is None:
             return
+        if not described:  # the plain state goes by it
+            self._snapshots.live.describe()
         encoded, side = self._plain()
         copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
         self._plain = lambda **_: copied

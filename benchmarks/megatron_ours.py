@@ -14,7 +14,7 @@ from benchmarks.acting import wait_until_written
 from benchmarks.megatron_world import ActedCommunicator, Case, Rank, acted_peers, medians, route
 from benchmarks.stopwatch import Stopwatch, Watched
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.engine import pipeline, session
+from moe_ckpt.engine import pipeline, session, snapshot
 from moe_ckpt.engine.bookkeeping import Bookkeeper
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.room import Room
@@ -56,7 +56,7 @@ def watched(policy: Policy) -> list[Watched]:
         ("operators' bytes", LiveState, "weigh"),
         ("policy", type(policy), "plan"),
         ("plain state", MegatronHost, "capture"),
-        ("plain state", pipeline, "side_tensors"),
+        ("plain state", snapshot, "side_tensors"),
         ("tensors, specs", MegatronTrainingState, "tensors"),
         ("tensors, specs", MegatronTrainingState, "specs"),
         ("compiled plan", compiling.PlanCompiler, "compile"),

@@ -136,7 +136,7 @@ COMBINED = {
     "bubbles": (False, True, True),
     "period_steps": (4, 6, lcm(4, 6)),
     **dict.fromkeys(("sizes", "soft_counts", "decayed_counts", "lost_tokens"), (True, False, True)),
-    **dict.fromkeys(("gradients", "partial"), (True, False, True)),
+    **dict.fromkeys(("gradients", "partial", "tiers"), (True, False, True)),
 }
 """Need -> what two policies say, and both together."""
 OTHERWISE = ("windows", "alone", "next_due", "explain")

@@ -136,7 +136,7 @@ def test_tensors_that_appeared_without_a_checkpoint_are_sealed(place):  # noqa: 
 def test_stopped_at_random_times(seed, place):  # noqa: F811
     """Of whatever moment, in whatever part of a step: what is sealed is a state that the run has had."""
     rng = random.Random(seed)
-    run = in_memory(replace(POLICIES[rng.choice(["dense rarely", "moc"])], epochs=4), place)
+    run = in_memory(replace(POLICIES[rng.choice(["dense rarely", "moevement"])], epochs=4), place)
     for _ in range(10):
         process = start(run)
         seen = len(events(run))

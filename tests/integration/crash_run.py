@@ -358,6 +358,7 @@ def _stops(how: str, n: int) -> Callable[[int], None]:
         if next(passes) == n:
             if how == "raise":
                 raise StopHere(f"after step {step}")
+            time.sleep(0.5 if how == "forward" else 0.0)  # as in an iteration that takes longer than to seal a step
             os.kill(os.getpid(), signal.SIGTERM if how == "sigterm" else signal.SIGKILL)
 
     return stop

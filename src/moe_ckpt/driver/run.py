@@ -279,12 +279,11 @@ class Driver:
     def before_update(self, *, receive: bool = True) -> None:
         """Joins the copy under way, before anything changes weights. receive: As of the session's."""
         self.lifecycle.require(Event.JOIN, "before_update()")
-        is_update = receive and self.lifecycle.state is State.TRAINING
-        self.surviving.moment = Moment.WRITING if is_update else Moment.UNKNOWN
-        self.session.before_update(receive=receive)
-        if self._undrained:
-            self.session.drain(self._host.step)
-            self._undrained = False
+        with self.surviving.joining(update=receive and self.lifecycle.state is State.TRAINING):
+            self.session.before_update(receive=receive)
+            if self._undrained:
+                self.session.drain(self._host.step)
+                self._undrained = False
 
     def after_update(self, began: float, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
         """The newest step is final: books its tokens and begins the next checkpoint, or continues the replay.
@@ -362,7 +361,7 @@ class Driver:
             SaveFailedError: It could not be committed.
         """
         self.lifecycle.move(Event.FINISH, "finish()")
-        self.surviving.moment = Moment.UNKNOWN
+        self.surviving.enter(Moment.UNKNOWN)
         self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
         if window is not None:
@@ -393,7 +392,7 @@ class Driver:
     def note(self, moment: Moment) -> None:
         """Where the iteration is, as an adapter knows it better than ``before_update`` and ``after_update`` tell."""
         if self.lifecycle.state is State.TRAINING:
-            self.surviving.moment = moment
+            self.surviving.enter(moment)
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Releases threads and lock. Safe to call twice, and after ``finish``."""

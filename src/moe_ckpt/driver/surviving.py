@@ -39,7 +39,7 @@ class Surviving:
         rank: This process's.
 
     Attributes:
-        moment: Of the iteration. Set on the training thread.
+        moment: Of the iteration.
         termination: Handles SIGTERM, where nobody else does.
     """
 
@@ -47,7 +47,8 @@ class Surviving:
         self.moment = Moment.UNKNOWN
         self.termination = Termination(self, secs)
         self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
-        self._lock = threading.Lock()
+        self._once = threading.Lock()
+        self._sealing = threading.RLock()
 
     @property
     def is_on(self) -> bool:
@@ -64,14 +65,33 @@ class Surviving:
         """Whether something is under way after which a step can be sealed that is newer, or whole again."""
         return self.moment in (Moment.REDUCING, Moment.WRITING, Moment.BOOKING)
 
+    def enter(self, moment: Moment) -> None:
+        """The iteration comes to ``moment``. On the training thread.
+
+        While another thread seals the step, this one waits, so that nothing changes what is sealed.
+        """
+        with self._sealing:
+            self.moment = moment
+
+    @contextlib.contextmanager
+    def joining(self, *, update: bool) -> Iterator[None]:
+        """The copy under way is joined, after which weights may change. update: By an update of the optimizer.
+
+        Until then they are as they were: a peer that is missed here is missed between two steps.
+        """
+        if update and self.is_whole:
+            self.enter(Moment.REDUCING)
+        yield
+        self.enter(Moment.WRITING if update else Moment.UNKNOWN)
+
     @contextlib.contextmanager
     def booking(self) -> Iterator[None]:
         """A step is final, and the session is at work."""
-        self.moment = Moment.BOOKING
+        self.enter(Moment.BOOKING)
         try:
             yield
         finally:
-            self.moment = Moment.RESTING
+            self.enter(Moment.RESTING)
 
     def survive(self, why: str) -> None:
         """Training stops: seals the newest step, once. Never raises.
@@ -81,13 +101,14 @@ class Surviving:
         Args:
             why: For messages.
         """
-        if not self._survivor.is_on or not self._lock.acquire(blocking=False):
+        if not self._survivor.is_on or not self._once.acquire(blocking=False):
             return
-        if not self.is_whole:
-            log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
-            return
-        with _not_interrupted():
-            found = self._survivor.seal(self._secs)
+        with self._sealing:
+            if not self.is_whole:
+                log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
+                return
+            with _not_interrupted():
+                found = self._survivor.seal(self._secs)
         if found is None:
             return
         if found.problem:

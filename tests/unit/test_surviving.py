@@ -1,0 +1,91 @@
+"""When the newest step may be sealed, and that nothing changes weights while it is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from moe_ckpt.driver.surviving import Moment, Surviving
+from moe_ckpt.engine.surviving import Survived
+from moe_ckpt.errors import PeerLostError
+
+
+class Recorder:
+    """Stands for ``engine.surviving.Survivor``: says when it seals, and seals until it is told to be done."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self.began, self.done = threading.Event(), threading.Event()
+        self.sealed = 0
+
+    def seal(self, secs: float) -> Survived:
+        self.began.set()
+        assert self.done.wait(secs)
+        self.sealed += 1
+        return Survived(7, nbytes=1)
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def surviving(recorder):
+    found = Surviving(recorder, secs=20, unit="step", rank=0)
+    with found.booking():
+        assert not found.is_whole
+        assert found.ends_soon
+    return found
+
+
+def test_a_peer_that_is_missed_at_the_join_is_missed_between_two_steps(surviving, recorder):
+    recorder.done.set()
+
+    def join() -> None:
+        with surviving.joining(update=True):
+            assert surviving.moment is Moment.REDUCING
+            raise PeerLostError(1, "the agreement", 5, "nobody came")
+
+    with pytest.raises(PeerLostError):
+        join()
+    surviving.survive("PeerLostError")
+    assert recorder.sealed == 1
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_after_the_join_weights_may_be_others(surviving, recorder, update):
+    with surviving.joining(update=update):
+        assert surviving.is_whole
+    surviving.survive("an exception")
+    assert not recorder.began.is_set()
+    assert surviving.ends_soon == update
+
+
+def test_a_second_optimizers_join_does_not_make_a_half_written_step_whole(surviving):
+    with surviving.joining(update=True):
+        pass
+    with surviving.joining(update=True):
+        assert surviving.moment is Moment.WRITING
+
+
+def test_training_waits_while_another_thread_seals(surviving, recorder):
+    sealing = threading.Thread(target=surviving.survive, args=("SIGTERM",))
+    sealing.start()
+    assert recorder.began.wait(20)
+    came = threading.Event()
+
+    def goes_on() -> None:
+        surviving.enter(Moment.WRITING)
+        came.set()
+
+    training = threading.Thread(target=goes_on)
+    training.start()
+    assert not came.wait(0.2)
+    recorder.done.set()
+    sealing.join(20)
+    training.join(20)
+    assert came.is_set()
+    assert recorder.sealed == 1

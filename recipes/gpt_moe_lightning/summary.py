@@ -17,7 +17,9 @@ from recipes.gpt_moe_lightning.runlog import read_lines, read_runlog
 Curve = tuple[list[float], list[float]]
 Tables = npt.NDArray[np.int64]
 
-STORED, SENT = "moe_ckpt/bytes_to_storage", "moe_ckpt/bytes_to_peers"
+STORED, SENT, HAD = "moe_ckpt/bytes_to_storage", "moe_ckpt/bytes_to_peers", "moe_ckpt/bytes_peers_had"
+_COUNTED = {SENT: "moe_ckpt/replica_sent_bytes", HAD: "moe_ckpt/replica_saved_bytes"}
+"""Of one step: what the diary counts since the process began."""
 BEHIND, STORAGE_BEHIND = "moe_ckpt/steps_behind", "moe_ckpt/storage_steps_behind"
 """Metrics that are made of those in the diary."""
 
@@ -118,6 +120,11 @@ class RunSummary:
         return _mean(self._all(SENT))
 
     @property
+    def had_per_iteration(self) -> float:
+        """Bytes of copies on peers that these had in their own training state, so that they were not sent."""
+        return _mean(self._all(HAD))
+
+    @property
     def replica_lag_steps(self) -> int:
         """The most that a rank's copies on peers ever were behind."""
         return int(max(self._all("moe_ckpt/replica_lag_steps"), default=0.0))
@@ -197,21 +204,23 @@ def summarise(title: str, run_dir: Path, wall_secs: float = 0.0) -> RunSummary:
 def over_ranks(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Rank 0's diary, with bytes summed, and stalls and lags the largest, over the ranks' lines of the same step.
 
-    Added to its lines: what goes to storage (``STORED``), what was sent to peers (``SENT``), and how far a checkpoint
-    that is complete is behind, in the nearest tier (``BEHIND``) and on storage (``STORAGE_BEHIND``).
+    Added to its lines: what goes to storage (``STORED``), what was sent to peers (``SENT``) and what of their copies
+    they had anyway (``HAD``), and how far a checkpoint that is complete is behind, in the nearest tier (``BEHIND``) and
+    on storage (``STORAGE_BEHIND``).
     """
     totals: dict[Any, list[dict[str, Any]]] = {}
     for record in (r for rank in ranks for r in rank if "moe_ckpt/bytes" in r):
         totals.setdefault((record["generation"], record["step"]), []).append(record)
     merged = []
-    sent_in: dict[Any, float] = {}
+    before: dict[Any, float] = {}
     for record in ranks[0] if ranks else []:
         if "moe_ckpt/bytes" in record:
             same = totals[record["generation"], record["step"]]
             record = record | _merged(same) | _behind(record)
-            life, sent = record["generation"], record.get("moe_ckpt/replica_sent_bytes")
-            if sent is not None:
-                record[SENT], sent_in[life] = sent - sent_in.get(life, 0), sent
+            for name, counted in _COUNTED.items():
+                key, now = (record["generation"], name), record.get(counted)
+                if now is not None:
+                    record[name], before[key] = now - before.get(key, 0), now
         merged.append(record)
     return merged
 
@@ -224,7 +233,7 @@ def _merged(same: list[dict[str, Any]]) -> dict[str, float]:
     found[STORED] = found["moe_ckpt/bytes"] * same[0].get("moe_ckpt/to_storage", 1)
     found["moe_ckpt/stall_ms"] = max(r["moe_ckpt/stall_ms"] for r in same)
     if "moe_ckpt/memory_bytes" in same[0]:
-        for name in ("moe_ckpt/memory_bytes", "moe_ckpt/replica_sent_bytes"):
+        for name in ("moe_ckpt/memory_bytes", *_COUNTED.values()):
             found[name] = sum(r.get(name, 0) for r in same)
         found["moe_ckpt/replica_lag_steps"] = max(r.get("moe_ckpt/replica_lag_steps", 0) for r in same)
     return found
@@ -261,6 +270,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     ("most in memory", "files in memory that outlive the processes, copies of other nodes included"),
     ("sent to peers per iteration", "averaged over all iterations, all ranks together"),
+    ("not sent, peers had it", "of their copies, what peers took from their own training state; averaged likewise"),
     ("copies behind, at most", "iterations that a node's newest copy on a peer was ever behind"),
     ("stall per iteration", "mean / worst time that training waited for the checkpoint"),
     ("experts per layer", "how many of each layer's experts a checkpoint writes (K)"),
@@ -292,6 +302,7 @@ def table_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
         human_bytes(run.bytes_at_compute),
         human_bytes(run.memory_bytes) if run.memory_bytes else "-",
         human_bytes(run.sent_per_iteration) if run.memory_bytes else "-",
+        human_bytes(run.had_per_iteration) if run.memory_bytes else "-",
         str(run.replica_lag_steps) if run.memory_bytes else "-",
         f"{run.stall_ms_mean:.1f} / {run.stall_ms_max:.0f} ms",
         " then ".join(map(str, run.experts_per_layer)) or "all",

@@ -33,6 +33,7 @@ class TensorSpec:
 
     key, parameter, mixes_rows: as in ``StateTensor``.
     dtype: as named in headers (``format.dtypes``).
+    gradient: of a parameter, the type in which its optimizer consumes gradients; None where none updates it.
     """
 
     key: str
@@ -40,6 +41,7 @@ class TensorSpec:
     dtype: str
     global_shape: tuple[int, ...]
     mixes_rows: bool = False
+    gradient: str | None = None
 
 
 @dataclass(frozen=True)

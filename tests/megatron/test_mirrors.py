@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.policies.base import Needs, PolicyContext
 from tests.dist.test_mirrors import same_as_its_source
 from tests.dist.test_replication import texts, warnings_of
 from tests.support import megatron_gpt
@@ -32,17 +35,35 @@ CASES = {
 SLOW = ("plain", "divided, fp32", "divided, bf16, grouped")
 
 
+class Told:
+    """Saves everything at each step, and keeps what it was told."""
+
+    needs = Needs(sizes=True, tiers=True)
+
+    def __init__(self) -> None:
+        self.told: list[PolicyContext] = []
+
+    def check(self, catalog: Catalog) -> None:
+        pass
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "told"}
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        self.told.append(context)
+        return save_full(context.step, context.catalog.everything)
+
+
 def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any]:
     built = megatron_gpt.build(setup, 1)
     from moe_ckpt import Memory, megatron
-    from moe_ckpt.policies import Dense
 
-    node, said = Path(root, f"node_{rank}"), warnings_of()
+    policy, node, said = Told(), Path(root, f"node_{rank}"), warnings_of()
     node.mkdir()
     ckpt = megatron.attach(
         built.chunks,
         built.optimizer,
-        policy=Dense(1),
+        policy=policy,
         dirpath=f"{root}/store",
         memory=Memory(directory=node, replicas=1, storage_every_n_steps=1000),
         when_busy="wait",
@@ -59,7 +80,12 @@ def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any
     dist.barrier()
     found = {"sent": replicator.sent_bytes, "saved": replicator.saved_bytes, "said": texts(said)}
     found["equal"] = [same_as_its_source(root, slot) for slot in replicator.held.values()]
-    found["sends"] = ckpt.session._resources.pipeline.sends
+    told = policy.told[-1]
+    sends, sizes, experts = told.memory.sends, told.sizes, told.catalog.expert_at
+    full = sum(size.full for size in sizes.values())
+    found["sends"] = tuple(sends)
+    found["reckoned"] = sum(sends.nbytes(size, expert=op in experts) for op, size in sizes.items()) / full
+    found["gradients"] = sum(size.gradient for size in sizes.values()) / full
     dist.barrier()
     ckpt.close()
     return found
@@ -75,4 +101,7 @@ def test_what_peers_hold_alike_is_not_sent(name: str, tmp_path: Path):
         assert rank["equal"]
         assert all(rank["equal"])
         assert not [text for text in rank["said"] if "differ" in text]
-        assert rank["sends"] == (setup.dist_opt, setup.dist_opt)
+        gathered = setup.dist_opt and not setup.overlap_param_gather
+        assert rank["reckoned"] == pytest.approx(1 - portion, abs=0.01), "what budgets count is what is sent"
+        assert rank["gradients"] == pytest.approx(4 / 14 if setup.precision == "bf16" else 4 / 12, abs=0.01)
+        assert rank["sends"] == (setup.dist_opt, setup.dist_opt) + (setup.dist_opt and not gathered,) * 2

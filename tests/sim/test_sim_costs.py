@@ -16,6 +16,7 @@ from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Poisson
 from moe_ckpt.sim.intervals import by_formula, least_interval, oracle, usual, with_interval
 from moe_ckpt.sim.load import tokens_of
+from moe_ckpt.sim.model import Precision
 from moe_ckpt.sim.recovery import Recoveries
 from moe_ckpt.sim.run import ettr_of, simulate
 from tests.sim.builders import MODEL, scenario, sparse, trace
@@ -90,6 +91,31 @@ def test_links():
     assert peers.nic_rate == 100e3 * 0.5 / 2  # two ranks on a node
     assert peers.move_secs(dense) == dense.rank / (peers.nic_rate / 2)
     assert peers.measured.persist_secs == peers.copy_secs(dense) + peers.move_secs(dense)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "compute", "portion"),
+    [
+        (Parallel(pp=2, dp=2, ep=2), 1, 1.0),  # masters beside the weights: the latter are in no snapshot
+        (Parallel(pp=2, dp=2, ep=2), 2, 4 / 6),
+        (Parallel(pp=1, dp=8, ep=1), 2, 0.0),
+    ],
+)
+def test_weights_that_a_distributed_optimizer_gathers_are_not_sent(parallel, compute, portion):
+    of_two = {"durable": "peers", "replicas": 1}
+    tried = scenario(Dense(1), parallel=parallel, system=of_two, cluster={"gpus_per_node": 1, "nodes": 8})
+    costs = costs_of(replace(tried, precision=Precision(compute_bytes=compute, master_bytes=2, optimizer_bytes=4)))
+    everything = MODEL.catalog.everything
+    some = save_full(1, everything[:30])
+    for found in (costs.dense, costs.of_plan(some), *costs.of_window(Window(0, (everything,)))):
+        assert found.sent == pytest.approx(portion * found.rank, abs=2)
+        assert costs.move_secs(found) == found.sent / costs.move_rate
+
+
+def test_without_data_parallel_peers_experts_are_sent_whole():
+    tried = scenario(Dense(1), parallel=Parallel(pp=4, dp=1, ep=2), system={"durable": "peers", "replicas": 1})
+    sends = costs_of(tried).sends
+    assert (sends.shared, sends.experts, sends.expert_weights) == (True, True, True)
 
 
 def test_a_wider_link_never_makes_anything_longer():

@@ -17,7 +17,7 @@ from moe_ckpt.core.rolling import anchored_after, bytes_per_parameter
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, GradientLog, needs_of
-from moe_ckpt.policies.base import Activity, Measured, MemoryFacts
+from moe_ckpt.policies.base import Activity, Measured, MemoryFacts, Sends
 from tests.unit.builders import catalog, context, mixed
 
 MODEL = catalog(3, 4)
@@ -33,9 +33,7 @@ def weighing(model, elements=lambda op: 10, full=12, gradient=4):
 
 def rates(copied, sent=None):
     """Measurements with which a rank copies, and sends, so many bytes in an iteration."""
-    return Measured(
-        iteration_secs=1.0, recent_iteration_secs=1.0, copy_bytes_per_sec=copied, send_bytes_per_sec=sent
-    )
+    return Measured(iteration_secs=1.0, recent_iteration_secs=1.0, copy_bytes_per_sec=copied, send_bytes_per_sec=sent)
 
 
 def memory(**facts):
@@ -55,9 +53,7 @@ class Run:
     def context(self, **facts):
         known = {"memory": memory(), "measured": rates(None), **self.facts, **facts}
         last = max(self.log, default=None)
-        return context(
-            self.model, self.step, last_step=last, sizes=self.sizes, anchored_at=self.anchored_at, **known
-        )
+        return context(self.model, self.step, last_step=last, sizes=self.sizes, anchored_at=self.anchored_at, **known)
 
     def save(self, **facts):
         self.step += 1
@@ -259,10 +255,12 @@ def test_the_window_is_the_shortest_that_both_budgets_allow(copied, sent, window
 
 def test_what_peers_have_anyway_is_not_counted():
     gates = 4 * 10 * 4  # bytes of their gradients
-    run = Run(GradientLog(), measured=rates(10**6, gates + 2 * 80), memory=memory(replicas=2, sends_experts=False))
+    run = Run(
+        GradientLog(), measured=rates(10**6, gates + 2 * 80), memory=memory(replicas=2, sends=Sends(experts=False))
+    )
     run.save()
     assert run.policy.explain(run.context()).window == 3  # with two in a step, of what is no expert
-    none = memory(replicas=2, sends_experts=False, sends_shared=False)
+    none = memory(replicas=2, sends=Sends(shared=False, experts=False))
     assert run.policy.explain(run.context(memory=none)).window == 1
 
 

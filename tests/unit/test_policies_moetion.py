@@ -23,7 +23,7 @@ from moe_ckpt.core.sharding import water_level
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
-from moe_ckpt.policies.base import Measured, MemoryFacts
+from moe_ckpt.policies.base import Measured, MemoryFacts, Sends
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from tests.unit.builders import catalog, context, experts_in
 
@@ -540,12 +540,26 @@ def test_storage_pays_for_nothing_that_stays_in_memory():
 
 @pytest.mark.parametrize(
     ("facts_of", "count"),
-    [({}, 2), ({"sends_shared": False}, 5), ({"sends_experts": False}, 6), ({"replicas": 0}, 6)],
+    [({}, 2), ({"sends": Sends(shared=False)}, 5), ({"sends": Sends(experts=False)}, 6), ({"replicas": 0}, 6)],
     ids=["all is sent", "peers have the rest", "peers have the experts", "no peers"],
 )
 def test_what_peers_have_anyway_is_not_paid_for(facts_of, count):
     sent, here = sets_of(**in_memory(copied=36 + 6 * 12.0, sent=60.0, **facts_of))
     assert (len(sent), len(sent | here)) == (count, 6)
+
+
+def test_weights_that_data_parallel_peers_have_alike_are_not_paid_for():
+    """A third of 36 bytes of gates and the rest, and of the 12 of each expert, are weights: 60 pay for (60-24)/8."""
+    sizes = {op: replace(size, weights=size.full // 3) for op, size in weighing(MODEL).items()}
+    known = in_memory(copied=36 + 8 * 12.0, sent=60.0)
+    for sends, count in (
+        (Sends(), 2),
+        (Sends(shared_weights=False, expert_weights=False), 4),
+        (Sends(shared_weights=False), 3),
+        (Sends(expert_weights=False), 3),
+    ):
+        sent, here = sets_of(**{**known, "memory": replace(known["memory"], sends=sends)}, sizes=sizes)
+        assert (len(sent), len(sent | here)) == (count, 8)
 
 
 def test_until_a_copy_was_sent_one_expert_of_each_layer_goes():
@@ -555,7 +569,7 @@ def test_until_a_copy_was_sent_one_expert_of_each_layer_goes():
 
 @given(st.integers(30, 200), st.integers(30, 200), st.integers(0, 1000), st.booleans())
 def test_budgets_are_kept_and_the_sent_ones_are_among_those_here(copied: int, sent: int, seed: int, shared: bool):
-    to_peers, here = sets_of(**in_memory(float(copied), float(sent), seed=seed, sends_shared=shared))
+    to_peers, here = sets_of(**in_memory(float(copied), float(sent), seed=seed, sends=Sends(shared=shared)))
     least = len(MODEL.layers)
     assert not to_peers & here
     assert len(to_peers) <= max(least, (sent - 36 * shared) // 12)

@@ -76,6 +76,10 @@ LIFE = Life(
     persist_secs=2.0,
     copy_bytes_per_sec=4000.0,
     persist_bytes_per_sec=500.0,
+    send_bytes_per_sec=300.0,
+    replicas=2,
+    sent_bytes=900,
+    saved_bytes=100,
     clean_steps=20,
     clean_secs=12.0,
     stall_secs=4.1,
@@ -212,10 +216,36 @@ def test_a_profile_that_has_grown_is_not_read(tmp_path):
         read_profile(path)
 
 
-@pytest.mark.parametrize("version", [2, 0, None, True, "1"])
+@pytest.mark.parametrize("version", [3, 0, None, True, "1"])
 def test_another_version_is_told_apart(version):
     body = plain() | {"format_version": version, "a field of its own": 1}
     with pytest.raises(FormatVersionError, match="format version"):
+        decode_profile(json.dumps(body).encode(), "p")
+
+
+NEW_IN_2 = ("send_bytes_per_sec", "replicas", "sent_bytes", "saved_bytes")
+
+
+def of_version_1():
+    body = plain() | {"format_version": 1}
+    for row in body["model"]["operators"]:
+        del row["gradient_bytes"], row["weight_bytes"]
+    for life in body["lives"]:
+        for name in NEW_IN_2:
+            del life[name]
+    return body
+
+
+def test_version_1_is_read_as_if_what_is_new_were_not_known():
+    found = decode_profile(json.dumps(of_version_1()).encode(), "p")
+    unknown = {"send_bytes_per_sec": None, "replicas": 0, "sent_bytes": 0, "saved_bytes": 0}
+    assert found == replace(PROFILE, lives=tuple(replace(each, **unknown) for each in PROFILE.lives))
+
+
+def test_version_1_with_fields_of_version_2_is_damaged():
+    body = of_version_1()
+    body["lives"][0]["replicas"] = 1
+    with pytest.raises(DamagedError, match="lives"):
         decode_profile(json.dumps(body).encode(), "p")
 
 
@@ -231,7 +261,7 @@ def test_every_field_is_described():
     for title, records in (("model", (ProfiledModel, OperatorRow, LayerRecord)), ("lives", (Life,))):
         named = set(re.findall(r"`(\w+)`", tables[title]))
         assert {field.name for record in records for field in fields(record)} <= named
-    assert text.startswith("# The profile of a run, version 1\n")
+    assert text.startswith("# The profile of a run, version 2\n")
 
 
 # --- facts ---
@@ -244,7 +274,7 @@ def test_weights_are_those_that_window_policies_are_told():
     sizes = operator_bytes(model, specs, compute)
     found = weighed(model, everywhere(model.layers, 1), specs, compute)
     assert [op for row in found.operators for op in row.ids] == [op.id for op in model.operators]
-    told = {op: OperatorBytes(row.full_bytes, row.compute_bytes) for row in found.operators for op in row.ids}
+    told = {op: row.size for row in found.operators for op in row.ids}
     assert told == sizes
     assert [(row.id, row.count, row.elements) for row in found.operators] == [
         ("non_expert/embed", 1, 28),
@@ -530,7 +560,7 @@ def test_rank_0_alone_writes_and_tells_the_number_of_ranks(tmp_path, path):
 def test_what_is_no_profile_of_this_model_is_put_aside(tmp_path, path, caplog, content):
     text = {
         "foreign": encoded(PROFILE).decode(),
-        "newer": encoded(PROFILE).decode().replace('"format_version": 1', '"format_version": 2'),
+        "newer": encoded(PROFILE).decode().replace('"format_version": 2', '"format_version": 3'),
     }.get(content, content)
     for number in (1, 2):
         with open(path, "w") as file:

@@ -12,8 +12,10 @@ from torch import nn
 from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
+from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
+from moe_ckpt.slices.shares import operator_bytes
 from tests.support.moe_models import ListMoE, Stack
 
 
@@ -133,6 +135,24 @@ def test_an_expert_never_used_has_no_state_and_gets_none():
     assert other.blocks[0]["moe"].experts[3][0].weight not in other_opt.state
     train(other, other_opt, 1, rows=30)
     assert other_opt.state[other.blocks[0]["moe"].experts[3][0].weight]["step"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_told_of_what_an_optimizer_updates_alone(dtype):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+    state = TorchTrainingState(model, [torch.optim.SGD(model[0].parameters(), lr=0.1)])
+    model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+    told = {spec.parameter: spec.gradient for spec in state.specs()}
+    consumed = {name: dtype_name(p.grad.dtype) for name, p in model.named_parameters() if name.startswith("0.")}
+    assert told == {**consumed, "1.weight": None, "1.bias": None}
+    sizes = operator_bytes(build_catalog(model, []), state.specs(), {})
+    weights = sum(p.nbytes for p in model.parameters())
+    assert sum(size.gradient for size in sizes.values()) == sum(p.grad.nbytes for p in model[0].parameters())
+    assert sum(size.weights for size in sizes.values()) == weights
+    state._optimizers[0].add_param_group({"params": list(model[1].parameters()), "momentum": 0.9})
+    state._optimizers[0].step()
+    state.tensors()
+    assert all(spec.gradient for spec in state.specs() if spec.key.startswith("model/"))
 
 
 def test_tensors_are_views_and_no_copies():

@@ -31,10 +31,12 @@ class LoggedBytes:
     Attributes:
         full: Master weights, or weights where there are none, and optimizer state.
         gradient: What the optimizer consumes in one update.
+        weights: See ``OperatorBytes``.
     """
 
     full: int
     gradient: int
+    weights: int = 0
 
 
 def bytes_per_parameter(window: int, gradient: float, full: float = 12.0) -> float:
@@ -129,12 +131,12 @@ class Rounds:
         coupled: Sequence[Collection[str]] = (),
     ) -> None:
         order, merged, self._members = merge_coupled(catalog.everything, sizes, coupled)
-        self._sizes = {op: LoggedBytes(size.full, size.consumed) for op, size in merged.items()}
+        self._sizes = {op: LoggedBytes(size.full, size.consumed, size.weights) for op, size in merged.items()}
         self._lanes = lanes_of(order, ranks, placement)
         self._catalog = catalog
         self._cuts: dict[int, tuple[Slots, tuple[Counts, ...]]] = {}
         self._parted: dict[int, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}
-        self._weights: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
+        self._weights: dict[tuple[int, bool, bool, bool], tuple[int, ...]] = {}
 
     @property
     def most(self) -> int:
@@ -169,24 +171,32 @@ class Rounds:
             self._cuts[window] = slots, tuple(np.array([place[op] for op in slot], dtype=np.int64) for slot in slots)
         return self._cuts[window]
 
-    def rank_bytes(self, window: int, *, shared: bool = True, experts: bool = True) -> tuple[int, ...]:
+    def rank_bytes(
+        self, window: int, *, shared: bool = True, experts: bool = True, weights: bool = True
+    ) -> tuple[int, ...]:
         """Returns what each step of a round saves on the rank that has most: anchors, and gradients of the others.
 
         Args:
             window: Steps of the round.
             shared: What is no expert counts.
             experts: Experts count.
+            weights: So do weights of what is anchored.
         """
-        key = window, shared, experts
+        key = window, shared, experts, weights
         if key not in self._weights:
             is_expert = self._catalog.expert_at.__contains__
             wanted = {op for op, those in self._members.items() if (experts if is_expert(those[0]) else shared)}
             cuts = [even_slots(lane.order, self._sizes, window) for lane in self._lanes]
             steps = max(map(len, cuts), default=0)
-            weights = [_on_a_rank(lane, cut, self._sizes, wanted) for lane, cut in zip(self._lanes, cuts, strict=True)]
-            padded = [[*found[1:], *found[:1] * (steps - len(found) + 1)] for found in weights]
+            sizes = self._sizes if weights else self._without_weights
+            found = [_on_a_rank(lane, cut, sizes, wanted) for lane, cut in zip(self._lanes, cuts, strict=True)]
+            padded = [[*those[1:], *those[:1] * (steps - len(those) + 1)] for those in found]
             self._weights[key] = tuple(map(max, zip(*padded, strict=True)))
         return self._weights[key]
+
+    @cached_property
+    def _without_weights(self) -> dict[str, LoggedBytes]:
+        return {op: LoggedBytes(size.full - size.weights, size.gradient) for op, size in self._sizes.items()}
 
     @cached_property
     def gradient_bytes(self) -> int:

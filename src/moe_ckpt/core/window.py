@@ -27,11 +27,18 @@ class OperatorBytes:
 
     full: weights and optimizer state. compute: what the forward and backward pass reads of it.
     gradient: what the optimizer consumes in one update; None where nobody tells (``consumed``).
+    weights: of ``full``, the model's own weights, which the ranks of a distributed optimizer have alike. Masters beside
+        them are none; 0 where they are not saved, or nobody tells.
     """
 
     full: int
     compute: int
     gradient: int | None = None
+    weights: int = 0
+
+    def sent(self, *, weights: bool) -> int:
+        """What a peer must be sent of ``full``. weights: it does not have them anyway."""
+        return self.full if weights else self.full - self.weights
 
     @property
     def consumed(self) -> int:
@@ -118,7 +125,8 @@ def _together(those: Sequence[OperatorBytes]) -> OperatorBytes:
     """Several operators as one."""
     told = [size.gradient for size in those]
     gradient = None if told.count(None) == len(told) else sum(size.consumed for size in those)
-    return OperatorBytes(sum(size.full for size in those), sum(size.compute for size in those), gradient)
+    full, compute = sum(size.full for size in those), sum(size.compute for size in those)
+    return OperatorBytes(full, compute, gradient, sum(size.weights for size in those))
 
 
 def pack(

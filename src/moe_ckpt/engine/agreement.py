@@ -17,7 +17,7 @@ import numpy as np
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.outcomes import Resolution
-from moe_ckpt.policies.base import Measured
+from moe_ckpt.policies.base import ALL_SENT, Measured, Sends
 from moe_ckpt.ports import Communicator
 
 _NANO = 1e9
@@ -35,7 +35,7 @@ class StepConsensus:
     lost: sequences of those that failed because files that they would build upon are gone from storage.
     storage_busy: some rank's storage is so far behind that the next snapshot should stay in memory only.
     copies_behind: some rank's peers are so far behind that the next snapshot should not be sent.
-    sends: whether what is no expert, and whether experts, must be sent to some rank's peers (``MirroredShares.sends``).
+    sends: what must be sent to some rank's peers (``MirroredShares.sends``).
     in_memory: what is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
     secs: rank 0's clock.
     persist_secs: the longest time one of them took from beginning to commit.
@@ -50,7 +50,7 @@ class StepConsensus:
     copies_behind: bool = False
     in_memory: tuple[int, ...] = ()
     secs: float = 0.0
-    sends: tuple[bool, bool] = (True, True)
+    sends: Sends = ALL_SENT
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Standing:
     copies_behind: bool = False
     ended: Sequence[Resolution] = ()
     in_memory: Sequence[int] = ()
-    sends: tuple[bool, bool] = (True, True)
+    sends: Sequence[bool] = ALL_SENT
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
         storage_busy=bool(values[12]),
         secs=values[13] / _NANO,
         copies_behind=bool(values[14]),
-        in_memory=tuple(values[19:]),
-        sends=(bool(values[17]), bool(values[18])),
+        sends=Sends(*map(bool, values[17:21])),
+        in_memory=tuple(values[21:]),
     )
 
 

@@ -32,6 +32,7 @@ class Opened:
         ranks: Of the job.
         ranks_per_node: Ranks that share this host's memory.
         host_memory_bytes: Budget of this rank's snapshot buffers.
+        replicas: Copies that the memory of peers holds.
     """
 
     catalog: Catalog
@@ -42,6 +43,7 @@ class Opened:
     ranks: int
     ranks_per_node: int
     host_memory_bytes: int
+    replicas: int = 0
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Pipeline:
         return self._room.copies_behind
 
     @property
-    def sends(self) -> tuple[bool, bool]:
+    def sends(self) -> tuple[bool, ...]:
         """See ``MirroredShares.sends``."""
         return self._compiler.mirrors.sends
 

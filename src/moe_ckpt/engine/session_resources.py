@@ -78,6 +78,7 @@ class SessionResources:
                 ranks=run.comm.world_size,
                 ranks_per_node=min(settings.local_ranks, run.comm.world_size),
                 host_memory_bytes=pipeline.snapshot_bytes * settings.max_in_flight,
+                replicas=0 if settings.memory is None else settings.memory.replicas,
             )
         )
         return pipeline

@@ -93,14 +93,12 @@ class Snapshotter:
             return context
         memory, pipeline = self._run.settings.memory, self._resources.pipeline
         has_peers = pipeline.memory is not None and pipeline.memory.replicator is not None
-        shared, experts = consensus.sends
         facts = replace(
             context.memory,
             storage_due=self.flush.expects(context.step, consensus, self.booking.run_ledger),
             storage_steps=self.flush.steps_since(context.step),
             replicas=memory.replicas if has_peers and memory is not None else 0,
-            sends_shared=shared,
-            sends_experts=experts,
+            sends=consensus.sends,
         )
         return replace(context, memory=facts)
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ckpt.core.operators import expert_id, gate_id
+from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord
 from moe_ckpt.format.schema import (
@@ -30,7 +31,8 @@ from moe_ckpt.format.schema import (
 )
 from moe_ckpt.format.sealed import parse_json
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
+"""Version 1 lacks what its readers are given instead in ``_of_version_1``."""
 PROFILE_KIND = "moe_ckpt.profile"
 MAX_PROFILE_BYTES = 1 << 28
 """Of a file that is read at all; a thousand lives of a large model take a few MB."""
@@ -42,6 +44,8 @@ class OperatorRow:
 
     id: of the first. elements: parameters of one. full_bytes: one's weights and optimizer state, of all ranks together.
     compute_bytes: what forward and backward read of one. stage: pipeline stage that holds it.
+    gradient_bytes: what the optimizer consumes of one in an update; None where nobody told. weight_bytes: of
+        ``full_bytes``, the model's own weights.
     """
 
     id: str
@@ -50,6 +54,13 @@ class OperatorRow:
     full_bytes: int
     compute_bytes: int
     stage: int = 0
+    gradient_bytes: int | None = None
+    weight_bytes: int = 0
+
+    @property
+    def size(self) -> OperatorBytes:
+        """What one weighs."""
+        return OperatorBytes(self.full_bytes, self.compute_bytes, self.gradient_bytes, self.weight_bytes)
 
     @property
     def layer(self) -> int | None:
@@ -94,7 +105,10 @@ class Life:
         last_step_unix_secs: the last one's end.
 
     iteration_secs, recent_iteration_secs, checkpoint_cost_secs, persist_secs, copy_bytes_per_sec,
-        persist_bytes_per_sec: medians over many looks at ``policies.base.Measured``, on which the ranks agreed.
+        persist_bytes_per_sec, send_bytes_per_sec: medians over many looks at ``policies.base.Measured``, on which the
+        ranks agreed.
+    replicas: copies that peers' memory holds. sent_bytes, saved_bytes: of those copies, what rank 0 sent, and what its
+        peers had in their own training state.
     clean_steps, clean_secs: iterations without checkpoint work beside them, and what they took together.
     update_secs: median from the join before the optimizer to the step's end, in which no copy may run.
     stall_secs, agree_secs: sums of ``StepRecord``'s over all steps, of rank 0. waited_secs: of ``stall_secs``, at steps
@@ -134,6 +148,10 @@ class Life:
     persist_secs: float | None = None
     copy_bytes_per_sec: float | None = None
     persist_bytes_per_sec: float | None = None
+    send_bytes_per_sec: float | None = None
+    replicas: int = 0
+    sent_bytes: int = 0
+    saved_bytes: int = 0
     stall_secs: float = 0.0
     waited_secs: float = 0.0
     agree_secs: float = 0.0
@@ -192,11 +210,30 @@ def decode_profile(raw: bytes | bytearray, path: str) -> Profile:
     if not isinstance(body, dict) or body.get("kind") != PROFILE_KIND:
         raise DamagedError(path, f"is no profile of a run: its kind is not {PROFILE_KIND!r}")
     version = body.get("format_version")
-    if type(version) is not int or version != PROFILE_VERSION:
-        raise FormatVersionError(path, version, (PROFILE_VERSION,))
+    if type(version) is not int or version not in (1, PROFILE_VERSION):
+        raise FormatVersionError(path, version, (1, PROFILE_VERSION))
+    if version == 1:
+        body = _of_version_1(body)
     require(_PROFILE, body, path)
     model = None if body["model"] is None else _decode_model(path, body["model"])
     return Profile(body["fingerprint"], model, tuple(Life(**life) for life in body["lives"]))
+
+
+def _of_version_1(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with what later versions tell besides: as not known. What is wrong in it stays so."""
+
+    def filled(those: Any, known: Mapping[str, Any]) -> Any:
+        if not isinstance(those, list):
+            return those
+        return [{**known, **each} if isinstance(each, dict) and not known.keys() & each else each for each in those]
+
+    model, lives = body.get("model"), filled(body.get("lives"), _SENDING)
+    if isinstance(model, dict) and "operators" in model:
+        model = {**model, "operators": filled(model["operators"], {"gradient_bytes": None, "weight_bytes": 0})}
+    return {**body, **{name: each for name, each in (("model", model), ("lives", lives)) if name in body}}
+
+
+_SENDING = {"send_bytes_per_sec": None, "replicas": 0, "sent_bytes": 0, "saved_bytes": 0}
 
 
 def _decode_model(path: str, body: Mapping[str, Any]) -> ProfiledModel:
@@ -252,7 +289,8 @@ _LIFE: Mapping[str, Check] = {
         ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), maybe(_amount)
     ),
     **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), maybe(_above_zero)),
-    **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec"), maybe(_above_zero)),
+    **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec", "send_bytes_per_sec"), maybe(_above_zero)),
+    **dict.fromkeys(("replicas", "sent_bytes", "saved_bytes"), whole()),
     **dict.fromkeys(("restored_step", "first_step", "last_step"), maybe(whole())),
     "skewness": maybe(_portion),
 }
@@ -285,6 +323,8 @@ _PROFILE = record(
                                 "id": OPERATOR_ID,
                                 "count": _from_one,
                                 **dict.fromkeys(("elements", "full_bytes", "compute_bytes", "stage"), whole()),
+                                "gradient_bytes": maybe(whole()),
+                                "weight_bytes": whole(),
                             },
                             exact=True,
                         )

@@ -320,7 +320,9 @@ def _tensor(
 def _specs(world: World, states: Sequence[tuple[str, str]]) -> Iterator[TensorSpec]:
     """states: (name, dtype) of the inner optimizers' tensors."""
     for name, tensor in world.tensors.items():
-        yield TensorSpec(f"model/{name}", name, tensor.dtype, tensor.shape)
+        # Megatron widens main gradients to the type of what its optimizer updates.
+        gradient = (tensor.master or tensor.dtype) if tensor.trained else None
+        yield TensorSpec(f"model/{name}", name, tensor.dtype, tensor.shape, gradient=gradient)
         if not tensor.trained:
             continue
         if tensor.master is not None:

@@ -68,6 +68,7 @@ class TorchTrainingState:
         self._prepared = True
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[StateTensor, ...] = ()
+        self._updated: frozenset[str] = frozenset()
         _, held = self._refresh()
         for index, optimizer in enumerate(self._optimizers):
             if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
@@ -92,8 +93,11 @@ class TorchTrainingState:
         """Alike on every rank, since all hold every tensor, or a part of it."""
         tensors = self.tensors() if self._listing is None or self._prepared else self._listing.tensors
         if tensors is not self._specs_of:
-            known = dict(zip(map(id, self._specs_of), self._specs, strict=True))
-            found = tuple(known.get(id(tensor)) or _spec_of(tensor) for tensor in tensors)
+            updated = frozenset(chain.from_iterable(held.parameters for held in self._held))
+            same = updated == self._updated
+            known = dict(zip(map(id, self._specs_of), self._specs, strict=True)) if same else {}
+            found = tuple(known.get(id(tensor)) or _spec_of(tensor, updated) for tensor in tensors)
+            self._updated = updated
             self._specs = self._specs if found == self._specs else found
             self._specs_of = tensors
         return self._specs
@@ -329,13 +333,15 @@ class _Listing:
         return self._walk is walk and self._states is states and self._memory.same(parameters)
 
 
-def _spec_of(tensor: StateTensor) -> TensorSpec:
+def _spec_of(tensor: StateTensor, updated: Collection[str] = ()) -> TensorSpec:
+    """updated: parameters that optimizers have. Their gradients are as wide as they are."""
     dtype = dtype_name(tensor.local.dtype)
-    return TensorSpec(tensor.key, tensor.parameter, dtype, tensor.global_shape, tensor.mixes_rows)
+    gradient = dtype if tensor.parameter in updated and tensor.key.startswith("model/") else None
+    return TensorSpec(tensor.key, tensor.parameter, dtype, tensor.global_shape, tensor.mixes_rows, gradient)
 
 
 def specs_of(tensors: Iterable[StateTensor]) -> tuple[TensorSpec, ...]:
-    """``TrainingState.specs`` where every rank holds ``tensors``, or a part of each."""
+    """``TrainingState.specs`` where every rank holds ``tensors``, or a part of each. Tells nothing of gradients."""
     return tuple(map(_spec_of, tensors))
 
 

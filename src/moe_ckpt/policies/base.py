@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,36 @@ class Measured:
         return None if not copied or not persisted else min(copied, persisted)
 
 
+class Sends(NamedTuple):
+    """What of what is saved must be sent to peers, since they do not have it anyway (``slices.mirroring``).
+
+    Attributes:
+        shared: Anything of what is no expert.
+        experts: Anything of experts.
+        shared_weights: Weights of what is no expert, and not its master weights and optimizer state alone.
+        expert_weights: The same of experts.
+    """
+
+    shared: bool = True
+    experts: bool = True
+    shared_weights: bool = True
+    expert_weights: bool = True
+
+    @property
+    def nothing(self) -> bool:
+        """Peers have everything."""
+        return not (self.shared or self.experts)
+
+    def nbytes(self, size: OperatorBytes, *, expert: bool) -> int:
+        """What is sent of an operator that is saved in full. size: of it. expert: it is one."""
+        if not (self.experts if expert else self.shared):
+            return 0
+        return size.sent(weights=self.expert_weights if expert else self.shared_weights)
+
+
+ALL_SENT = Sends()
+
+
 @dataclass(frozen=True)
 class MemoryFacts:
     """What a policy knows of memory that outlives the process.
@@ -103,8 +133,7 @@ class MemoryFacts:
         storage_due: The checkpoint of this step goes to storage, too.
         storage_steps: Steps since the newest one that went there, of any life; None if none did.
         replicas: Copies that peers hold.
-        sends_shared: What is no expert must be sent to them, since they do not have it anyway (``slices.mirroring``).
-        sends_experts: The same of experts.
+        sends: What must be sent to them.
     """
 
     expected_unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
@@ -112,8 +141,7 @@ class MemoryFacts:
     storage_due: bool = True
     storage_steps: int | None = None
     replicas: int = 0
-    sends_shared: bool = True
-    sends_experts: bool = True
+    sends: Sends = ALL_SENT
 
 
 def _nothing() -> Counts:

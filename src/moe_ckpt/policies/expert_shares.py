@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ from moe_ckpt.core.save_budget import Load, least_capacity
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.policies.base import ALL_SENT, PolicyContext, Sends
 
 
 def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: int = 0) -> tuple[int, ...]:
@@ -135,6 +135,9 @@ def _places_in(groups: Counts) -> Counts:
     return places
 
 
+_WEIGHTLESS = OperatorBytes(0, 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """The MoE layers of one pipeline stage, whose experts the same ranks save.
@@ -145,7 +148,7 @@ class Stage:
     operators: of each expert, its operator's place in the catalog.
     by_owner: an owner's experts cannot be evened out with others'. divided: ranks that share the bytes of each expert,
     beside their share of the rest; None where ranks are filled up evenly.
-    shared_bytes: all gates and non-experts. expert_bytes: the largest expert; 0 where sizes are not asked for.
+    shared: all gates and non-experts. largest: the largest expert; without bytes where sizes are not asked for.
     """
 
     layers: tuple[MoELayer, ...]
@@ -155,8 +158,8 @@ class Stage:
     operators: Counts
     by_owner: bool
     divided: int | None
-    shared_bytes: int = 0
-    expert_bytes: int = 0
+    shared: OperatorBytes = _WEIGHTLESS
+    largest: OperatorBytes = _WEIGHTLESS
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -198,28 +201,25 @@ class Stage:
         return {place: number for number, place in enumerate(self.operators.tolist())}
 
     @lru_cache(maxsize=1024)  # noqa: B019 - stages are few and stay
-    def most(
-        self, limit: int | None, least: int, shared: bool = True, experts: bool = True
-    ) -> tuple[int, int | None]:
+    def most(self, limit: int | None, least: int, sends: Sends = ALL_SENT) -> tuple[int, int | None]:
         """How many experts are saved, and how many of them any rank may own.
 
-        limit: bytes of one rank; None: no budget. least: experts that are saved in any case. shared, experts: whether
-        the rest, and experts, are paid from the limit.
+        limit: bytes of one rank; None: no budget. least: experts that are saved in any case. sends: what is paid from
+        the limit.
         """
-        if not experts:
+        if not sends.experts:
             return self.total, None
-        load = self.load if shared else replace(self.load, shared_bytes=0)
-        most, capacity = (0, None) if limit is None else load.affordable(limit)
+        most, capacity = (0, None) if limit is None else self.load(sends).affordable(limit)
         least = min(least, self.total)
         if most >= least:
             return most, capacity
         return least, least_capacity(least, self.owned.values()) if self.by_owner else None
 
-    @cached_property
-    def load(self) -> Load:
-        """What a budget buys is computed from."""
+    def load(self, sends: Sends = ALL_SENT) -> Load:
+        """What a budget buys is computed from. sends: what of it counts."""
         owned = tuple(self.owned.values())
-        return Load(self.ranks, owned, self.by_owner, self.divided, self.shared_bytes, self.expert_bytes)
+        shared, expert = sends.nbytes(self.shared, expert=False), sends.nbytes(self.largest, expert=True)
+        return Load(self.ranks, owned, self.by_owner, self.divided, shared, expert)
 
 
 class Together:
@@ -292,8 +292,8 @@ _REMEMBERED: deque[tuple[Catalog, Placement, Mapping[str, OperatorBytes] | None,
 
 def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, OperatorBytes] | None) -> Iterator[Stage]:
     stage_of = placement.stage_of
-    shared: Counter[int] = Counter()
-    largest: dict[int, int] = {}
+    shared, shared_weights = Counter[int](), Counter[int]()
+    largest, lightest = dict[int, int](), dict[int, int]()  # in full, and without weights
     if sizes is not None:
         unknown = [op for op in catalog.everything if op not in sizes]
         if unknown:
@@ -303,14 +303,17 @@ def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, Operator
             )
         for op in catalog.always_saved:
             shared[stage_of.get(op.id, 0)] += sizes[op.id].full
+            shared_weights[stage_of.get(op.id, 0)] += sizes[op.id].weights
         for name, row, _ in catalog.experts_by_layer:
             largest[row] = max(largest.get(row, 0), sizes[name].full)
+            lightest[row] = max(lightest.get(row, 0), sizes[name].sent(weights=False))
     most = max((layer.experts for layer in catalog.layers), default=0)
     layers_of: dict[int, list[MoELayer]] = {}
     for layer in catalog.layers:
         layers_of.setdefault(stage_of.get(expert_id(layer.index, 0), 0), []).append(layer)
     for number, layers in sorted(layers_of.items()):
         names = [expert_id(layer.index, expert) for layer in layers for expert in range(layer.experts)]
+        most_full = max(largest.get(layer.index, 0) for layer in layers)
         yield Stage(
             tuple(layers),
             placement.stages[number],
@@ -319,6 +322,6 @@ def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, Operator
             np.array([catalog.place[name] for name in names], dtype=np.int64),
             placement.experts_whole or placement.expert_ranks is not None,
             placement.expert_ranks,
-            shared[number],
-            max((largest.get(layer.index, 0) for layer in layers), default=0),
+            OperatorBytes(shared[number], 0, weights=shared_weights[number]),
+            OperatorBytes(most_full, 0, weights=most_full - max(lightest.get(layer.index, 0) for layer in layers)),
         )

@@ -84,9 +84,7 @@ class GradientLog:
 
     @property
     def needs(self) -> Needs:
-        return Needs(
-            sizes=True, gradients=True, tiers=True, alone=True, next_due=self.next_due, explain=self.explain
-        )
+        return Needs(sizes=True, gradients=True, tiers=True, alone=True, next_due=self.next_due, explain=self.explain)
 
     def check(self, catalog: Catalog) -> None:
         """Any model will do, dense ones too, if it has as many operators as a round has steps."""
@@ -175,7 +173,7 @@ class GradientLog:
 
     def _sent_bytes(self, context: PolicyContext, memory: MemoryFacts) -> int | None:
         """What a rank may send to peers in an iteration; None while not known, or where nothing is sent."""
-        if not memory.replicas or not (memory.sends_shared or memory.sends_experts):
+        if not memory.replicas or memory.sends.nothing:
             return None
         return context.measured.send_bytes(1, self.budget_fraction)
 
@@ -229,7 +227,13 @@ def _keeps(rounds: Rounds, window: int, anchored_at: Counts) -> bool:
 
 
 def _sent(rounds: Rounds, window: int, memory: MemoryFacts) -> tuple[int, ...]:
-    return rounds.rank_bytes(window, shared=memory.sends_shared, experts=memory.sends_experts)
+    sends = memory.sends
+    return rounds.rank_bytes(
+        window,
+        shared=sends.shared,
+        experts=sends.experts,
+        weights=sends.shared_weights and sends.expert_weights,
+    )
 
 
 def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:

@@ -20,10 +20,12 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import (
+    ALL_SENT,
     Measured,
     MemoryFacts,
     Needs,
     PolicyContext,
+    Sends,
     interval_passed,
     next_multiple,
     require_boost,
@@ -43,11 +45,10 @@ _NONE: Counts = np.zeros(0, dtype=np.int64)
 
 
 class _Budget(NamedTuple):
-    """Bytes of one rank, None while not known, and whether gates and non-experts, and experts, are paid from them."""
+    """Bytes of one rank, None while not known, and what is paid from them."""
 
     limit: int | None
-    shared: bool = True
-    experts: bool = True
+    sends: Sends = ALL_SENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +174,10 @@ class MoEtion:
     def _sent(self, context: PolicyContext) -> _Budget | None:
         """What peers take; None without any, or where they have everything anyway."""
         memory = context.memory
-        if memory is None or not memory.replicas or not (memory.sends_shared or memory.sends_experts):
+        if memory is None or not memory.replicas or memory.sends.nothing:
             return None
         sent = context.measured.send_bytes(self.every_n_steps, self.budget_fraction)
-        return _Budget(sent, memory.sends_shared, memory.sends_experts)
+        return _Budget(sent, memory.sends)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """The plan's ``k`` is the mean of experts per layer that fit, rounded down.
@@ -230,7 +231,7 @@ class MoEtion:
         rooms = []
         for stage in stages_of(context, weighed=any(each.limit is not None for each in known)):
             least = len(stage.layers) * (self.experts or 1)
-            found = [stage.most(each.limit, least, each.shared, each.experts) for each in known]
+            found = [stage.most(each.limit, least, each.sends) for each in known]
             capacities = [capacity for _, capacity in found if capacity is not None]
             rooms.append((stage, min(most for most, _ in found), min(capacities, default=None)))
         return rooms
@@ -248,9 +249,7 @@ class MoEtion:
             chosen[all_of_them.operators] = taken
         return chosen
 
-    def _taken(
-        self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: _Tier
-    ) -> Iterator[_Mask]:
+    def _taken(self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: _Tier) -> Iterator[_Mask]:
         """Stage by stage, whether each of its experts is saved."""
         popular = self.selection == "popular"
         unsaved = known(context, tier.unsaved, 0).ravel()[stages.at]

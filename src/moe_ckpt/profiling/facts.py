@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from moe_ckpt.core.operators import Catalog, OperatorKind
@@ -30,10 +31,11 @@ def weighed(
             start, stop = span.rows(shape)
             elements += (stop - start) * prod(shape[1:])
         weight = sizes[op.id]
-        row = OperatorRow(op.id, 1, elements, weight.full, weight.compute, placement.stage_of.get(op.id, 0))
+        stage, beside = placement.stage_of.get(op.id, 0), (weight.gradient, weight.weights)
+        row = OperatorRow(op.id, 1, elements, weight.full, weight.compute, stage, *beside)
         if rows and op.kind is OperatorKind.EXPERT and _follows(row, rows[-1]):
             last = rows.pop()
-            row = OperatorRow(last.id, last.count + 1, elements, weight.full, weight.compute, last.stage)
+            row = replace(last, count=last.count + 1)
         rows.append(row)
     layers = tuple(LayerRecord(layer.name, layer.experts, layer.top_k) for layer in catalog.layers)
     return ProfiledModel(layers, tuple(rows))
@@ -43,9 +45,7 @@ def _follows(row: OperatorRow, before: OperatorRow) -> bool:
     """Whether the expert of ``row`` is the next of the same layer, and alike."""
     if before.expert is None or row.layer != before.layer or row.expert != before.expert + before.count:
         return False
-    return (row.elements, row.full_bytes, row.compute_bytes, row.stage) == (
-        before.elements, before.full_bytes, before.compute_bytes, before.stage,
-    )  # fmt: skip
+    return (row.elements, row.size, row.stage) == (before.elements, before.size, before.stage)
 
 
 def parallel(placement: Placement, ranks: int) -> tuple[int, int, int]:

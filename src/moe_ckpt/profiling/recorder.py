@@ -95,6 +95,7 @@ class Recorder:
             "dp": dp,
             "ep": ep,
             "host_memory_bytes": opened.host_memory_bytes,
+            "replicas": opened.replicas,
             "started_unix_secs": min(max(started_unix_secs(), _left_unix_secs), now),
             "opened_unix_secs": now,
             **dict.fromkeys(("stall_secs", "waited_secs", "agree_secs", "clean_secs"), 0.0),
@@ -188,6 +189,8 @@ class Recorder:
         if self._record is not None:
             self._life["assignments"] = max(0, self._record.routed_tokens - self._routed_before)
             self._life["skipped"] = self._record.skips
+            self._life["sent_bytes"] = self._record.replica_sent_nbytes
+            self._life["saved_bytes"] = self._record.replica_saved_nbytes
         life = Life(**self._life, **self._recent.typical(), last_unix_secs=now, finished=finished)
         if not self._writer.write(life, specs, compute):
             self._specs = specs

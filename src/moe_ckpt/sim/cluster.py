@@ -9,6 +9,7 @@ from functools import cached_property
 from moe_ckpt.core.placement import Placement, everywhere, expert_owner
 from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.base import Sends
 from moe_ckpt.sim.checks import above_zero, at_least, given, portion, whole
 from moe_ckpt.sim.model import SimModel
 
@@ -158,13 +159,20 @@ class Layout:
         """Where so many copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
         return place_replicas(self.domains, replicas, self.groups)
 
-    @property
-    def sent_portion(self) -> float:
-        """Part of a rank's share that is sent to peers: what they do not have in their own training state.
+    def sends(self, replicas: int) -> Sends:
+        """What of a rank's share is sent to peers that hold ``replicas`` copies: what they have not in their own
+        training state.
 
-        Under plain data parallelism they have all of it. Elsewhere a distributed optimizer divides the state.
+        Under plain data parallelism they have all of it. Elsewhere a distributed optimizer divides the state, and
+        data-parallel ranks have the weights alike. Raises ``ConfigError`` where there are no nodes for so many copies.
         """
-        return 0.0 if self.parallel.ranks == self.parallel.dp else 1.0
+        if self.parallel.ranks == self.parallel.dp:
+            return Sends(False, False, False, False)
+        placed = self.placed(replicas).peers_of
+        expert, shared = (
+            any(not set(peers) <= set(group) for peers, group in zip(placed, kind, strict=True)) for kind in self.groups
+        )
+        return Sends(True, True, shared, expert)
 
     def stages_of(self, node: int) -> range:
         """Pipeline stages that have a rank on ``node``."""

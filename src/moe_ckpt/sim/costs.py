@@ -12,7 +12,7 @@ import numpy.typing as npt
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes, Window
-from moe_ckpt.policies.base import Measured
+from moe_ckpt.policies.base import ALL_SENT, Measured, Sends
 from moe_ckpt.sim.clock import down_to_clock, on_clock
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.model import Precision
@@ -22,10 +22,12 @@ from moe_ckpt.sim.training import Iteration
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes of one snapshot. rank: on the rank that has most. total: of all ranks."""
+    """Bytes of one snapshot. rank: on the rank that has most. total: of all ranks. sent: to each peer with a copy, by
+    the rank that sends most."""
 
     rank: int
     total: int
+    sent: int
 
 
 class Costs:
@@ -74,7 +76,7 @@ class Costs:
         if window is None:
             return self.dense
         slots = self.of_window(window)
-        return Snapshot(sum(slot.rank for slot in slots), sum(slot.total for slot in slots))
+        return Snapshot(*(sum(getattr(slot, name) for slot in slots) for name in ("rank", "total", "sent")))
 
     def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[Snapshot, ...]:
         """As ``core.window.share_bytes`` and ``slot_bytes`` have it, all operators at once."""
@@ -83,48 +85,60 @@ class Costs:
         for number, operators in enumerate(slots):
             slot[self._catalog.places_of(operators)] = number
         places = size * table.stage + slot, size * table.owner + slot
-        even, owned = (
-            _in_window(table, here, mine, (count, size))
-            for here, mine, count in zip(places, (table.even, ~table.even), (table.stages, table.owners), strict=True)
-        )
-        most = np.zeros_like(even)
-        np.maximum.at(most, table.stage_of_owner, owned)
-        placement = self.layout.placement
-        ranks = -(-even // np.asarray(placement.stages)[:, None]) - (-most // (placement.expert_ranks or 1))
-        return tuple(map(Snapshot, ranks.max(axis=0).tolist(), (even.sum(axis=0) + owned.sum(axis=0)).tolist()))
+        placement, found = self.layout.placement, []
+        for full in (table.full, table.sent):
+            even, owned = (
+                _in_window(full, table.compute, here, mine, (count, size))
+                for here, mine, count in zip(
+                    places, (table.even, ~table.even), (table.stages, table.owners), strict=True
+                )
+            )
+            most = np.zeros_like(even)
+            np.maximum.at(most, table.stage_of_owner, owned)
+            ranks = -(-even // np.asarray(placement.stages)[:, None]) - (-most // (placement.expert_ranks or 1))
+            found.append((ranks.max(axis=0), even.sum(axis=0) + owned.sum(axis=0)))
+        (ranks, total), (sent, _) = found
+        return tuple(map(Snapshot, ranks.tolist(), total.tolist(), (sent * (not self.sends.nothing)).tolist()))
 
     def _heaviest(self, operators: tuple[str, ...]) -> Snapshot:
         """All of them in full."""
-        weights = np.zeros_like(self._table.full)
-        at = self._catalog.places_of(operators)
-        weights[at] = self._table.full[at]
-        return self._dealt(weights)
+        at, table = self._catalog.places_of(operators), self._table
+        return self._dealt(_only(table.full, at), _only(table.sent, at))
 
     def _logged_step(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> Snapshot:
-        weights, places = np.zeros_like(self._table.full), self._catalog.places_of
-        weights[places(anchored)] = self._table.full[places(anchored)]
-        weights[places(gradients)] = self._table.gradient[places(gradients)]
-        return self._dealt(weights)
+        table, places = self._table, self._catalog.places_of
+        consumed = _only(table.gradient, places(gradients))
+        full, sent = (_only(each, places(anchored)) + consumed for each in (table.full, table.sent))
+        return self._dealt(full, sent)
 
     def log_held(self, steps: Counts) -> Snapshot:
         """What a recovery loads of a log of gradients. steps: ``[operators]`` from each anchor to the newest step."""
-        return self._dealt(self._table.full + self._table.gradient * steps)
-
-    def _dealt(self, weights: npt.NDArray[np.int64]) -> Snapshot:
-        """Bytes of each operator: experts on their owners, the rest spread evenly over the ranks of its stage."""
         table = self._table
-        total = int(weights.sum())
+        return self._dealt(table.full + table.gradient * steps, table.sent + table.gradient * steps)
+
+    def _dealt(self, saved: Counts, sent: Counts) -> Snapshot:
+        """saved, sent: ``[operators]`` bytes of each."""
+        return Snapshot(self._busiest(saved), int(saved.sum()), 0 if self.sends.nothing else self._busiest(sent))
+
+    def _busiest(self, weights: Counts) -> int:
+        """Bytes on the busiest rank: experts on their owners, the rest spread evenly over the ranks of its stage."""
+        table = self._table
         even = np.bincount(table.stage, weights=weights * table.even, minlength=table.stages)
         owned = np.bincount(table.owner, weights=weights * ~table.even, minlength=table.owners)
         per_stage = np.zeros(table.stages)
         np.maximum.at(per_stage, table.stage_of_owner, owned)
         placement = self.layout.placement
         shares = even / np.asarray(placement.stages) + per_stage / (placement.expert_ranks or 1)
-        return Snapshot(int(np.ceil(shares.max())), total)
+        return int(np.ceil(shares.max()))
 
     @cached_property
     def _table(self) -> _Table:
-        return _table(self.layout, self.sizes)
+        return _table(self.layout, self.sizes, self.sends)
+
+    @cached_property
+    def sends(self) -> Sends:
+        """What goes to peers; everything where none hold copies."""
+        return self.layout.sends(self.system.replicas) if self.system.durable == "peers" else ALL_SENT
 
     # --- seconds ---
 
@@ -140,8 +154,8 @@ class Costs:
         cluster, layout = self.layout.cluster, self.layout
         if self.system.durable == "storage":
             return cluster.storage_bytes_per_sec / layout.parallel.ranks
-        sent = self.layout.sent_portion * self.system.replicas if self.system.durable == "peers" else 0.0
-        return self.nic_rate / sent if sent else self.copy_rate
+        sent = self.system.durable == "peers" and not self.sends.nothing
+        return self.nic_rate / self.system.replicas if sent else self.copy_rate
 
     @property
     def nic_rate(self) -> float:
@@ -153,9 +167,9 @@ class Costs:
 
     def move_secs(self, snapshot: Snapshot) -> float:
         """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
-        if self.system.durable == "node" or (self.system.durable == "peers" and not self.layout.sent_portion):
+        if self.system.durable == "node":
             return 0.0
-        return self.storage_secs(snapshot) if self.system.durable == "storage" else snapshot.rank / self.move_rate
+        return self.storage_secs(snapshot) if self.system.durable == "storage" else snapshot.sent / self.move_rate
 
     def storage_secs(self, snapshot: Snapshot) -> float:
         """To write it to storage, or to read it from there, all ranks together."""
@@ -187,9 +201,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class _Table:
-    """Of each operator, in the order of the catalog: bytes, stage, owner; even: its ranks share it evenly."""
+    """Of each operator, in the order of the catalog: bytes, stage, owner; even: its ranks share it evenly.
+
+    sent: what of ``full`` peers are sent.
+    """
 
     full: npt.NDArray[np.int64]
+    sent: npt.NDArray[np.int64]
     compute: npt.NDArray[np.int64]
     gradient: npt.NDArray[np.int64]
     stage: npt.NDArray[np.int64]
@@ -200,9 +218,18 @@ class _Table:
     owners: int
 
 
-def _table(layout: Layout, sizes: Mapping[str, OperatorBytes]) -> _Table:
+def _only(weights: Counts, places: Counts) -> Counts:
+    """``weights`` at ``places``, 0 elsewhere."""
+    found = np.zeros_like(weights)
+    found[places] = weights[places]
+    return found
+
+
+def _table(layout: Layout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> _Table:
     catalog, placement = layout.model.catalog, layout.placement
     full = np.array([sizes[op].full for op in catalog.everything], dtype=np.int64)
+    experts = catalog.expert_at
+    sent = np.array([sends.nbytes(sizes[op], expert=op in experts) for op in catalog.everything], dtype=np.int64)
     compute = np.array([sizes[op].compute for op in catalog.everything], dtype=np.int64)
     gradient = np.array([sizes[op].consumed for op in catalog.everything], dtype=np.int64)
     stage = np.array([placement.stage_of.get(op, 0) for op in catalog.everything], dtype=np.int64)
@@ -215,21 +242,21 @@ def _table(layout: Layout, sizes: Mapping[str, OperatorBytes]) -> _Table:
     ranks, owner = np.unique(owner, return_inverse=True)
     of_owner = np.zeros(len(ranks), dtype=np.int64)
     of_owner[owner[~even]] = stage[~even]
-    return _Table(full, compute, gradient, stage, owner, even, of_owner, len(placement.stages), len(ranks))
+    return _Table(full, sent, compute, gradient, stage, owner, even, of_owner, len(placement.stages), len(ranks))
 
 
 def _in_window(
-    table: _Table, places: npt.NDArray[np.int64], mine: npt.NDArray[np.bool_], shape: tuple[int, int]
-) -> npt.NDArray[np.int64]:
+    full_bytes: Counts, compute_bytes: Counts, places: Counts, mine: npt.NDArray[np.bool_], shape: tuple[int, int]
+) -> Counts:
     """``[who, slot]``: bytes of what each saves in full in a slot, and of compute weights of what comes in later ones.
 
-    places: of each operator in that table. mine: which operators count.
+    full_bytes, compute_bytes: ``[operators]``. places: of each operator in that table. mine: which operators count.
     """
 
     def added(weights: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         # Sums in float64 are exact up to 2**53 bytes.
         return np.bincount(places, weights * mine, shape[0] * shape[1]).reshape(shape).astype(np.int64)
 
-    full, compute = added(table.full), added(table.compute)
+    full, compute = added(full_bytes), added(compute_bytes)
     later: npt.NDArray[np.int64] = compute[:, ::-1].cumsum(axis=1)[:, ::-1] - compute
     return full + later

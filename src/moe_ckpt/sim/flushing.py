@@ -68,15 +68,13 @@ class Flushing:
         memory, track, costs = context.memory, self._state.track, self._costs
         if memory is None:
             return context
-        sends = costs.layout.sent_portion > 0
         known = track.backup is not None or track.flush_ends_secs is not None
         facts: MemoryFacts = replace(
             memory,
             storage_due=self.next_is_due,
             storage_steps=context.step - track.flushed_step if known else None,
             replicas=costs.system.replicas if costs.system.durable == "peers" else 0,
-            sends_shared=sends,
-            sends_experts=sends,
+            sends=costs.sends,
         )
         # Without storage, memory is all that there is to be safe in.
         return replace(context, memory=facts, nothing_safe=context.nothing_safe and self._cadence is not None)

@@ -47,7 +47,6 @@ def report_of(scenario: Scenario, system: System) -> LogReport | None:
         return None
     layout = scenario.layout
     costs = Costs(layout, scenario.precision, scenario.iteration, system)
-    sends = layout.sent_portion > 0
     replicas = system.replicas if system.durable == "peers" else 0
     context = PolicyContext(
         1,
@@ -56,7 +55,7 @@ def report_of(scenario: Scenario, system: System) -> LogReport | None:
         placement=layout.placement,
         measured=costs.measured,
         sizes=costs.sizes,
-        memory=MemoryFacts(storage_due=False, replicas=replicas, sends_shared=sends, sends_experts=sends),
+        memory=MemoryFacts(storage_due=False, replicas=replicas, sends=costs.sends),
     )
     return system.policy.explain(context)
 

@@ -38,6 +38,11 @@ class Precision:
         return self.master_bytes + self.optimizer_bytes
 
     @property
+    def weight_bytes(self) -> float:
+        """Per parameter, of a full snapshot, what forward and backward read. Masters beside that are none of it."""
+        return self.master_bytes if self.compute_bytes >= self.master_bytes else 0.0
+
+    @property
     def consumed_bytes(self) -> float:
         """Per parameter, what the optimizer consumes in one update."""
         return max(2.0, self.master_bytes) if self.gradient_bytes is None else self.gradient_bytes
@@ -190,14 +195,11 @@ class SimModel:
         """Bytes of every operator."""
         if self.exact_bytes is not None:
             return dict(self.exact_bytes)
-        return {
-            op: OperatorBytes(*(round(n * each) for each in _widths(precision)))
-            for op, n in self.elements.items()
-        }
+        return {op: OperatorBytes(*(round(n * each) for each in _widths(precision))) for op, n in self.elements.items()}
 
 
-def _widths(precision: Precision) -> tuple[float, float, float]:
-    return precision.full_bytes, precision.compute_bytes, precision.consumed_bytes
+def _widths(precision: Precision) -> tuple[float, float, float, float]:
+    return precision.full_bytes, precision.compute_bytes, precision.consumed_bytes, precision.weight_bytes
 
 
 def assemble(

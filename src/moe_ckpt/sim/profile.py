@@ -224,7 +224,7 @@ class RunProfile:
     @cached_property
     def sizes(self) -> Mapping[str, OperatorBytes]:
         """What each operator weighs, all ranks together."""
-        return {op: OperatorBytes(row.full_bytes, row.compute_bytes) for row in self._model.operators for op in row.ids}
+        return {op: row.size for row in self._model.operators for op in row.ids}
 
     @cached_property
     def sim_model(self) -> SimModel:
@@ -264,7 +264,7 @@ class RunProfile:
         """The machines of the newest life that trained.
 
         restart_secs: ``set_up_secs`` if None. others: fields of ``Cluster``, above all what a run does not measure:
-            ``nic_bytes_per_sec``, ``detect_secs``, ``repair_secs``, ``spare_nodes``.
+            ``detect_secs``, ``repair_secs``, ``spare_nodes``, and ``nic_bytes_per_sec`` where no peers had copies.
 
         Raises:
             ConfigError: a rate was not measured and is not given.
@@ -277,6 +277,9 @@ class RunProfile:
         if others.get("storage_bytes_per_sec") is None:
             rate = self._rate("persist_bytes_per_sec", "storage_bytes_per_sec")
             others["storage_bytes_per_sec"] = rate * life.ranks
+        sent = self._newest("send_bytes_per_sec")
+        if sent and others.get("nic_bytes_per_sec") is None:
+            others["nic_bytes_per_sec"] = sent * max(1, life.replicas) * life.ranks_per_node
         known: dict[str, Any] = {
             "name": f"as profiled in {os.path.basename(self.path)}",
             "nodes": -(-life.ranks // life.ranks_per_node),

@@ -49,7 +49,7 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
     costs = Costs(layout, scenario.precision, scenario.iteration, system)
     peers = system.durable == "peers"
     copied, total = outcome.rank_bytes_per_step, outcome.total_bytes_per_step
-    sent = outcome.sent_bytes_per_step * system.replicas * layout.sent_portion if peers else 0.0
+    sent = outcome.sent_bytes_per_step * system.replicas if peers else 0.0
     stored = total if system.durable == "storage" else 0.0
     if system.cadence is not None:
         held = total * (outcome.window or 1) if system.sparse else costs.dense.total

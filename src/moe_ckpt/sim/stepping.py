@@ -275,7 +275,7 @@ class Stepper:
         state, track = self.state, self.state.track
         state.rank_bytes += copied.rank
         state.total_bytes += stored.total
-        state.sent_bytes += stored.rank
+        state.sent_bytes += stored.sent
         state.heaviest_bytes = max(state.heaviest_bytes, copied.rank)
         there = now + on_clock(self._costs.copy_secs(copied))
         track.mover_free_secs = max(there, track.mover_free_secs) + on_clock(self._costs.move_secs(stored))

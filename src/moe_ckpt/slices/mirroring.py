@@ -24,7 +24,7 @@ from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.cuts import Cut
 from moe_ckpt.slices.pieces import LocalState, cut
-from moe_ckpt.slices.shares import WriteAssignment, holders
+from moe_ckpt.slices.shares import WriteAssignment, holders, is_weight
 
 if TYPE_CHECKING:
     from moe_ckpt.slices.compiling import CompiledPart
@@ -49,27 +49,35 @@ class MirroredShares:
         self._sources = tuple(sources)
         self._tensors: Sequence[StateTensor] = ()
         self._local: dict[int, LocalState] = {}
-        self._sends: tuple[bool, bool] | None = None
+        self._sends: tuple[bool, ...] | None = None
 
     @property
-    def sends(self) -> tuple[bool, bool]:
-        """Whether this rank has not all that is no expert of its sources alike, and whether not all their experts.
+    def sends(self) -> tuple[bool, ...]:
+        """What this rank has not alike of its sources, as ``policies.base.Sends`` says it: all that is no expert, all
+        their experts, and the weights alone of both.
 
-        Of the tensors of the newest ``cuts``; true of both before.
+        Of the tensors of the newest ``cuts``; true of all before.
         """
         if self._sends is None and self._tensors:
-            replicated, known = [True, True], True
+            # Of what is no expert, and of experts. A distributed optimizer's ranks have the weights of what it divides,
+            # each knowing whose they are; FSDP2's ranks have their own part alone.
+            replicated, known, weights, gathered = [True, True], [True, True], [True, True], [False, False]
             for tensor in self._tensors:
                 experts = any(op.kind is OperatorKind.EXPERT for op, _ in holders(self._catalog, tensor))
+                found = not tensor.duplicate or tensor.writer is not None
                 replicated[experts] &= tensor.replicated
-                # Of what a distributed optimizer divides, weights alone are here, too.
-                known &= not experts or not tensor.duplicate or (tensor.writer is not None and tensor.updated_here)
+                known[experts] &= found and (tensor.updated_here or not tensor.duplicate)
+                if is_weight(tensor):
+                    weights[experts] &= found
+                    gathered[experts] |= found and not tensor.updated_here
             sources = frozenset(self._sources)
-            shared = replicated[False] and sources <= self._alike
-            experts_alike = replicated[True] and sources <= self._alike
-            apart = not replicated[True] and known and sources <= self._experts_alike
-            self._sends = not shared, not (experts_alike or apart)
-        return self._sends or (True, True)
+            alike, apart = sources <= self._alike, sources <= self._experts_alike
+            shared = replicated[False] and alike
+            experts_alike = (replicated[True] and alike) or (not replicated[True] and known[True] and apart)
+            shared_weights = shared or (weights[False] and gathered[False] and alike)
+            expert_weights = experts_alike or (weights[True] and gathered[True] and apart)
+            self._sends = not shared, not experts_alike, not shared_weights, not expert_weights
+        return self._sends or (True,) * 4
 
     def cuts(
         self, operators: Collection[str], tensors: Sequence[StateTensor], dealt: WriteAssignment

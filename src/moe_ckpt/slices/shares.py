@@ -94,9 +94,11 @@ def compute_bytes(tensor: StateTensor, compute: ComputeTypes, elements: int) -> 
 
 
 def operator_bytes(catalog: Catalog, specs: Sequence[TensorSpec], compute: ComputeTypes) -> dict[str, OperatorBytes]:
-    """What each operator weighs, all ranks together; equal on every rank."""
-    full = dict.fromkeys(catalog.by_id, 0)
-    read = dict.fromkeys(catalog.by_id, 0)
+    """What each operator weighs, all ranks together; equal on every rank.
+
+    Gradients are told if any tensor tells its own: what no optimizer updates has none.
+    """
+    full, read, weights, consumed = (dict.fromkeys(catalog.by_id, 0) for _ in range(4))
     for tensor in specs:
         size = itemsize(tensor.dtype)
         for op, span in holders(catalog, tensor):
@@ -104,8 +106,11 @@ def operator_bytes(catalog: Catalog, specs: Sequence[TensorSpec], compute: Compu
             elements = (stop - start) * prod(tensor.global_shape[1:]) if tensor.global_shape else 1
             full[op.id] += elements * size
             if is_weight(tensor):
+                weights[op.id] += elements * size
                 read[op.id] += elements * itemsize(compute.get(tensor.parameter, tensor.dtype))
-    return {op: OperatorBytes(full[op], read[op]) for op in full}
+                consumed[op.id] += 0 if tensor.gradient is None else elements * itemsize(tensor.gradient)
+    told = any(tensor.gradient is not None for tensor in specs)
+    return {op: OperatorBytes(full[op], read[op], consumed[op] if told else None, weights[op]) for op in full}
 
 
 def coupled_operators(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[frozenset[str], ...]:

@@ -66,6 +66,7 @@ def test_the_run_goes_on_from_memory(policy, phase, place):  # noqa: F811
     assert_promises_kept(run)
     assert_store_sound(run, ended=True)
     assert max(recomputed(run)) <= BEHIND[policy], recomputed(run)
+    assert events(run)[-1]["lost"] == 0, "all of it is as of one step, or computed again"
     assert left(run) == []
 
 

@@ -306,6 +306,7 @@ class MemoryCheckpoints:
             logged = tuple(LoggedSnapshot(slot, part.gradients) for slot, part in found)
             manifest = replace(manifest, window=())
             files |= {path: file for part in parts for path, file in part.files.items()}
+        if checkpoint.is_log or checkpoint.is_window:
             view.all_as_of(described[count - 1].require_facts(checkpoint.step))
         self._used = {path: file.share for path, file in files.items()}
         slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files)

@@ -205,7 +205,7 @@ class View:
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
 
     def all_as_of(self, facts: StepFacts) -> None:
-        """Every operator will be as of one step, to which its anchor is brought by gradients."""
+        """Every operator will be as of one step, to which its anchor is brought by gradients or by a replay."""
         for op in self.operators:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else facts.applied[layer][expert]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def test_a_lost_node_goes_back_to_storage(policy, place):  # noqa: F811
     for path in left(run):
         path.unlink()
     assert live(run) == 0, output(run)
+    assert "no node holds anything of an earlier life in memory" in output(run)
     if policy != "moc":
         assert_same_run(run)
     assert_store_sound(run, ended=True)
@@ -143,6 +145,23 @@ def test_a_lost_node_comes_back_from_its_peer(policy, lost, place):  # noqa: F81
     assert live_ranks(run) == [0, 0], output(run)
     assert restored(run) > before
     assert ("peers: other nodes" in output(run)) == (lost == 0), "as rank 0 sees it"
+    assert_same_run(run)
+    assert left(run) == []
+
+
+def test_one_more_lost_node_costs_steps_that_are_named(place):  # noqa: F811
+    """Two ranks under DDP without copies, each a node. Rank 1's share is gone, with its random numbers."""
+    run = in_memory(replace(POLICIES["dense"], ranks=2), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 7)))
+    before = stored(run)
+    for path in Path(run.memory).rglob("rank_00001"):
+        delete_tree(path)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == before
+    said = re.search(r"steps (\d+) to (\d+) are lost, .* what rank 1 had of it is on no node", output(run))
+    assert said is not None, output(run)
+    assert int(said[1]) == before + 1
+    assert int(said[2]) >= before + max(recomputed(run)) > before + 1
     assert_same_run(run)
     assert left(run) == []
 

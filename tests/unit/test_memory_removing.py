@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.memory import removing
 from moe_ckpt.memory.files import FoundSlot, MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from tests.support.replicas import header_of
@@ -25,13 +26,13 @@ def files(tmp_path: Path):
 @pytest.fixture
 def let_go(monkeypatch) -> threading.Event:
     """Until it is set, the kernel is busy with the pages of what is deleted."""
-    event, remove = threading.Event(), Slot.remove
+    event, remove = threading.Event(), removing.remove_files
 
-    def slow(slot: Slot) -> None:
+    def slow(path: Path) -> None:
         event.wait()
-        remove(slot)
+        remove(path)
 
-    monkeypatch.setattr(Slot, "remove", slow)
+    monkeypatch.setattr(removing, "remove_files", slow)
     yield event
     event.set()
 

@@ -26,14 +26,16 @@ class Box:
 
     def overlap(self, other: Box) -> Box | None:
         """The common block, or None when there is none. 0-d boxes overlap always."""
-        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
-        stops = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
-        )
-        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
-            return None
-        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+        if self.offsets == other.offsets and self.shape == other.shape:  # what a rank reads of its own, mostly
+            return None if 0 in self.shape else self
+        starts, shape = [], []
+        for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if stop <= start:
+                return None
+            starts.append(start)
+            shape.append(stop - start)
+        return Box(tuple(starts), tuple(shape))
 
 
 def prove_cover(where: str, wanted: Mapping[str, Sequence[Box]], found: Iterable[tuple[str, Box]]) -> None:

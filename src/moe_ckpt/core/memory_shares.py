@@ -153,6 +153,37 @@ def _lent(snapshot: Snapshot) -> bool:
     return any(is_lent(shares[0].sequence) for shares in snapshot.values())
 
 
+@dataclass(frozen=True)
+class LeftBehind:
+    """What memory had once, and nobody can go on from.
+
+    Attributes:
+        step: The newest of which some node still holds a part; None if no node holds anything.
+        writers: Ranks of the life that wrote it, whose shares no node holds, undamaged.
+    """
+
+    step: int | None = None
+    writers: tuple[int, ...] = ()
+
+
+def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: int) -> LeftBehind | None:
+    """What a run leaves behind that goes on from storage; None if memory has nothing newer.
+
+    Args:
+        checkpoints: Those of which memory has a part.
+        generation: That wrote what the run goes on from.
+        step: Likewise.
+    """
+    if not checkpoints:
+        return LeftBehind()
+    newer = [each for each in checkpoints if (each.generation, each.step) > (generation, step) and not each.is_complete]
+    if not newer:
+        return None
+    newest = max(newer, key=lambda each: (each.generation, each.step))
+    there = set.intersection(*(set(snapshot) for snapshot in newest.snapshots))
+    return LeftBehind(newest.step, tuple(writer for writer in range(newest.writers) if writer not in there))
+
+
 def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
     """What of ``known`` may give experts that ``checkpoint`` lacks, the oldest first.
 

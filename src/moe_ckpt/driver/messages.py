@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
+from moe_ckpt.core.memory_shares import LeftBehind
 from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.interop.weights import Loaded
 from moe_ckpt.notices import announce
 
 log = logging.getLogger("moe_ckpt")
+
+_SHOWN = 8
+"""Ranks that a message names."""
 
 
 def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
@@ -42,6 +47,34 @@ def say_resumed(
     where = f"{unit} {step} from {_path(dirpath, place)}"
     level = logging.WARNING if besides else logging.INFO
     announce("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, level=level)
+
+
+def say_left_behind(unit: str, step: int, found: LeftBehind, rank: int) -> None:
+    """The run goes on from ``step`` on storage, though memory had newer ones."""
+    if rank:
+        return
+    if found.step is None:
+        announce(
+            "no node holds anything of an earlier life in memory: whatever %ss there were after %d that were in memory "
+            "only are lost, and computed again",
+            *(unit, step),
+        )
+        return
+    several = found.step > step + 1
+    lost = f"{unit}s {step + 1} to {found.step} are" if several else f"{unit} {found.step} is"
+    whose = f"rank {found.writers[0]}" if len(found.writers) == 1 else f"ranks {_listed(found.writers)}"
+    announce(
+        "%s lost, and computed again: memory has a part of %s %d, but what %s had of it is on no node that is left. "
+        "Copies on more nodes, Memory(replicas=...), keep it when as many are lost",
+        *(lost, unit, found.step, whose),
+        level=logging.WARNING,
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """The first of them, and how many more there are."""
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return shown + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
 def say_survived(unit: str, step: int, why: str, nbytes: int, secs: float, rank: int) -> None:

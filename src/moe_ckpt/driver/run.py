@@ -239,6 +239,7 @@ class Driver:
             self.lifecycle.move(Event.RESUME_WINDOW, "resume()")
             self._restored = restored
             messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.place, dirpath, rank)
+            self._say_left_behind(restored)
         else:
             finished = read_finished(self._storage, self.comm, manifest)
             fault = self.session.resume_from(manifest, **restored.going_on)
@@ -249,6 +250,8 @@ class Driver:
             if not goes_on:
                 return
             messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)
+            if finished is None:
+                self._say_left_behind(restored)
             self._host.boosting.begin(
                 restored.plain,
                 fault.lacking,
@@ -258,6 +261,10 @@ class Driver:
             )
         messages.say_inexact(inexact, rank)
         say_changes(changes, rank)
+
+    def _say_left_behind(self, restored: Restored) -> None:
+        if restored.left_behind is not None:
+            messages.say_left_behind(self._unit, restored.manifest.step, restored.left_behind, self.comm.rank)
 
     def begin(self, *, new: bool, wait: bool = True) -> None:
         """Training begins: saves the initial state of a new run, if the policy has windows.

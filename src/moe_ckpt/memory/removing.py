@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from moe_ckpt.memory.slot import Slot
+from moe_ckpt.memory.slot import Slot, remove_files
 
 
 class SlotRemover:
@@ -45,5 +45,7 @@ def _unseal(slots: list[Slot]) -> None:
 
 
 def _remove(slots: list[Slot]) -> None:
+    """Unmapped first: so the kernel takes the pages back when the file goes, for which Python lets others run."""
     while slots:
-        slots.pop().remove()
+        path = slots.pop().path
+        remove_files(path)

@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,8 +23,6 @@ DATA_SUFFIX, HEADER_SUFFIX, QUARANTINE_SUFFIX = ".data", ".head", ".damaged"
 STARTS_SUFFIX = ".starts"
 """One byte for each start of the run that went on from the slot and got nowhere."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
-_POPULATE_READ = 22
-"""``MADV_POPULATE_READ`` of Linux, which Python does not name."""
 
 
 class Slot:
@@ -41,13 +38,7 @@ class Slot:
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
         mapped = mmap.mmap(descriptor, nbytes)
-        self._map_pages = partial(mapped.madvise, _POPULATE_READ)
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
-
-    def map_pages(self) -> None:
-        """Make ready to read all of it: one call of the kernel instead of one page fault for each 4 KiB."""
-        with contextlib.suppress(OSError, ValueError):  # Linux before 5.14
-            self._map_pages()
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Slot:
@@ -121,11 +112,7 @@ class Slot:
 
     def remove(self) -> None:
         """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` keeps it."""
-        try:
-            for suffix in (HEADER_SUFFIX, STARTS_SUFFIX, DATA_SUFFIX, ".tmp"):
-                self.path.with_suffix(suffix).unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("the memory slot %s cannot be removed: %s", self.path, error)
+        remove_files(self.path)
 
     def quarantine(self) -> None:
         """A slice is damaged."""
@@ -156,6 +143,15 @@ class Slot:
     def forget_starts(self) -> None:
         """Count anew."""
         forget_starts(self.path)
+
+
+def remove_files(path: Path) -> None:
+    """Delete a slot's files; a warning tells of trouble."""
+    try:
+        for suffix in (HEADER_SUFFIX, STARTS_SUFFIX, DATA_SUFFIX, ".tmp"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("the memory slot %s cannot be removed: %s", path, error)
 
 
 def forget_starts(path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moe_ckpt.core.memory_shares import LeftBehind
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.core.recovery_plan import Inventory, RecoveryPlan, plan_recovery
@@ -24,12 +25,14 @@ from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.recovery.slot_storage import Span
 from moe_ckpt.recovery.sources import Source, StorageSource, WindowSource, opened_inventories
-from moe_ckpt.recovery.together import NotUsableError, together
+from moe_ckpt.recovery.together import NotUsableError, together, together_or_any
 
 log = logging.getLogger("moe_ckpt")
 
 _TIERS = {Tier.HOST: "memory", Tier.PEER: "peers", Tier.STORAGE: "storage"}
 
+Opener = Callable[[], Callable[[], OpenedMemory]]
+"""``MemoryCheckpoints.ask`` of a checkpoint."""
 Admits = Callable[[Manifest, Mapping[str, Any]], None]
 """(checkpoint, this rank's plain state; of a sparse window that of its first step) -> None. Called on every rank before
 anything is written. Raises ``ConfigError`` if this run cannot go on from it (``OtherLayoutError``: but from an older
@@ -48,6 +51,7 @@ class Restored:
         from_memory: It came from memory that outlived a process, as a whole or in part.
         beneath: Then the checkpoint on storage that it is, or was laid over; None if storage has nothing of it.
         plan: Where each operator came from; None if storage alone was asked.
+        left_behind: What memory had that is newer, and cannot be used; None if nothing.
     """
 
     manifest: Manifest
@@ -58,6 +62,7 @@ class Restored:
     from_memory: bool = False
     beneath: Manifest | None = None
     plan: RecoveryPlan | None = None
+    left_behind: LeftBehind | None = None
 
     @property
     def place(self) -> str:
@@ -95,12 +100,12 @@ class Recovery:
     admits: Admits | None
     replayer: UpdateReplayer | None = None
 
-    def attempt(self, directory: str, opener: Callable[[], OpenedMemory] | None = None) -> Restored | NotUsableError:
+    def attempt(self, directory: str, opener: Opener | None = None) -> Restored | NotUsableError:
         """Loads one checkpoint into ``state``, each operator from the best source. A collective.
 
         Args:
             directory: Of the checkpoint.
-            opener: Opens what memory that outlived a process has of it, if any; a collective, too.
+            opener: For what memory that outlived a process has of it, if any.
 
         Returns:
             What was restored; or why some rank cannot use the checkpoint. Then the model is unchanged, unless it was
@@ -110,7 +115,7 @@ class Recovery:
             PeerLostError: A peer is gone.
         """
         try:
-            return self._return_to(directory) if opener is None else self._return_to_memory(opener())
+            return self._return_to(directory) if opener is None else self._return_to_memory(opener)
         except NotUsableError as error:  # returned, so that its problem is raised later without this context
             return error
 
@@ -136,24 +141,30 @@ class Recovery:
         together(comm, lambda: storage.write((*stored, *lacking), state))
         return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]), plan=plan)
 
-    def _return_to_memory(self, opened: OpenedMemory) -> Restored:
-        """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store."""
-        comm, state, manifest = self.comm, self.state, opened.manifest
-        together(comm, lambda: opened.reader.prove(manifest))
-        received = opened.slots.fetch(self._spans(opened))
+    def _return_to_memory(self, opener: Opener) -> Restored:
+        """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store.
+
+        Ranks wait for one another as seldom as can be, which is what a return from a rank's own memory takes.
+        """
+        comm, state, make = self.comm, self.state, opener()
+        (opened, spans), asked = together_or_any(comm, lambda: self._proven(make()))
+        received = opened.slots.fetch(spans) if asked else 0
         if opened.logged:
             return self._return_along_log(opened, received)
-        restored, source = together(comm, lambda: self._open(opened.reader, manifest))
-        inventories = opened_inventories(opened)
+        manifest = opened.manifest
         first = manifest.window[0].step if manifest.window else None
-        plan = plan_recovery(
-            manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first
-        )
-        log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
-        if comm.rank == 0:
-            say_plan(plan)
         operators = tuple(manifest.operators)
-        together(comm, lambda: source.verify(operators, state))
+        plan = plan_recovery(manifest.directory, manifest.step, operators, opened_inventories(opened), first=first)
+        log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
+
+        def open_and_verify() -> tuple[Restored, StorageSource]:
+            restored, source = self._open(opened.reader, manifest)
+            if comm.rank == 0:
+                say_plan(plan)
+            source.verify(operators, state)
+            return restored, source
+
+        restored, source = together(comm, open_and_verify)
         together(comm, lambda: source.prepare_and_write(operators, state))
         tokens = opened.tokens_from_memory(operators)
         return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath, plan=plan)
@@ -192,6 +203,12 @@ class Recovery:
             beneath=opened.beneath,
             plan=plan,
         )
+
+    def _proven(self, opened: OpenedMemory) -> tuple[tuple[OpenedMemory, tuple[Span, ...]], bool]:
+        """What was opened, what this rank reads of it, and whether some of that lies on other nodes."""
+        opened.reader.prove(opened.manifest)
+        spans = tuple(self._spans(opened))
+        return (opened, spans), opened.slots.needs_others(spans)
 
     def _spans(self, opened: OpenedMemory) -> Iterator[Span]:
         """What this rank reads of the checkpoint."""

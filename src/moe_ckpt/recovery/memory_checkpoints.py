@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,19 +19,21 @@ import numpy as np
 
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.memory_shares import (
+    LeftBehind,
     MemoryCheckpoint,
     Share,
     base_of,
     beneath_of,
     checkpoints_of,
     fullest,
+    left_behind,
     nearest,
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.errors import CoverageError, DamagedError, RecoveryLoopError
+from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError, RecoveryLoopError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     Manifest,
@@ -56,7 +58,7 @@ from moe_ckpt.recovery.slot_views import (
     place_of,
     unpacked_headers,
 )
-from moe_ckpt.recovery.together import DAMAGED, NotUsableError, together
+from moe_ckpt.recovery.together import DAMAGED, Answer, NotUsableError, together
 
 log = logging.getLogger("moe_ckpt")
 
@@ -107,7 +109,11 @@ class MemoryCheckpoints:
         tier: This rank's slots.
         reader: Of the store; what it has read already is not read again.
 
+    Attributes:
+        stored: Directories of the checkpoints on storage, newest first, as rank 0 lists them.
+
     Raises:
+        MoECheckpointError, OSError: Rank 0 cannot list the store.
         PeerLostError: A peer is gone.
     """
 
@@ -119,28 +125,26 @@ class MemoryCheckpoints:
         self._said: set[str] = set()
         self._own = tier.left.found
         mine = [_told(each, number) for number, each in enumerate(self._own)]
-        payload = json.dumps([tier.node, [str(each.slot.path) for each in self._own], mine]).encode()
+        answer = Answer.of(reader.directories if comm.rank == 0 else None)
+        told_here = [answer.told, tier.node, [str(each.slot.path) for each in self._own], mine]
+        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(told_here).encode())]
+        self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
         self._shares: list[Share] = []
         self._paths: dict[Share, str] = {}
-        for holder, raw in enumerate(comm.everyone(payload)):
-            node, paths, told = json.loads(raw)
+        for holder, (_, node, paths, told) in enumerate(ranks):
             for path, fields in zip(paths, told, strict=True):
                 share = _share(holder, node, fields)
                 self._shares.append(share)
                 self._paths[share] = path
 
-    def offered(self, stored: Sequence[str]) -> list[str]:
-        """Directories of what memory has whole, or has a part of beside storage, newest first.
-
-        Args:
-            stored: Directories of the checkpoints on storage.
-        """
-        standing = [each for each in checkpoints_of(self._shares) if self._stands(each, stored) and self._fits(each)]
+    def offered(self) -> list[str]:
+        """Directories of what memory has whole, or has a part of beside storage, newest first."""
+        standing = [each for each in checkpoints_of(self._shares) if self._stands(each) and self._fits(each)]
         whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
         parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
-        return sorted((whole | parts.intersection(stored)) - self._given_up, key=age_of, reverse=True)
+        return sorted((whole | parts.intersection(self.stored)) - self._given_up, key=age_of, reverse=True)
 
-    def _stands(self, checkpoint: MemoryCheckpoint, stored: Sequence[str]) -> bool:
+    def _stands(self, checkpoint: MemoryCheckpoint) -> bool:
         """Whether storage still has what it had when the checkpoint began, or what replaced that.
 
         It has not if somebody went back by removing checkpoints, or by putting an older copy of the store in its place:
@@ -148,7 +152,7 @@ class MemoryCheckpoints:
         """
         base, begun = age_of(checkpoint.base), checkpoint.generation
         stands = not checkpoint.base or any(
-            name == checkpoint.base or (age_of(name)[0] == begun and age_of(name) > base) for name in stored
+            name == checkpoint.base or (age_of(name)[0] == begun and age_of(name) > base) for name in self.stored
         )
         if not stands and self._comm.rank == 0 and checkpoint.base not in self._said:
             self._said.add(checkpoint.base)
@@ -179,21 +183,27 @@ class MemoryCheckpoints:
             )
         return False
 
-    def open(self, directory: str, stored: Sequence[str]) -> OpenedMemory:
-        """Open what memory has of a checkpoint. A collective; reads no slice.
+    def ask(self, directory: str) -> Callable[[], OpenedMemory]:
+        """Hear from all ranks what memory has of a checkpoint. A collective; reads no slice.
+
+        Returns:
+            Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
 
         Raises:
-            NotUsableError: Some rank cannot open it.
+            NotUsableError: Some rank cannot read the checkpoint on storage that it is laid over.
             RecoveryLoopError: Too many starts have gone on from it, and ended no step.
         """
         candidates = [e for e in checkpoints_of(self._shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
         self._note_start(directory, checkpoint)
-        described = self._describe([checkpoint])
+        known = [(*age_of(name), name) for name in self.stored]
+        names = base_of(checkpoint, known)
+        here = self._readable(names[:1])
+        described, everywhere = self._describe([checkpoint], here is not None or not names)
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, checkpoints_of(self._shares))
-        described += self._describe(older) if older else []
-        beneath = self._beneath(checkpoint, stored)
-        return together(self._comm, lambda: self._opened(checkpoint, older, described, beneath))
+        described += self._describe(older)[0] if older else []
+        beneath = here if everywhere else self._beneath(names)
+        return lambda: self._opened(checkpoint, older, described, beneath)
 
     def set_aside(self, directory: str, problem: Exception | None) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
@@ -218,6 +228,10 @@ class MemoryCheckpoints:
         self._shares = [share for share in self._shares if (share.holder, share.number) not in bad]
         if not bad:
             self._given_up.add(directory)
+
+    def left_behind(self, taken: Manifest) -> LeftBehind | None:
+        """What memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
+        return left_behind(checkpoints_of(self._shares), taken.generation, taken.step)
 
     def keep_only(self, step: int | None) -> None:
         """The run goes on: let go of all slots but those of the checkpoint opened last, if it is of that ``step``.
@@ -246,10 +260,17 @@ class MemoryCheckpoints:
             self._noted.add(number)
             self._own[number].slot.note_start()
 
-    def _beneath(self, checkpoint: MemoryCheckpoint, stored: Sequence[str]) -> Manifest | None:
-        """The checkpoint on storage to lay it over; None if there is none that can be read."""
-        known = [(*age_of(name), name) for name in stored]
-        for name in base_of(checkpoint, known):
+    def _readable(self, names: Sequence[str]) -> Manifest | None:
+        """The manifest of the first of them; None if there is none, or this rank cannot read it."""
+        try:
+            return self._reader.manifest(names[0]) if names else None
+        except (OSError, MoECheckpointError) as error:  # raised by ``_beneath``, once all ranks know
+            log.info("%s cannot be read: %s", names[0], error)
+            return None
+
+    def _beneath(self, names: Sequence[str]) -> Manifest | None:
+        """The first of these checkpoints on storage that all ranks can read; None if there is none."""
+        for name in names:
             try:
                 return together(self._comm, lambda name=name: self._reader.manifest(name))  # type: ignore[misc]
             except NotUsableError as error:
@@ -257,23 +278,26 @@ class MemoryCheckpoints:
                     raise
         return None
 
-    def _describe(self, checkpoints: Sequence[MemoryCheckpoint]) -> list[SnapshotFacts]:
+    def _describe(
+        self, checkpoints: Sequence[MemoryCheckpoint], fine: bool = True
+    ) -> tuple[list[SnapshotFacts], bool]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
-        manifest needs."""
+        manifest needs. And whether all ranks are ``fine``."""
         snapshots = [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]
-        mine: list[bytes] = []
+        mine = [bytes([fine])]
         for place, snapshot in enumerate(snapshots):
             for writer, shares in snapshot.items():
                 if fullest(shares).holder == self._comm.rank:
                     header = self._own[fullest(shares).number].header
                     mine += packed_header(place, writer, header, tells=writer == min(snapshot))
         found = [SnapshotFacts() for _ in snapshots]
-        for raw in self._comm.everyone(b"".join(mine)):
-            for place, writer, described, facts in unpacked_headers(raw):
+        told = self._comm.everyone(b"".join(mine))
+        for raw in told:
+            for place, writer, described, facts in unpacked_headers(raw[1:]):
                 found[place].writers[writer] = described
                 if facts is not None:
                     found[place].facts = StepFacts.decoded(facts)
-        return found
+        return found, all(raw[0] for raw in told)
 
     def _opened(
         self,

@@ -8,7 +8,7 @@ then ends the start, unless ``on_read_error`` says to go back. ``recovery.execut
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,8 +20,8 @@ from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.executing import Admits, Recovery, Restored, open_dense, rank_of_state
-from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints, OpenedMemory
+from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, open_dense, rank_of_state
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import restore
@@ -70,8 +70,11 @@ def resume_newest(
     """
     reader = StoreReader(storage, read_patience_secs)
     recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer)
-    directories = by_rank_zero(comm, reader.directories, f"list the store {storage.root}")
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
+    if memory is None:
+        directories = by_rank_zero(comm, reader.directories, f"list the store {storage.root}")
+    else:
+        directories = memory.stored
     passed_over = _PassedOver(comm)
     for directory, opener in _candidates(directories, memory):
         restored = recovery.attempt(directory, opener)
@@ -87,6 +90,8 @@ def resume_newest(
             window = passed_over.windows[0]
             _say_passed_over(reader.manifest(window.directory), window.reason, restored.manifest)
         if memory is not None:
+            if not restored.from_memory:
+                restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
     if not directories:
@@ -131,19 +136,19 @@ class _PassedOver:
 
 def _candidates(
     directories: Sequence[str], memory: MemoryCheckpoints | None
-) -> Iterator[tuple[str, Callable[[], OpenedMemory] | None]]:
+) -> Iterator[tuple[str, Opener | None]]:
     """Yields what to try, newest first: each checkpoint in memory before it is tried on storage alone.
 
     What memory offers is asked for again each time: slots are set aside meanwhile, and others take their place.
     """
     left = list(directories)
     while True:
-        offered = [] if memory is None else memory.offered(directories)
+        offered = [] if memory is None else memory.offered()
         best = max((*left, *offered), key=age_of, default=None)
         if best is None:
             return
         if memory is not None and best in offered:
-            yield best, partial(memory.open, best, directories)
+            yield best, partial(memory.ask, best)
         else:
             left.remove(best)
             yield best, None

@@ -126,6 +126,10 @@ class SlotStorage(ReadOnly):
         """Whether this node has the file in memory."""
         return self.files[path].share.node == self.node
 
+    def needs_others(self, wanted: Iterable[Span]) -> bool:
+        """Whether something of it lies on other nodes only, so that all ranks must ``fetch``."""
+        return any(True for _ in self._far(wanted))
+
     def fetch(self, wanted: Iterable[Span]) -> int:
         """Receive what lies on other nodes: once for each node, whose ranks then share it. A collective.
 
@@ -199,13 +203,11 @@ class SlotStorage(ReadOnly):
     def _open(self, share: Share) -> FoundSlot:
         if share not in self._opened and share.holder == self.comm.rank:
             self._opened[share] = self.own[share.number]
-            self._opened[share].slot.map_pages()
         if share not in self._opened:
             found = FoundSlot(*Slot.open(Path(self.paths[share])))
             header = found.header
             if (header.life, header.sequence, header.rank) != (share.life, share.sequence, share.writer):
                 raise DamagedError(self.paths[share], "is another snapshot now", step=share.step)
-            found.slot.map_pages()
             self._opened[share] = found
         return self._opened[share]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import (
@@ -45,20 +45,40 @@ def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
     For looks at a store, which may change meanwhile. If ``action`` raises ``MoECheckpointError`` or ``OSError``, rank 0
     raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
     """
-    answer: dict[str, Any] = {}
+    answer = Answer.of(action if comm.rank == 0 else None)
+    return answer.taken(json.loads(comm.broadcast(json.dumps(answer.told).encode())), doing)
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """What rank 0 finds, for all ranks, where it travels with something else. See ``by_rank_zero``.
+
+    Attributes:
+        told: By this rank: plain data; empty on all but rank 0.
+        problem: Rank 0's own.
+    """
+
+    told: Mapping[str, Any]
     problem: Exception | None = None
-    if comm.rank == 0:
+
+    @classmethod
+    def of(cls, action: Callable[[], T] | None) -> Answer[T]:
+        """Looks, on rank 0; None on others."""
+        if action is None:
+            return cls({})
         try:
-            answer["found"] = action()
+            return cls({"found": action()})
         except (OSError, MoECheckpointError) as error:
-            answer["error"], problem = f"{type(error).__name__}: {error}", error
-    answer = json.loads(comm.broadcast(json.dumps(answer).encode()))
-    if problem is not None:
-        raise problem
-    if "error" in answer:
-        raise StoreError(f"rank 0 cannot {doing}: {answer['error']}")
-    found: T = answer["found"]
-    return found
+            return cls({"error": f"{type(error).__name__}: {error}"}, error)
+
+    def taken(self, told: Mapping[str, Any], doing: str) -> T:
+        """Returns what rank 0 told."""
+        if self.problem is not None:
+            raise self.problem
+        if "error" in told:
+            raise StoreError(f"rank 0 cannot {doing}: {told['error']}")
+        found: T = told["found"]
+        return found
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
@@ -67,19 +87,25 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     Raises:
         NotUsableError: On every rank, if it failed on any.
     """
+    return together_or_any(comm, lambda: (action(), False))[0]
+
+
+def together_or_any(comm: Communicator, action: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
+    """Returns the first thing that ``action`` gives, as ``together``, and whether the second is true on any rank."""
     result: T | None = None
+    asks = False
     problem: Exception | None = None
     try:
-        result = action()
+        result, asks = action()
     except Exception as error:  # raised again once the other ranks know
         problem = error
     kind = _kind(problem)
     place = kind * comm.world_size + (comm.world_size - 1 - comm.rank)  # MAX selects the worst, then the lowest rank
-    [place] = largest(comm, [place])
+    place, asked = largest(comm, [place, asks])
     worst, order = divmod(place, comm.world_size)
     if worst:
         raise NotUsableError(worst, comm.world_size - 1 - order, problem)
-    return result  # type: ignore[return-value]  # no problem, so there is a result
+    return result, bool(asked)  # type: ignore[return-value]  # no problem, so there is a result
 
 
 def _kind(problem: Exception | None) -> int:

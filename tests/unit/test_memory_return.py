@@ -1,0 +1,141 @@
+"""A return to what memory holds: how often the ranks wait for one another, and what is said of what is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt.core.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
+from moe_ckpt.driver import messages
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.recovery.resume import resume_newest
+from tests.support.deleting import delete_tree
+from tests.unit.engine_parts import ThreadCommunicator
+from tests.unit.test_engine_memory_only import (
+    lose,
+    make_nodes,
+    no_memory_of_other_tests,  # noqa: F401 - a fixture
+    replicated,
+    where,  # noqa: F401 - a fixture
+)
+
+
+@pytest.fixture
+def rounds(monkeypatch) -> Counter[str]:
+    """Messages of rank 0 in which all ranks wait for one another, while ``resume_newest`` runs."""
+    found: Counter[str] = Counter()
+    inside = threading.local()  # a rank is a thread
+
+    def counted(name: str) -> None:
+        plain = getattr(ThreadCommunicator, name)
+
+        def call(self, *args: Any) -> Any:
+            found[name] += self.rank == 0 and getattr(inside, "resume", False)
+            return plain(self, *args)
+
+        monkeypatch.setattr(ThreadCommunicator, name, call)
+
+    def resumed(*args: Any, **kwargs: Any) -> Any:
+        inside.resume = True
+        try:
+            return resume_newest(*args, **kwargs)
+        finally:
+            inside.resume = False
+
+    for name in ("agree", "everyone", "swap", "share"):
+        counted(name)
+    monkeypatch.setattr("tests.unit.test_engine_host_tier.resume_newest", resumed)
+    return found
+
+
+def test_from_memory_of_their_own_ranks_wait_five_times_for_one_another(where, tmp_path, rounds):  # noqa: F811
+    """What they have; its headers; that all opened it, verified it, wrote it. No more with more ranks."""
+    for each in (1, 2):
+        (tmp_path / str(each)).mkdir()
+        nodes = [node for node in make_nodes(tmp_path / str(each), 2) for _ in range(each)]
+        place = (tmp_path / f"store_{each}", where[1])
+        replicated(place, nodes)
+        rounds.clear()
+        assert replicated(place, nodes, again=True, steps=1)[0][1] == "memory and step_00000001"
+        assert {name: times for name, times in rounds.items() if times} == {"everyone": 2, "agree": 3}
+
+
+def test_bytes_of_other_nodes_take_two_rounds_more(where, tmp_path, rounds):  # noqa: F811
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes)
+    lose(nodes[1])
+    rounds.clear()
+    assert replicated(where, nodes, again=True, steps=1)[0][1] == "memory and step_00000001"
+    assert {name: times for name, times in rounds.items() if times} == {"everyone": 3, "agree": 3, "swap": 1}
+
+
+def test_a_damaged_checkpoint_on_storage_costs_what_memory_is_laid_over_and_no_step(where, tmp_path):  # noqa: F811
+    """Of the manifest that gives run and parent one byte is wrong: memory alone has everything."""
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes)
+    path = where[0] / "step_00000001" / "MANIFEST.json"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert replicated(where, nodes, again=True, steps=1) == dict.fromkeys(range(2), (6, "memory", 0))
+
+
+# --- what is gone ---
+
+
+def share(writer: int, step: int, *, writers: int = 3, generation: int = 1, window: Any = None) -> Share:
+    return Share(0, "a-node", step, "life", generation, step, step, writer, writers, window, "step_00000001")
+
+
+@pytest.mark.parametrize(
+    ("shares", "found"),
+    [
+        ([], LeftBehind()),
+        ([share(0, 6), share(2, 6)], LeftBehind(6, (1,))),
+        ([share(0, 5), share(0, 6)], LeftBehind(6, (1, 2))),
+        ([share(0, 3)], None),
+        ([share(0, 6), share(1, 6), share(2, 6)], None),
+        ([share(0, 9, generation=0)], None),
+        ([share(0, 5, window=(5, 2, 0)), share(1, 6, window=(5, 2, 1))], LeftBehind(6, (0, 1, 2))),
+    ],
+    ids=["nothing", "a rank", "ranks", "older", "whole", "a life before", "a window"],
+)
+def test_what_is_left_behind(shares: list[Share], found: LeftBehind | None):
+    assert left_behind(checkpoints_of(shares), 1, 3) == found
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (LeftBehind(), "no node holds anything of an earlier life in memory: whatever steps there were after 3"),
+        (LeftBehind(4, (1,)), "step 4 is lost, and computed again: memory has a part of step 4, but what rank 1 had"),
+        (LeftBehind(6, (1, 2)), "steps 4 to 6 are lost, and computed again: memory has a part of step 6, but what"),
+        (LeftBehind(6, tuple(range(20))), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more had of it"),
+    ],
+)
+def test_lost_steps_are_named(found: LeftBehind, said: str, caplog):
+    messages.say_left_behind("step", 3, found, 1)
+    assert caplog.text == "", "rank 0 says it for all"
+    messages.say_left_behind("step", 3, found, 0)
+    assert said in caplog.text
+
+
+def test_one_more_lost_node_leaves_a_part_behind(where, tmp_path, monkeypatch):  # noqa: F811
+    """Three nodes with one copy each, of which two are lost."""
+    nodes = make_nodes(tmp_path, 3)
+    replicated(where, nodes)
+    for node in nodes[:2]:
+        delete_tree(Path(node))
+        node.mkdir()
+    told: list[LeftBehind | None] = []
+    plain = MemoryCheckpoints.left_behind
+
+    def noted(self, taken):
+        told.append(plain(self, taken))
+        return told[-1]
+
+    monkeypatch.setattr(MemoryCheckpoints, "left_behind", noted)
+    assert replicated(where, nodes, again=True, steps=1)[0] == (1, "step_00000001", 0)
+    assert {(each.step, len(each.writers)) for each in told} == {(6, 1)}

@@ -359,6 +359,19 @@ def test_symbolic_links_that_lead_out_are_refused(storage, root, tmp_path):
     assert tree(tmp_path / "outside") == ["secret"]
 
 
+def test_symbolic_links_that_stay_inside_are_followed(storage, root, tmp_path):
+    storage.write("moved/f", [b"x"])
+    (root / "step_00000001").symlink_to(root / "moved")
+    assert storage.read("step_00000001/f") == b"x"
+    assert storage.list("step_00000001") == ["f"]
+    (tmp_path / "outside").mkdir()
+    (root / "moved" / "deeper").symlink_to(tmp_path / "outside")
+    for verb in (storage.list, lambda path: storage.write(f"{path}/g", [b"x"])):
+        with pytest.raises(DamagedError, match="leads out of the store"):
+            verb("step_00000001/deeper")
+    assert not tree(tmp_path / "outside")
+
+
 def test_a_root_reached_through_a_link_works(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -181,6 +181,11 @@ class Catalog:
         return tuple(sorted(((op, *at) for op, at in self.expert_at.items()), key=lambda row: row[1:]))
 
     @cached_property
+    def experts_in_order(self) -> tuple[str, ...]:
+        """Ids of all experts, layer by layer."""
+        return tuple(op for op, *_ in self.experts_by_layer)
+
+    @cached_property
     def all_experts(self) -> npt.NDArray[np.int64]:
         """``[n, 2]``: ``(layer, expert)`` of all experts."""
         return np.asarray(list(self.expert_at.values()), dtype=np.int64).reshape(-1, 2)

@@ -8,6 +8,7 @@ of earlier slots are not saved, since replay brings them here from their anchor.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -305,8 +306,24 @@ _FULL, _COMPUTE = attrgetter("full"), attrgetter("compute")
 
 def _bytes_of(operators: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:
     """``[2, n]``: of each in full, and as compute weights."""
-    found = list(map(sizes.__getitem__, operators))
-    return np.array([np.fromiter(map(each, found), np.int64, len(found)) for each in (_FULL, _COMPUTE)])
+    numbers, nbytes = _weighed(sizes)
+    return nbytes[:, np.fromiter(map(numbers.__getitem__, operators), np.int64, len(operators))]
+
+
+def _weighed(sizes: Mapping[str, OperatorBytes]) -> tuple[Mapping[str, int], npt.NDArray[np.int64]]:
+    """Operator -> its number, and ``_bytes_of`` all by their numbers. Sizes are the very same object for long."""
+    for known, found in _WEIGHED:
+        if known is sizes:
+            return found
+    those = sizes.values()
+    nbytes = np.array([np.fromiter(map(each, those), np.int64, len(those)) for each in (_FULL, _COMPUTE)])
+    found = {op: number for number, op in enumerate(sizes)}, nbytes
+    _WEIGHED.append((sizes, found))
+    return found
+
+
+_WEIGHED: deque[tuple[object, tuple[Mapping[str, int], npt.NDArray[np.int64]]]] = deque(maxlen=4)
+"""The sizes that were asked about last, which nobody changes."""
 
 
 class _Runs:

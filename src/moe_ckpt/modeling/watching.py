@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, not_
+from operator import attrgetter, is_, itemgetter, not_
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from moe_ckpt.format import tensor_words
+from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.modeling import words
 from moe_ckpt.modeling.blocks import is_dtensor
 
@@ -142,10 +143,12 @@ class Memory:
         self._tensors = [found[at] for at in order]
         self._addresses = _addresses(self._tensors)
         self._words = tensor_words.lying(self._tensors)
-        self._places: dict[str, list[int]] = {}
-        for place, at in enumerate(order):
-            for name in names[id(given[at])]:
-                self._places.setdefault(name, []).append(place)
+        pairs = [(name, place) for place, at in enumerate(order) for name in names[id(given[at])]]
+        self._numbers = {name: at for at, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
+        owners = np.fromiter((self._numbers[name] for name, _ in pairs), np.int64, len(pairs))
+        self._counts = np.bincount(owners, minlength=len(self._numbers))
+        self._ends = np.cumsum(self._counts)
+        self._places = np.fromiter(map(itemgetter(1), pairs), np.int64, len(pairs))[np.argsort(owners, kind="stable")]
 
     def same(self, names: Iterable[str] | None = None) -> bool:
         """Whether it lies where it lay. names: asked of the tensors of these alone, in time that grows with them."""
@@ -153,13 +156,22 @@ class Memory:
             return False
         if not all(map(is_, map(_LAYOUT, self._sharded), self._layouts)):
             return False
-        places = None if names is None else list(chain.from_iterable(map(self._places.get, names, repeat(()))))
+        places = None if names is None else self._places_of(names)
         if self._words is not None:
-            return self._words.same(None if places is None else np.array(places, dtype=np.int64))
+            return self._words.same(places)
         if places is None:
             return np.array_equal(_addresses(self._tensors), self._addresses)
-        found = _addresses(list(map(self._tensors.__getitem__, places)))
+        found = _addresses(list(map(self._tensors.__getitem__, places.tolist())))
         return np.array_equal(found, self._addresses[places])
+
+    def _places_of(self, names: Iterable[str]) -> Numbers:
+        """Of the tensors that belong to parameters of these names, in ascending order: so they lie in memory."""
+        found = np.fromiter(map(self._numbers.get, names, repeat(-1)), np.int64)
+        numbers = found[found >= 0]
+        ends, counts = self._ends[numbers], self._counts[numbers]
+        behind = np.cumsum(counts)
+        within = np.arange(behind[-1] if len(behind) else 0)
+        return np.sort(self._places[np.repeat(ends - behind, counts) + within])
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:

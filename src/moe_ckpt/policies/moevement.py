@@ -28,7 +28,7 @@ from moe_ckpt.core.window import (
 )
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
-from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering, Shares
+from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering, Shares, note_proven
 from moe_ckpt.policies.window_report import WindowReport
 
 PROFILE_STEPS = 10
@@ -207,7 +207,9 @@ class MoEvement:
             former, slots = context.window, self._slots(order, context)
             # The very same ones where nothing has changed: who has seen them knows what follows from them.
             slots = former.slots if former is not None and former.slots == slots else slots
-            return Window(context.step, slots, frequencies)
+            found = Window(context.step, slots, frequencies)
+            note_proven(context.catalog, found)
+            return found
         units, sizes, members = merge_coupled(order, context.sizes, context.coupled_operators)
         slots = self._slots(units, replace(context, sizes=sizes))
         whole = tuple(tuple(op for unit in slot for op in members[unit]) for slot in slots)

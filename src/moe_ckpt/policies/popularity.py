@@ -19,18 +19,18 @@ Popularity ``A`` of an expert (appendix B of the paper):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, islice, repeat
+from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from math import fsum
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
+from moe_ckpt.core.operators import Catalog, MoELayer
 from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import Activity, PolicyContext
@@ -79,9 +79,9 @@ class Ordering:
         if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
             return former.order, former.frequencies
         # A stable sort keeps between equals the order of layers, and in each the experts of one owner after another's.
-        in_turns = _in_turns(catalog.layers, context.owners)
-        ascending = np.argsort(_numbers(map(values.__getitem__, in_turns)), kind="stable")
-        return self._with_others(catalog, list(map(in_turns.__getitem__, ascending.tolist()))), now or None
+        turns = _in_turns(catalog.layers, context.owners)
+        ascending = turns[np.argsort(values.numbers[turns], kind="stable")]
+        return self._with_others(catalog, list(map(values.operators.__getitem__, ascending.tolist()))), now or None
 
     def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
         """True when so much has changed that the order should be made anew.
@@ -95,7 +95,10 @@ class Ordering:
         if before is None:
             return True
         limit = self.change + _ROUNDING
-        was, share = _numbers(map(before.get, now, repeat(0.0))), _numbers(now.values())
+        if isinstance(before, ByExpert) and isinstance(now, ByExpert) and before.operators is now.operators:
+            was, share = before.numbers, now.numbers
+        else:
+            was, share = _numbers(map(before.get, now, repeat(0.0))), _numbers(now.values())
         moved = np.count_nonzero(np.abs(share - was) > was * limit)
         return bool(moved >= self.experts * experts - _ROUNDING)
 
@@ -107,7 +110,35 @@ class Ordering:
         return tuple(op for _, op in sorted(places, key=lambda place: place[0]))
 
 
-def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, float]:
+class ByExpert(Mapping[str, float]):
+    """A number for each of some experts, in the order of their layers: a mapping that is made of an array.
+
+    Attributes:
+        operators: Their ids; of all experts of a catalog always the same object.
+        numbers: One for each.
+    """
+
+    def __init__(self, operators: tuple[str, ...], numbers: npt.NDArray[np.float64]) -> None:
+        self.operators, self.numbers = operators, numbers
+
+    @cached_property
+    def _by_id(self) -> dict[str, float]:
+        return dict(zip(self.operators, self.numbers.tolist(), strict=True))
+
+    def __getitem__(self, operator: str) -> float:
+        return self._by_id[operator]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.operators)
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._by_id})"
+
+
+def popularity(kind: str, catalog: Catalog, activity: Activity) -> ByExpert:
     """``A`` of every expert, by its operator id, layer by layer; 0 while nothing is known.
 
     A measure that shows nothing for a layer that did get tokens (a router that does not tell its probabilities) gives
@@ -116,28 +147,27 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> dict[str, flo
     hard = _table(catalog, activity.hard)
     found = {"soft_count": activity.soft, "time_decayed": activity.decayed}.get(kind, activity.hard)
     table = _table(catalog, found)
-    if any(any(tokens) and not any(told) for tokens, told in zip(hard, table, strict=True)):
+    if any(tokens.any() and not told.any() for tokens, told in zip(hard, table, strict=True)):
         table = hard
     if kind == "capacity_normalised":
         table = [_over_even_share(tokens) for tokens in table]
-    return dict(zip(map(_ID, catalog.experts_by_layer), chain.from_iterable(table), strict=True))
+    return ByExpert(catalog.experts_in_order, np.concatenate([_NONE, *table]))
 
 
-def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
+def shares(catalog: Catalog, values: ByExpert) -> ByExpert:
     """Activation frequency: each expert's share of its layer's popularity. Layers with none are left out."""
-    found: dict[str, float] = {}
-    ops = map(_ID, catalog.experts_by_layer)
-    for layer in catalog.layers:
-        those = list(islice(ops, layer.experts))
-        tokens = list(map(values.__getitem__, those))
-        # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
-        total = fsum(tokens)
-        if total > 0:
-            found.update(zip(those, [count / total for count in tokens], strict=True))
-    return found
+    ends = np.cumsum([layer.experts for layer in catalog.layers])
+    found = [(end - layer.experts, end) for layer, end in zip(catalog.layers, ends.tolist(), strict=True)]
+    # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
+    totals = [fsum(values.numbers[first:end].tolist()) for first, end in found]
+    known = [(first, end, total) for (first, end), total in zip(found, totals, strict=True) if total > 0]
+    numbers = np.concatenate([_NONE, *(values.numbers[first:end] / total for first, end, total in known)])
+    if len(known) == len(found):
+        return ByExpert(values.operators, numbers)
+    return ByExpert(tuple(chain.from_iterable(values.operators[first:end] for first, end, _ in known)), numbers)
 
 
-_ID: Callable[[tuple[str, int, int]], str] = itemgetter(0)
+_NONE = np.zeros(0)
 
 
 def _numbers(values: Iterable[float]) -> npt.NDArray[np.float64]:
@@ -145,30 +175,44 @@ def _numbers(values: Iterable[float]) -> npt.NDArray[np.float64]:
 
 
 @lru_cache(maxsize=8)
-def _in_turns(layers: tuple[MoELayer, ...], owners: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
-    """Experts layer by layer, one of each owner rank in turn, so that a run of them loads the ranks evenly."""
-    rows = zip(layers, owners, strict=True)
-    return tuple(expert_id(layer.index, expert) for layer, row in rows for expert in interleaved_order(row))
+def _in_turns(layers: tuple[MoELayer, ...], owners: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.int64]:
+    """Experts layer by layer, one of each owner rank in turn, so that a run of them loads the ranks evenly.
+
+    As places in ``Catalog.experts_in_order``.
+    """
+    firsts = np.cumsum([0, *(layer.experts for layer in layers)])[:-1].tolist()
+    rows = zip(firsts, owners, strict=True)
+    return np.array([first + expert for first, row in rows for expert in interleaved_order(row)], dtype=np.int64)
 
 
-def _table(catalog: Catalog, values: Any) -> list[list[float]]:
-    """``[L, E]`` as lists, each as long as its layer has experts; zeros if ``values`` is not of the model's shape."""
+def _table(catalog: Catalog, values: Any) -> list[npt.NDArray[np.float64]]:
+    """``[L, E]`` as rows, each as long as its layer has experts; zeros if ``values`` is not of the model's shape."""
     sizes = [layer.experts for layer in catalog.layers]
     if values.shape != (len(sizes), max(sizes, default=0)):
-        return [[0.0] * size for size in sizes]
-    return [row[:size] for row, size in zip(values.tolist(), sizes, strict=True)]
+        return [np.zeros(size) for size in sizes]
+    return [row[:size] for row, size in zip(values.astype(np.float64), sizes, strict=True)]
 
 
-def _over_even_share(tokens: Sequence[float]) -> list[float]:
-    total = fsum(tokens)
-    return [count * len(tokens) / total if total > 0 else 0.0 for count in tokens]
+def _over_even_share(tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    total = fsum(tokens.tolist())
+    return tokens * len(tokens) / total if total > 0 else np.zeros(len(tokens))
 
 
 def _of_this_model(context: PolicyContext) -> Window | None:
     """The newest window, if there is one and it has this model's operators."""
-    window = context.window
-    same = window is not None and set(window.order) == context.catalog.by_id.keys()
-    return window if same else None
+    window, by_id = context.window, context.catalog.by_id
+    if window is None or any(slots is window.slots and of is by_id for slots, of in _PROVEN):
+        return window
+    return window if set(window.order) == by_id.keys() else None
+
+
+def note_proven(catalog: Catalog, window: Window) -> None:
+    """The window has just this model's operators, which it takes long to find out."""
+    _PROVEN.append((window.slots, catalog.by_id))
+
+
+_PROVEN: deque[tuple[object, object]] = deque(maxlen=4)
+"""Slots of windows, and the operators that they have."""
 
 
 def _next_in_turn(context: PolicyContext, former: Window | None) -> tuple[str, ...]:

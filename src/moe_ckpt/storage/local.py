@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moe_ckpt.errors import DamagedError, StoreUnwritableError
 from moe_ckpt.format.manifest import MANIFEST_NAME
@@ -140,10 +140,8 @@ class LocalStorage:
         return status.st_size
 
     def list(self, path: str = "") -> list[str]:
-        directory = self._locate(path)
-        self._require_inside(os.path.realpath(directory), path)
         try:
-            return sorted(os.listdir(directory))
+            return sorted(os.listdir(self._real(split_path(path, self.root), path)))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -192,16 +190,25 @@ class LocalStorage:
     def _locate(self, path: str) -> str:
         """Absolute path of a store path; the directories on the way may be links as long as they stay inside."""
         parts = split_path(path, self.root)
-        if not parts:
-            return self.root
-        parent = os.path.realpath(os.path.join(self.root, *parts[:-1]))
-        self._require_inside(parent, path)
-        return os.path.join(parent, parts[-1])
+        return os.path.join(self._real(parts[:-1], path), *parts[-1:])
 
-    def _require_inside(self, real: str, path: str) -> None:
-        """Raise ``DamagedError`` if ``real``, where the links on the way of ``path`` lead to, is outside the root."""
+    def _real(self, parts: Sequence[str], path: str) -> str:
+        """Absolute path of what lies at ``parts`` below the root, without links. path: that was asked for.
+
+        Raises:
+            DamagedError: a link leads out of the root.
+        """
+        level = self.root
+        for part in parts:
+            level = os.path.join(level, part)
+            if _is_link(level):  # rarely; to ask for each level from the file system's root on takes long
+                break
+        else:
+            return level
+        real = os.path.realpath(os.path.join(self.root, *parts))
         if real != self.root and os.path.commonpath([real, self.root]) != self.root:
             raise DamagedError(path, f"leads out of the store {self.root}, to {real}")
+        return real
 
     def _make_directory(self, directory: str) -> None:
         """Make the directory and its parents, and sync every name from the root's parent downwards.
@@ -353,6 +360,13 @@ def _sync_directory(directory: str) -> None:
 def _temporary_name(name: str) -> str:
     """Random besides the pid: in containers, and on other hosts, the same pid comes back."""
     return f".{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+
+
+def _is_link(path: str) -> bool:
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except OSError:  # it is not there, or whoever then opens it learns why
+        return False
 
 
 def _unlink(path: str) -> None:

@@ -15,7 +15,7 @@ from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,
     Window,
-    _owners_in_turn,
+    _lane_in_turns,
     balance,
     lanes_of,
     merge_coupled,
@@ -252,7 +252,7 @@ def test_owners_take_turns_and_what_each_has_of_a_slot_is_added_up(data, weights
     """By the sentences of ``lanes_of`` and ``Lane``, operator by operator."""
     order = data.draw(st.permutations(list(weights)))
     owner_of = {op: data.draw(st.integers(0, 3)) for op in order if data.draw(st.booleans())}
-    dealt = _owners_in_turn(order, owner_of)
+    dealt = _lane_in_turns(order, 1, owner_of, 1).order
     queues = {}
     for op in filter(owner_of.__contains__, order):
         queues.setdefault(owner_of[op], []).append(op)

@@ -249,28 +249,31 @@ def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = Non
     found: list[list[str]] = [[] for _ in placement.stages] if len(placement.stages) > 1 else [list(order)]
     for op in order if len(found) > 1 else ():
         found[placement.stage_of.get(op, 0)].append(op)
-    owners = {} if placement.expert_ranks is None else placement.owner_of
-    return tuple(
-        Lane(_owners_in_turn(ops, owners), width, owners, placement.expert_ranks or 1)
-        for ops, width in zip(found, placement.stages, strict=True)
-        if ops
-    )
+    pairs = zip(found, placement.stages, strict=True)
+    if placement.expert_ranks is None:
+        return tuple(Lane(tuple(ops), width) for ops, width in pairs if ops)
+    return tuple(_lane_in_turns(ops, width, placement.owner_of, placement.expert_ranks) for ops, width in pairs if ops)
 
 
-def _owners_in_turn(order: Sequence[str], owners: Mapping[str, int]) -> tuple[str, ...]:
+def _lane_in_turns(order: Sequence[str], ranks: int, owners: Mapping[str, int], expert_ranks: int) -> Lane:
     """``order``, with the places of experts that have an owner dealt to the owners, one place each, again and again."""
-    if not owners:
-        return tuple(order)
     owner_of = _owners_of(order, owners)
+    dealt = _in_turns(owner_of)
+    lane = Lane(tuple(map(order.__getitem__, dealt.tolist())), ranks, owners, expert_ranks)
+    vars(lane)["_owner_numbers"] = owner_of[dealt]  # known already; to look thousands of names up takes long
+    return lane
+
+
+def _in_turns(owner_of: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     experts = np.flatnonzero(owner_of != _SHARED)
     _, first, owner = np.unique(owner_of[experts], return_index=True, return_inverse=True)
     by_owner = np.argsort(owner, kind="stable")
     begins = np.searchsorted(owner[by_owner], np.arange(len(first)))
     turn = np.empty(len(experts), dtype=np.int64)
     turn[by_owner] = np.arange(len(experts)) - begins[owner[by_owner]]
-    dealt = np.arange(len(order))
+    dealt = np.arange(len(owner_of))
     dealt[experts] = experts[np.lexsort((first[owner], turn))]  # who comes first in the order begins
-    return tuple(map(order.__getitem__, dealt.tolist()))
+    return dealt
 
 
 def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:

@@ -32,7 +32,7 @@ class _PythonState:
     def read(self) -> Any:
         generator = getattr(random.getstate, "__self__", None)
         memory = _memory_of(generator)
-        if memory is None:
+        if memory is None or generator is None:
             return random.getstate()
         now, gauss = memory.tobytes(), generator.gauss_next
         known = self._known

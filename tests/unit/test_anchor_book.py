@@ -7,7 +7,7 @@ import random
 from moe_ckpt.core.anchor_book import AnchorBook
 from moe_ckpt.core.freshness import STALE
 from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint
-from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of
+from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
 
 ALL = ("a", "b", "c")
 
@@ -92,13 +92,42 @@ def both(sequence, since=None, **more):
 
 
 def test_a_step_is_found_with_all_that_it_needs():
-    found = checkpoints_of([*both(0), *both(1, 0), *both(2, 1)])
+    shares = [*both(0), *both(1, 0), *both(2, 1)]
+    found = checkpoints_of(shares)
     assert [(each.step, len(each.snapshots), each.is_complete, each.is_log) for each in found] == [
         (3, 2, True, True),
         (2, 2, True, True),
         (1, 1, True, False),
     ]
-    assert beneath_of(found[0], found) == [], "every operator is of its step"
+    beneath = beneath_of(found[0], snapshots_of(shares))
+    assert [each.step for each in beneath] == [1], "what it has itself it takes from nowhere else"
+
+
+def test_a_step_whose_chain_is_gone_still_gives_what_it_has_in_full():
+    shares = [*both(1, 0), *both(4, 2), *both(6), *both(7, 6)]
+    newest = checkpoints_of(shares)[0]
+    assert (newest.step, len(newest.snapshots)) == (8, 2)
+    assert [each.step for each in beneath_of(newest, snapshots_of(shares))] == [2, 5]
+
+
+def test_what_is_left_out_has_no_anchor_any_more_and_is_owed_if_gradients_led_to_it():
+    book = AnchorBook(ALL)
+    book.begun(0, 1, ALL, ())
+    book.begun(1, 2, ("a",), ("b",))
+    assert book.steps().tolist() == [2, 1, -1]
+    assert set(book.owed) == {"b"}
+    assert book.since(2, ("a",), ("b",)) == 0
+    assert book.since(2, (), ("a",)) == 1
+    assert book.since(2, ("a",), ("c",)) is None
+    assert book.without_anchor(("a", "c")) == {"c"}
+    book.begun(2, 3, ("b",), ("a",))
+    assert set(book.owed) == {"a"}
+    book.broken(2)
+    assert set(book.owed) == {"a", "b"}, "what was paid by the lost snapshot is owed again"
+    assert book.steps().tolist() == [-1, -1, -1]
+    book.begun(3, 4, ("a", "b"), ())
+    book.broken(1)
+    assert not book.owed, "it was paid after that"
 
 
 def test_a_share_that_is_gone_makes_all_that_need_it_incomplete():

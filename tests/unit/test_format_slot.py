@@ -55,7 +55,13 @@ def test_a_step_of_a_gradient_log_says_what_it_needs():
     assert decode_slot(encode_slot(header), "a").facts.since == 7
 
 
-@pytest.mark.parametrize("version", [1, 2, 6])
+def test_what_gradients_lead_to_is_told_where_that_is_not_everything():
+    header = replace(HEADER, facts=replace(HEADER.facts, since=7, gradients=("expert/0/1",)))
+    assert decode_slot(encode_slot(header), "a").facts.gradients == ("expert/0/1",)
+    assert decode_slot(encode_slot(HEADER), "a").facts.gradients == ()
+
+
+@pytest.mark.parametrize("version", [1, 2, 7])
 def test_another_version_is_named_and_refused(version: int):
     with pytest.raises(DamagedError, match=rf"format_version.*{version}"):
         decode_slot(other_version(HEADER, version), "a")

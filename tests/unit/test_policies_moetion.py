@@ -23,8 +23,9 @@ from moe_ckpt.core.sharding import water_level
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
-from moe_ckpt.policies.base import Measured, MemoryFacts, Sends
+from moe_ckpt.policies.base import Measured, MemoryFacts, Sends, require_served
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
+from moe_ckpt.policies.moetion import MOST_GRADIENTS
 from tests.unit.builders import catalog, context, experts_in
 
 MODEL = catalog(2, 4)
@@ -438,7 +439,7 @@ def test_the_comparison_that_the_documentation_shows_runs(tmp_path, capfd):
 def test_it_is_a_policy_that_is_told_sizes_where_it_goes_by_them():
     assert isinstance(MoEtion(), Policy)
     said = {"every_n_steps": 1, "experts": 2, "selection": "popular", "budget_fraction": 1.0}
-    said["capacity_boost"] = 0.1
+    said |= {"capacity_boost": 0.1, "recompute": False}
     assert MoEtion(experts=2).describe() == {"name": "moetion", **said}
     assert needs_of(MoEtion()).sizes
     assert needs_of(Guarded(MoEtion())).sizes
@@ -575,6 +576,101 @@ def test_budgets_are_kept_and_the_sent_ones_are_among_those_here(copied: int, se
     assert len(to_peers) <= max(least, (sent - 36 * shared) // 12)
     assert len(to_peers | here) <= max(least, (copied - 36) // 12)
     assert len(to_peers) == max(least, min(8, (sent - 36 * shared) // 12, (copied - 36) // 12))
+
+
+# --- optimizer recomputation (Algorithm 3) ---
+
+
+def held(model=MODEL, **steps):
+    """``PolicyContext.anchored_at``, by expert: e01 is expert 1 of layer 0."""
+    found = np.full(len(model.operators), -1)
+    for name, step in steps.items():
+        found[model.place[f"expert/{name[1]}/{name[2]}"]] = step
+    return found
+
+
+def recomputed(policy=MoEtion(recompute=True), **known):  # noqa: B008 - it is frozen
+    """(in full, by gradients)"""
+    plan = policy.plan(facts(**known))
+    assert not set(plan.operators()) & set(plan.gradients)
+    return experts_in(plan.operators()), experts_in(plan.gradients)
+
+
+def wanting(*wanted, copied=10**6, sent=36 + 2 * 12.0, **more):
+    """Two experts fit on the way to peers, and these lack most there."""
+    known = in_memory(copied=float(copied), sent=sent)
+    unsaved = known["memory"].expected_unsaved[Tier.PEER]
+    unsaved[:] = 0
+    for at, expert in enumerate(reversed(wanted)):
+        unsaved[expert] = 10 + at
+    return {**known, **more}
+
+
+def test_an_expert_that_peers_got_at_the_step_before_is_sent_as_a_gradient():
+    assert recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == ({(1, 1)}, {(0, 0)})
+    assert recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=3, e11=8)) == (set(), {(0, 0), (1, 1)})
+    assert recomputed(MoEtion(), **wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == ({(0, 0), (1, 1)}, set())
+
+
+def test_an_expert_that_is_left_out_from_now_on_is_sent_in_full_before():
+    """It was sent as a gradient, from an anchor at 5, and takes the place of the one that lacks least."""
+    known = wanting((0, 0), (1, 1), anchored_at=held(e02=5, e00=8))
+    assert recomputed(**known) == ({(0, 2)}, {(0, 0)})
+    assert recomputed(**{**known, "anchored_at": held(e02=8, e00=8)}) == ({(1, 1)}, {(0, 0)}), "in full already"
+    both = wanting((0, 0), (1, 1), anchored_at=held(e02=5, e13=6, e00=7))
+    assert recomputed(**both) == ({(0, 2), (1, 3), (0, 0)}, set()), "nothing that only gradients lead to is left out"
+
+
+def test_after_so_many_gradients_an_expert_is_sent_in_full():
+    for anchor, gradient in ((9 - MOST_GRADIENTS, True), (8 - MOST_GRADIENTS, False)):
+        full, gradients = recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=anchor))
+        assert ((0, 0) in gradients, (0, 0) in full) == (gradient, not gradient)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"replicas": 0},
+        {"sends": Sends(experts=False)},
+        {"sends": Sends(shared=False, experts=False)},
+        {"storage_due": True},
+    ],
+    ids=["no peers", "peers have experts", "peers have everything", "storage is due"],
+)
+def test_gradients_are_sent_only_where_peers_need_them(changed):
+    known = wanting((0, 0), (1, 1), anchored_at=held(e00=8))
+    known["memory"] = replace(known["memory"], **changed)
+    assert recomputed(**known)[1] == set()
+
+
+def test_what_an_optimizer_couples_is_sent_in_full():
+    known = wanting((0, 0), (1, 1), anchored_at=held(e00=8, e11=8))
+    known["coupled_operators"] = (frozenset({"expert/0/0", "expert/0/1"}),)
+    assert recomputed(**known) == ({(0, 0)}, {(1, 1)})
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(-1, 8), min_size=8, max_size=8), st.integers(60, 140))
+def test_nothing_that_only_gradients_lead_to_is_left_out(seed, anchors, sent):
+    known = in_memory(copied=10.0**6, sent=float(sent), seed=seed)
+    names = [f"e{layer}{expert}" for layer in range(2) for expert in range(4)]
+    known["anchored_at"] = held(**dict(zip(names, anchors, strict=True)))
+    full, gradients = recomputed(**known)
+    behind = {(int(name[1]), int(name[2])) for name, at in zip(names, anchors, strict=True) if 0 <= at < 8}
+    assert behind <= full | gradients
+    there = {(int(name[1]), int(name[2])) for name, at in zip(names, anchors, strict=True) if at >= 0}
+    assert gradients <= there
+    assert len(full | gradients) <= max(len(behind), 2, (sent - 36) // 12), "experts are bought at their full price"
+
+
+def test_recompute_needs_a_checkpoint_at_each_step_and_memory():
+    with pytest.raises(ConfigError, match=r"recompute=True, every_n_steps=2.*every_n_steps=1, or recompute=False"):
+        MoEtion(every_n_steps=2, recompute=True)
+    with pytest.raises(ConfigError, match=r"MoEtion\(recompute='yes'\): choose True or False"):
+        MoEtion(recompute="yes")
+    with pytest.raises(ConfigError, match=r"MoEtion logs the gradients.*give memory=moe_ckpt.Memory"):
+        require_served(MoEtion(recompute=True))
+    assert needs_of(MoEtion(recompute=True)).gradients
+    assert not needs_of(MoEtion()).gradients
 
 
 def test_what_goes_to_storage_fits_all_its_ways():

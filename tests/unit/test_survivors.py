@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt import Memory
-from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of
+from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
 from moe_ckpt.core.survivors import is_lent, is_survivors, lends, shared_sequence, survivor_sequence
 from moe_ckpt.errors import ConfigError
 
@@ -71,9 +71,9 @@ def test_a_lent_share_makes_nothing_complete():
 
 def test_experts_are_taken_of_the_very_same_step_only():
     shares = [due(0), due(1), own(0), lent(1, 0), own(0, 41), due(0, sequence=6, step=39), due(1, sequence=6, step=39)]
-    known = checkpoints_of(shares)
-    checkpoint = next(each for each in known if each.step == 40 and each.is_complete)
-    assert [(each.step, each.is_complete) for each in beneath_of(checkpoint, known)] == [(39, True), (40, False)]
+    checkpoint = next(each for each in checkpoints_of(shares) if each.step == 40 and each.is_complete)
+    beneath = beneath_of(checkpoint, snapshots_of(shares))
+    assert [(each.step, each.is_complete) for each in beneath] == [(39, True), (40, False)]
 
 
 def test_ranks_that_stopped_at_different_steps_sealed_nothing_together():

@@ -50,6 +50,7 @@ class MoCConfig:
 @dataclass
 class MoEtionConfig:
     _target_: str = "moe_ckpt.policies.MoEtion"
+    recompute: bool = False
     every_n_steps: int = 1
     experts: Optional[int] = None  # noqa: UP045
     selection: str = "popular"

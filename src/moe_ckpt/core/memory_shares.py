@@ -101,11 +101,24 @@ class MemoryCheckpoint:
         return next(iter(self.snapshots[-1].values()))[0].since is not None
 
 
+def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
+    """By life and sequence."""
+    found: dict[tuple[str, int], list[Share]] = {}
+    for share in shares:
+        found.setdefault((share.life, shared_sequence(share.sequence)), []).append(share)
+    return found
+
+
+def snapshots_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
+    """Each snapshot by itself, for what it has in full, whether it is a checkpoint or not. None of a sparse window, nor
+    what is stale."""
+    groups = (group for group in _by_snapshot(shares).values() if group[0].window is None)
+    return [_checkpoint([group]) for group in groups if _may_be_built_upon(group)]
+
+
 def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     """All of which memory has every step, or parts of the only one, the newest first. What is stale is none."""
-    by_snapshot: dict[tuple[str, int], list[Share]] = {}
-    for share in shares:
-        by_snapshot.setdefault((share.life, shared_sequence(share.sequence)), []).append(share)
+    by_snapshot = _by_snapshot(shares)
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     found: list[tuple[int, MemoryCheckpoint]] = []
     for (life, sequence), group in by_snapshot.items():
@@ -185,19 +198,21 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
 
 
 def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
-    """What of ``known`` may give experts that ``checkpoint`` lacks, the oldest first.
+    """What of ``known``, of ``snapshots_of``, may give experts that ``checkpoint`` lacks, the oldest first.
 
-    Earlier snapshots of its life, and what survivors sealed of the very same step.
+    Earlier snapshots of its life, and what survivors sealed of the very same step. Of steps of a gradient log they give
+    what was saved in full.
     """
     mine = checkpoint.shares[-1]
-    alike = [each for each in known if not (each.is_window or each.is_log) and each.shares[0].life == mine.life]
+    first = min(share.sequence for share in checkpoint.shares)
+    alike = [each for each in known if each.shares[0].life == mine.life]
     beneath = [
         each
         for each in alike
-        if each.shares[0].sequence < mine.sequence
+        if each.shares[0].sequence < first
         or (is_survivors(each.shares[0].sequence) and each.step == mine.step and each.shares[0] != mine)
     ]
-    if checkpoint.is_window or checkpoint.is_log:
+    if checkpoint.is_window:
         return []
     return sorted(beneath, key=lambda each: (each.step, each.shares[0].sequence))
 

@@ -154,9 +154,27 @@ def save_slot(
     return _answering(plan, {Tier.STORAGE: anchored}, compute_only)
 
 
-def save_logged(step: int, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> SnapshotPlan:
-    """Returns a plan that saves ``anchored`` at full fidelity, and of ``gradients`` what the step's update consumed."""
-    return _answering(SnapshotPlan(step), {Tier.STORAGE: anchored}, (), gradients)
+def save_logged(
+    step: int,
+    anchored: tuple[str, ...],
+    gradients: tuple[str, ...],
+    *,
+    host_only: tuple[str, ...] = (),
+    k: int | None = None,
+    sends_held: bool = True,
+) -> SnapshotPlan:
+    """Returns a plan that saves ``anchored`` at full fidelity, and of ``gradients`` what the step's update consumed.
+
+    Args:
+        step: As of the context.
+        anchored: Ids.
+        gradients: Ids of others, each of which was saved at the step before.
+        host_only: Ids of what is kept in this node's memory in full besides.
+        k: See ``SnapshotPlan``.
+        sends_held: See ``SnapshotPlan``.
+    """
+    plan = SnapshotPlan(step, k=k, sends_held=sends_held)
+    return _answering(plan, {Tier.STORAGE: anchored, Tier.HOST: host_only}, (), gradients)
 
 
 def _answering(

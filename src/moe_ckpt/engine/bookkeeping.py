@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,6 +21,8 @@ from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.ports import Communicator
 
+log = logging.getLogger("moe_ckpt")
+
 Booked = Callable[[Pending, bool], None]
 """Called with each snapshot that was booked as ended, and whether it was committed."""
 
@@ -32,6 +35,7 @@ class Bookkeeper:
         comm: The ranks.
         settings: The user's.
         booked: See ``Booked``.
+        logs_for_peers: Gradients are logged for the sake of peers: what they miss breaks the log.
 
     Attributes:
         run_ledger: Equal on every rank, between two calls.
@@ -43,7 +47,9 @@ class Bookkeeper:
             agreed on it.
     """
 
-    def __init__(self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked) -> None:
+    def __init__(
+        self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked, *, logs_for_peers: bool = False
+    ) -> None:
         self.run_ledger = RunLedger(catalog, outlives_process=settings.memory is not None)
         self.anchors = AnchorBook(catalog.everything)
         self.meter = Meter()
@@ -52,6 +58,7 @@ class Bookkeeper:
         self._agreement = StepAgreement(comm)
         self._max_failures = settings.most_failures
         self._booked = booked
+        self._logs_for_peers, self._leads = logs_for_peers, comm.rank == 0
         self._consensus = StepConsensus()
         self._newest_ended = -1
         self._awaited: Future[Counts] | None = None
@@ -115,11 +122,21 @@ class Bookkeeper:
             if pipeline.memory is not None:
                 for settled in pipeline.memory.settle(received.consensus.in_memory):
                     self.run_ledger.in_memory(settled.sequence, complete=settled.complete, copied=settled.copied)
-                    if not settled.complete:
-                        self.anchors.broken(settled.sequence)
+                    if not settled.complete or (self._logs_for_peers and not settled.copied):
+                        self._broken(settled.sequence)
             self._resolve(received.consensus, pipeline)
             self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=())
         return self._consensus
+
+    def _broken(self, sequence: int) -> None:
+        """Snapshot ``sequence`` lacks some rank's share, or, where that matters, its copy."""
+        self.anchors.broken(sequence)
+        if self._logs_for_peers and self._leads and self.anchors.owed:
+            log.info(
+                "a peer lacks the copy of a step, so that gradients since lead to nothing there: %d operators are sent "
+                "in full again",
+                len(self.anchors.owed),
+            )
 
     def _resolve(self, consensus: StepConsensus, pipeline: Pipeline) -> None:
         """Book the snapshots that ended on rank 0, alike on every rank."""

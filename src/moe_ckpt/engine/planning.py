@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from moe_ckpt.core.plan import SnapshotPlan, save_logged
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.run_ledger import Pending
 from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
@@ -52,9 +52,7 @@ class Planner:
             return plan
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
-        context = replace(
-            context, coupled_operators=live.coupled, snapshot_bytes=self.room, dense_step=self.dense_step
-        )
+        context = replace(context, coupled_operators=live.coupled, snapshot_bytes=self.room, dense_step=self.dense_step)
         plan = policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
@@ -98,11 +96,19 @@ def _with_coupled(plan: SnapshotPlan, groups: Sequence[frozenset[str]]) -> Snaps
     if not plan.gradients or not groups:
         return plan
     anchored = frozenset(plan.operators())
-    joined = anchored.union(*(group for group in groups if not group.isdisjoint(anchored)))
-    if joined == anchored:
+    return anchoring(plan, anchored.union(*(group for group in groups if not group.isdisjoint(anchored))))
+
+
+def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
+    """The plan; those of ``operators`` of which it saves the gradients are saved in full."""
+    moved = tuple(op for op in plan.gradients if op in operators)
+    if not moved:
         return plan
-    moved = tuple(op for op in plan.gradients if op in joined)
-    return save_logged(plan.step, (*plan.operators(), *moved), tuple(op for op in plan.gradients if op not in joined))
+    left = tuple(op for op in plan.gradients if op not in operators)
+    held = plan.operators(Tier.HOST)
+    return save_logged(
+        plan.step, (*plan.operators(), *moved), left, host_only=held, k=plan.k, sends_held=plan.sends_held
+    )
 
 
 def _begins(size: int) -> str:

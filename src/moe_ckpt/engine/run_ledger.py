@@ -29,8 +29,8 @@ class Pending:
 
     operators: go to storage; host_only: stay in host memory besides. applied: the token book as of ``step``.
     window, slot: the sparse window that it is a part of. stored: it goes to storage at all. copied: ``operators`` go
-    to peers, where there are any; sends_held: so do ``host_only``. logged: of all others the gradients are saved, by
-    which memory brings them to this step.
+    to peers, where there are any; sends_held: so do ``host_only``. gradients: what else memory brings to this step, by
+    the gradients that are saved of it.
     """
 
     catalog: Catalog
@@ -45,7 +45,7 @@ class Pending:
     stored: bool = True
     copied: bool = True
     sends_held: bool = True
-    logged: bool = False
+    gradients: tuple[str, ...] = ()
 
     @property
     def is_checkpoint(self) -> bool:
@@ -58,9 +58,11 @@ class Pending:
             return self.catalog.everything if self.is_checkpoint else ()
         if tier is Tier.PEER and not self.copied:
             return ()
-        if self.logged:
-            return self.catalog.everything
-        return self._copied if tier is Tier.HOST or self.sends_held else self.operators
+        full = self._copied if tier is Tier.HOST or self.sends_held else self.operators
+        if not self.gradients:
+            return full
+        whole = len(full) + len(self.gradients) == len(self.catalog.everything)
+        return self.catalog.everything if whole else (*full, *self.gradients)
 
     @cached_property
     def _copied(self) -> tuple[str, ...]:

@@ -102,6 +102,7 @@ class MemorySealer:
                 policy=request.policy,
                 measured=request.measured,
                 since=request.since,
+                gradients=request.gradients if request.is_partial_log else (),
             ),
             state=share.state,
             parts=tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts),

@@ -18,7 +18,7 @@ from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded
 from moe_ckpt.engine.flushing import PeerCopies, StorageFlush
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.outcomes import Resolution
-from moe_ckpt.engine.planning import Planner
+from moe_ckpt.engine.planning import Planner, anchoring
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
@@ -57,11 +57,13 @@ class Snapshotter:
     """
 
     def __init__(self, run: RunContext, resources: SessionResources) -> None:
-        self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended)
+        needs = needs_of(run.policy)
+        self._leaves_out = needs.gradients and needs.partial
+        self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended, logs_for_peers=self._leaves_out)
         self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement)
         self.planner = Planner(run.policy, self.live, run.comm.rank)
         self.backlog = Backlog(run.settings, run.comm)
-        self.flush = StorageFlush(run.settings, windows=needs_of(run.policy).windows, rank=run.comm.rank)
+        self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)
         self.copies = PeerCopies(run.settings, rank=run.comm.rank)
         self.updates = 0
         self.newest: Snapshot | None = None
@@ -103,13 +105,18 @@ class Snapshotter:
         return replace(context, memory=facts)
 
     def rooted(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """The plan; one of everything instead, if it needs gradients of operators that have no anchor."""
-        if not plan.gradients or self._since(plan.operators()) is not None:
+        """The plan; one of everything instead, if it needs gradients of operators that have no anchor, or, of a policy
+        that leaves experts out, one with those in full."""
+        if not plan.gradients or self._since(plan.operators(), plan.gradients) is not None:
             return plan
-        return save_full(plan.step, self._run.catalog.everything)
+        if not self._leaves_out:
+            return save_full(plan.step, self._run.catalog.everything)
+        without = self.booking.anchors.without_anchor(plan.gradients)
+        return anchoring(plan, without)
 
-    def _since(self, anchored: Collection[str]) -> int | None:
-        return self.booking.anchors.since(self._resources.pipeline.next_memory_sequence, anchored)
+    def _since(self, anchored: Collection[str], gradients: Collection[str]) -> int | None:
+        sequence = self._resources.pipeline.next_memory_sequence
+        return self.booking.anchors.since(sequence, anchored, gradients if self._leaves_out else None)
 
     def not_logged(self, *, updated: bool) -> None:
         """No snapshot of this step began. updated: Weights changed in it."""
@@ -235,7 +242,12 @@ class Snapshotter:
         if self._run.gradients is None:  # nobody asks for anchors, which takes a look at every operator
             return
         anchors = self.booking.anchors
-        if request.since is None and not pending.is_complete:
+        if self._leaves_out:
+            anchors.begun(sequence, request.step, request.operators, request.gradients)
+            self._anchored_as.update(pending.relaid)
+            if not pending.copied:  # peers miss it, so that no later gradient is of use to them
+                anchors.broken()
+        elif request.since is None and not pending.is_complete:
             anchors.broken()
         else:
             anchors.begun(sequence, request.step, request.operators)
@@ -251,6 +263,8 @@ class Snapshotter:
         operators, host_only = plan.operators(), plan.operators(Tier.HOST)
         rescued = run_ledger.rescued
         owed = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
+        if self._leaves_out:  # what gradients alone lead to, and is left out now, would be lost with them
+            owed |= {*self.booking.anchors.owed}.difference(plan.gradients)
         if (owed or rescued) and window is None:
             due = owed | rescued | set(operators)
             operators = tuple(op for op in self._run.catalog.everything if op in due)
@@ -261,7 +275,7 @@ class Snapshotter:
         if gradients:
             chosen = frozenset(operators)
             gradients = tuple(op for op in gradients if op not in chosen)
-            since = self._since(operators)
+            since = self._since(operators, gradients) if gradients else None
         pending = Pending(
             self._run.catalog,
             plan.step,
@@ -275,7 +289,7 @@ class Snapshotter:
             ways.stored,
             ways.copied,
             plan.sends_held,
-            since is not None,
+            gradients,
         )
         bits = self._run.catalog.expert_bits
         request = SnapshotRequest(
@@ -301,6 +315,7 @@ class Snapshotter:
             sent=bits(pending.operators_in(Tier.PEER)) if window is None else 0,
             gradients=gradients,
             since=since,
+            is_partial_log=self._leaves_out,
         )
         return request, pending
 

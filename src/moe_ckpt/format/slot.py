@@ -20,8 +20,8 @@ from moe_ckpt.format.schema import anything, listing, mapping, maybe, number, on
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
 
-SLOT_VERSION = 5
-_READ_VERSIONS = (3, 4, SLOT_VERSION)
+SLOT_VERSION = 6
+_READ_VERSIONS = (3, 4, 5, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -39,7 +39,7 @@ _FACTS = record(
         "policy": mapping(anything),
         "measured": mapping(number()),
     },
-    {"mlt": MLT_OF_FAULTS, "since": maybe(whole())},
+    {"mlt": MLT_OF_FAULTS, "since": maybe(whole()), "gradients": listing(OPERATOR_ID)},
 )
 _BODY = record(
     {
@@ -102,6 +102,7 @@ class StepFacts:
         measured: As ``Manifest.measured``.
         since: Of a step of a gradient log, sequence of the snapshot with the oldest anchor that is needed: with all
             snapshots from there on, this one is a checkpoint. None for one that stands by itself.
+        gradients: What gradients bring to the step, where that is not all but ``operators``.
     """
 
     index: int
@@ -113,6 +114,7 @@ class StepFacts:
     policy: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
     since: int | None = None
+    gradients: tuple[str, ...] = ()
 
     def encoded(self) -> dict[str, Any]:
         """For a document."""
@@ -126,6 +128,7 @@ class StepFacts:
             "policy": dict(self.policy),
             "measured": dict(self.measured),
             "since": self.since,
+            **({"gradients": list(self.gradients)} if self.gradients else {}),
         }
 
     @classmethod
@@ -142,6 +145,7 @@ class StepFacts:
             told["policy"],
             told["measured"],
             told.get("since"),
+            tuple(told.get("gradients", ())),
         )
 
 

@@ -82,7 +82,7 @@ class Guarded(Wrapper):
         plan = self.policy.plan(context)
         if not plan or plan.window is not None:  # replay loses nothing
             return plan
-        stored = experts_of(context, plan.operators())
+        stored = experts_of(context, (*plan.operators(), *plan.gradients))
         if plan.k is None and len(stored) == len(context.catalog.experts):
             return plan
         told = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]

@@ -6,7 +6,7 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from math import ceil, isfinite
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_logged, save_nothing
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import (
@@ -36,6 +36,9 @@ from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.selection import known
 
 SELECTIONS = ("popular", "round_robin")
+MOST_GRADIENTS = 8
+"""That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
+makes so many updates once more."""
 
 _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
@@ -99,7 +102,13 @@ class MoEtion:
     budget alone. The former is part of the latter. One that goes to storage is one set, by storage's unsaved tokens,
     which fits all ways that it goes; storage has had the time since the last one that went there.
 
-    Asynchronous optimizer recomputation (Algorithm 3) is not there yet. Source: MoEtion, arXiv 2412.15411 v1.
+    With ``recompute`` an expert that peers got at the step before, and get again, is sent as the gradient that its
+    optimizer consumed (asynchronous optimizer recomputation, Algorithm 3): peers hold its newest full copy and the
+    gradients since, ``MOST_GRADIENTS`` at most, from which a recovery makes the updates once more. One that is no more
+    chosen is sent in full a last time, in the place of one that is new, so that each expert that is left as it was has
+    a full copy of its newest version. Experts are bought at their full price all the same. Storage gets full state only.
+
+    Source: MoEtion, arXiv 2412.15411 v1.
 
     Attributes:
         every_n_steps: Steps from one checkpoint to the next.
@@ -108,6 +117,8 @@ class MoEtion:
         selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: even shares, oldest experts first.
         budget_fraction: Portion of both times that saving may take.
         capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more than ever.
+        recompute: Send gradients where that is enough. Needs memory that outlives the process, and a checkpoint at each
+            step.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -118,6 +129,7 @@ class MoEtion:
     selection: str = "popular"
     budget_fraction: float = 1.0
     capacity_boost: float | None = 0.1
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         require_positive("MoEtion", every_n_steps=self.every_n_steps)
@@ -128,6 +140,13 @@ class MoEtion:
                 f"MoEtion(selection={self.selection!r}): no such selection; choose from {list(SELECTIONS)}"
             )
         require_boost("MoEtion(capacity_boost", self.capacity_boost)
+        if not isinstance(self.recompute, bool):
+            raise ConfigError(f"MoEtion(recompute={self.recompute!r}): choose True or False")
+        if self.recompute and self.every_n_steps != 1:
+            raise ConfigError(
+                f"MoEtion(recompute=True, every_n_steps={self.every_n_steps}): a gradient leads from one step to the "
+                "next, so that recompute needs a checkpoint at each: every_n_steps=1, or recompute=False"
+            )
         value = self.budget_fraction
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
         if not number or not 0 < value <= 1:
@@ -138,9 +157,10 @@ class MoEtion:
 
     @property
     def needs(self) -> Needs:
-        sizes = self.experts is None
         return Needs(
-            sizes=sizes,
+            sizes=self.experts is None or self.recompute,
+            gradients=self.recompute,
+            alone=self.recompute,
             tiers=True,
             partial=True,
             boost=self.capacity_boost,
@@ -207,23 +227,45 @@ class MoEtion:
         catalog, sent = context.catalog, self._sent(context)
         local = _Budget(context.measured.copy_bytes(self.budget_fraction))
         facts = self.every_n_steps, context.step // self.every_n_steps
-        forced, to_peers = list[int](), None
+        forced, to_peers, gradients = list[int](), None, np.zeros_like(catalog.is_expert)
         if sent is not None:
             unsaved, chosen_at = memory.expected_unsaved[Tier.PEER], memory.chosen_at[Tier.PEER]
             tier = _Tier(unsaved, chosen_at, forced, *facts)
-            to_peers = self._chosen(context, self._rooms(context, [local, sent]), tier)
+            rooms = self._rooms(context, [local, sent])
+            to_peers, gradients = self._parted(context, rooms, tier, sent.sends)
             forced = np.flatnonzero(to_peers & catalog.is_expert).tolist()
         rooms = self._rooms(context, [local])
         tier = _Tier(memory.expected_unsaved[Tier.HOST], memory.chosen_at[Tier.HOST], forced, *facts)
         here = self._chosen(context, rooms, tier)
         first = here if to_peers is None else to_peers
-        return save_full(
+        return save_logged(
             context.step,
-            _named(catalog, first),
+            _named(catalog, first & ~gradients),
+            _named(catalog, gradients) if gradients.any() else (),
             host_only=_named(catalog, here & ~first),
             k=sum(most for _, most, _ in rooms) // max(len(catalog.layers), 1),
             sends_held=False,
         )
+
+    def _parted(
+        self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier, sends: Sends
+    ) -> tuple[_Mask, _Mask]:
+        """What peers get, and of which of that the gradient alone (Algorithm 3)."""
+        chosen = self._chosen(context, rooms, tier)
+        none = np.zeros_like(chosen)
+        held = context.anchored_at
+        if not (self.recompute and sends.experts and len(held) == len(chosen)):
+            return chosen, none
+        catalog = context.catalog
+        there = catalog.is_expert & (held >= 0)
+        for group in context.coupled_operators:
+            there[catalog.places_of(tuple(sorted(group)))] = False
+        behind = there & (held < (context.last_step or 0))
+        ending = none
+        while (left := behind & ~chosen & ~ending).any():  # they take the place of what came last
+            ending = ending | left
+            chosen = self._chosen(context, rooms, replace(tier, forced=np.flatnonzero(ending).tolist()))
+        return chosen, chosen & there & ~ending & (context.step - held <= MOST_GRADIENTS)
 
     def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
         """What fits all of the budgets."""

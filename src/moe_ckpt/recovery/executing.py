@@ -17,7 +17,7 @@ from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.gradient_log import StoredLog, needed_gradients
+from moe_ckpt.recovery.gradient_log import StoredLog, anchors_of, needed_gradients
 from moe_ckpt.recovery.memory_checkpoints import OpenedMemory
 from moe_ckpt.recovery.memory_source import MemorySource
 from moe_ckpt.recovery.reader import StoreReader
@@ -173,16 +173,16 @@ class Recovery:
         """The same of a step of a gradient log: anchors, and the updates since, made once more."""
         comm, state, manifest = self.comm, self.state, opened.manifest
         restored, source = together(comm, lambda: self._open(opened.reader, manifest))
-        log_here = together(comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank))
+        log_here = together(
+            comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank, opened.chained)
+        )
         replayer = self.replayer
         if replayer is None:
             raise ConfigError(
                 f"{manifest.directory} in memory is a step of a gradient log, whose updates nobody here makes once "
                 "more. Remove it with moe-ckpt memory clear, to go on from what storage has"
             )
-        plan = plan_recovery(
-            manifest.directory, manifest.step, tuple(manifest.operators), opened_inventories(opened)
-        )
+        plan = plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), opened_inventories(opened))
         plan = replace(plan, updates=(log_here.steps[0], manifest.step))
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
         if comm.rank == 0:
@@ -194,7 +194,8 @@ class Recovery:
         together(comm, lambda: source.prepare(state))
         together(comm, lambda: replayer.replay(log_here))
         replayer.finish()
-        records = {op: replace(record, step=manifest.step) for op, record in manifest.operators.items()}
+        records = dict(manifest.operators)
+        records |= {op: replace(records[op], step=manifest.step) for op in opened.chained}
         return replace(
             restored,
             manifest=replace(manifest, operators=records),
@@ -220,7 +221,7 @@ class Recovery:
             yield path, 0, next((record.nbytes for record in slot.states if record.rank == rank), 0)
         side = [stored for slot in slots for stored in reader.index(slot).side.values()]
         needed = [stored for stored in side if stored.file.rank == rank]
-        parameters, anchors = parameters_of(self.state), {op: each.step for op, each in manifest.operators.items()}
+        parameters, anchors = parameters_of(self.state), anchors_of(manifest, opened.chained)
         for each in opened.logged:
             needed += needed_gradients(each, anchors, parameters)
         for stored_of in (index.tensors, *index.replay.values()):

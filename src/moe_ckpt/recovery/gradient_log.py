@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class StoredLog(LoggedSteps):
         snapshots: From the oldest anchor on.
         state: Of this run.
         rank: This one.
+        chained: Operators whose anchors gradients bring to the last step.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class StoredLog(LoggedSteps):
         snapshots: Sequence[LoggedSnapshot],
         state: TrainingState,
         rank: int,
+        chained: Collection[str],
     ) -> None:
         self.steps = [each.manifest.step for each in snapshots]
-        self.anchors = {operator: record.step for operator, record in manifest.operators.items()}
+        self.anchors = anchors_of(manifest, chained)
         self._reader, self._index, self._state = reader, reader.index(manifest), state
         parameters = parameters_of(state)
         found = zip(self.steps, snapshots, strict=True)
@@ -88,12 +90,18 @@ class StoredLog(LoggedSteps):
             yield stored.entry.key, stored.entry.offsets, values
 
     def load(self, step: int) -> None:
+        anchors = self.anchors
         those = {
             key: found
             for key, group in self._index.tensors.items()
-            if (found := tuple(stored for stored in group if stored.file.step == step))
+            if (found := tuple(stored for stored in group if anchors[stored.entry.operator] == step))
         }
         copy_slices(self._reader, those, self._state.tensors())
+
+
+def anchors_of(manifest: Manifest, chained: Collection[str]) -> dict[str, int]:
+    """Operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of."""
+    return {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
 
 
 def needed_gradients(
@@ -115,4 +123,3 @@ def needed_gradients(
 def parameter_of(key: str) -> str:
     """Returns the parameter that the gradient with ``key`` is of."""
     return key.removeprefix(GRADIENT).partition("/")[2]
-

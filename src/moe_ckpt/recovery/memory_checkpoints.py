@@ -28,6 +28,7 @@ from moe_ckpt.core.memory_shares import (
     fullest,
     left_behind,
     nearest,
+    snapshots_of,
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
@@ -82,6 +83,7 @@ class OpenedMemory:
         fresh: Operators that memory has, and storage not as of the same step -> the tokens that they have seen, if they
             are experts.
         logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
+        chained: Operators whose anchors gradients bring to its step. The others are as the manifest says.
     """
 
     reader: StoreReader
@@ -90,6 +92,7 @@ class OpenedMemory:
     beneath: Manifest | None
     fresh: Mapping[str, int]
     logged: tuple[LoggedSnapshot, ...] = ()
+    chained: frozenset[str] = frozenset()
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
         """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""
@@ -200,7 +203,7 @@ class MemoryCheckpoints:
         names = base_of(checkpoint, known)
         here = self._readable(names[:1])
         described, everywhere = self._describe([checkpoint], here is not None or not names)
-        older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, checkpoints_of(self._shares))
+        older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self._shares))
         described += self._describe(older)[0] if older else []
         beneath = here if everywhere else self._beneath(names)
         return lambda: self._opened(checkpoint, older, described, beneath)
@@ -307,7 +310,7 @@ class MemoryCheckpoints:
         beneath: Manifest | None,
     ) -> OpenedMemory:
         directory = step_dir(checkpoint.step, checkpoint.generation)
-        logged: tuple[LoggedSnapshot, ...] = ()
+        logged, chained = tuple[LoggedSnapshot, ...](), frozenset[str]()
         count = len(checkpoint.snapshots)
         parts = self._parts(checkpoint, described[:count])
         layers = [
@@ -322,7 +325,8 @@ class MemoryCheckpoints:
             view.slots |= known
             manifest = pruned(replace(beneath, operators=view.operators), view.files, {directory})
         else:
-            view = self._laid(None if checkpoint.is_window or checkpoint.is_log else beneath, layers)
+            alone = checkpoint.is_window or (checkpoint.is_log and not _gradients_of(described[count - 1]))
+            view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
         if checkpoint.is_log:
@@ -331,19 +335,21 @@ class MemoryCheckpoints:
             manifest = replace(manifest, window=())
             files |= {path: file for part in parts for path, file in part.files.items()}
         if checkpoint.is_log or checkpoint.is_window:
-            view.all_as_of(described[count - 1].require_facts(checkpoint.step))
+            chained = view.brought_to(described[count - 1].require_facts(checkpoint.step))
         self._used = {path: file.share for path, file in files.items()}
         slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         every = [*parts, *(layer.part for layer in layers)]
         reader.add(manifest, {rec: h for part in every for rec, h in part.headers.items() if rec.path in files})
-        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged)
+        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained)
 
     def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:
         """Whether every expert is in the checkpoint itself, so that no older one need be looked into."""
         facts = described[-1].facts
         if facts is None or isinstance(facts.operators, Fragment) or not checkpoint.is_complete:
             return False
+        if checkpoint.is_log and not facts.gradients:  # it has gradients of all others
+            return True
         experts = sum(operator.startswith(EXPERT) for operator in facts.operators)
         return experts == sum(layer.experts for layer in self._tier.model.layers)
 
@@ -430,6 +436,10 @@ class MemoryCheckpoints:
     def _grid(self) -> tuple[int, int]:
         layers = self._tier.model.layers
         return len(layers), max((layer.experts for layer in layers), default=0)
+
+
+def _gradients_of(snapshot: SnapshotFacts) -> Sequence[str]:
+    return () if snapshot.facts is None else snapshot.facts.gradients
 
 
 def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[tuple[str, Box]]) -> bool:

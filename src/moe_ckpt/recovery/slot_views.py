@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.fragment import encode_json
+from moe_ckpt.format.fragment import Fragment, encode_json
 from moe_ckpt.format.manifest import (
     FileRecord,
     Manifest,
@@ -204,11 +204,15 @@ class View:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
 
-    def all_as_of(self, facts: StepFacts) -> None:
-        """Every operator will be as of one step, to which its anchor is brought by gradients or by a replay."""
-        for op in self.operators:
+    def brought_to(self, facts: StepFacts) -> frozenset[str]:
+        """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so will be as of
+        that step."""
+        full = () if isinstance(facts.operators, Fragment) else facts.operators
+        found = frozenset(facts.gradients or self.operators.keys() - set(full))
+        for op in self.operators if not facts.gradients else found:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else facts.applied[layer][expert]
+        return found
 
     def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:
         """Those of ``slots`` that a manifest names."""

@@ -58,13 +58,15 @@ class Costs:
 
     def of_plan(self, plan: SnapshotPlan) -> Snapshot:
         """A plan without a window, as it is copied: what then stays in host memory with it."""
-        if plan.gradients:
-            return self._logged(plan.operators(), plan.gradients)
         held = plan.operators(Tier.HOST)
+        if plan.gradients:
+            return self._logged(plan.operators() + held, plan.gradients)
         return self._partial(plan.operators() + held) if held else self.stored(plan)
 
     def stored(self, plan: SnapshotPlan) -> Snapshot:
         """A plan without a window, as it goes on to storage or peers."""
+        if plan.gradients:
+            return self._logged(plan.operators(), plan.gradients)
         return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators())
 
     def of_window(self, window: Window) -> tuple[Snapshot, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from moe_ckpt.core.cadence import StorageCadence, StorageFacts
+from moe_ckpt.policies.moetion import MOST_GRADIENTS
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.scenario import Outcome, Scenario
 
@@ -85,7 +86,8 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
     system, ranks = costs.system, costs.layout.ranks_per_node
     own = (system.max_in_flight + 1) * outcome.heaviest_bytes
     if system.needs.gradients:
-        held = ((outcome.window or 1) + 1) * outcome.rank_bytes_per_step
+        steps = MOST_GRADIENTS + 1 if system.needs.partial else outcome.window or 1
+        held = (steps + 1) * outcome.rank_bytes_per_step
         copies = 1 + (system.replicas if system.durable == "peers" else 0)
         return ranks * (own + copies * held)
     kept = 0.0

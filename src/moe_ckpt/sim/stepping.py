@@ -92,6 +92,7 @@ class Stepper:
             watched=self._needs.lost_tokens,
             copied=system.durable == "peers",
             logs=self._needs.gradients,
+            leaves_out=self._needs.gradients and self._needs.partial,
         )
         self.state = State(track, tokens_of(self._popularity, assignments, self._experts))
         self._flushing = Flushing(costs, self.state)

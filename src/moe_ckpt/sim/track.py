@@ -142,7 +142,7 @@ class Track:
 
     tiered: memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
         memory holds. stores: something does; watched: see ``MovingRunLedger``. copied: peers have copies, where it is
-        tiered. logs: snapshots may be steps of a log of gradients.
+        tiered. logs: snapshots may be steps of a log of gradients; leaves_out: which leaves operators out.
     """
 
     def __init__(
@@ -154,9 +154,10 @@ class Track:
         watched: bool = False,
         copied: bool = False,
         logs: bool = False,
+        leaves_out: bool = False,
     ) -> None:
         self._catalog, self._tiered, self._copied, self._logs = catalog, tiered, copied, logs
-        self._stores, self._watched = stores, watched
+        self._stores, self._watched, self._leaves_out = stores, watched, leaves_out
         self.run_ledger = self._books()
         self.anchored_at = np.full(len(catalog.operators), -1, dtype=np.int64)
         """Of the log of gradients, if there is one, with what is under way; as ``PolicyContext.anchored_at``."""
@@ -216,14 +217,16 @@ class Track:
             stored=stored,
             copied=self._copied,
             sends_held=plan.sends_held,
-            logged=bool(plan.gradients),
+            gradients=plan.gradients,
         )
         anchored_at = None
-        if plan.gradients:
+        if plan.gradients or self._leaves_out:
             places = self._catalog.places_of
-            self.anchored_at = anchored_at = anchored_after(
+            self.anchored_at = anchored_after(
                 self.anchored_at, plan.step, places(plan.operators()), places(plan.gradients)
             )
+            if plan.gradients:
+                anchored_at = np.where(self.anchored_at < 0, plan.step, self.anchored_at)
         elif self._logs and len(operators) == len(self.anchored_at):
             self.anchored_at = np.full_like(self.anchored_at, plan.step)
         one = UnderWay(self._sequence, pending, ready_secs, self.run_ledger.index, flush_secs, anchored_at)

@@ -327,7 +327,8 @@ class PlanCompiler:
         known = (part for _, part in plan.parts)
         parts: list[tuple[int, CompiledPart]] = []
         end = at = 0
-        for part in sorted((*known, *made), key=lambda each: each.source is not None):  # this rank's share first
+        # This rank's share first, and of that what peers do not get last.
+        for part in sorted((*known, *made), key=lambda each: (each.source is not None, each.kind == HELD)):
             parts.append((at, part))
             end = at + part.nbytes
             at = -(-end // ALIGNMENT) * ALIGNMENT

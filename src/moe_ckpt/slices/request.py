@@ -42,6 +42,7 @@ class SnapshotRequest:
         sent: Of those, the ones that peers get.
         gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``operators``.
         since: Of a step of a gradient log, sequence in memory of the first snapshot that it needs; None if it is none.
+        is_partial_log: It leaves operators out, which have neither (MoEtion).
         survivors_of: Whose share is sealed because training stops at a failure, which ranks need not have begun alike;
             None for what a policy asked for.
     """
@@ -68,6 +69,7 @@ class SnapshotRequest:
     sent: int = 0
     gradients: tuple[str, ...] = ()
     since: int | None = None
+    is_partial_log: bool = False
     survivors_of: int | None = None
 
     @property

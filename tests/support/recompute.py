@@ -1,0 +1,61 @@
+"""MoEtion that sends gradients, with experts chosen by the step alone, and what must be left of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.policies import MoEtion
+from moe_ckpt.policies.base import PolicyContext
+
+Expert = tuple[int, int]
+
+
+def steady(step: int, layers: int, experts: int) -> set[Expert]:
+    """Two experts of each layer, one of which is another one every third step, layer by layer."""
+    return {(layer, (at * (step // 3 + layer)) % experts if at else layer) for layer in range(layers) for at in (0, 1)}
+
+
+@dataclass(frozen=True)
+class Steady(MoEtion):
+    """Writes down what it plans, on rank 0's side of ``told``: a line per step."""
+
+    recompute: bool = True
+    told: str = ""
+
+    def _chosen(self, context: PolicyContext, rooms: Any, tier: Any) -> Any:
+        catalog = context.catalog
+        chosen = ~catalog.is_expert
+        forced = np.asarray(tier.forced, dtype=np.int64)
+        chosen[forced] = True
+        wanted = steady(context.step, len(catalog.layers), catalog.layers[0].experts)
+        for name, place in catalog.expert_at.items():
+            chosen[catalog.place[name]] |= place in wanted
+        return chosen
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        plan = super().plan(context)
+        found = {"full": plan.operators(), "gradients": plan.gradients, "held": plan.operators(Tier.HOST)}
+        with open(self.told, "a") as file:
+            file.write(json.dumps({"step": context.step, **found}) + "\n")
+        return plan
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "steady"}
+
+
+def plans(path: Path) -> dict[int, dict[str, list[str]]]:
+    """Step -> what was planned of it last."""
+    return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def newest(planned: dict[int, dict[str, list[str]]], step: int, operator: str, *, from_peers: bool) -> int:
+    """The newest version of an operator up to ``step``: in full, by gradients, or, on its own node, held there."""
+    ways: Sequence[str] = ("full", "gradients") if from_peers else ("full", "gradients", "held")
+    return max(at for at, plan in planned.items() if at <= step and any(operator in plan[way] for way in ways))

@@ -106,7 +106,7 @@ class MoEtion:
     optimizer consumed (asynchronous optimizer recomputation, Algorithm 3): peers hold its newest full copy and the
     gradients since, ``MOST_GRADIENTS`` at most, from which a recovery makes the updates once more. One that is no more
     chosen is sent in full a last time, in the place of one that is new, so that each expert that is left as it was has
-    a full copy of its newest version. Experts are bought at their full price all the same. Storage gets full state only.
+    a full copy of its newest version. Experts are bought at their full price all the same; storage gets full state.
 
     Source: MoEtion, arXiv 2412.15411 v1.
 

@@ -1,0 +1,135 @@
+"""Optimizer recomputation (MoEtion, Algorithm 3) under Lightning with FSDP2, each rank a node: nothing is alike on peers.
+
+All ranks are killed, nodes are lost, and each expert comes back as of the last step at which it, or its gradient, was
+sent, by ``torch.equal``. Expected are the run's own tensors of that step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.test_memory import lose
+from tests.support.processes import run_ranks, start_ranks
+from tests.support.recompute import newest, plans
+
+EXPERTS = 4
+
+
+def fit(rank: int, world_size: int, root: str, model: dict[str, Any], trainer: dict[str, Any], stop: int | None) -> Any:
+    """stop: the step at which all are killed; None: returns what came back, before the first step."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from moe_ckpt import Memory
+    from moe_ckpt.callbacks import MoECheckpoint
+    from tests.support.recompute import Steady
+    from tests.support.tiny_moe import TinyMoE, loader
+
+    class Sharded(TinyMoE):
+        def configure_model(self) -> None:
+            for block in self.blocks:
+                fully_shard(block.moe.experts, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    class Watch(pl.Callback):
+        history: dict[int, dict[str, torch.Tensor]] = {}  # noqa: RUF012 - of one process
+        back: Any = None
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            self.history[trainer.global_step] = parts(module, trainer.optimizers[0])
+
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            step = trainer.global_step
+            if stop is None:
+                state, updates = parts(module, trainer.optimizers[0]), checkpoint.recovery_plan.updates
+                self.back = {"step": step, "state": state, "updates": updates}
+                raise KeyboardInterrupt
+            if step:
+                checkpoint._fit.driver.session.drain(step)
+                while checkpoint._fit.driver.session.tier.replicator.lag_steps:
+                    pass
+            if step == stop:
+                torch.save(self.history, f"{root}/history_{rank}.pt")
+                dist.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    pl.seed_everything(7 if stop else 8, verbose=False)
+    node = Path(root, f"node_{rank}")
+    node.mkdir(exist_ok=True)
+    watch = Watch()
+    checkpoint = MoECheckpoint(
+        Steady(told=f"{root}/plans_{rank}.jsonl"),
+        f"{root}/store",
+        memory=Memory(directory=node, replicas=1, storage_every_n_steps=100_000),
+        when_busy="wait",
+    )
+    chosen = ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
+    made = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy=chosen, max_steps=300, max_epochs=-1, logger=False,
+        callbacks=[watch, checkpoint], enable_progress_bar=False, enable_model_summary=False, **trainer,
+    )  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        made.fit(Sharded(experts=EXPERTS, **model), loader())
+    return watch.back
+
+
+def parts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of what this rank has of parameters and optimizer state."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        state = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
+        for key, value in {"": parameter.detach(), **state}.items():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            found[f"{name}/{key}"] = local.clone()
+    return found
+
+
+CASES = {
+    "clipped": (2, (1,), {}, {"gradient_clip_val": 0.3}, 12),
+    "fused": (2, (0,), {"optimizer": "fused"}, {"gradient_clip_val": 0.3}, 13),
+    "forloop": (2, (), {"optimizer": "forloop"}, {}, 11),
+    "bf16": (2, (1,), {}, {"precision": "bf16-true", "gradient_clip_val": 0.3}, 12),
+    "four": (4, (2,), {}, {"gradient_clip_val": 0.3}, 14),
+    "long": (2, (1,), {"optimizer": "fused"}, {"gradient_clip_val": 0.3}, 200),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "clipped")) for name in CASES])
+def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path):
+    ranks, lost, model, trainer, stop = CASES[name]
+    ended = start_ranks(fit, ranks, str(tmp_path), model, trainer, stop)
+    assert [each.exitcode for each in ended] == [-signal.SIGKILL] * ranks, [each.error for each in ended]
+    planned = plans(tmp_path / "plans_0.jsonl")
+    lose(tmp_path, *lost)
+    told = run_ranks(fit, ranks, str(tmp_path), model, trainer, None)
+    [step] = {rank["step"] for rank in told}
+    assert step >= stop - 1
+    assert planned[step]["gradients"], "else nothing is shown"
+    assert all(rank["updates"] is not None for rank in told)
+    rows, versions = -(-EXPERTS // ranks), set()
+    for rank, found in enumerate(told):
+        history = torch.load(tmp_path / f"history_{rank}.pt", weights_only=True)
+        assert found["state"].keys() == history[step].keys()
+        for key, value in found["state"].items():
+            if "experts." not in key or not value.ndim:
+                assert torch.equal(value, history[step][key]), (rank, key)
+                continue
+            layer = int(key.split(".")[1])
+            for row in range(len(value)):
+                expert = f"expert/{layer}/{rows * rank + row}"
+                version = newest(planned, step, expert, from_peers=rank in lost)
+                versions.add(version)
+                assert torch.equal(value[row], history[version][key][row]), (rank, key, expert, version)
+    assert len(versions) > 1

@@ -1,4 +1,4 @@
-"""Optimizer recomputation (MoEtion, Algorithm 3) under Lightning with FSDP2, each rank a node; nothing is alike on peers.
+"""Optimizer recomputation (MoEtion, Algorithm 3) under Lightning with FSDP2, each rank a node; nothing is on peers.
 
 All ranks are killed, nodes are lost, and each expert comes back as of the last step at which it, or its gradient, was
 sent, by ``torch.equal``. Expected are the run's own tensors of that step.

@@ -205,8 +205,8 @@ class View:
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
 
     def brought_to(self, facts: StepFacts) -> frozenset[str]:
-        """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so will be as of
-        that step."""
+        """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so become as of
+        that one."""
         full = () if isinstance(facts.operators, Fragment) else facts.operators
         found = frozenset(facts.gradients or self.operators.keys() - set(full))
         for op in self.operators if not facts.gradients else found:

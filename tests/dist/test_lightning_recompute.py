@@ -7,6 +7,7 @@ sent, by ``torch.equal``. Expected are the run's own tensors of that step.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from pathlib import Path
@@ -16,15 +17,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.replicas.store import ReplicaStore
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks
-from tests.support.recompute import newest, plans
+from tests.support.recompute import newest, plans, steady
 
 EXPERTS = 4
 
 
-def fit(rank: int, world_size: int, root: str, model: dict[str, Any], trainer: dict[str, Any], stop: int | None) -> Any:
-    """stop: the step at which all are killed; None: returns what came back, before the first step."""
+def fit(
+    rank: int,
+    world_size: int,
+    root: str,
+    model: dict[str, Any],
+    trainer: dict[str, Any],
+    stop: int | None,
+    refused: int | None = None,
+) -> Any:
+    """stop: the step at which all are killed; None: returns what came back, before the first step. refused: rank 0 has
+    no room for copies of this step, and the same experts are sent at each."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
@@ -55,7 +68,7 @@ def fit(rank: int, world_size: int, root: str, model: dict[str, Any], trainer: d
                 raise KeyboardInterrupt
             if step:
                 checkpoint._fit.driver.session.drain(step)
-                while checkpoint._fit.driver.session.tier.replicator.lag_steps:
+                while step != refused and checkpoint._fit.driver.session.tier.replicator.lag_steps:
                     pass
             if step == stop:
                 torch.save(self.history, f"{root}/history_{rank}.pt")
@@ -65,12 +78,16 @@ def fit(rank: int, world_size: int, root: str, model: dict[str, Any], trainer: d
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "NODE_RANK": "0", "GROUP_RANK": "0"}
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    if refused is not None:
+        logging.getLogger("moe_ckpt").addHandler(logging.FileHandler(f"{root}/said_{rank}"))
+        logging.getLogger("moe_ckpt").setLevel(logging.INFO)
+        refuse(refused, holder=rank == 0)
     pl.seed_everything(7 if stop else 8, verbose=False)
     node = Path(root, f"node_{rank}")
     node.mkdir(exist_ok=True)
     watch = Watch()
     checkpoint = MoECheckpoint(
-        Steady(told=f"{root}/plans_{rank}.jsonl"),
+        Steady(told=f"{root}/plans_{rank}.jsonl", every=3 if refused is None else 1000),
         f"{root}/store",
         memory=Memory(directory=node, replicas=1, storage_every_n_steps=100_000),
         when_busy="wait",
@@ -83,6 +100,18 @@ def fit(rank: int, world_size: int, root: str, model: dict[str, Any], trainer: d
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         made.fit(Sharded(experts=EXPERTS, **model), loader())
     return watch.back
+
+
+def refuse(step: int, *, holder: bool) -> None:
+    """The holder has no room for copies of ``step``."""
+    reserve = ReplicaStore.reserve
+
+    def full(self: ReplicaStore, header: SlotHeader, *others: Any) -> Any:
+        if holder and header.step == step:
+            raise MemoryFullError("memory", 2, 1)
+        return reserve(self, header, *others)
+
+    ReplicaStore.reserve = full  # type: ignore[method-assign]
 
 
 def parts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -133,3 +162,30 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
                 versions.add(version)
                 assert torch.equal(value[row], history[version][key][row]), (rank, key, expert, version)
     assert len(versions) > 1
+
+
+def test_a_replica_that_missed_a_gradient_gets_full_state(tmp_path: Path):
+    """Rank 1's copy of step 4 is not taken. Its experts were anchored at step 1, and would be at 10 again."""
+    missed, stop = 4, 8
+    ended = start_ranks(fit, 2, str(tmp_path), {}, {}, stop, missed)
+    assert [each.exitcode for each in ended] == [-signal.SIGKILL] * 2, [each.error for each in ended]
+    planned = plans(tmp_path / "plans_0.jsonl")
+    chosen = {f"expert/{layer}/{expert}" for layer, expert in steady(1, 2, EXPERTS, 1000)}
+    sent_in_full = [step for step, plan in planned.items() if chosen <= set(plan["full"])]
+    assert sent_in_full[0] == 1
+    assert len(sent_in_full) == 2
+    assert missed < sent_in_full[1] <= missed + 3, "as soon as all ranks know"
+    assert all(set(plan["gradients"]) == chosen for step, plan in planned.items() if step not in sent_in_full)
+    said = "".join((tmp_path / f"said_{rank}").read_text() for rank in range(2))
+    assert f"rank 0 has no room for the copy of step {missed} of rank 1" in said
+    assert "a peer lacks the copy of a step" in said
+    lose(tmp_path, 1)
+    told = run_ranks(fit, 2, str(tmp_path), {}, {}, None)
+    for rank, found in enumerate(told):
+        history = torch.load(tmp_path / f"history_{rank}.pt", weights_only=True)
+        assert found["step"] >= stop - 1
+        for key in (key for key, value in found["state"].items() if "experts." in key and value.ndim):
+            for row in range(len(found["state"][key])):
+                expert = f"expert/{key.split('.')[1]}/{2 * rank + row}"
+                if expert in chosen:
+                    assert torch.equal(found["state"][key][row], history[found["step"]][key][row]), (rank, key, expert)

@@ -17,9 +17,10 @@ from moe_ckpt.policies.base import PolicyContext
 Expert = tuple[int, int]
 
 
-def steady(step: int, layers: int, experts: int) -> set[Expert]:
-    """Two experts of each layer, one of which is another one every third step, layer by layer."""
-    return {(layer, (at * (step // 3 + layer)) % experts if at else layer) for layer in range(layers) for at in (0, 1)}
+def steady(step: int, layers: int, experts: int, every: int = 3) -> set[Expert]:
+    """Two experts of each layer, one of which is another one every so many steps, layer by layer."""
+    turn = 1 + step // every
+    return {(layer, (at * turn + layer) % experts) for layer in range(layers) for at in (0, 1)}
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ class Steady(MoEtion):
 
     recompute: bool = True
     told: str = ""
+    every: int = 3
 
     def _chosen(self, context: PolicyContext, rooms: Any, tier: Any) -> Any:
         catalog = context.catalog
         chosen = ~catalog.is_expert
         forced = np.asarray(tier.forced, dtype=np.int64)
         chosen[forced] = True
-        wanted = steady(context.step, len(catalog.layers), catalog.layers[0].experts)
+        wanted = steady(context.step, len(catalog.layers), catalog.layers[0].experts, self.every)
         for name, place in catalog.expert_at.items():
             chosen[catalog.place[name]] |= place in wanted
         return chosen

@@ -3,8 +3,9 @@
 Three seeds of a run that never fails say how much the validation loss differs by chance. Then the same seeds
 with ``kill -9``, under MoC within its budget, and under MoC that saves so little that the budget breaks. A
 second comparison leaves the router unbalanced and counts what sequential and load-aware selection lose under
-the same kills. A third one runs MoEtion with few experts per checkpoint, with and without the capacity boost. See
-docs/moc.md and docs/moetion.md.
+the same kills. A third one runs MoEtion with few experts per checkpoint, with and without the capacity boost, and
+"mlt", which is not among those run by default, does that for a range of tokens lost per failure (the paper's table 1).
+See docs/moc.md and docs/moetion.md.
 """
 
 from __future__ import annotations
@@ -67,7 +68,23 @@ BOOST = (
     Arm("MoEtion, 1 expert, no boost", (*_FEW, "moe_ckpt.policy.capacity_boost=null")),
     Arm("MoEtion, 1 expert, boost", _FEW),
 )
-COMPARISONS = {"quality": QUALITY, "selection": SELECTION, "boost": (QUALITY[0], *BOOST)}
+_LOSSES = ((2, 1), (1, 1), (1, 2), (1, 4))
+"""Experts per checkpoint and its interval: at 300 steps a failure loses about 1, 2, 4 and 7 % of the tokens (MLT)."""
+
+
+def _losing(experts: int, every: int, *, boost: bool) -> Arm:
+    given = ("moe_ckpt/policy=moetion", f"moe_ckpt.policy.experts={experts}", f"moe_ckpt.policy.every_n_steps={every}")
+    off = () if boost else ("moe_ckpt.policy.capacity_boost=null",)
+    return Arm(f"MoEtion, {experts} of 8 every {every}, {'boost' if boost else 'no boost'}", (*given, *off))
+
+
+MLT = tuple(_losing(*each, boost=boost) for each in _LOSSES for boost in (False, True))
+COMPARISONS = {
+    "quality": QUALITY,
+    "selection": SELECTION,
+    "boost": (QUALITY[0], *BOOST),
+    "mlt": (QUALITY[0], *MLT),
+}
 
 
 @dataclass
@@ -185,7 +202,7 @@ def sentences(found: dict[str, list[RunSummary]]) -> list[str]:
     base = found.get(QUALITY[0].name)
     if base:
         told.append(f"Chance: {noise(base):.4f} (standard deviation of the loss over {len(base)} seeds).")
-        for arm in (arm for arm in (*QUALITY[1:], *BOOST) if arm.name in found):
+        for arm in (arm for arm in (*QUALITY[1:], *BOOST, *MLT) if arm.name in found):
             gaps = [(r.val_loss or 0) - (b.val_loss or 0) for r, b in zip(found[arm.name], base, strict=True)]
             told.append(f"{arm.name}: {mean(gaps):+.4f} from the same seed without failures.")
     sequential, aware = (sum(r.lost_tokens for r in found.get(arm.name, ())) for arm in SELECTION)
@@ -256,7 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(sentence, markup=False, soft_wrap=True)
     if given.write:
         record = {"machine": machine(), "steps": options.steps, "arms": told, "sentences": sentences(found)}
-        write_json(given.out / "quality.json", record | {"failed": failed.reasons})
+        name = "quality.json" if given.only != "mlt" else "quality_mlt.json"
+        write_json(given.out / name, record | {"failed": failed.reasons})
         if all(arm.name in found for arm in QUALITY):
             draw(found, PICTURE if given.out == RESULTS else given.out / PICTURE.name)
     return 1 if failed.reasons else 0

@@ -32,6 +32,9 @@ _TIMEOUT_SECS = 120.0
 POLICIES: dict[str, Policy] = {
     "Dense": Dense(1),
     "MoEtion": MoEtion(experts=EXPERTS // 4, capacity_boost=None),
+    "MoEtion, gradients": MoEtion(experts=EXPERTS // 4, capacity_boost=None, recompute=True),
+    "MoEtion, 6 of 8": MoEtion(experts=3 * EXPERTS // 4, capacity_boost=None),
+    "MoEtion, 6 of 8, gradients": MoEtion(experts=3 * EXPERTS // 4, capacity_boost=None, recompute=True),
     "GradientLog": GradientLog(window=4),
 }
 

@@ -8,14 +8,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import Tier, save_logged
+from moe_ckpt.core.plan import Tier, save_full, save_logged
 from moe_ckpt.core.rolling import bytes_per_parameter
 from moe_ckpt.policies import GradientLog, Guarded, MoEtion, Wrapper
 from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.policies.moetion import MOST_GRADIENTS
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Event, NoFailures
-from moe_ckpt.sim.load import tokens_of
+from moe_ckpt.sim.load import ExpertLoad, tokens_of
 from moe_ckpt.sim.recovery import host_nodes
 from moe_ckpt.sim.resources import host_bytes
 from moe_ckpt.sim.run import simulate
@@ -248,3 +249,37 @@ def test_wider_gradients_make_longer_rounds():
         simulate(replace(tried, precision=replace(tried.precision, gradient_bytes=each))).window for each in (1.0, 3.0)
     )
     assert narrow < wide
+
+
+# --- MoEtion that sends gradients ---
+
+MEMORY = {"durable": "peers", "replicas": 1}
+
+
+def test_gradients_take_the_place_of_full_state_on_the_way_to_peers():
+    """A full copy and eight gradients in turn, of 6 bytes and of 2, where the same experts are chosen each time."""
+    tried = scenario(MoEtion(experts=8), system=MEMORY, duration_secs=600.0)
+    logs = replace(tried, system=replace(tried.system, policy=MoEtion(experts=8, recompute=True)))
+    full, logged = simulate(tried), simulate(logs)
+    assert logged.plt == full.plt
+    costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
+    shared = costs.stored(save_full(1, tuple(op.id for op in CATALOG.always_saved))).sent
+    expected = shared + (costs.dense.sent - shared) * (6 + 8 * 2) / (9 * 6)
+    assert logged.sent_bytes_per_step == pytest.approx(expected, rel=0.03)
+    assert full.sent_bytes_per_step == pytest.approx(costs.dense.sent, rel=0.01)
+
+
+def test_a_failure_makes_the_updates_since_full_copies_once_more():
+    lost = (Event(100.5, 1), Event(300.5, 2))
+    tried = scenario(MoEtion(experts=8), system=MEMORY, duration_secs=600.0, failures=Trace(given=lost))
+    logs = replace(tried, system=replace(tried.system, policy=MoEtion(experts=8, recompute=True)))
+    assert simulate(tried).spent.replay == 0.0
+    assert 0.0 < simulate(logs).spent.replay <= 2 * MOST_GRADIENTS * tried.iteration.update_secs
+
+
+def test_what_is_left_out_was_sent_in_full():
+    _, _, seen = run(MoEtion(recompute=True), secs=60.0, load=ExpertLoad(skewness=0.5, drift=0.0))
+    logged = [plan for _, plan in seen if plan.gradients]
+    assert logged
+    for (_, before), (_, after) in pairwise(seen):
+        assert set(before.gradients) <= {*after.operators(), *after.gradients}

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +29,7 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.bubbles_rank import BLOCK, NONE, OFF, ON, ORDER, WARM, Iteration
+from benchmarks.ranks import gathered
 
 _EXAMPLE = "example: python benchmarks/bubbles.py --rounds 2 --json"
 STAGES = 4
@@ -46,24 +44,9 @@ Blocks = dict[str, list[list[list[Iteration]]]]
 
 def measure(scratch: Path, args: argparse.Namespace, act_secs: float) -> Blocks:
     """Starts the ranks, and gathers what they found."""
-    with tempfile.TemporaryDirectory(dir=scratch) as place, socket.create_server(("127.0.0.1", 0)) as probe:
-        order: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
-        order |= {"stages": STAGES, "root": place, "out": f"{place}/out", "act_secs": act_secs}
-        order["port"] = probe.getsockname()[1]
-        probe.close()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.bubbles_rank", json.dumps(order)]
-        started: list[subprocess.Popen[bytes]] = []
-        try:
-            started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(STAGES))
-            codes = [process.wait(_TIMEOUT_SECS) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        if any(codes):
-            raise RuntimeError(f"the ranks ended with {codes}")
-        ranks = [json.loads(Path(f"{place}/out.{rank}").read_text()) for rank in range(STAGES)]
+    order: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
+    order |= {"stages": STAGES, "act_secs": act_secs}
+    _, ranks = gathered("benchmarks.bubbles_rank", order, STAGES, scratch, _TIMEOUT_SECS)
     found: Blocks = {way: [] for way in WAYS}
     for number in range(args.rounds):
         for way in WAYS:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import end
 from moe_ckpt import Memory
 from moe_ckpt.policies import MoEtion, Needs, PolicyContext, SnapshotPlan, Wrapper, save_nothing
 from recipes.gpt_moe_megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainerConfig
@@ -167,10 +168,7 @@ def main(argv: list[str]) -> int:
     for _ in range(order["rounds"]):
         found.append(turn(stage, order, Path(order["root"], "turn")))
         dist.barrier()
-    Path(f"{order['out']}.{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    return end(order, int(rank), found)
 
 
 if __name__ == "__main__":

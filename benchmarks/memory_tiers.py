@@ -8,14 +8,10 @@ memory, with one node's memory gone (its peer's copy), and with none (storage, i
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +27,7 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.memory_tiers_rank import LOOPBACK, RANKS, SENT, STAGER, STEPS
+from benchmarks.ranks import gathered
 
 _EXAMPLE = "example: python benchmarks/memory_tiers.py --mib 256 --rounds 5 --write"
 IDLE, PRIVATE, STORAGE = "no checkpoint", "private memory, storage", "storage in the page cache"
@@ -67,24 +64,9 @@ def run_ranks(scratch: Path, order: Mapping[str, Any], *, killed: bool = False) 
 
     killed: They are to end by ``kill -9``, and find nothing.
     """
-    with tempfile.TemporaryDirectory(dir=scratch) as place:
-        meet, out = Path(place, "meet"), Path(place, "out")
-        ranks = order.get("ranks", RANKS)
-        text = json.dumps({"ranks": ranks, **order, "meet": str(meet), "out": str(out)})
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.memory_tiers_rank", text]
-        began = time.monotonic()
-        started: list[subprocess.Popen[bytes]] = []
-        try:
-            started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks))
-            codes = [process.wait(_TIMEOUT_SECS) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        if codes != [-signal.SIGKILL if killed else 0] * ranks:
-            raise RuntimeError(f"the ranks ended with {codes}")
-        return began, [] if killed else [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+    ranks = order.get("ranks", RANKS)
+    module = "benchmarks.memory_tiers_rank"
+    return gathered(module, {"ranks": ranks, **order}, ranks, scratch, _TIMEOUT_SECS, killed=killed)
 
 
 def turned(names: Sequence[str], turn: int) -> list[str]:

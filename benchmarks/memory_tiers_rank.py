@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import end
 from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
@@ -333,10 +334,7 @@ def main(argv: list[str]) -> int:
         first_life(order, rank)
     job = order["job"]
     found = {"stalls": stalls, "sends": sends}[job](order, rank) if job != "second" else second_life(order, rank, marks)
-    Path(f"{order['out']}.{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    return end(order, rank, found)
 
 
 if __name__ == "__main__":

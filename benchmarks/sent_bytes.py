@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.ranks import gathered
 
 _EXAMPLE = "example: python benchmarks/sent_bytes.py --only 'Lightning DDP' --json"
 _TIMEOUT_SECS = 300.0
@@ -47,23 +45,7 @@ Row = dict[str, Any]
 
 def measure(scratch: Path, order: Mapping[str, Any]) -> dict[str, int]:
     """Bytes per iteration, of all ranks."""
-    with tempfile.TemporaryDirectory(dir=scratch) as place, socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
-        text = json.dumps({**order, "root": place, "out": f"{place}/out", "port": port})
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.sent_bytes_rank", text]
-        started: list[subprocess.Popen[bytes]] = []
-        try:
-            started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(order["ranks"]))
-            codes = [process.wait(_TIMEOUT_SECS) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        if any(codes):
-            raise RuntimeError(f"{order}: the ranks ended with {codes}")
-        found = [json.loads(Path(f"{place}/out.{rank}").read_text()) for rank in range(order["ranks"])]
+    _, found = gathered("benchmarks.sent_bytes_rank", order, order["ranks"], scratch, _TIMEOUT_SECS)
     return {name: sum(each[name] for each in found) // order["steps"] for name in ("sent", "saved")}
 
 

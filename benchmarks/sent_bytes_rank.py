@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 import warnings
@@ -16,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.ranks import end
 from moe_ckpt import Memory
 from moe_ckpt.engine import pipeline
 from moe_ckpt.engine.session import CheckpointSession
@@ -182,13 +181,7 @@ def main(argv: list[str]) -> int:
         start(_TIMEOUT_SECS)
     with redundancy(used=order["redundancy"]):
         found = (megatron if is_megatron else lightning)(order, rank, POLICIES[order["policy"]], root)
-    Path(f"{order['out']}.{rank}").write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(root)
-        dist.destroy_process_group()
-    return 0
+    return end(order, rank, found)
 
 
 if __name__ == "__main__":

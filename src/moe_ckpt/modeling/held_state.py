@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, compress
 from operator import is_, itemgetter
 from typing import Any
@@ -26,7 +26,6 @@ class HeldState:
         states: (name, parameter, live state) of those with state. In the order of the groups, since that of
             ``optimizer.state`` is that of first use.
         scalars: (name, live state) of those with state that is no tensor.
-        tensors: All tensors among the states, each with the name of its parameter.
     """
 
     def __init__(self, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -47,8 +46,13 @@ class HeldState:
         ]
         self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
         owners = [name for name, _, state in self.states for value in state.values() if isinstance(value, torch.Tensor)]
-        self.tensors: list[tuple[str, torch.Tensor]] = list(zip(owners, self._entries.values, strict=True))
+        self._owners = owners
         self.scalars = list(compress(((name, state) for name, _, state in self.states), self._entries.loose))
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors among the states, each with the name of its parameter."""
+        return zip(self._owners, self._entries.values, strict=True)
 
     def is_current(self) -> bool:
         """False once groups, the state of a parameter, or a tensor in it came, went or were replaced."""

@@ -60,9 +60,9 @@ class LocalState:
         self._writers: Mapping[str, frozenset[int]] | None = None
         self._rank = -1
         self._compute: ComputeTypes = {}
-        # Narrowing a tensor that autograd watches is slow. And objects that are made one after the other lie together:
-        # at each step their version counters are read.
-        self._blocks = [tensor.local.detach() for tensor in tensors]
+        # Narrowing a tensor that autograd watches is slow. No other object where it does not: there are thousands.
+        local = (tensor.local for tensor in tensors)
+        self._blocks = [block.detach() if block.requires_grad else block for block in local]
         for number, tensor in enumerate(tensors):
             home = catalog.home[tensor.parameter]
             shared = any(operator.id != home for operator, _ in catalog.spans_of[tensor.parameter])

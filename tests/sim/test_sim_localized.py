@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.recovery import Recoveries, host_nodes, segments
+from moe_ckpt.sim.recovery import Recoveries, host_nodes
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.training import Iteration
 from tests.sim.builders import LOCAL, layout, sparse, trace
@@ -139,8 +139,3 @@ def test_before_the_first_window_all_begin_anew():
 def test_whose_memory_an_expert_is_copied_into(parallel, nodes):
     found = host_nodes(layout(parallel))
     assert {place: found[place].tolist() for place in nodes} == nodes
-
-
-def test_runs_of_stages():
-    assert segments([3, 0, 1, 5, 4, 1]) == [(0, 1), (3, 5)]
-    assert segments([]) == []

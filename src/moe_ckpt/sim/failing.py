@@ -11,12 +11,13 @@ from math import inf
 
 import numpy as np
 
+from moe_ckpt.core.localized import Segment, segments
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Event
-from moe_ckpt.sim.recovery import Copies, Recoveries, Repair, host_nodes, segments
+from moe_ckpt.sim.recovery import Copies, Recoveries, Repair, host_nodes
 from moe_ckpt.sim.stepping import State
 from moe_ckpt.sim.track import Durable
 
@@ -103,8 +104,7 @@ class _Attempt:
     start: the failure that it answers. phases: (field of ``State``, seconds), one after the other.
     """
 
-    first: int
-    last: int
+    segment: Segment
     start: float
     phases: tuple[tuple[str, float], ...]
 
@@ -120,10 +120,6 @@ class _Attempt:
             if part > 0:
                 setattr(state, name, getattr(state, name) + part)
             at += secs
-
-    def touches(self, first: int, last: int) -> bool:
-        """Whether these stages are its own or next to them."""
-        return first <= self.last + 1 and last >= self.first - 1
 
 
 class Failing:
@@ -216,7 +212,7 @@ class Failing:
             repair = self._recoveries.logged(source.step - source.anchored_at, tier)
         elif source is not None:
             repair = self._recoveries.whole(source.window, state.counts, tier)
-        return _attempt(0, self._layout.parallel.pp - 1, failure.at_secs, ready, repair)
+        return _attempt(Segment(0, self._layout.parallel.pp - 1), failure.at_secs, ready, repair)
 
     def _local(
         self,
@@ -232,12 +228,12 @@ class Failing:
         others go on by themselves (MoEvement, appendix A)."""
         at, steps = failure.at_secs, state.step - source.step
         hit = (*failure.nodes, *failure.restarted)
-        for first, last in segments(stage for node in hit for stage in self._layout.stages_of(node)):
-            joined = [one for one in attempts if one.end > at and one.touches(first, last)]
-            first, last = min([first, *(one.first for one in joined)]), max([last, *(one.last for one in joined)])
-            repair = self._recoveries.local(window, state.counts, steps, last - first + 1, tier)
+        for failed in segments(stage for node in hit for stage in self._layout.stages_of(node)):
+            joined = [one for one in attempts if one.end > at and one.segment.touches(failed)]
+            segment = failed.joined(one.segment for one in joined)
+            repair = self._recoveries.local(window, state.counts, steps, segment.last - segment.first + 1, tier)
             apart = [one for one in attempts if one not in joined]
-            attempts = [*apart, _attempt(first, last, at, ready, repair)]
+            attempts = [*apart, _attempt(segment, at, ready, repair)]
         return attempts
 
     def _go_back(self, state: State, source: Durable | None, tier: Tier) -> None:
@@ -257,6 +253,6 @@ class Failing:
         state.track.fail(source, np.logical_not(gone) if kept else None)
 
 
-def _attempt(first: int, last: int, at: float, ready: tuple[tuple[str, float], ...], repair: Repair) -> _Attempt:
+def _attempt(segment: Segment, at: float, ready: tuple[tuple[str, float], ...], repair: Repair) -> _Attempt:
     loading, computing = on_clock(repair.retrieve), on_clock(repair.replay)
-    return _Attempt(first, last, at, (*ready, ("retrieve", loading), ("replay", computing)))
+    return _Attempt(segment, at, (*ready, ("retrieve", loading), ("replay", computing)))

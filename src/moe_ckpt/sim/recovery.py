@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,15 +139,4 @@ def host_nodes(layout: Layout) -> Counts:
     for row, owners in enumerate(placement.owners):
         first = np.asarray(owners, dtype=np.int64)[:, None]
         found[row, : len(owners)] = (first + parallel.ep * np.arange(copies)) // layout.cluster.gpus_per_node
-    return found
-
-
-def segments(stages: Iterable[int]) -> list[tuple[int, int]]:
-    """(first, last) of each run of neighbouring stages."""
-    found: list[tuple[int, int]] = []
-    for stage in sorted(set(stages)):
-        if found and stage <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], stage)
-        else:
-            found.append((stage, stage))
     return found

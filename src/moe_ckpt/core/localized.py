@@ -1,0 +1,96 @@
+"""Which pipeline stages go back after a failure, and which keep what they have: pure.
+
+Between two updates every rank that lives on holds the newest step, and what crossed the boundaries of the stages since
+the last checkpoint is in the senders' logs. So only stages that lost something go back: their ranks compute the steps
+since once more, and take from the logs what their neighbours sent (MoEvement, section 3.4 and appendix A). The trainer
+and the simulator decide by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Segment(NamedTuple):
+    """Neighbouring stages that recover together, first and last included."""
+
+    first: int
+    last: int
+
+    def touches(self, other: Segment) -> bool:
+        """Whether ``other`` has a stage of this one, or is next to it: the two recover together, or anew."""
+        return other.first <= self.last + 1 and other.last >= self.first - 1
+
+    def joined(self, others: Iterable[Segment]) -> Segment:
+        """The smallest segment with all of these."""
+        every = [self, *others]
+        return Segment(min(each.first for each in every), max(each.last for each in every))
+
+
+def segments(stages: Iterable[int]) -> list[Segment]:
+    """Returns each run of neighbouring stages, in order."""
+    found: list[Segment] = []
+    for stage in sorted(set(stages)):
+        if found and stage <= found[-1].last + 1:
+            found[-1] = Segment(found[-1].first, stage)
+        else:
+            found.append(Segment(stage, stage))
+    return found
+
+
+@dataclass(frozen=True)
+class LocalRecovery:
+    """A recovery in which some stages keep their state.
+
+    Attributes:
+        step: Of the state that the others keep, and that all reach.
+        segments: Of the stages that go back.
+        ranks: Of these stages, ascending.
+    """
+
+    step: int
+    segments: tuple[Segment, ...]
+    ranks: tuple[int, ...]
+
+
+def local_recovery(stage_of: Sequence[int], kept: Sequence[int | None]) -> LocalRecovery | None:
+    """Returns who goes back; None if nobody, or everybody, has to.
+
+    A stage keeps its state if each of its ranks does: they share experts, shards and gradients with one another. A
+    stage that stopped a step before others goes back as well, for what the others kept cannot be undone.
+
+    Args:
+        stage_of: Of each rank, its pipeline stage.
+        kept: Of each rank, the step of the state that it kept; None if it was lost.
+    """
+    step = max((each for each in kept if each is not None), default=None)
+    if step is None:
+        return None
+    lost = {stage for stage, each in zip(stage_of, kept, strict=True) if each != step}
+    if not lost or lost == set(stage_of):
+        return None
+    ranks = tuple(rank for rank, stage in enumerate(stage_of) if stage in lost)
+    return LocalRecovery(step, tuple(segments(lost)), ranks)
+
+
+class LogGap(NamedTuple):
+    """A step of which a rank that keeps its state has no log."""
+
+    rank: int
+    step: int
+
+
+def log_gap(recovery: LocalRecovery, since: int, ranks: int, logged: Mapping[int, Collection[int]]) -> LogGap | None:
+    """Returns the first gap in what stages that go back need of the others; None if there is none.
+
+    Args:
+        recovery: Who goes back.
+        since: Step of the checkpoint that they load.
+        ranks: Of the run.
+        logged: Steps that each rank has a log of.
+    """
+    keeping = set(range(ranks)).difference(recovery.ranks)
+    gaps = (LogGap(rank, step) for step in range(since + 1, recovery.step + 1) for rank in sorted(keeping))
+    return next((gap for gap in gaps if gap.step not in logged.get(gap.rank, ())), None)

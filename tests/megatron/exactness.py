@@ -38,6 +38,7 @@ class Case:
     copies: Other arguments of ``Memory``.
     options: Of ``megatron.attach``.
     survives: See ``Life``.
+    together: Likewise, in the first life.
     """
 
     setup: Setup
@@ -50,6 +51,7 @@ class Case:
     copies: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     survives: bool = False
+    together: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def check(case: Case, directory: Path) -> Ended:
 def kill(case: Case, directory: Path) -> None:
     """All lives of the run but the last."""
     for number, at in enumerate(case.kills):
-        life = replace(_life(case, directory), kill=at, seed=1 + number * case.reseed)
+        together = () if number else case.together
+        life = replace(_life(case, directory), kill=at, seed=1 + number * case.reseed, together=together)
         require_killed(start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM), at)
 
 

@@ -16,12 +16,16 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_METHODS = 20
 MAX_ATTRIBUTES = 15
-CAPPED = ("memory", "comm", "slices", "replicas", "engine", "recovery", "profiling", "driver", "callbacks", "megatron")
+CAPPED = (
+    *("memory", "upstream", "comm", "slices", "replicas", "engine", "recovery", "profiling", "driver", "callbacks"),
+    "megatron",
+)
 """Whose classes keep the last two."""
 
 LAYERS = (
-    *("core", "policies", "format", "storage", "memory", "comm", "slices", "replicas", "engine", "recovery"),
-    *("profiling", "sim", "modeling", "gradients", "data", "interop", "metrics", "driver", "callbacks", "megatron"),
+    *("core", "policies", "format", "storage", "memory", "upstream", "comm", "slices", "replicas", "engine"),
+    *("recovery", "profiling", "sim", "modeling", "gradients", "data", "interop", "metrics", "driver", "callbacks"),
+    "megatron",
 )
 """Each may import itself and what stands before it."""
 ADAPTERS = ("callbacks", "megatron")

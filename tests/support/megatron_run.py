@@ -43,6 +43,7 @@ class Life:
     memory: where the nodes' memory directories are; None: private memory. copies: other arguments of ``Memory``.
     sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
     survives: a rank that hears of another one's death keeps its newest iteration, as under ``with``.
+    together: ranks that die with that of ``kill``.
     """
 
     store: str
@@ -57,6 +58,7 @@ class Life:
     copies: dict[str, int] = field(default_factory=dict)
     sabotage: Callable[[], None] | None = None
     survives: bool = False
+    together: tuple[int, ...] = ()
 
 
 class Journal:
@@ -130,7 +132,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
             raise RuntimeError("the user's program fails")
         if phase == "forward" and life.kill is not None and life.kill[:2] == (0, at["iteration"]):
             _stopped(life.kill[2], rank)
-        if life.kill is None or (rank, phase) != (life.kill[0], life.kill[2]):
+        if life.kill is None or phase != life.kill[2] or rank not in (life.kill[0], *life.together):
             return
         reached = at["replayed" if phase == "replay" else "iteration"]
         if phase in _STORAGE_PHASES:

@@ -98,6 +98,11 @@ class MoECheckpoint(_Unranked):
         self.options = make_options("MoECheckpoint", policy, dirpath, options, ("isolate_validation",))
         if not isinstance(isolate_validation, bool):
             raise ConfigError(f"MoECheckpoint(isolate_validation={isolate_validation!r}): choose True or False")
+        if self.options.memory is not None and self.options.memory.upstream_bytes is not None:
+            raise ConfigError(
+                "MoECheckpoint(memory=Memory(upstream_bytes=...)): Lightning trains without a pipeline, so that no "
+                "stage could go back alone. Leave it out"
+            )
         if self.options.bubbles == "on":
             raise ConfigError(
                 "MoECheckpoint(bubbles='on'): Lightning trains without a pipeline, whose bubbles copies could go in. "

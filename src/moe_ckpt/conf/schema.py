@@ -119,6 +119,7 @@ class MemoryConfig:
     storage_every_n_steps: Optional[Union[int, str]] = None  # noqa: UP007, UP045
     storage_every_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     survivor_secs: Union[float, int, str] = 20.0  # noqa: UP007
+    upstream_bytes: Optional[Union[int, str]] = None  # noqa: UP007, UP045
 
 
 @dataclass

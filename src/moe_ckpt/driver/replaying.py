@@ -49,13 +49,25 @@ class Replaying:
         replay: Of the window, whose first step is loaded.
         plain: This rank's plain state at that step.
         repeated: The parts of an adapter's plain state that must repeat.
+        until: Last step to compute: the window's, or a later one.
+        going_on: As given.
 
     Attributes:
         source: Computes the steps.
+        going_on: What to go on with when it is done (``Restored.going_on``).
     """
 
-    def __init__(self, replay: Replay, plain: Plain, repeated: RepeatedOf) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        plain: Plain,
+        repeated: RepeatedOf,
+        until: int = 0,
+        going_on: Mapping[str, Any] | None = None,
+    ) -> None:
         self._replay = replay
+        self._reached, self._until = 0, until
+        self.going_on = going_on or {}
         self._repeated = repeated
         self.source: StepSource = Recompute()
         self._before = plain
@@ -68,13 +80,13 @@ class Replaying:
 
     @property
     def done(self) -> bool:
-        """Whether the state is that of the window's last step."""
-        return self._replay.done
+        """Whether the state is that of the last step to compute."""
+        return self._replay.done and self._reached >= self._until
 
     @property
     def steps(self) -> tuple[int, int]:
-        """First and last step of the window."""
-        return self._replay.steps[0], self._replay.steps[-1]
+        """First step of the window, and the last one to compute."""
+        return self._replay.steps[0], max(self._replay.steps[-1], self._until)
 
     def begin(self, source: StepSource) -> None:
         """Training begins with ``source``."""
@@ -93,7 +105,7 @@ class Replaying:
         Raises:
             ReplayDivergedError: It is not the next step.
         """
-        if self.done or step == self._replay.steps[self._replay.loaded - 1]:
+        if self._replay.done or step == self._replay.steps[self._replay.loaded - 1]:
             return
         expected = self._replay.steps[self._replay.loaded]
         if step != expected:
@@ -102,15 +114,17 @@ class Replaying:
 
     def skip(self, step: int) -> None:
         """Raises ``ReplayDivergedError`` if ``step``, which is skipped, was computed the first time."""
-        if not self.done and step >= self._replay.steps[self._replay.loaded]:
+        if not self._replay.done and step >= self._replay.steps[self._replay.loaded]:
             raise ReplayDivergedError(step, "it is skipped now, and was computed then")
 
     def compare(self, step: int, captured: Plain) -> None:
         """Raises ``ReplayDivergedError`` unless ``captured``, the plain state after ``step``, is as recorded."""
-        self.put_back(step)
-        self._replay.repeat()  # other callbacks or QK-clip may have changed weights since
-        require_repeated(step, self._repeated(self._before, self._recorded), self._recorded, captured)
-        self._before, self._recorded = self._recorded, {} if self.done else self._replay.upcoming()
+        self._reached = step
+        if self._recorded:
+            self.put_back(step)
+            self._replay.repeat()  # other callbacks or QK-clip may have changed weights since
+            require_repeated(step, self._repeated(self._before, self._recorded), self._recorded, captured)
+            self._before, self._recorded = self._recorded, {} if self._replay.done else self._replay.upcoming()
         self._prepare()
 
 

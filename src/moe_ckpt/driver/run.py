@@ -18,6 +18,7 @@ from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
+from moe_ckpt.driver.rejoining import Rejoining
 from moe_ckpt.driver.replaying import Repeated, Replaying
 from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
@@ -37,6 +38,7 @@ from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateRe
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import Restored, resume_newest
+from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
@@ -121,6 +123,7 @@ class Driver:
         restored_step: Step of the checkpoint that training resumed from; of a sparse window, its last one.
         recovery_plan: Where each operator of that checkpoint came from, as this rank sees it.
         replaying: The replay of a sparse window, until it is done.
+        local: This rank's part, if only some pipeline stages went back; None if all did.
         surviving: What is done when training stops at a failure; from ``open`` on.
     """
 
@@ -130,6 +133,7 @@ class Driver:
         self.restored_step: int | None = None
         self.recovery_plan: RecoveryPlan | None = None
         self.replaying: Replaying | None = None
+        self.local: Rejoining | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
         self.surviving: Surviving
@@ -180,20 +184,26 @@ class Driver:
             gradients=gradients,
         )
         session.open()
-        self.session, self._storage, self._state = session, storage, state
+        self.session, self._storage = session, storage
+        self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
         secs = 0.0 if memory is None else memory.sealing_secs
         self.surviving = Surviving(session.survivor, secs, self._unit, comm.rank)
         self.lifecycle.move(Event.OPEN, "open()")
 
     def resume(
-        self, otherwise: Callable[[], object] | None = None, *, replayer: UpdateReplayer | None = None
+        self,
+        otherwise: Callable[[], object] | None = None,
+        *,
+        replayer: UpdateReplayer | None = None,
+        logs: KeptLogs | None = None,
     ) -> None:
         """Resumes from the newest good checkpoint, or begins a new run, and says which.
 
         Args:
             otherwise: Loads what a new run begins with; None to begin with the model as it is.
             replayer: Makes the updates of a gradient log once more.
+            logs: What crossed the boundaries of pipeline stages, so that only some need go back.
 
         Raises:
             NoCheckpointError, ConfigError, FinishedRunError: Training cannot resume from the store.
@@ -201,13 +211,11 @@ class Driver:
         self.lifecycle.require(Event.RESUME, "resume()")
         options = self.options
         if options.resume != "never":
-            restored = resume_newest(
-                self._storage,
-                self.comm,
-                self._state,
+            restored = self._resume(
                 self.session.tier,
                 self._admits,
                 replayer=replayer,
+                logs=logs,
                 **options.reading,
             )
             if restored is not None:
@@ -234,10 +242,18 @@ class Driver:
         manifest, dirpath, rank = restored.manifest, self.options.dirpath, self.comm.rank
         changes, inexact = self._host.load(restored)
         self.restored_step, self.recovery_plan = manifest.step, restored.plan
+        if restored.local is not None:
+            self.local = Rejoining(restored.local, self.session)
+            self.restored_step = restored.local.recovery.step
         if restored.replay is not None:
-            self.replaying = Replaying(restored.replay, restored.plain, self._host.repeated)
+            self.replaying = Replaying(
+                restored.replay, restored.plain, self._host.repeated, self.restored_step, restored.going_on
+            )
             self.lifecycle.move(Event.RESUME_WINDOW, "resume()")
-            self._restored = restored
+        if restored.local is not None:
+            if restored.replay is None:
+                self.lifecycle.move(Event.RESUME, "resume()")
+        elif self.replaying is not None:
             messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.place, dirpath, rank)
             self._say_left_behind(restored)
         else:
@@ -324,10 +340,14 @@ class Driver:
         finally:
             if isinstance(self.session.tier, MemoryTier):
                 self.session.tier.left.step_replayed(equal=equal)
+        local = self.local
         if replaying.done:
             self.replaying = None
             self.lifecycle.move(Event.REPLAYED, "replay")
-            self.session.resume_from(replaying.manifest, **self._restored.going_on)
+        if local is not None and not local.is_over:
+            local.step_replayed(last=replaying.done)
+        elif replaying.done:
+            self.session.resume_from(replaying.manifest, **replaying.going_on)
         self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)
         self._tell(StepReplayed(self.last, self.session.run_ledger))
         return self.last
@@ -371,6 +391,7 @@ class Driver:
         self.surviving.enter(Moment.UNKNOWN)
         self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
+        moved = moved or self.local is not None  # no checkpoint holds what ranks reached apart
         if window is not None:
             messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
         self.session.finish(

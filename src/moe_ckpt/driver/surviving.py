@@ -7,7 +7,7 @@ import enum
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moe_ckpt.driver.messages import say_not_survived, say_survived
 from moe_ckpt.driver.termination import Termination
@@ -40,11 +40,13 @@ class Surviving:
 
     Attributes:
         moment: Of the iteration.
+        settle: Completes what else must outlive the process, within so many seconds.
         termination: Handles SIGTERM, where nobody else does.
     """
 
     def __init__(self, survivor: Survivor, secs: float, unit: str, rank: int) -> None:
         self.moment = Moment.UNKNOWN
+        self.settle: Callable[[float], None] = lambda secs: None
         self.termination = Termination(self, secs)
         self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
         self._once = threading.Lock()
@@ -109,6 +111,7 @@ class Surviving:
                 return
             with _not_interrupted():
                 found = self._survivor.seal(self._secs)
+                self.settle(self._secs)
         if found is None:
             return
         if found.problem:

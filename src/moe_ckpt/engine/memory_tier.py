@@ -89,6 +89,7 @@ class MemoryTier:
     Attributes:
         complete_step: Step of the newest checkpoint that the ranks hold: of this life, or the one that it goes on from.
             None before the first, and where this rank needed the room.
+        complete_since: The first step of the newest one of this life, if that is a sparse window; else its only step.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class MemoryTier:
         self.rank, self.node, self.model, self.files = rank, node, model, files
         self.left, self.replicator = left, replicator
         self.complete_step: int | None = None
+        self.complete_since: int | None = None
         self._pool = pool
         self._entries: dict[int, _Entry] = {}
         self._open: list[int] = []
@@ -239,6 +241,7 @@ class MemoryTier:
             newest = newest_checkpoint(entry.step for entry in self._entries.values())
             if newest:
                 self.complete_step = self._entries[newest[-1].sequence].training_step
+                self.complete_since = self._entries[newest[0].sequence].training_step
             self._release_unneeded()
             steps = [entry.step for entry in self._entries.values()]
             kept = {*needed(steps), *self._open, *range(self._next, self._next + _AHEAD)}

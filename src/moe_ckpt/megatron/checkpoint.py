@@ -32,6 +32,7 @@ from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
+from moe_ckpt.megatron.upstream import make_upstream
 from moe_ckpt.modeling.boosting import BoostPort
 from moe_ckpt.policies.base import Policy
 
@@ -147,6 +148,7 @@ class MegatronCheckpoint:
             self._counter.close()  # a caller may catch this and train without checkpoints
             raise
         self._chunks = chunks
+        self._upstream = make_upstream(options, world.stages, chunks, self._driver)
         note = self._driver.note
 
         def reduces() -> None:
@@ -210,7 +212,13 @@ class MegatronCheckpoint:
                 self._host.generators.take()
 
         replayer = self._log.replayer(self.session.catalog)
-        self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise), replayer=replayer)
+        self._driver.resume(
+            None if otherwise is None else functools.partial(begin, otherwise),
+            replayer=replayer,
+            logs=None if self._upstream is None else self._upstream.kept,
+        )
+        if self._upstream is not None:
+            self._upstream.resumed(self.iteration)
         self.recovery_plan = self._driver.recovery_plan
         self._first = FirstForward(self._chunks, self.begin_training)
         return loop.begun_at
@@ -230,6 +238,8 @@ class MegatronCheckpoint:
         lifecycle.require(Event.BEGIN, "begin_training()")
         if self._first is not None:
             self._first.close()
+        if self._upstream is not None:
+            self._upstream.begin()
         generators.put_back()
         generators.note()
         # Pipeline stages arrive one after the other, so none may wait for the others here.
@@ -299,7 +309,10 @@ class MegatronCheckpoint:
         updated = self._watch.updated is not False if updated is None else updated
         tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
         tokens = self._host.boosting.step_ends(tokens, applied=updated)
-        return self._driver.after_update(began, tokens, updated=updated)
+        record = self._driver.after_update(began, tokens, updated=updated)
+        if self._upstream is not None:
+            self._upstream.step_ended(iteration)
+        return record
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
         """Instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
@@ -320,6 +333,8 @@ class MegatronCheckpoint:
             self._driver.replaying.skip(iteration)
         self._host.loop.skip(iteration, consumed_samples, counters)
         self._host.generators.note()
+        if self._upstream is not None:
+            self._upstream.step_ended(iteration)
 
     def discard_tokens(self) -> None:
         """Forgets the tokens routed since the last iteration; the rerun machine runs the forward pass again."""
@@ -358,6 +373,8 @@ class MegatronCheckpoint:
         """
         if self._driver.lifecycle.state is State.ENDED:
             return
+        if self._upstream is not None:
+            self._upstream.begin()  # others may have to compute steps again, though this rank has none left
         halted = self.last is not None and self.last.halt is not None
         try:
             self._driver.catch_up()
@@ -375,6 +392,8 @@ class MegatronCheckpoint:
             self._first.close()
         if self._pipeline is not None:
             self._pipeline.close()
+        if self._upstream is not None:
+            self._upstream.close()
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.

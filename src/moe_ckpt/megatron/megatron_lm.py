@@ -104,6 +104,12 @@ def install(
     """
     global _installed
     chosen = make_options("megatron.install", policy, dirpath, options, ("stateful",))
+    if chosen.memory is not None and chosen.memory.upstream_bytes is not None:
+        raise UnsupportedError(
+            "megatron.install(memory=Memory(upstream_bytes=...)): Megatron-LM's loop talks over all stages after an "
+            "iteration, too, where a stage that comes up to the others would be missed. Leave it out, or train with "
+            "megatron.attach in a loop of your own"
+        )
     if _installed is not None:
         raise ConfigError(
             f"megatron.install() was called twice in this process, for {_installed.options.dirpath} and for "

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.memory.logs import is_log
 from moe_ckpt.memory.slot import DATA_SUFFIX, HEADER_SUFFIX, STARTS_SUFFIX
 from moe_ckpt.storage.access import PRIVATE
 from moe_ckpt.storage.local import make_directories
@@ -118,7 +119,7 @@ class RankDirectory:
         for name, path in there.items():
             pair = {path.stem + DATA_SUFFIX, path.stem + HEADER_SUFFIX}
             is_of_slot = name in (*pair, path.stem + STARTS_SUFFIX) and pair <= there.keys()
-            if not is_of_slot and name not in (LOCK, OWNER):
+            if not is_of_slot and name not in (LOCK, OWNER) and not is_log(name, there.keys()):
                 _delete(path)
 
     def clear(self) -> None:

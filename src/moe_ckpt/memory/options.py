@@ -38,6 +38,9 @@ class Memory:
         survivor_secs: When training stops at a failure, each rank that lives on seals the newest step in memory for up
             to so long; a number of seconds, or text such as "20s". Less than what the launcher waits before it kills
             (torchrun: 30 s, SLURM: ``KillWait``). 0: never.
+        upstream_bytes: The most that this rank's log of what it sends over the boundaries of its pipeline stage may
+            take, as a number or as text such as "8GB": with it only stages that lost something go back after a failure
+            (Megatron). None: nothing is logged.
 
     Raises:
         ConfigError: A value that cannot be.
@@ -50,6 +53,7 @@ class Memory:
     storage_every_n_steps: int | str | None = None
     storage_every_secs: float | str | None = None
     survivor_secs: float | str = 20.0
+    upstream_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.directory is not None:
@@ -88,6 +92,13 @@ class Memory:
                 "them to end, so that what takes longer is cut off. Give less than that"
             )
         object.__setattr__(self, "survivor_secs", secs)
+        if self.upstream_bytes is not None:
+            object.__setattr__(self, "upstream_bytes", parse_bytes(self.upstream_bytes, "Memory(upstream_bytes)"))
+            if not secs:
+                raise ConfigError(
+                    "Memory(upstream_bytes=..., survivor_secs=0): a log helps those that go back only where the others "
+                    "keep their state. Give survivor_secs, such as 20"
+                )
 
     @property
     def sealing_secs(self) -> float:

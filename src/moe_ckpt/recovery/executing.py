@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_ckpt.core.memory_shares import LeftBehind
 from moe_ckpt.core.plan import Tier
@@ -26,6 +26,9 @@ from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitt
 from moe_ckpt.recovery.slot_storage import Span
 from moe_ckpt.recovery.sources import Source, StorageSource, WindowSource, opened_inventories
 from moe_ckpt.recovery.together import NotUsableError, together, together_or_any
+
+if TYPE_CHECKING:
+    from moe_ckpt.recovery.localized import LocalPart
 
 log = logging.getLogger("moe_ckpt")
 
@@ -52,6 +55,7 @@ class Restored:
         beneath: Then the checkpoint on storage that it is, or was laid over; None if storage has nothing of it.
         plan: Where each operator came from; None if storage alone was asked.
         left_behind: What memory had that is newer, and cannot be used; None if nothing.
+        local: This rank's part, if only some pipeline stages go back; None if all ranks load the same step.
     """
 
     manifest: Manifest
@@ -63,6 +67,7 @@ class Restored:
     beneath: Manifest | None = None
     plan: RecoveryPlan | None = None
     left_behind: LeftBehind | None = None
+    local: LocalPart | None = None
 
     @property
     def place(self) -> str:
@@ -121,7 +126,7 @@ class Recovery:
 
     def _return_to(self, directory: str) -> Restored:
         comm, state = self.comm, self.state
-        restored, storage = together(comm, lambda: self._open(self.reader, self.reader.manifest(directory)))
+        restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
         manifest = restored.manifest
         window = restored.replay is not None
         memory = None if window else MemorySource(manifest, self.reader.index(manifest), comm, self.tier)
@@ -158,7 +163,7 @@ class Recovery:
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
 
         def open_and_verify() -> tuple[Restored, StorageSource]:
-            restored, source = self._open(opened.reader, manifest)
+            restored, source = opening(self, opened.reader, manifest)
             if comm.rank == 0:
                 say_plan(plan)
             source.verify(operators, state)
@@ -172,7 +177,7 @@ class Recovery:
     def _return_along_log(self, opened: OpenedMemory, received: int) -> Restored:
         """The same of a step of a gradient log: anchors, and the updates since, made once more."""
         comm, state, manifest = self.comm, self.state, opened.manifest
-        restored, source = together(comm, lambda: self._open(opened.reader, manifest))
+        restored, source = together(comm, lambda: opening(self, opened.reader, manifest))
         log_here = together(
             comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank, opened.chained)
         )
@@ -208,10 +213,10 @@ class Recovery:
     def _proven(self, opened: OpenedMemory) -> tuple[tuple[OpenedMemory, tuple[Span, ...]], bool]:
         """What was opened, what this rank reads of it, and whether some of that lies on other nodes."""
         opened.reader.prove(opened.manifest)
-        spans = tuple(self._spans(opened))
+        spans = tuple(self.spans(opened))
         return (opened, spans), opened.slots.needs_others(spans)
 
-    def _spans(self, opened: OpenedMemory) -> Iterator[Span]:
+    def spans(self, opened: OpenedMemory) -> Iterator[Span]:
         """What this rank reads of the checkpoint."""
         reader, manifest = opened.reader, opened.manifest
         index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
@@ -229,22 +234,23 @@ class Recovery:
         for stored in needed:
             yield stored.path, stored.offset, stored.offset + stored.nbytes
 
-    def _open(self, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
-        """Opens the checkpoint, if this run can resume from it. Changes nothing, and reads no slice."""
-        rank = self.comm.rank
-        if not manifest.window:
-            restored = open_dense(reader, manifest, rank, self.admits)
-            require_fitting(reader, manifest, self.state, restored.plain.get("plain"))
-            return restored, StorageSource(reader, manifest)
-        _require_same_ranks(manifest, self.comm.world_size)
-        reader.prove(manifest)
-        plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
-        if self.admits is not None:
-            self.admits(manifest, plain)
-        require_fitting(reader, manifest, self.state, plain.get("plain"))
-        replay = Replay(reader, manifest, reader.index(manifest), self.state, rank)
-        path = state_path(manifest.slots[0].directory, rank)
-        return Restored(manifest, plain, None, replay, path), WindowSource(reader, manifest, replay)
+
+def opening(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
+    """Opens the checkpoint, if this run can resume from it. Changes nothing, and reads no slice."""
+    rank = recovery.comm.rank
+    if not manifest.window:
+        restored = open_dense(reader, manifest, rank, recovery.admits)
+        require_fitting(reader, manifest, recovery.state, restored.plain.get("plain"))
+        return restored, StorageSource(reader, manifest)
+    _require_same_ranks(manifest, recovery.comm.world_size)
+    reader.prove(manifest)
+    plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
+    if recovery.admits is not None:
+        recovery.admits(manifest, plain)
+    require_fitting(reader, manifest, recovery.state, plain.get("plain"))
+    replay = Replay(reader, manifest, reader.index(manifest), recovery.state, rank)
+    path = state_path(manifest.slots[0].directory, rank)
+    return Restored(manifest, plain, None, replay, path), WindowSource(reader, manifest, replay)
 
 
 def _require_same_ranks(manifest: Manifest, world_size: int) -> None:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -38,17 +37,17 @@ from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError, Rec
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     Manifest,
+    OperatorRecord,
     SlotRecord,
     step_dir,
 )
 from moe_ckpt.format.part import pruned
 from moe_ckpt.format.slot import StepFacts
-from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_storage import SlotStorage
+from moe_ckpt.recovery.slot_storage import SlotFile, SlotStorage
 from moe_ckpt.recovery.slot_views import (
     Layer,
     SlotFiles,
@@ -57,6 +56,8 @@ from moe_ckpt.recovery.slot_views import (
     age_of,
     packed_header,
     place_of,
+    share_of,
+    told_of,
     unpacked_headers,
 )
 from moe_ckpt.recovery.together import DAMAGED, Answer, NotUsableError, together
@@ -65,7 +66,7 @@ log = logging.getLogger("moe_ckpt")
 
 _EXPERTS = "expert"
 """Kind of the shards of experts."""
-_BESIDE = "_survivors"
+BESIDE = "_survivors"
 """Ending of the directory of what survivors sealed of a step of which there is another snapshot."""
 MOST_STARTS = 3
 """From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
@@ -127,22 +128,22 @@ class MemoryCheckpoints:
         self._noted: set[int] = set()
         self._said: set[str] = set()
         self._own = tier.left.found
-        mine = [_told(each, number) for number, each in enumerate(self._own)]
+        mine = [told_of(each, number) for number, each in enumerate(self._own)]
         answer = Answer.of(reader.directories if comm.rank == 0 else None)
         told_here = [answer.told, tier.node, [str(each.slot.path) for each in self._own], mine]
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(told_here).encode())]
         self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
-        self._shares: list[Share] = []
+        self.shares: list[Share] = []
         self._paths: dict[Share, str] = {}
         for holder, (_, node, paths, told) in enumerate(ranks):
             for path, fields in zip(paths, told, strict=True):
-                share = _share(holder, node, fields)
-                self._shares.append(share)
+                share = share_of(holder, node, fields)
+                self.shares.append(share)
                 self._paths[share] = path
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
-        standing = [each for each in checkpoints_of(self._shares) if self._stands(each) and self._fits(each)]
+        standing = [each for each in checkpoints_of(self.shares) if self._stands(each) and self._fits(each)]
         whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
         parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
         return sorted((whole | parts.intersection(self.stored)) - self._given_up, key=age_of, reverse=True)
@@ -196,15 +197,15 @@ class MemoryCheckpoints:
             NotUsableError: Some rank cannot read the checkpoint on storage that it is laid over.
             RecoveryLoopError: Too many starts have gone on from it, and ended no step.
         """
-        candidates = [e for e in checkpoints_of(self._shares) if step_dir(e.step, e.generation) == directory]
+        candidates = [e for e in checkpoints_of(self.shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
         self._note_start(directory, checkpoint)
         known = [(*age_of(name), name) for name in self.stored]
         names = base_of(checkpoint, known)
-        here = self._readable(names[:1])
-        described, everywhere = self._describe([checkpoint], here is not None or not names)
-        older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self._shares))
-        described += self._describe(older)[0] if older else []
+        here = _readable(self._reader, names[:1])
+        described, everywhere = self.describe([checkpoint], here is not None or not names)
+        older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
+        described += self.describe(older)[0] if older else []
         beneath = here if everywhere else self._beneath(names)
         return lambda: self._opened(checkpoint, older, described, beneath)
 
@@ -228,13 +229,13 @@ class MemoryCheckpoints:
                 slot = self._own[number].slot
                 slot.quarantine()
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
-        self._shares = [share for share in self._shares if (share.holder, share.number) not in bad]
+        self.shares = [share for share in self.shares if (share.holder, share.number) not in bad]
         if not bad:
             self._given_up.add(directory)
 
     def left_behind(self, taken: Manifest) -> LeftBehind | None:
         """What memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
-        return left_behind(checkpoints_of(self._shares), taken.generation, taken.step)
+        return left_behind(checkpoints_of(self.shares), taken.generation, taken.step)
 
     def keep_only(self, step: int | None) -> None:
         """The run goes on: let go of all slots but those of the checkpoint opened last, if it is of that ``step``.
@@ -263,14 +264,6 @@ class MemoryCheckpoints:
             self._noted.add(number)
             self._own[number].slot.note_start()
 
-    def _readable(self, names: Sequence[str]) -> Manifest | None:
-        """The manifest of the first of them; None if there is none, or this rank cannot read it."""
-        try:
-            return self._reader.manifest(names[0]) if names else None
-        except (OSError, MoECheckpointError) as error:  # raised by ``_beneath``, once all ranks know
-            log.info("%s cannot be read: %s", names[0], error)
-            return None
-
     def _beneath(self, names: Sequence[str]) -> Manifest | None:
         """The first of these checkpoints on storage that all ranks can read; None if there is none."""
         for name in names:
@@ -281,7 +274,7 @@ class MemoryCheckpoints:
                     raise
         return None
 
-    def _describe(
+    def describe(
         self, checkpoints: Sequence[MemoryCheckpoint], fine: bool = True
     ) -> tuple[list[SnapshotFacts], bool]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
@@ -312,16 +305,16 @@ class MemoryCheckpoints:
         directory = step_dir(checkpoint.step, checkpoint.generation)
         logged, chained = tuple[LoggedSnapshot, ...](), frozenset[str]()
         count = len(checkpoint.snapshots)
-        parts = self._parts(checkpoint, described[:count])
+        parts = self.parts(checkpoint, described[:count])
         layers = [
-            Layer(self._parts(each, [facts], _BESIDE if each.step == checkpoint.step else "")[0], each, facts)
+            Layer(self.parts(each, [facts], BESIDE if each.step == checkpoint.step else "")[0], each, facts)
             for each, facts in zip(older, described[count:], strict=True)
         ]
         if beneath is not None and beneath.directory == directory and not checkpoint.is_window:
             [part] = parts
             view, known = self._laid(beneath, layers), part.known_to(beneath)
             whole = checkpoint.is_whole and len(known) == len(part.files)
-            view.lay(part, described[0], kept=part.kept if whole else self._covered(part, part.kept, beneath))
+            view.lay(part, described[0], kept=part.kept if whole else self.covered(part, part.kept, beneath))
             view.slots |= known
             manifest = pruned(replace(beneath, operators=view.operators), view.files, {directory})
         else:
@@ -336,12 +329,25 @@ class MemoryCheckpoints:
             files |= {path: file for part in parts for path, file in part.files.items()}
         if checkpoint.is_log or checkpoint.is_window:
             chained = view.brought_to(described[count - 1].require_facts(checkpoint.step))
-        self._used = {path: file.share for path, file in files.items()}
+        self._used = {}
+        reader, slots = self.reading(manifest, files, [*parts, *(layer.part for layer in layers)])
+        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained)
+
+    def reading(
+        self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]
+    ) -> tuple[StoreReader, SlotStorage]:
+        """What reads a checkpoint of which ``files`` lie in slots. Those are in use from here on.
+
+        Args:
+            manifest: Of it.
+            files: By their paths.
+            parts: That they are of.
+        """
+        self._used = {**self._used, **{path: file.share for path, file in files.items()}}
         slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
-        every = [*parts, *(layer.part for layer in layers)]
-        reader.add(manifest, {rec: h for part in every for rec, h in part.headers.items() if rec.path in files})
-        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained)
+        reader.add(manifest, {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files})
+        return reader, slots
 
     def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:
         """Whether every expert is in the checkpoint itself, so that no older one need be looked into."""
@@ -353,7 +359,7 @@ class MemoryCheckpoints:
         experts = sum(operator.startswith(EXPERT) for operator in facts.operators)
         return experts == sum(layer.experts for layer in self._tier.model.layers)
 
-    def _parts(
+    def parts(
         self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts], ending: str = ""
     ) -> list[SlotFiles]:
         """The slots of each snapshot, as files. ending: Of the names of their directories."""
@@ -375,9 +381,9 @@ class MemoryCheckpoints:
             newer = view.older_than(part.step)
             kept, sent = part.kept & newer, (part.of_kind(_EXPERTS) - part.kept) & newer
             if not checkpoint.is_whole:
-                kept = self._covered(part, kept, beneath)
+                kept = self.covered(part, kept, beneath)
             if not checkpoint.is_complete:
-                sent = self._covered(part, sent, beneath)
+                sent = self.covered(part, sent, beneath)
             if kept or sent:
                 view.lay(part, facts, held=sent, kept=kept)
         return view
@@ -394,16 +400,30 @@ class MemoryCheckpoints:
         facts = snapshots[-1].require_facts(checkpoint.step)
         for part, snapshot in zip(parts, snapshots, strict=True):
             held = snapshot.require_facts(checkpoint.step).operators
-            kept = part.kept if checkpoint.is_whole else self._covered(part, part.kept, beneath)
+            kept = part.kept if checkpoint.is_whole else self.covered(part, part.kept, beneath)
             view.lay(part, snapshot, held=() if isinstance(held, Fragment) else held, kept=kept)
             view.slots |= part.files
-        operators = view.operators
+        *before, last = parts
+        whole = replace(
+            self.whole(checkpoint, facts, view.operators, beneath),
+            states=tuple(last.states),
+            window=tuple(SlotRecord(part.step, tuple(part.states)) for part in before),
+        )
+        return pruned(whole, view.files, {part.directory for part in parts})
+
+    def whole(
+        self,
+        checkpoint: MemoryCheckpoint,
+        facts: StepFacts,
+        operators: Mapping[str, OperatorRecord],
+        beneath: Manifest | None,
+    ) -> Manifest:
+        """The manifest of a checkpoint, which lacks its files and the ranks' states."""
         book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *self._grid)
         book.applied = np.asarray(facts.applied, dtype=np.int64).reshape(book.applied.shape)
         book.faults = list(facts.faults)
         book.saved = {Tier.STORAGE: book.saved[Tier.STORAGE]}
-        *before, last = parts
-        whole = Manifest(
+        return Manifest(
             run_id=self._tier.files.run_id,
             step=checkpoint.step,
             generation=checkpoint.generation,
@@ -413,20 +433,27 @@ class MemoryCheckpoints:
             model=self._tier.model,
             files=(),
             operators=operators,
-            states=tuple(last.states),
+            states=(),
             parent=None if beneath is None else beneath.directory,
             policy=facts.policy,
             measured=facts.measured,
             tokens=book.to_dict(),
-            window=tuple(SlotRecord(part.step, tuple(part.states)) for part in before),
         )
-        return pruned(whole, view.files, {part.directory for part in parts})
 
-    def _covered(self, part: SlotFiles, operators: frozenset[str], beneath: Manifest | None) -> frozenset[str]:
-        """Those of ``operators`` that some slots hold whole, though others are gone, by what storage has of them."""
+    def covered(
+        self,
+        part: SlotFiles,
+        operators: frozenset[str],
+        beneath: Manifest | None,
+        reader: StoreReader | None = None,
+    ) -> frozenset[str]:
+        """Those of ``operators`` that some slots hold whole, though others are gone, by what storage has of them.
+
+        reader: of ``beneath``, if that is in memory.
+        """
         if not operators or beneath is None:
             return frozenset()
-        blocks = blocks_of(self._reader.index(beneath), operators)
+        blocks = blocks_of((reader or self._reader).index(beneath), operators)
         found: dict[str, list[tuple[str, Box]]] = {}
         for entry in part.slices_of(operators):
             found.setdefault(entry.operator, []).append((entry.key, entry.box))
@@ -442,6 +469,15 @@ def _gradients_of(snapshot: SnapshotFacts) -> Sequence[str]:
     return () if snapshot.facts is None else snapshot.facts.gradients
 
 
+def _readable(reader: StoreReader, names: Sequence[str]) -> Manifest | None:
+    """The manifest of the first of them; None if there is none, or this rank cannot read it."""
+    try:
+        return reader.manifest(names[0]) if names else None
+    except (OSError, MoECheckpointError) as error:  # raised by ``_beneath``, once all ranks know
+        log.info("%s cannot be read: %s", names[0], error)
+        return None
+
+
 def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[tuple[str, Box]]) -> bool:
     try:
         prove_cover(operator, wanted, found)
@@ -449,34 +485,3 @@ def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[
         log.info("not all of %s survived in memory, it stays as storage has it: %s", operator, str(error))
         return False
     return True
-
-
-# --- what ranks tell each other of slots ---
-
-
-def _told(found: FoundSlot, number: int) -> list[Any]:
-    header = found.header
-    window = header.facts.window
-    place = None if window is None else [window.start, window.size, window.slot]
-    return [
-        number,
-        header.life,
-        header.generation,
-        header.sequence,
-        header.step,
-        header.rank,
-        header.world_size,
-        place,
-        header.facts.base,
-        found.slot.starts,
-        header.freshness,
-        header.sent,
-        header.facts.since,
-    ]
-
-
-def _share(holder: int, node: str, told: Sequence[Any]) -> Share:
-    number, life, generation, sequence, step, writer, writers, place, *rest = told
-    window = None if place is None else (place[0], place[1], place[2])
-    of = number, life, generation, sequence, step, writer, writers, window, *rest
-    return Share(holder, node, *of)

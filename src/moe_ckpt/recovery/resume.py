@@ -21,12 +21,14 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, open_dense, rank_of_state
+from moe_ckpt.recovery.localized import LocalAttempt
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import restore
 from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.recovery.together import STOPS, UNREAD, NotUsableError, by_rank_zero, leave_together
+from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
 
@@ -44,6 +46,7 @@ def resume_newest(
     on_read_error: str = "stop",
     read_patience_secs: float = PATIENCE_SECS,
     replayer: UpdateReplayer | None = None,
+    logs: KeptLogs | None = None,
 ) -> Restored | None:
     """Loads the newest good checkpoint into ``state``; returns None if the store has none.
 
@@ -59,6 +62,7 @@ def resume_newest(
             manifests written from then on name the newer one, so that retention keeps it.
         read_patience_secs: How long, in all, failing reads are tried again before that.
         replayer: Makes the updates of a gradient log once more, if the policy keeps one.
+        logs: What crossed the boundaries of pipeline stages, so that only some need go back; None without.
 
     Raises:
         OtherLayoutError: There are sparse windows of another layout, and no dense checkpoint to take instead.
@@ -71,13 +75,13 @@ def resume_newest(
     reader = StoreReader(storage, read_patience_secs)
     recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer)
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
-    if memory is None:
-        directories = by_rank_zero(comm, reader.directories, f"list the store {storage.root}")
-    else:
-        directories = memory.stored
+    listing = f"list the store {storage.root}"
+    directories = memory.stored if memory is not None else by_rank_zero(comm, reader.directories, listing)
     passed_over = _PassedOver(comm)
+    local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
     for directory, opener in _candidates(directories, memory):
-        restored = recovery.attempt(directory, opener)
+        in_part = None if local is None else local.make(directory, opener)
+        restored = in_part or recovery.attempt(directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 leave_together(comm, restored, directory)

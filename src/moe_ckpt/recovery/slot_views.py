@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
 from moe_ckpt.format.slot import SlotHeader, StepFacts
+from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.slot_storage import STATE, SlotFile
 from moe_ckpt.slices.compiling import GRADIENTS, HELD
@@ -139,6 +140,13 @@ class SlotFiles:
         headers = (self.headers[record] for record in self.records.get(kind, ()))
         return frozenset(entry.operator for header in headers for entry in header.slices if entry.operator)
 
+    @property
+    def every_slice(self) -> Iterator[SliceEntry]:
+        """What the slots hold, but for consumed gradients."""
+        for kind, records in self.records.items():
+            for record in records if kind != GRADIENTS else ():
+                yield from self.headers[record].slices
+
     def slices_of(self, operators: frozenset[str]) -> Iterator[SliceEntry]:
         """What the slots hold of these operators."""
         for header in self.headers.values():
@@ -219,3 +227,33 @@ class View:
         named = {record.path for record in manifest.files} | {state.path for state in manifest.states}
         named |= {state.path for slot in manifest.window for state in slot.states}
         return {path: file for path, file in self.slots.items() if path in named}
+
+
+def told_of(found: FoundSlot, number: int) -> list[Any]:
+    """What ranks tell each other of a slot, for ``share_of``. number: Among the holder's."""
+    header = found.header
+    window = header.facts.window
+    place = None if window is None else [window.start, window.size, window.slot]
+    return [
+        number,
+        header.life,
+        header.generation,
+        header.sequence,
+        header.step,
+        header.rank,
+        header.world_size,
+        place,
+        header.facts.base,
+        found.slot.starts,
+        header.freshness,
+        header.sent,
+        header.facts.since,
+    ]
+
+
+def share_of(holder: int, node: str, told: Sequence[Any]) -> Share:
+    """What ``told_of`` gave on another rank. holder: That rank. node: Its node."""
+    number, life, generation, sequence, step, writer, writers, place, *rest = told
+    window = None if place is None else (place[0], place[1], place[2])
+    of = number, life, generation, sequence, step, writer, writers, window, *rest
+    return Share(holder, node, *of)

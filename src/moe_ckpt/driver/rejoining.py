@@ -1,0 +1,48 @@
+"""A recovery in which some pipeline stages go back: the others wait for them, and all go on together."""
+
+from __future__ import annotations
+
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.recovery.localized import LocalPart
+
+
+class Rejoining:
+    """This rank's part, until all ranks are of one step again. On the training thread.
+
+    Args:
+        part: What was restored.
+        session: Goes on from it.
+
+    Attributes:
+        part: As given.
+        is_over: Whether all ranks are together.
+    """
+
+    def __init__(self, part: LocalPart, session: CheckpointSession) -> None:
+        self.part, self.is_over = part, False
+        self._session = session
+
+    def wait(self) -> None:
+        """Before the first step of a rank that keeps its state: waits for those that compute steps again.
+
+        Does nothing on those, and the second time.
+
+        Raises:
+            PeerLostError: One of them is gone.
+        """
+        if self.part.goes_back or self.is_over:
+            return
+        for _ in self.part.steps:
+            self._session.comm.everyone(b"")  # so that no wait is longer than one step
+        self._go_on()
+
+    def step_replayed(self, *, last: bool) -> None:
+        """A rank that goes back has computed a step again. last: It was the last one."""
+        self._session.comm.everyone(b"")
+        if last:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self.is_over = True
+        joined = self.part.joined
+        self._session.resume_from(joined.manifest, **joined.going_on)

@@ -1,0 +1,167 @@
+"""The header of an upstream log: what one rank sent over its stage's boundaries in one step.
+
+A sealed document (``format.sealed``), written when the step has ended. The messages lie one after the other in a file
+beside it. The log is of one step of one life: what is of another, damaged, or not numbered from 0 on in each channel,
+is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import MOST_RANKS
+from moe_ckpt.format.schema import listing, one_of, record, require, text, whole
+from moe_ckpt.format.sealed import seal, unseal
+
+LOG_VERSION = 1
+KIND = "moe_ckpt.upstream"
+SEND = "send"
+_NOT_OURS = "not the header of an upstream log of this format: "
+_CHANNEL = record({"kind": text, "ranks": listing(whole(0, MOST_RANKS))})
+_MESSAGE = record(
+    {
+        "channel": whole(),
+        "dtype": one_of(*TORCH_DTYPES),
+        "shape": listing(whole()),
+        "begin": whole(),
+        "nbytes": whole(),
+        "xxh3_64": text,
+    }
+)
+_BODY = record(
+    {
+        "kind": one_of(KIND),
+        "format_version": one_of(LOG_VERSION),
+        "run_id": text,
+        "life": text,
+        "generation": whole(),
+        "rank": whole(),
+        "world_size": whole(1, MOST_RANKS),
+        "step": whole(1),
+        "nbytes": whole(),
+        "channels": listing(_CHANNEL),
+        "messages": listing(_MESSAGE),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Messages that follow one another in the order of the program.
+
+    Attributes:
+        kind: ``SEND``, or the name of a collective.
+        ranks: (from, to) of a send; the members of a collective's group, ascending.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.kind == SEND:
+            return f"a message of rank {self.ranks[0]} to rank {self.ranks[1]}"
+        return f"{self.kind} of ranks {', '.join(map(str, self.ranks))}"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor that crossed a boundary.
+
+    Attributes:
+        channel: It came through.
+        dtype: As named in headers (``format.dtypes``).
+        shape: Of the tensor.
+        begin: First byte in the file.
+        nbytes: In the file.
+        checksum: XXH3-64 of its bytes.
+    """
+
+    channel: Channel
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class LogHeader:
+    """See the module.
+
+    Attributes:
+        run_id: Of the store.
+        life: Names the life of the run.
+        generation: Of that life.
+        rank: That sent.
+        world_size: Ranks of that life.
+        step: In which it was sent.
+        nbytes: Of the file.
+        messages: In the order in which they were sent.
+    """
+
+    run_id: str
+    life: str
+    generation: int
+    rank: int
+    world_size: int
+    step: int
+    nbytes: int
+    messages: tuple[Message, ...]
+
+    @property
+    def counts(self) -> Counter[Channel]:
+        """How many messages went through each channel."""
+        return Counter(message.channel for message in self.messages)
+
+
+_SCALARS = ("run_id", "life", "generation", "rank", "world_size", "step", "nbytes")
+
+
+def encode_log(header: LogHeader) -> bytes:
+    """Returns the bytes of the header's file."""
+    channels = list(dict.fromkeys(message.channel for message in header.messages))
+    place = {channel: number for number, channel in enumerate(channels)}
+    messages = [
+        {
+            "channel": place[each.channel],
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "begin": each.begin,
+            "nbytes": each.nbytes,
+            "xxh3_64": each.checksum,
+        }
+        for each in header.messages
+    ]
+    body: dict[str, Any] = {"kind": KIND, "format_version": LOG_VERSION}
+    body |= {name: getattr(header, name) for name in _SCALARS}
+    body |= {"channels": [{"kind": each.kind, "ranks": list(each.ranks)} for each in channels], "messages": messages}
+    return seal(body)
+
+
+def decode_log(raw: bytes, path: str) -> LogHeader:
+    """Returns what ``encode_log`` was given. path: For messages.
+
+    Raises:
+        DamagedError: It is not as it was written, or of another format.
+    """
+    body = unseal(raw, path)
+    require(_BODY, body, path, _NOT_OURS)
+    channels = [Channel(told["kind"], tuple(told["ranks"])) for told in body["channels"]]
+    messages: list[Message] = []
+    end = 0
+    for told in body["messages"]:
+        shape = tuple(told["shape"])
+        fits = told["channel"] < len(channels) and told["begin"] == end
+        if not fits or told["nbytes"] != math.prod(shape) * TORCH_DTYPES[told["dtype"]].itemsize:
+            raise DamagedError(path, f"{_NOT_OURS}message {len(messages)} does not fit")
+        end += told["nbytes"]
+        channel = channels[told["channel"]]
+        messages.append(Message(channel, told["dtype"], shape, told["begin"], told["nbytes"], told["xxh3_64"]))
+    if end != body["nbytes"]:
+        raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, and it speaks of {body['nbytes']:,}")
+    return LogHeader(**{name: body[name] for name in _SCALARS}, messages=tuple(messages))

@@ -1,0 +1,167 @@
+"""Logs what crosses the boundaries of this rank's pipeline stage, and lets the stage compute steps again alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from moe_ckpt.driver.replaying import Plain, StepSource
+from moe_ckpt.driver.run import Driver
+from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.options import Options
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.recovery.localized import LocalPart
+from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.upstream_logs import KeptLogs
+from moe_ckpt.upstream.answering import Answers
+from moe_ckpt.upstream.boundary import Boundary
+from moe_ckpt.upstream.files import SealedLog, remove_log, sealed_logs
+from moe_ckpt.upstream.interception import Interception
+from moe_ckpt.upstream.recording import UpstreamLog, Whose
+
+
+def make_upstream(
+    options: Options, stages: Mapping[int, int], chunks: Sequence[Any], driver: Driver
+) -> PipelineStage | None:
+    """Returns what logs this rank's messages; None where nothing is to be logged.
+
+    Args:
+        options: The user's.
+        stages: Rank -> pipeline stage.
+        chunks: Of the model on this rank.
+        driver: Whose session is open.
+
+    Raises:
+        ConfigError: The pipeline has one stage, or the options contradict each other.
+        UnsupportedError: Its schedule does not send by ``torch.distributed``.
+    """
+    budget = None if options.memory is None else options.memory.upstream_bytes
+    if budget is None:
+        return None
+    if len(set(stages.values())) == 1:
+        raise ConfigError(
+            f"Memory(upstream_bytes={budget}): this pipeline has one stage, so that nothing crosses a boundary. Leave "
+            "it out, or set pipeline_model_parallel_size above 1"
+        )
+    if options.needs.boost:
+        raise ConfigError(
+            f"Memory(upstream_bytes={budget}) and a policy with capacity_boost: a boost follows failures of all ranks. "
+            "Leave one of them out"
+        )
+    if any(getattr(getattr(chunk, "config", None), "use_ring_exchange_p2p", False) for chunk in chunks):
+        raise UnsupportedError(
+            "Memory(upstream_bytes=...): use_ring_exchange_p2p sends by a function that torch.distributed does not "
+            "have, so that nothing can be logged. Leave one of them out"
+        )
+    return PipelineStage(int(budget), [stages[rank] for rank in range(len(stages))], driver)
+
+
+class PipelineStage:
+    """This rank's messages over the boundaries of its stage. On the training thread.
+
+    Args:
+        budget_bytes: Of the log.
+        stage_of: Of each rank, its pipeline stage.
+        driver: Whose session is open.
+    """
+
+    def __init__(self, budget_bytes: int, stage_of: Sequence[int], driver: Driver) -> None:
+        tier = driver.session.tier
+        if not isinstance(tier, MemoryTier):
+            raise ConfigError("Memory(upstream_bytes=...): there is no memory that outlives the process")
+        self._tier, self._driver = tier, driver
+        files, comm = tier.files, driver.comm
+        whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size)
+        own, *left = files.paths
+        self._left: list[SealedLog] = [each for path in left for each in sealed_logs(path)]
+        self._stage_of = tuple(stage_of)
+        self._log = UpstreamLog(own, whose, budget_bytes)
+        self._boundary = Boundary(stage_of, self._log)
+        self._interception: Interception | None = None
+        self._sealed: Future[None] | None = None
+        driver.surviving.settle = self._settle
+
+    @property
+    def kept(self) -> KeptLogs:
+        """What earlier lives left."""
+        return KeptLogs(self._stage_of, tuple(self._left))
+
+    def resumed(self, iteration: int) -> None:
+        """``resume`` is done: from here on messages are seen. iteration: That training begins after."""
+        if self._driver.local is None:
+            self._forget_left()  # what is computed from here on need not be what was computed then
+        self._boundary.before_first(lambda: self._begin(iteration))
+        self._interception = Interception(self._boundary)
+
+    def begin(self) -> None:
+        """The first step begins, unless a message has begun it."""
+        self._boundary.begin()
+
+    def _begin(self, iteration: int) -> None:
+        driver = self._driver
+        self._log.step_begins(iteration + 1)
+        if driver.local is None:
+            return
+        if driver.replaying is not None:
+            driver.replaying.begin(_Alone(self._boundary, driver.local.part))
+        driver.local.wait()
+
+    def step_ended(self, iteration: int) -> None:
+        """An iteration was computed, or skipped."""
+        self._sealed = self._log.step_ends()
+        since = self._tier.complete_since
+        if since is not None:
+            self._log.drop(since)
+            self._forget_left()
+        self._log.step_begins(iteration + 1)
+
+    def _forget_left(self) -> None:
+        left, self._left = self._left, []
+        for each in left:
+            remove_log(each.path)
+
+    def _settle(self, secs: float) -> None:
+        """Training stops: the log of the newest step is written."""
+        if self._sealed is not None:
+            try:
+                self._sealed.result(secs)
+            except FutureTimeoutError:
+                return  # all ranks go back
+
+    def close(self) -> None:
+        """Lets go of ``torch.distributed``. May be called twice."""
+        interception, self._interception = self._interception, None
+        if interception is not None:
+            interception.close()
+        self._log.close()
+
+
+class _Alone(StepSource):
+    """Training's own forward and backward pass on some stages, whose neighbours' part comes from their logs.
+
+    Args:
+        boundary: Of this rank's stage.
+        part: This rank's.
+    """
+
+    def __init__(self, boundary: Boundary, part: LocalPart) -> None:
+        self._boundary, self._part = boundary, part
+        self._steps = iter(part.steps)
+        self._answers: Answers | None = None
+
+    def prepare(self, replay: Replay, recorded: Plain) -> None:
+        self._require_all_given()
+        step = next(self._steps)
+        self._answers = Answers(step, self._part.received.get(step, {}))
+        self._boundary.go_alone(self._part.recovery.ranks, self._answers)
+
+    def close(self) -> None:
+        self._require_all_given()
+        self._boundary.together()
+
+    def _require_all_given(self) -> None:
+        answers, self._answers = self._answers, None
+        if answers is not None:
+            answers.require_all_given()

@@ -1,0 +1,97 @@
+"""What ranks sealed of the newest step when training stopped (``engine.surviving``), laid over an older checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, checkpoints_of
+from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.part import pruned
+from moe_ckpt.recovery.memory_checkpoints import BESIDE, MemoryCheckpoints, OpenedMemory
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.slot_views import SnapshotFacts, View
+from moe_ckpt.slices.compiling import HELD
+
+
+class KeptState:
+    """The same on every rank. On the training thread.
+
+    Args:
+        memory: What slots hold.
+        ranks: Of the run.
+    """
+
+    def __init__(self, memory: MemoryCheckpoints, ranks: int) -> None:
+        self._memory, self._ranks = memory, ranks
+
+    def steps(self) -> list[int | None]:
+        """Returns of each rank the newest step that it sealed; None where it sealed none.
+
+        Of the newest life that memory has anything of, if that had as many ranks.
+        """
+        shares = self._memory.shares
+        newest = max((share.generation for share in shares), default=0)
+        found: list[int | None] = [None] * self._ranks
+        for share in shares:
+            is_own = is_survivors(share.sequence) and not is_lent(share.sequence)
+            if is_own and share.generation == newest and share.writers == self._ranks:
+                found[share.writer] = max(share.step, found[share.writer] or 0)
+        return found
+
+    def ask(
+        self, step: int, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None
+    ) -> Callable[[], OpenedMemory]:
+        """Hears from all ranks what they sealed of ``step``. A collective; reads no slice.
+
+        Args:
+            step: See ``steps``.
+            reader: Of the older checkpoint.
+            manifest: Of the same. Of a sparse window, each operator is taken as of its anchor.
+            opened: The same, if memory gives something of it.
+
+        Returns:
+            Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
+        """
+        known = checkpoints_of(self._memory.shares)
+        kept = next(e for e in known if e.step == step and is_survivors(shared_sequence(e.shares[0].sequence)))
+        [described], _ = self._memory.describe([kept])
+        return lambda: self._laid_over(kept, described, reader, manifest, opened)
+
+    def _laid_over(
+        self,
+        kept: MemoryCheckpoint,
+        described: SnapshotFacts,
+        reader: StoreReader,
+        manifest: Manifest,
+        opened: OpenedMemory | None,
+    ) -> OpenedMemory:
+        memory, facts = self._memory, described.require_facts(kept.step)
+        is_last = manifest.step == kept.step  # a window that ends with that step has its plain state as well
+        [part] = memory.parts(kept, [described], BESIDE if is_last else "")
+        view = View(list(manifest.files), dict(manifest.operators))
+        view.slots |= {} if opened is None else opened.slots.files
+        held = part.of_kind(HELD)
+        others = frozenset(entry.operator for entry in part.every_slice if entry.operator) - held
+        covered = memory.covered(part, held | others, manifest, reader)
+        view.lay(part, described, held=sorted(covered & others), kept=sorted(covered & held))
+        view.slots |= part.files
+        view.brought_to(facts)
+        beneath = opened.beneath if opened is not None else manifest
+        whole = memory.whole(kept, facts, view.operators, beneath)
+        own = tuple(state for state in part.states if state.rank in _own_writers(kept))
+        whole = replace(whole, states=manifest.states if is_last else own)
+        whole = pruned(whole, view.files, {part.directory, manifest.directory} if is_last else {part.directory})
+        found, slots = memory.reading(whole, view.slots_of(whole), [part])
+        return OpenedMemory(found, slots, whole, beneath, view.fresh)
+
+
+def _own_writers(checkpoint: MemoryCheckpoint) -> set[int]:
+    """Ranks whose share is there as they sealed it themselves."""
+    return {
+        writer
+        for snapshot in checkpoint.snapshots
+        for writer, shares in snapshot.items()
+        if not is_lent(shares[0].sequence)
+    }

@@ -1,0 +1,171 @@
+"""Returns to the newest step with only those pipeline stages going back that lost something (MoEvement, section 3.4).
+
+Stages whose ranks all sealed the newest step (``engine.surviving``) load that. The others load the newest checkpoint,
+and compute the steps since again alone, with what their neighbours logged. If anything lacks, all ranks go back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from moe_ckpt.core.localized import LocalRecovery, local_recovery
+from moe_ckpt.errors import CoverageError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.notices import announce
+from moe_ckpt.ports import TrainingState
+from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
+from moe_ckpt.recovery.kept_state import KeptState
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints, OpenedMemory
+from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.restore import needed_slices, parameters_of
+from moe_ckpt.recovery.slot_views import age_of
+from moe_ckpt.recovery.together import NotUsableError, together
+from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
+from moe_ckpt.upstream.answering import Received
+
+log = logging.getLogger("moe_ckpt")
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """This rank's part in a recovery in which some stages go back.
+
+    Attributes:
+        recovery: Who goes back, and the step that all reach.
+        since: Step that the ranks that go back compute from.
+        goes_back: Whether this one does.
+        received: Of each step that it computes again, what came over its stage's boundaries.
+        joined: What all ranks go on from when they are together again.
+    """
+
+    recovery: LocalRecovery
+    since: int
+    goes_back: bool
+    received: Mapping[int, Received]
+    joined: Restored
+
+    @property
+    def steps(self) -> range:
+        """That are computed again."""
+        return range(self.since + 1, self.recovery.step + 1)
+
+
+class LocalAttempt:
+    """Tries to bring back some stages only. On every rank, on the training thread.
+
+    Args:
+        recovery: Of all ranks.
+        memory: What slots hold.
+        logs: What was logged.
+    """
+
+    def __init__(self, recovery: Recovery, memory: MemoryCheckpoints, logs: KeptLogs) -> None:
+        self._recovery, self._logs = recovery, logs
+        self._kept = KeptState(memory, recovery.comm.world_size)
+        self._tried = False
+
+    def make(self, directory: str, opener: Opener | None) -> Restored | None:
+        """Loads the newest step, or ``directory`` on ranks that go back. A collective.
+
+        Args:
+            directory: Of the newest checkpoint that all ranks could return to.
+            opener: As of ``Recovery.attempt``.
+
+        Returns:
+            What was restored; None if all ranks have to go back, and for all checkpoints but the first. A message says
+            why, if somebody need not have to.
+        """
+        comm, tried, self._tried = self._recovery.comm, self._tried, True
+        found = local_recovery(self._logs.stage_of, self._kept.steps())
+        if tried or found is None or age_of(directory)[1] > found.step:
+            return None
+        try:
+            return self._made(found, directory, opener)
+        except NotUsableError as error:
+            if error.problem is not None:
+                log.warning("rank %d cannot use what was kept of step %d: %s", comm.rank, found.step, error.problem)
+            self._say_global(found, f"rank {error.rank} cannot use what was kept; its warning says why")
+            return None
+
+    def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
+        recovery = self._recovery
+        comm, state = recovery.comm, recovery.state
+        opened = None if opener is None else together(comm, opener())
+        if opened is not None and opened.logged:
+            return None
+        reader = recovery.reader if opened is None else opened.reader
+        manifest = together(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
+        if not manifest.window and any(each.step != manifest.step for each in manifest.operators.values()):
+            self._say_global(found, f"{manifest.directory} has older experts, from which no step comes out again")
+            return None
+        since = manifest.window[0].step if manifest.window else manifest.step
+        if since >= found.step:
+            return None
+        exchange = LogExchange(comm, self._logs, found, since)
+        if exchange.gap is not None:
+            rank, step = exchange.gap
+            self._say_global(found, f"rank {rank} has no upstream log of step {step}")
+            return None
+        together(comm, lambda: reader.prove(manifest))
+        kept = together(comm, self._kept.ask(found.step, reader, manifest, opened))
+        together(comm, lambda: kept.reader.prove(kept.manifest))
+        received = exchange.received()
+        goes_back = comm.rank in found.ranks
+        if opened is not None:
+            opened.slots.fetch(recovery.spans(opened) if goes_back else ())
+        kept.slots.fetch(() if goes_back else recovery.spans(kept))
+        mine = (reader, manifest) if goes_back else (kept.reader, kept.manifest)
+        restored, source = together(comm, lambda: opening(recovery, *mine))
+        together(comm, lambda: None if goes_back else require_all_kept(kept, state, found.step))
+        if goes_back and restored.replay is None:
+            index = reader.index(manifest)
+            replay = Replay(reader, manifest, index, state, comm.rank, loaded=len(manifest.slots))
+            restored = replace(restored, replay=replay)
+        if comm.rank == 0:
+            self._say_local(found, since, manifest)
+        operators = tuple(mine[1].operators)
+        together(comm, lambda: source.verify(operators, state))
+        together(comm, lambda: source.prepare_and_write(operators, state))
+        joined = _all_as_of(found.step, kept)
+        return replace(restored, local=LocalPart(found, since, goes_back, received, joined), from_memory=True)
+
+    def _say_local(self, found: LocalRecovery, since: int, manifest: Manifest) -> None:
+        stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in found.segments]
+        announce(
+            "%d of %d ranks, of pipeline stage %s, go back to step %d (%s), and compute steps %d to %d again from what "
+            "their neighbours logged. The others keep step %d",
+            *(len(found.ranks), len(self._logs.stage_of), ", ".join(stages), since, manifest.directory),
+            *(since + 1, found.step, found.step),
+        )
+
+    def _say_global(self, found: LocalRecovery, why: str) -> None:
+        if self._recovery.comm.rank == 0:
+            kept = len(self._logs.stage_of) - len(found.ranks)
+            announce("%d ranks kept step %d, but all go back: %s", kept, found.step, why, level=logging.WARNING)
+
+
+def require_all_kept(kept: OpenedMemory, state: TrainingState, step: int) -> None:
+    """Raises ``CoverageError`` if this rank, which keeps its state, holds what a rank that is lost had to seal.
+
+    A tensor that two stages share, as tied embeddings, is sealed by one of them.
+    """
+    index, operators = kept.reader.index(kept.manifest), kept.manifest.operators
+    needed = {stored.entry.operator for stored in needed_slices(index.tensors, parameters_of(state))}
+    lost = sorted(op for op in needed if operators[op].step != step)
+    if lost:
+        said = f"only a rank that is lost sealed it of step {step}, though another stage holds it too (tied embeddings)"
+        raise CoverageError(", ".join(lost), (said,))
+
+
+def _all_as_of(step: int, kept: OpenedMemory) -> Restored:
+    """What all ranks go on from when they have reached ``step`` together."""
+    records = {op: replace(record, step=step) for op, record in kept.manifest.operators.items()}
+    return Restored(
+        replace(kept.manifest, operators=records),
+        {},
+        kept.tokens_from_memory(tuple(records)),
+        from_memory=True,
+        beneath=kept.beneath,
+    )

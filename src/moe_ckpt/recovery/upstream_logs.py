@@ -1,0 +1,127 @@
+"""Brings upstream logs to the ranks that compute steps again: from memory of the same node, and of others."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from moe_ckpt.core.localized import LocalRecovery, LogGap, log_gap
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.upstream import Channel, Message
+from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.together import together
+from moe_ckpt.upstream.answering import Received, is_for
+from moe_ckpt.upstream.files import SealedLog
+
+
+@dataclass(frozen=True)
+class KeptLogs:
+    """What earlier lives of the run logged, and this rank has now.
+
+    Attributes:
+        stage_of: Of each rank, its pipeline stage.
+        found: The logs.
+    """
+
+    stage_of: tuple[int, ...]
+    found: tuple[SealedLog, ...]
+
+
+class LogExchange:
+    """Who has which log. Made and used by all ranks, on the training thread.
+
+    Args:
+        comm: The ranks.
+        logs: This rank's.
+        recovery: Who computes steps again.
+        since: Step of the checkpoint that those load.
+
+    Attributes:
+        gap: What no rank has of what is needed; None if nothing lacks.
+
+    Raises:
+        PeerLostError: A peer is gone.
+    """
+
+    def __init__(self, comm: Communicator, logs: KeptLogs, recovery: LocalRecovery, since: int) -> None:
+        self._comm, self._recovery = comm, recovery
+        steps = range(since + 1, recovery.step + 1)
+        ours = [each for each in logs.found if each.header.world_size == comm.world_size]
+        mine = {(each.header.rank, each.header.step): each for each in _newest(ours)}
+        told = [[*key, each.header.generation] for key, each in mine.items() if key[1] in steps]
+        best: dict[tuple[int, int], tuple[int, int]] = {}
+        for holder, raw in enumerate(comm.everyone(json.dumps(told).encode())):
+            for writer, step, generation in json.loads(raw):
+                key = writer, step
+                best[key] = max(best.get(key, (-1, 0)), (generation, -holder))
+        logged: dict[int, set[int]] = defaultdict(set)
+        for writer, step in best:
+            logged[writer].add(step)
+        self.gap: LogGap | None = log_gap(recovery, since, comm.world_size, logged)
+        alone = set(recovery.ranks)
+        chosen = sorted(key for key, (_, holder) in best.items() if -holder == comm.rank and key[0] not in alone)
+        self._given = [mine[key] for key in chosen]
+
+    def received(self) -> Mapping[int, Received]:
+        """Returns, by step, what this rank received then; nothing on a rank that keeps its state. A collective.
+
+        Raises:
+            NotUsableError: A log is damaged, or cannot be read.
+            PeerLostError: A peer is gone.
+        """
+        comm, ranks = self._comm, self._recovery.ranks
+        packed = together(comm, self._packed)
+        sizes = {rank: [len(head), data.numel()] for rank, (head, data) in packed.items()}
+        told = [json.loads(raw) for raw in comm.everyone(json.dumps(sizes).encode())]
+        given: dict[int, list[torch.Tensor]] = {}
+        for rank, (head, data) in packed.items():
+            given[rank] = [torch.frombuffer(bytearray(head), dtype=torch.uint8), data]
+        expected: dict[int, list[torch.Tensor]] = {}
+        for holder, sizes_of in enumerate(told):
+            if comm.rank in ranks and str(comm.rank) in sizes_of:
+                expected[holder] = [torch.empty(size, dtype=torch.uint8) for size in sizes_of[str(comm.rank)]]
+        comm.swap(given, expected)
+        return together(comm, lambda: _unpacked(expected))
+
+    def _packed(self) -> dict[int, tuple[bytes, torch.Tensor]]:
+        """For each rank that computes steps again what this one gives: (headers, bytes)."""
+        alone = set(self._recovery.ranks)
+        heads: dict[int, list[list[object]]] = defaultdict(list)
+        bodies: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for sealed in self._given:
+            writer = sealed.header.rank
+            for message, tensor in sealed.messages():
+                for rank in alone:
+                    if is_for(message.channel, rank, alone, writer):
+                        channel = message.channel
+                        head = [sealed.header.step, channel.kind, channel.ranks, message.dtype, message.shape]
+                        heads[rank].append([*head, message.nbytes, message.checksum])
+                        bodies[rank].append(tensor.reshape(-1).view(torch.uint8))
+        return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
+
+
+def _newest(found: Sequence[SealedLog]) -> Iterator[SealedLog]:
+    """Of each rank and step the log of its newest life, last."""
+    yield from sorted(found, key=lambda each: each.header.generation)
+
+
+def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Received]:
+    """step -> what was received. Raises ``DamagedError`` for what was damaged on the way."""
+    found: dict[int, dict[Channel, list[tuple[Message, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
+    for holder, (head, data) in sorted(expected.items()):
+        at = 0
+        for step, kind, ranks, dtype, shape, nbytes, checksum in json.loads(bytes(head.numpy())):
+            raw = data[at : at + nbytes]
+            if xxhash.xxh3_64_hexdigest(raw.numpy().data) != checksum:
+                raise DamagedError(f"upstream log on rank {holder}", "a message came damaged", step=step)
+            message = Message(Channel(kind, tuple(ranks)), dtype, tuple(shape), at, nbytes, checksum)
+            tensor = raw.clone().view(TORCH_DTYPES[dtype]).view(message.shape)
+            found[step][message.channel].append((message, tensor))
+            at += nbytes
+    return dict(found)

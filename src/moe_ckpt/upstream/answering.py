@@ -1,0 +1,71 @@
+"""Gives a rank that computes steps again what came over its stage's boundaries the first time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from moe_ckpt.errors import ReplayDivergedError
+from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.upstream import SEND, Channel, Message
+
+Received = Mapping[Channel, Sequence[tuple[Message, torch.Tensor]]]
+"""Of one step, what came through each channel, in order."""
+
+
+def is_for(channel: Channel, rank: int, alone: Collection[int], writer: int) -> bool:
+    """Returns whether ``rank`` takes what came through ``channel`` from the log of ``writer``.
+
+    A sender has what it sent. What a group agreed on all of its members have: the lowest one gives it.
+
+    Args:
+        channel: In the log.
+        rank: That computes the step again.
+        alone: All ranks that do.
+        writer: Another rank.
+    """
+    if rank not in channel.ranks:
+        return False
+    if channel.kind == SEND:
+        return channel.ranks == (writer, rank)
+    return writer == min(set(channel.ranks).difference(alone), default=-1)
+
+
+class Answers:
+    """Hands out what was received in one step, in the order in which it came.
+
+    Args:
+        step: That is computed again.
+        received: Then.
+    """
+
+    def __init__(self, step: int, received: Received) -> None:
+        self._step = step
+        self._left = {channel: deque(messages) for channel, messages in received.items()}
+
+    def give(self, channel: Channel, into: torch.Tensor) -> None:
+        """Writes the next message of ``channel``.
+
+        Raises:
+            ReplayDivergedError: There is none, or it was of another type or shape.
+        """
+        left = self._left.get(channel)
+        if not left:
+            raise ReplayDivergedError(self._step, f"{channel} is needed now, and the upstream log has no further one")
+        message, tensor = left.popleft()
+        if message.dtype != dtype_name(into.dtype) or tensor.numel() != into.numel():
+            raise ReplayDivergedError(
+                self._step,
+                f"{channel} is {dtype_name(into.dtype)} {list(into.shape)} now, and was {message.dtype} "
+                f"{list(message.shape)} in the upstream log",
+            )
+        with torch.no_grad():
+            into.copy_(tensor.view(into.shape))
+
+    def require_all_given(self) -> None:
+        """Raises ``ReplayDivergedError`` if something was received the first time, and is not needed now."""
+        for channel, left in self._left.items():
+            if left:
+                raise ReplayDivergedError(self._step, f"{channel} was received then, and not now ({len(left)} left)")

@@ -1,0 +1,82 @@
+"""This rank's traffic over the boundaries of its stage: logged, and answered from logs while its stage is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from moe_ckpt.format.upstream import Channel
+from moe_ckpt.upstream.answering import Answers
+from moe_ckpt.upstream.interception import Traffic
+from moe_ckpt.upstream.recording import UpstreamLog
+
+
+class Boundary(Traffic):
+    """See the module. On the training thread.
+
+    Args:
+        stage_of: Of each rank, its pipeline stage.
+        log: Keeps what is sent; None to keep nothing.
+    """
+
+    def __init__(self, stage_of: Sequence[int], log: UpstreamLog | None) -> None:
+        self._stage_of, self._log = tuple(stage_of), log
+        self._first: Callable[[], None] | None = None
+        self._alone: frozenset[int] = frozenset()
+        self._answers: Answers | None = None
+
+    def before_first(self, call: Callable[[], None]) -> None:
+        """Before the first message is sent or awaited, ``call`` runs."""
+        self._first = call
+
+    def begin(self) -> None:
+        """A step begins, which sends or awaits nothing first."""
+        first, self._first = self._first, None
+        if first is not None:
+            first()
+
+    def go_alone(self, ranks: Collection[int], answers: Answers) -> None:
+        """The next step is computed by ``ranks``, of which this is one; ``answers`` has what the others sent."""
+        self._alone, self._answers = frozenset(ranks), answers
+
+    def together(self) -> None:
+        """From here on all ranks compute."""
+        self._alone, self._answers = frozenset(), None
+
+    # --- Traffic ---
+
+    def crosses(self, ranks: tuple[int, ...]) -> bool:
+        return len({self._stage_of[rank] for rank in ranks}) > 1
+
+    def sends(self, channel: Channel, tensor: torch.Tensor) -> bool:
+        self.begin()
+        self._keep(channel, [tensor])
+        return self._answers is None or channel.ranks[1] in self._alone
+
+    def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
+        self.begin()
+        if self._answers is None or channel.ranks[0] in self._alone:
+            return False
+        self._answers.give(channel, tensor)
+        return True
+
+    def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
+        if self._answers is None or self._alone.issuperset(channel.ranks):
+            return False
+        for result in results:
+            self._answers.give(channel, result)
+        self._keep(channel, results)
+        return True
+
+    def agreed(self, channel: Channel, results: Sequence[torch.Tensor]) -> None:
+        self._keep(channel, results)
+
+    def refused(self, channel: Channel) -> None:
+        if self._log is not None:
+            self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not named")
+
+    def _keep(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
+        if self._log is not None:
+            for tensor in tensors:
+                self._log.append(channel, tensor)

@@ -1,0 +1,253 @@
+"""Sees what this rank sends and receives by ``torch.distributed``, and may answer in its place.
+
+Frameworks have no hook for that: Megatron's schedules, gradient reductions and optimizers call functions of the module,
+which are replaced here until ``close``. Calls within one stage, and of other threads than training's, pass as they are;
+that costs one look into a dictionary.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from moe_ckpt.format.upstream import SEND, Channel
+
+Call = Callable[..., Any]
+
+
+class Traffic(Protocol):
+    """What is made of the messages that cross a boundary. Called on the training thread."""
+
+    def crosses(self, ranks: tuple[int, ...]) -> bool:
+        """Returns whether some of ``ranks`` are of another stage than others."""
+
+    def sends(self, channel: Channel, tensor: torch.Tensor) -> bool:
+        """A message is sent. Returns whether it really is to be."""
+
+    def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
+        """A message is awaited. Returns whether it was written into ``tensor``, so that nobody need send it."""
+
+    def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
+        """A group is about to agree. Returns whether its ``results`` were written, so that it need not."""
+
+    def agreed(self, channel: Channel, results: Sequence[torch.Tensor]) -> None:
+        """A group has agreed."""
+
+    def refused(self, channel: Channel) -> None:
+        """A call crosses a boundary whose results are not alike on all ranks, or whose sender is not known."""
+
+
+_Results = Callable[[Callable[[int, str], Any]], Sequence[torch.Tensor]]
+_ALIKE: dict[str, tuple[int, _Results]] = {
+    "all_reduce": (2, lambda of: [of(0, "tensor")]),
+    "broadcast": (2, lambda of: [of(0, "tensor")]),
+    "all_gather": (2, lambda of: of(0, "tensor_list")),
+    "all_gather_into_tensor": (2, lambda of: [of(0, "output_tensor")]),
+    "all_gather_single": (2, lambda of: [of(0, "output_tensor")]),
+    "barrier": (0, lambda of: []),
+}
+"""Collectives that end alike on all ranks: place of the argument ``group``, and where the results are."""
+_APART = {
+    "reduce": 3,
+    "gather": 3,
+    "scatter": 3,
+    "reduce_scatter": 3,
+    "reduce_scatter_tensor": 3,
+    "reduce_scatter_single": 3,
+    "all_to_all": 2,
+    "all_to_all_single": 4,
+    "all_reduce_coalesced": 2,
+    "all_gather_coalesced": 2,
+}
+"""Collectives that do not, or that nobody logs."""
+
+
+class Interception:
+    """Replaces the functions of ``torch.distributed`` on this thread until ``close``.
+
+    Args:
+        traffic: Is told, and may answer.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._thread = threading.get_ident()
+        self._within = False
+        self._groups: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
+        self._rank = dist.get_rank()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._open = True
+        for name in ("isend", "send"):
+            self._replace(name, self._sending)
+        for name in ("irecv", "recv"):
+            self._replace(name, self._receiving)
+        for name in _ALIKE:
+            self._replace(name, self._agreeing)
+        for name in _APART:
+            self._replace(name, self._refusing)
+
+    def _replace(self, name: str, kind: Callable[[str, Call], Call]) -> None:
+        original = getattr(distributed_c10d, name, None)
+        if original is None:  # another release of torch
+            return
+        ours = functools.wraps(original)(kind(name, original))
+        for module in (dist, distributed_c10d):  # the latter's own functions find each other there
+            if getattr(module, name, None) is original:
+                setattr(module, name, ours)
+                self._replaced.append((module, name, original, ours))
+
+    def close(self) -> None:
+        """Puts the functions back, unless somebody has replaced them since: then they only call through."""
+        self._open = False
+        while self._replaced:
+            module, name, original, ours = self._replaced.pop()
+            if getattr(module, name) is ours:
+                setattr(module, name, original)
+        self._groups.clear()
+
+    # --- the functions ---
+
+    def _is_ours(self) -> bool:
+        return self._open and not self._within and threading.get_ident() == self._thread
+
+    def _ranks(self, group: Any) -> tuple[tuple[int, ...], bool]:
+        """Members of a group, and whether they are of several stages."""
+        found = self._groups.get(id(group))
+        if found is None or found[0] is not group:
+            ranks = tuple(sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
+            found = group, ranks, self._traffic.crosses(ranks)
+            self._groups[id(group)] = found
+        return found[1], found[2]
+
+    def _peer(self, given: Any, group: Any, of_group: Any) -> int | None:
+        if of_group is not None:
+            within: Any = group if group is not None else dist.group.WORLD
+            return dist.get_global_rank(within, of_group)
+        return None if given is None else int(given)
+
+    def _sending(self, name: str, original: Call) -> Call:
+        def send(
+            tensor: torch.Tensor,
+            dst: int | None = None,
+            group: Any = None,
+            tag: int = 0,
+            group_dst: int | None = None,
+        ) -> Any:
+            call = functools.partial(original, tensor, dst, group, tag, group_dst)
+            peer = self._peer(dst, group, group_dst) if self._is_ours() else None
+            if peer is None or not self._traffic.crosses((self._rank, peer)):
+                return call()
+            if self._traffic.sends(Channel(SEND, (self._rank, peer)), tensor):
+                return self._through(call)
+            return None if name == "send" else Done()
+
+        return send
+
+    def _receiving(self, name: str, original: Call) -> Call:
+        def receive(
+            tensor: torch.Tensor,
+            src: int | None = None,
+            group: Any = None,
+            tag: int = 0,
+            group_src: int | None = None,
+        ) -> Any:
+            call = functools.partial(original, tensor, src, group, tag, group_src)
+            if not self._is_ours():
+                return call()
+            peer = self._peer(src, group, group_src)
+            if peer is None:
+                ranks, crossing = self._ranks(group)
+                if crossing:
+                    self._traffic.refused(Channel(name, ranks))
+                return call()
+            if not self._traffic.crosses((peer, self._rank)):
+                return call()
+            if self._traffic.receives(Channel(SEND, (peer, self._rank)), tensor):
+                return peer if name == "recv" else Done()
+            return self._through(call)
+
+        return receive
+
+    def _agreeing(self, name: str, original: Call) -> Call:
+        place, results_of = _ALIKE[name]
+
+        def agree(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_ours():
+                return original(*args, **kwargs)
+
+            def argument(at: int, key: str) -> Any:
+                return args[at] if at < len(args) else kwargs.get(key)
+
+            ranks, crossing = self._ranks(argument(place, "group"))
+            if not crossing or self._rank not in ranks:
+                return original(*args, **kwargs)
+            channel, results = Channel(name, ranks), results_of(argument)
+            waits = not argument(place + 1, "async_op")
+            if self._traffic.answers(channel, results):
+                return None if waits else Done()
+            work = self._through(functools.partial(original, *args, **kwargs))
+            agreed = functools.partial(self._traffic.agreed, channel, results)
+            if waits or work is None:
+                agreed()
+                return work
+            return _Awaited(work, agreed)
+
+        return agree
+
+    def _refusing(self, name: str, original: Call) -> Call:
+        place = _APART[name]
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if self._is_ours():
+                ranks, crossing = self._ranks(args[place] if place < len(args) else kwargs.get("group"))
+                if crossing and self._rank in ranks:
+                    self._traffic.refused(Channel(name, ranks))
+            return original(*args, **kwargs)
+
+        return refuse
+
+    def _through(self, call: Callable[[], Any]) -> Any:
+        """Makes the call; what it calls itself is no message of its own."""
+        self._within = True
+        try:
+            return call()
+        finally:
+            self._within = False
+
+
+class Done:
+    """Stands for a ``torch.distributed.Work`` whose result is there."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Returns at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Returns True."""
+        return True
+
+
+class _Awaited:
+    """A ``Work`` whose results are there when somebody has waited for it."""
+
+    def __init__(self, work: Any, agreed: Callable[[], None]) -> None:
+        self._work, self._agreed = work, agreed
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._work.wait(*args, **kwargs)
+        agreed, self._agreed = self._agreed, lambda: None
+        agreed()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

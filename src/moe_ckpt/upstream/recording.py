@@ -1,0 +1,192 @@
+"""Keeps what this rank sends over its stage's boundaries, step by step, within a budget.
+
+The training thread copies each message; a thread checksums and writes it. A step's log counts when it is sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ckpt.errors import MemoryFullError, UnsupportedError
+from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.upstream import Channel
+from moe_ckpt.memory.logs import log_path
+from moe_ckpt.upstream.files import LogWriter, remove_log
+
+log = logging.getLogger("moe_ckpt")
+
+_Task = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Whose:
+    """As of ``format.upstream.LogHeader``."""
+
+    run_id: str
+    life: str
+    generation: int
+    rank: int
+    world_size: int
+
+
+class UpstreamLog:
+    """The logs of one rank in one life. ``append``, ``step_ends`` and ``drop`` are called on the training thread.
+
+    Args:
+        directory: Of the rank, in memory that outlives the process.
+        whose: They are.
+        budget_bytes: The most that all of them may take, what is not written yet included. The oldest go first.
+
+    Attributes:
+        problem: Why there are no logs any more; empty while there are.
+    """
+
+    def __init__(self, directory: Path, whose: Whose, budget_bytes: int) -> None:
+        self.problem = ""
+        self._directory, self._whose, self._budget = directory, whose, budget_bytes
+        self._sizes: dict[int, int] = {}
+        self._step = -1
+        self._writer: LogWriter | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="moe_ckpt-upstream", daemon=True)
+        self._thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all logs, what is not written yet included."""
+        return sum(self._sizes.values())
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """That there are logs of, the one under way included."""
+        return tuple(sorted(self._sizes))
+
+    def step_begins(self, step: int) -> None:
+        """From here on messages belong to ``step``."""
+        if not self.problem:
+            self._step = step
+            self._sizes[step] = 0
+            self._tasks.put(lambda: self._begin(step))
+
+    def append(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Copies one message, which may change as soon as this returns. From a GPU on a stream of its own."""
+        if self.problem or self._step < 0:
+            return
+        try:
+            dtype_name(tensor.dtype)
+        except UnsupportedError as error:
+            self.give_up(f"{channel} cannot be logged: {error}")
+            return
+        nbytes = tensor.numel() * tensor.element_size()
+        if not self._has_room(nbytes):
+            self.give_up(
+                f"the messages of step {self._step} alone take more than the budget of {self._budget:,} bytes: give "
+                "Memory(log_bytes=...) more"
+            )
+            return
+        self._sizes[self._step] += nbytes
+        copied, done = self._copied(tensor.detach())
+        self._tasks.put(lambda: self._write(channel, copied, done))
+
+    def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """A copy in host memory, and what says when it is there."""
+        if not tensor.is_cuda:
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+            return copied.copy_(tensor), None
+        self._stream = self._stream or torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            copied.copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        tensor.record_stream(self._stream)  # it is freed right after it was sent
+        return copied, done
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Lets go of the oldest steps where there is none; False if that does not help."""
+        while self.nbytes + nbytes > self._budget:
+            oldest = min(self._sizes)
+            if oldest == self._step:
+                return False
+            self.drop(oldest)
+        return True
+
+    def step_ends(self) -> Future[None]:
+        """The step under way has ended. Returns what is done when its log is sealed."""
+        return self._done(self._seal)
+
+    def drop(self, step: int) -> None:
+        """No recovery needs the steps up to ``step`` any more."""
+        for each in [each for each in self._sizes if each <= step]:
+            del self._sizes[each]
+            path = log_path(self._directory, each)
+            self._tasks.put(lambda path=path: remove_log(path))  # type: ignore[misc]
+
+    def give_up(self, problem: str) -> None:
+        """There are no logs from here on, and those that there are go. A warning says why, once."""
+        if self.problem:
+            return
+        self.problem = problem
+        said = "rank %d keeps no upstream log, so that all ranks go back at a failure: %s"
+        log.warning(said, self._whose.rank, problem)
+        self.drop(max(self._sizes, default=-1))
+        self._tasks.put(self._abandon)
+
+    def close(self) -> None:
+        """Waits for what is to be written. What is sealed stays. Twice does no harm."""
+        self._tasks.put(None)
+        self._thread.join()
+        if self._writer is not None:
+            self._abandon()
+
+    # --- on the thread ---
+
+    def _done(self, task: _Task) -> Future[None]:
+        done: Future[None] = Future()
+
+        def carry_out() -> None:
+            task()
+            done.set_result(None)
+
+        self._tasks.put(carry_out)
+        return done
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except (MemoryFullError, OSError) as error:
+                self._abandon()
+                self.give_up(str(error))
+
+    def _begin(self, step: int) -> None:
+        self._abandon()
+        self._writer = LogWriter(self._directory, step)
+
+    def _write(self, channel: Channel, tensor: torch.Tensor, done: torch.cuda.Event | None) -> None:
+        if done is not None:
+            done.synchronize()
+        if self._writer is not None:
+            self._writer.write(channel, tensor)
+
+    def _seal(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            whose: dict[str, Any] = vars(self._whose)
+            writer.seal(**whose)
+
+    def _abandon(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.remove()

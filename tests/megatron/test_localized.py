@@ -1,0 +1,134 @@
+"""Only pipeline stages that lost something go back: the others keep their state, and all end as if nobody had died."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.exactness import Case, finish, kill, require_exact, split_lives
+from tests.megatron.test_exact import PIPELINE_EXPERTS, SHARDED
+from tests.support.megatron_gpt import Setup
+from tests.support.megatron_run import Journal
+
+RARELY = {"storage_every_n_steps": 1000, "upstream_bytes": 1 << 24}
+WINDOWS = ("MoEvement", {"window": 3})
+
+
+def case(setup: Setup, at, policy=WINDOWS, **more) -> Case:
+    return Case(setup, policy, (at,), memory=True, copies=RARELY, survives=True, **more)
+
+
+def again(directory: Path, ranks: int = 4) -> list[list[int]]:
+    """Of each rank, iterations that the last life computed again before it went on."""
+    lives = [split_lives(Journal(str(directory / "journal"), rank).lines())[-1] for rank in range(ranks)]
+    return [[line["updated"] for line in life if line.get("replayed")] for life in lives]
+
+
+@pytest.mark.parametrize(
+    ("setup", "lost"),
+    [(Setup(**PIPELINE_EXPERTS), 0), pytest.param(Setup(**PIPELINE_EXPERTS, **SHARDED), 1, marks=pytest.mark.slow)],
+)
+def test_one_stage_goes_back_alone(setup, lost, tmp_path, capfd):
+    run = case(setup, (2 * lost, 6, "forward"))
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[2, 3, 4, 5] if rank // 2 == lost else [] for rank in range(4)]
+    assert "2 of 4 ranks, of pipeline stage" in capfd.readouterr().err
+
+
+def test_a_window_that_ends_with_the_newest_step(tmp_path):
+    """Ranks that kept that step need not replay it."""
+    run = case(Setup(**PIPELINE_EXPERTS), (3, 7, "forward"))
+    kill(run, tmp_path)
+    require_exact(run, tmp_path, finish(run, tmp_path))
+    assert again(tmp_path) == [[], [], [5, 6], [5, 6]]
+
+
+def test_without_a_log_all_go_back_and_lose_nothing(tmp_path):
+    run = replace(case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward")), copies={"storage_every_n_steps": 1000})
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[2, 3]] * 4
+
+
+PIPELINE = Setup(layers=4, pp=4, num_microbatches=4, experts=4)
+FP16 = replace(PIPELINE, precision="fp16", loss_scale=2.0**20)
+TIED = replace(FP16, tied=True)
+INTERLEAVED = replace(PIPELINE, layers=8, vpp=2)
+DENSE = ("Dense", {"every_n_steps": 4})
+
+
+@pytest.mark.parametrize(
+    ("setup", "policy", "dead", "steps"),
+    [
+        (PIPELINE, WINDOWS, (1, 2), [5, 6, 7]),
+        pytest.param(PIPELINE, WINDOWS, (0, 2), [5, 6, 7], marks=pytest.mark.slow),
+        pytest.param(PIPELINE, DENSE, (3,), [5, 6, 7], marks=pytest.mark.slow),
+        pytest.param(FP16, WINDOWS, (0,), [5, 6, 7], marks=pytest.mark.slow),
+        pytest.param(TIED, WINDOWS, (3, 1), [5, 6, 7], marks=pytest.mark.slow),
+        pytest.param(INTERLEAVED, WINDOWS, (2,), [5, 6, 7], marks=pytest.mark.slow),
+        pytest.param(INTERLEAVED, DENSE, (0, 3), [5, 6, 7], marks=pytest.mark.slow),
+    ],
+)
+def test_several_stages(setup, policy, dead, steps, tmp_path):
+    """Neighbours recover together, others side by side."""
+    run = case(setup, (dead[0], 8, "forward"), policy, together=dead[1:], steps=9)
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [steps if rank in dead else [] for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("second", "dead", "steps"),
+    [((1, 2, "replay"), 1, [5, 6, 7]), ((2, 0, "resume"), 1, [5, 6, 7]), ((3, 9, "forward"), 3, [5, 6, 7, 8])],
+)
+def test_a_rank_dies_during_the_recovery_or_just_after_it(second, dead, steps, tmp_path):
+    """What a killed process sealed outlives it: only the first one is lost until training gets on."""
+    run = replace(case(PIPELINE, (1, 8, "forward"), steps=10), kills=((1, 8, "forward"), second))
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [steps if rank == dead else [] for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_beside_a_recovery(tmp_path):
+    """Rank 1 goes back; before it is done, ranks 2 and 3 are lost with their memory, and go back with it."""
+    run = replace(case(PIPELINE, (1, 8, "forward"), steps=10), copies={**RARELY, "replicas": 1})
+    run = replace(run, kills=((1, 8, "forward"), (2, 0, "resume")))
+    kill(run, tmp_path)
+    shutil.rmtree(tmp_path / "memory" / "node_1")
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[]] + [[5, 6, 7]] * 3
+
+
+def test_a_damaged_log_lets_all_go_back(tmp_path, capfd):
+    run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
+    kill(run, tmp_path)
+    [log] = (tmp_path / "memory" / "node_1").rglob("rank_00002/upstream_00000004.messages")
+    raw = bytearray(log.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    log.write_bytes(raw)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[2, 3]] * 4
+    said = capfd.readouterr().err
+    assert "2 ranks kept step 5, but all go back" in said
+    assert "is damaged" in said
+
+
+def test_what_two_stages_share_is_lost_with_the_one_that_sealed_it(tmp_path, capfd):
+    run = case(replace(TIED, pp=2), (0, 6, "forward"), ranks=2)
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path, 2) == [[2, 3]] * 2
+    assert "tied embeddings" in capfd.readouterr().err

@@ -1,0 +1,255 @@
+"""Upstream logs: what is written comes back, what is missing, damaged or out of order is found, budgets hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt import Memory
+from moe_ckpt.errors import ConfigError, DamagedError, ReplayDivergedError
+from moe_ckpt.format.sealed import seal
+from moe_ckpt.format.upstream import SEND, Channel, LogHeader, Message, decode_log, encode_log
+from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
+from moe_ckpt.upstream.answering import Answers, is_for
+from moe_ckpt.upstream.boundary import Boundary
+from moe_ckpt.upstream.files import sealed_logs
+from moe_ckpt.upstream.recording import UpstreamLog, Whose
+
+WHOSE = Whose("run", "life", 3, 1, 4)
+TO_NEXT, TO_PREVIOUS = Channel(SEND, (1, 2)), Channel(SEND, (1, 0))
+NORM = Channel("all_reduce", (0, 1, 2, 3))
+
+
+@pytest.fixture
+def log(tmp_path):
+    made = UpstreamLog(tmp_path, WHOSE, 1 << 20)
+    yield made
+    made.close()
+
+
+def one_step(log: UpstreamLog, step: int, *messages: tuple[Channel, torch.Tensor]) -> None:
+    log.step_begins(step)
+    for channel, tensor in messages:
+        log.append(channel, tensor)
+    log.step_ends().result(30)
+
+
+def test_what_is_written_comes_back(log, tmp_path):
+    sent = torch.randn(3, 5).to(torch.bfloat16)
+    count, nothing = torch.tensor(7), torch.empty(0, 4)
+    log.step_begins(8)
+    log.append(TO_NEXT, sent)
+    before = sent.clone()
+    sent.zero_()  # as Megatron frees what it has sent
+    log.append(NORM, count)
+    log.append(TO_PREVIOUS, nothing)
+    log.append(TO_NEXT, before.t())
+    log.step_ends().result(30)
+    [found] = sealed_logs(tmp_path)
+    assert (found.header.step, found.header.rank, found.header.world_size) == (8, 1, 4)
+    channels, tensors = zip(*((each.channel, tensor) for each, tensor in found.messages()), strict=True)
+    assert channels == (TO_NEXT, NORM, TO_PREVIOUS, TO_NEXT)
+    for one, other in zip(tensors, (before, count, nothing, before.t()), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_step_that_did_not_end_is_no_log(log, tmp_path):
+    log.step_begins(1)
+    log.append(TO_NEXT, torch.ones(4))
+    assert sealed_logs(tmp_path) == []
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_budget_holds_and_the_oldest_go_first(tmp_path):
+    log = UpstreamLog(tmp_path, WHOSE, 100)
+    for step in range(1, 8):
+        one_step(log, step, (TO_NEXT, torch.ones(10)))
+        assert log.nbytes <= 100
+    assert log.steps == (6, 7)
+    log.close()
+    assert [each.header.step for each in sealed_logs(tmp_path)] == [6, 7]
+
+
+def test_one_step_above_the_budget_ends_the_log_and_says_so(tmp_path, caplog):
+    log = UpstreamLog(tmp_path, WHOSE, 100)
+    one_step(log, 1, (TO_NEXT, torch.ones(10)))
+    one_step(log, 2, (TO_NEXT, torch.ones(20)), (TO_NEXT, torch.ones(20)))
+    log.close()
+    assert "step 2 alone take more than the budget of 100 bytes" in caplog.text
+    assert "all ranks go back" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_memory_ends_the_log_and_not_training(log, tmp_path, caplog, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    one_step(log, 1, (TO_NEXT, torch.ones(10)))
+    log.append(TO_NEXT, torch.ones(10))
+    assert "keeps no upstream log" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_superseded_goes(log, tmp_path):
+    for step in range(1, 5):
+        one_step(log, step, (TO_NEXT, torch.ones(10)))
+    log.drop(3)
+    log.close()
+    assert [each.header.step for each in sealed_logs(tmp_path)] == [4]
+
+
+@pytest.mark.parametrize("suffix", [MESSAGES_SUFFIX, SEALED_SUFFIX])
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_damage_is_found(log, tmp_path, suffix, how):
+    one_step(log, 1, (TO_NEXT, torch.ones(10)), (NORM, torch.ones(1)))
+    path = log_path(tmp_path, 1).with_suffix(suffix)
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.unlink() if how == "gone" else path.write_bytes(raw if how == "flipped" else raw[:-1])
+    if suffix == SEALED_SUFFIX:
+        assert sealed_logs(tmp_path) == []
+    else:
+        [found] = sealed_logs(tmp_path)
+        with pytest.raises((DamagedError, FileNotFoundError)):
+            list(found.messages())
+
+
+def test_a_log_of_another_step_is_refused(log, tmp_path, caplog):
+    one_step(log, 1, (TO_NEXT, torch.ones(10)))
+    for suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX):
+        log_path(tmp_path, 1).with_suffix(suffix).rename(log_path(tmp_path, 2).with_suffix(suffix))
+    assert sealed_logs(tmp_path) == []
+    assert "it is of step 1" in caplog.text
+
+
+MESSAGE = Message(TO_NEXT, "F32", (2, 3), 0, 24, "0" * 16)
+HEADER = LogHeader("run", "life", 1, 1, 4, 5, 48, (MESSAGE, Message(NORM, "F64", (3,), 24, 24, "1" * 16)))
+
+
+def test_headers_come_back():
+    assert decode_log(encode_log(HEADER), "a.sealed") == HEADER
+    assert HEADER.counts == {TO_NEXT: 1, NORM: 1}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("format_version",), 2),
+        (("kind",), "moe_ckpt.slot"),
+        (("nbytes",), 47),
+        (("messages", 1, "begin"), 20),
+        (("messages", 0, "shape"), [2, 4]),
+        (("messages", 0, "channel"), 2),
+        (("messages", 0, "dtype"), "F31"),
+        (("step",), -1),
+    ],
+)
+def test_headers_that_contradict_themselves_are_refused(where, value):
+    body = json.loads(encode_log(HEADER))["body"]
+    at = body
+    for key in where[:-1]:
+        at = at[key]
+    at[where[-1]] = value
+    with pytest.raises(DamagedError, match=r"a\.sealed"):
+        decode_log(seal(body), "a.sealed")
+
+
+@given(st.binary(max_size=200))
+def test_other_bytes_are_no_header(raw):
+    with pytest.raises(DamagedError):
+        decode_log(raw, "a.sealed")
+
+
+def answers(*sent: tuple[Channel, torch.Tensor]) -> Answers:
+    received: dict[Channel, list[tuple[Message, torch.Tensor]]] = {}
+    for channel, tensor in sent:
+        message = Message(channel, "F32", tuple(tensor.shape), 0, tensor.numel() * 4, "")
+        received.setdefault(channel, []).append((message, tensor))
+    return Answers(5, received)
+
+
+def test_answers_come_in_order():
+    found = answers((TO_NEXT, torch.ones(2)), (NORM, torch.full((1,), 9.0)), (TO_NEXT, torch.zeros(2)))
+    into = torch.full((1, 2), 5.0, requires_grad=True)
+    found.give(TO_NEXT, into)
+    assert into.tolist() == [[1.0, 1.0]]
+    found.give(TO_NEXT, into)
+    assert into.tolist() == [[0.0, 0.0]]
+    with pytest.raises(ReplayDivergedError, match=r"all_reduce of ranks 0, 1, 2, 3 was received then, and not now"):
+        found.require_all_given()
+    found.give(NORM, torch.empty(1))
+    found.require_all_given()
+
+
+def test_a_message_too_many_or_of_another_shape_is_refused():
+    found = answers((TO_NEXT, torch.ones(2)))
+    with pytest.raises(ReplayDivergedError, match="rank 1 to rank 0 is needed now, and the upstream log has no"):
+        found.give(TO_PREVIOUS, torch.empty(2))
+    with pytest.raises(ReplayDivergedError, match=r"is F32 \[3\] now, and was F32 \[2\]"):
+        found.give(TO_NEXT, torch.empty(3))
+    with pytest.raises(ReplayDivergedError, match="is F64"):
+        answers((TO_NEXT, torch.ones(2))).give(TO_NEXT, torch.empty(2, dtype=torch.float64))
+
+
+def test_who_gives_what_to_whom():
+    alone = {2, 3}
+    assert is_for(TO_NEXT, 2, alone, 1)
+    assert not is_for(TO_NEXT, 2, alone, 0)
+    assert not is_for(TO_NEXT, 3, alone, 1)
+    assert [is_for(NORM, 3, alone, writer) for writer in (0, 1)] == [True, False]
+    assert not is_for(Channel("all_reduce", (2, 3)), 2, alone, 1)
+    assert not is_for(Channel("all_reduce", (0, 1)), 2, alone, 0)
+
+
+def test_what_passes_a_boundary_that_is_alone():
+    boundary = Boundary([0, 1, 2, 2], None)
+    assert boundary.crosses((0, 1))
+    assert not boundary.crosses((2, 3))
+    assert boundary.sends(TO_NEXT, torch.ones(1))
+    assert not boundary.receives(TO_NEXT, torch.ones(1))
+    boundary.go_alone([1, 2, 3], answers((Channel(SEND, (0, 1)), torch.ones(1)), (NORM, torch.ones(1))))
+    assert boundary.sends(TO_NEXT, torch.ones(1)), "rank 2 computes it again, too"
+    assert not boundary.sends(TO_PREVIOUS, torch.ones(1))
+    assert boundary.receives(Channel(SEND, (0, 1)), torch.empty(1))
+    assert not boundary.receives(Channel(SEND, (2, 1)), torch.empty(1))
+    assert boundary.answers(NORM, [torch.empty(1)])
+    assert not boundary.answers(Channel("all_reduce", (1, 2)), [torch.empty(1)])
+    boundary.together()
+    assert boundary.sends(TO_PREVIOUS, torch.ones(1))
+
+
+def test_a_call_that_cannot_be_logged_ends_the_log(log, caplog):
+    boundary = Boundary([0, 1, 2, 2], log)
+    log.step_begins(1)
+    boundary.refused(Channel("all_to_all", (0, 1)))
+    assert "all_to_all of ranks 0, 1" in caplog.text
+    assert log.steps == ()
+
+
+def test_files_that_are_logs():
+    beside = {"upstream_00000001.messages", "upstream_00000001.sealed", "upstream_00000002.messages"}
+    assert [name for name in sorted(beside) if is_log(name, beside)] == sorted(beside)[:2]
+    assert not is_log("slot_001.sealed", {"slot_001.sealed", "slot_001.messages"})
+
+
+@pytest.mark.parametrize("given", [-1, "much", True])
+def test_budgets_that_cannot_be(given):
+    with pytest.raises(ConfigError, match="upstream_bytes"):
+        Memory(upstream_bytes=given)
+
+
+def test_a_log_without_survivors_helps_nobody():
+    assert Memory(upstream_bytes="1KiB").upstream_bytes == 1024
+    with pytest.raises(ConfigError, match="survivor_secs"):
+        Memory(upstream_bytes=1, survivor_secs=0)

@@ -20,13 +20,18 @@ from tests.support.spoiled import spoil_experts
 
 def first_life(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> None:
     """Trains to the fatal step, all of whose checkpoints are committed, and dies."""
-    life = Life(root, fsdp, seed=0, memory=memory)
-    history = {}
-    for _step in range(FATAL_STEP - 1):
+    train_and_die(Life(root, fsdp, seed=0, memory=memory), root, rank, {}, FATAL_STEP - 1)
+
+
+def train_and_die(life: Life, root: str, rank: int, history: dict, steps: int, *, each_is_copied: bool = False) -> None:
+    """All ranks train, and die by ``kill -9`` when peers have the copies. history: of the state of each step, is saved
+    in a file. each_is_copied: they wait for that at each step."""
+    for number in range(1, steps + 1):
         life.train()
         history[life.step] = life.whole()
-    life.session.drain(life.step)
-    wait_for_copies(life)
+        if each_is_copied or number == steps:
+            life.session.drain(life.step)
+            wait_for_copies(life)
     if rank == 0:
         torch.save(history, f"{root}/history.pt")
     dist.barrier()

@@ -5,18 +5,16 @@ Four ranks, each a node. What must come back is counted here from what each step
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import expert_owner
 from tests.dist.test_host_tier import EXPERTS, LAYERS, Life, counts_of, expected
-from tests.dist.test_memory import lose, wait_for_copies
+from tests.dist.test_memory import lose, train_and_die
 from tests.support import two_sets
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.two_sets import TwoSets
@@ -41,16 +39,7 @@ def lost_tokens(step: int, versions: dict[str, int]) -> int:
 
 def first_life(rank: int, _: int, root: str, fsdp: bool) -> None:
     life = Life(root, fsdp, seed=0, memory=MEMORY, policy=TwoSets())
-    history = {}
-    for _step in range(LAST):
-        life.train()
-        history[life.step] = life.whole()
-        life.session.drain(life.step)
-        wait_for_copies(life)
-    if rank == 0:
-        torch.save(history, f"{root}/history.pt")
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
+    train_and_die(life, root, rank, {}, LAST, each_is_copied=True)
 
 
 def second_life(rank: int, _: int, root: str, fsdp: bool, lost: tuple[int, ...]) -> dict:
@@ -71,15 +60,7 @@ def short_life(rank: int, _: int, root: str, fsdp: bool) -> None:
     life = Life(root, fsdp, seed=1 + rank, memory=MEMORY, policy=TwoSets())
     life.resume()
     history = torch.load(f"{root}/history.pt", weights_only=True)
-    for _step in range(2):
-        life.train()
-        history[life.step] = life.whole()
-        life.session.drain(life.step)
-        wait_for_copies(life)
-    if rank == 0:
-        torch.save(history, f"{root}/history.pt")
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
+    train_and_die(life, root, rank, history, 2, each_is_copied=True)
 
 
 SHARDED = [pytest.param(False, id="plain"), pytest.param(True, id="fsdp2", marks=pytest.mark.slow)]

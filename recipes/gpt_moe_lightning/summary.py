@@ -152,6 +152,11 @@ class RunSummary:
         return self._last("moe_ckpt/plt")
 
     @property
+    def mlt_worst(self) -> float:
+        """Momentary lost tokens of the failure that lost most (MLT); 0 where none did."""
+        return max(self._all("moe_ckpt/mlt_worst"), default=0.0)
+
+    @property
     def lost_tokens(self) -> int:
         return int(self._last("moe_ckpt/lost_tokens"))
 
@@ -278,6 +283,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("skewness of load", "0: every expert gets as many tokens, 1: one gets all; mean over layers and iterations"),
     ("lost tokens", "tokens that a restored expert no longer knows"),
     ("PLT", "portion of lost tokens: their share of all tokens"),
+    ("MLT, at most", "what one failure lost of a layer's tokens by then, mean over layers"),
     ("validation loss", "nats per byte on held-out files"),
     ("its difference", "to the run that never failed"),
     ("wall time", "with the start of the processes"),
@@ -310,6 +316,7 @@ def table_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
         f"{run.skewness_mean:.3f}",
         f"{run.lost_tokens:,}",
         f"{run.plt:.2%}",
+        f"{run.mlt_worst:.2%}",
         "not finished" if run.val_loss is None else f"{run.val_loss:.4f}",
         _difference(run, baseline),
         f"{run.wall_secs:.0f} s",

@@ -33,7 +33,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -79,6 +81,7 @@ class Run:
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
+    sharded: several ranks divide all tensors by FSDP2; else DDP.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     """
 
@@ -105,6 +108,7 @@ class Run:
     sampler: str = "stateful"
     hashes: bool = False
     slow_copy_secs: float = 0.0
+    sharded: bool = False
     sabotage: str = ""
 
     def to_json(self) -> str:
@@ -265,12 +269,12 @@ def _add(found: dict[str, Any], key: str, name: str, *tensors: torch.Tensor) -> 
 
 def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
     """All that must be equal at the end, as one flat dict of tensors and plain values."""
-    state: dict[str, Any] = {f"model/{k}": v.detach().clone() for k, v in module.state_dict().items()}
+    state: dict[str, Any] = {f"model/{k}": _own(v) for k, v in module.state_dict().items()}
     for i, optimizer in enumerate(trainer.optimizers):
         names = {id(p): name for name, p in module.named_parameters()}
         for parameter, values in optimizer.state.items():
             for key, value in values.items():
-                copied = value.detach().clone() if torch.is_tensor(value) else value
+                copied = _own(value) if torch.is_tensor(value) else value
                 state[f"optim/{i}/{names[id(parameter)]}/{key}"] = copied
         for j, group in enumerate(optimizer.param_groups):
             state |= {f"group/{i}/{j}/{k}": v for k, v in group.items() if k != "params"}
@@ -287,6 +291,24 @@ def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
     state["rng"] = [torch.get_rng_state(), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
     state["progress"] = [trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.total_batch_idx]
     return state
+
+
+def _sharded(kind: type[TinyMoE]) -> type[TinyMoE]:
+    class Sharded(kind):  # type: ignore[valid-type, misc]
+        def configure_model(self) -> None:
+            if not isinstance(self, FSDPModule):
+                mesh = self.device_mesh["data_parallel"]
+                for block in self.blocks:
+                    fully_shard(block.moe.experts, mesh=mesh)
+                fully_shard(self, mesh=mesh)
+
+    return Sharded
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's part of a tensor."""
+    value = value.detach()
+    return (value.to_local() if isinstance(value, DTensor) else value).clone()
 
 
 def _memory(run: Run, root: str, rank: int) -> Memory:
@@ -313,8 +335,11 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
     if run.ranks > 1:
         options["use_distributed_sampler"] = False
         options["strategy"] = DDPStrategy(process_group_backend="gloo")
+    if run.sharded:
+        options["strategy"] = ModelParallelStrategy(run.ranks, 1, process_group_backend="gloo")
     pl.seed_everything(11, verbose=False)
-    module = KINDS[run.kind](**{"layers": 2, "experts": 4, **run.model})
+    kind = _sharded(KINDS[run.kind]) if run.sharded else KINDS[run.kind]
+    module = kind(**{"layers": 2, "experts": 4, **run.model})
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=run.ranks,

@@ -90,11 +90,14 @@ def live(run: Run, kill_after_secs: float | None = None, kill_after_lines: int =
         process.close()
 
 
-def live_ranks(run: Run) -> list[int]:
+def live_ranks(run: Run, kill: tuple[int, float] | None = None) -> list[int]:
     """Exit codes of all ranks of a run without torchrun (and so without restarts).
 
     When one rank is killed, the others are killed too, wherever they are: as a launcher does, but at once.
+
+    kill: (rank, seconds): it is killed from outside, so long after the first line of rank 0's log.
     """
+    before = len(events(run))
     port = free_port()
     processes = []
     for rank in range(run.ranks):
@@ -112,7 +115,13 @@ def live_ranks(run: Run) -> list[int]:
         processes.append(start(run, rank, environment))
     try:
         deadline = time.monotonic() + LIFE_SECS
+        at = deadline
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if kill is not None and at == deadline and len(events(run)) > before:
+                at = time.monotonic() + kill[1]
+            if kill is not None and time.monotonic() >= at:
+                processes[kill[0]].kill()
+                processes[kill[0]].join()
             if any(process.exitcode == KILLED for process in processes):
                 break
             time.sleep(0.01)

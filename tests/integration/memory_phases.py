@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from moe_ckpt.memory import removing
 from moe_ckpt.memory.directory import RankDirectory
 from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot
 from moe_ckpt.replicas.store import ReplicaStore
@@ -41,8 +43,8 @@ def _half_sealed(real: Callable[..., Any], slot: Slot, header: bytes) -> None:
     slot.path.with_suffix(".tmp").write_bytes(header[: len(header) // 2])
 
 
-def _half_removed(real: Callable[..., Any], slot: Slot) -> None:
-    slot.path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
+def _half_removed(real: Callable[..., Any], path: Path) -> None:
+    path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
 
 
 def _half_sent(real: Callable[..., Any], wire: Wire, data: Any) -> None:
@@ -54,7 +56,7 @@ PHASES: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "seal": (Slot, "seal", _half_sealed),
     "sealed": (Slot, "seal", _after),
     "unseal": (Slot, "unseal", _after),
-    "remove": (Slot, "remove", _half_removed),
+    "remove": (removing, "remove_files", _half_removed),
     "send": (Wire, "send", _half_sent),
     "verified": (ReplicaStore, "keep", _before),
     "acknowledge": (ReplicaStore, "keep", _after),

@@ -1,0 +1,109 @@
+"""Lightning on two ranks, DDP and FSDP2, each a node with a copy on the other: killed in every phase and anywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.cli.main import main
+from tests.integration.crash_run import Run
+from tests.integration.lives import (
+    KILLED,
+    assert_promises_kept,
+    assert_same_run,
+    assert_store_sound,
+    live_ranks,
+    output,
+    place,  # noqa: F401 - a fixture
+)
+from tests.integration.test_memory_kills import DENSE, in_memory, left
+from tests.integration.test_memory_rarely_stored import RARELY, restored, stored
+from tests.support.deleting import delete_tree
+
+DDP = replace(DENSE, ranks=2, replicas=1)
+FSDP2 = replace(DDP, sharded=True)
+LAYOUTS = {"ddp": DDP, "fsdp2": FSDP2}
+IN_MEMORY = [("reserve", 3), ("copy", 7), ("seal", 6), ("sealed", 6), ("unseal", 4), ("send", 20), ("verified", 5)]
+IN_MEMORY += [("acknowledge", 5), ("compute", 9)]
+IN_STORAGE = [("write", 6), ("fsync", 12), ("rename", 12), ("manifest", 5), ("gc", 3)]
+
+
+def lose(run: Run, node: int) -> None:
+    """With its memory. What comes in its place has an empty one."""
+    delete_tree(Path(run.memory, f"node_{node}"))
+
+
+def ends_alike(run: Run) -> None:
+    """The last life, which nobody kills."""
+    assert live_ranks(run) == [0] * run.ranks, output(run)
+    assert_same_run(run)
+    assert_store_sound(run, ended=True)
+    assert left(run) == []
+
+
+def test_a_lost_node_of_fsdp2_comes_back_from_its_peer(place):  # noqa: F811
+    """Every tensor is divided: of what the lost rank had, the other one has nothing but the copy."""
+    run = in_memory(replace(FSDP2, to_storage=RARELY), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 7))), output(run)
+    before = stored(run)
+    lose(run, 1)
+    ends_alike(run)
+    assert restored(run) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("lost", [None, 0, 1])
+@pytest.mark.parametrize(("phase", "n"), IN_MEMORY, ids=[phase for phase, _ in IN_MEMORY])
+def test_killed_in_a_phase_of_memory(phase, n, lost, layout, place):  # noqa: F811
+    """Both ranks reach it, and one dies; then its node may be lost, or the other one."""
+    run = in_memory(replace(layout, to_storage=RARELY), place)
+    assert KILLED in live_ranks(replace(run, crash=(phase, n))), output(run)
+    before = stored(run)
+    if lost is not None:
+        lose(run, lost)
+    ends_alike(run)
+    assert phase == "reserve" or restored(run) > before, "storage has only what the first life began with"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("phase", "n"), IN_STORAGE, ids=[phase for phase, _ in IN_STORAGE])
+def test_killed_in_a_phase_of_storage(phase, n, layout, place):  # noqa: F811
+    run = in_memory(layout, place)
+    assert KILLED in live_ranks(replace(run, crash=(phase, n))), output(run)
+    ends_alike(run)
+    assert_promises_kept(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("phase", ["remove", "sweep"])
+def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, layout, place):  # noqa: F811
+    run = in_memory(replace(layout, to_storage=RARELY), place)
+    for crash in (("compute", 9), (phase, 1)):
+        assert KILLED in live_ranks(replace(run, crash=crash)), output(run)
+    before = stored(run)
+    ends_alike(run)
+    assert restored(run) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("seed", range(20))
+def test_killed_at_random_times(seed, layout, place):  # noqa: F811
+    """Ten lives; after some of them a node is lost, too, and none is lost that has the only copy."""
+    rng = random.Random(seed)
+    run = in_memory(replace(layout, to_storage=rng.choice([1, 3, RARELY]), epochs=3), place)
+    for _ in range(10):
+        assert main(["memory", "retry", "--directory", run.memory]) == 0
+        if KILLED not in live_ranks(run, (rng.randrange(2), rng.uniform(0.02, 0.4))):
+            break
+        if rng.random() < 0.3:
+            lose(run, rng.randrange(2))
+    assert main(["memory", "retry", "--directory", run.memory]) == 0
+    ends_alike(run)
+    assert_promises_kept(run)

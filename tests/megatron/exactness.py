@@ -109,22 +109,22 @@ def kill(case: Case, directory: Path) -> None:
     """All lives of the run but the last."""
     for number, at in enumerate(case.kills):
         together = () if number else case.together
-        life = replace(_life(case, directory), kill=at, seed=1 + number * case.reseed, together=together)
+        life = replace(life_of(case, directory), kill=at, seed=1 + number * case.reseed, together=together)
         require_killed(start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM), at)
 
 
 def finish(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
     """The last life, which nobody kills. sabotage: see ``Life``."""
-    life = replace(_life(case, directory), seed=1 + len(case.kills) * case.reseed, sabotage=sabotage)
+    life = replace(life_of(case, directory), seed=1 + len(case.kills) * case.reseed, sabotage=sabotage)
     results = run_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM)
     return Ended(results, split_lives(Journal(life.journal, case.ranks - 1).lines()))
 
 
-def _life(case: Case, directory: Path) -> Life:
+def life_of(case: Case, directory: Path) -> Life:
     policy = (case.policy[0], dict(case.policy[1]))
     memory = str(directory / "memory") if case.memory else None
     store, journal = str(directory / "store"), str(directory / "journal")
-    beside = {"copies": dict(case.copies), "options": dict(case.options)}
+    beside: dict[str, Any] = {"copies": dict(case.copies), "options": dict(case.options)}
     beside |= {"journal": journal, "memory": memory, "survives": case.survives}
     return Life(store, case.steps, case.setup, policy, **beside)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.integration import memory_phases
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 
@@ -37,8 +39,10 @@ class Life:
     kill: (rank, iteration, phase) of a SIGKILL: at the begin of that iteration ("forward"), when its gradients are
         there ("train"), while the n-th iteration is computed again to bring back a window ("replay"), in the middle of
         coming back ("resume"), or when the engine is in that phase (see ``on_phase``) for the first time with a
-        checkpoint of that iteration or a later one; training may be ahead of it. Or of what stops the ranks in another
-        way, with rank 0: all raise when gradients are there ("error"), "term" and "stuck" (see ``_stopped``).
+        checkpoint of that iteration or a later one; training may be ahead of it. Or the n-th time that a phase of
+        ``memory_phases`` is reached, or n milliseconds after the first iteration's begin, wherever it is ("anywhere").
+        Or of what stops the ranks in another way, with rank 0: all raise when gradients are there ("error"), "term"
+        and "stuck" (see ``_stopped``).
     journal: where every rank writes down, in ``<journal>.<rank>``, what it does; see ``Journal``. Kills cannot undo it.
     memory: where the nodes' memory directories are; None: private memory. copies: other arguments of ``Memory``.
     sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
@@ -106,6 +110,13 @@ def _stopped(how: str, rank: int) -> None:
         raise RuntimeError("the user's program fails")
 
 
+@functools.cache
+def _kill_later(secs: float) -> None:
+    timer = threading.Timer(secs, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
 def node_memory(root: str, rank: int) -> Path:
     """The memory directory of this rank's node, of which each has two ranks."""
     directory = Path(root, f"node_{rank // 2}")
@@ -123,6 +134,9 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
 
     if life.sabotage is not None:
         life.sabotage()
+    in_memory = life.kill is not None and life.kill[2] in memory_phases.PHASES
+    if life.kill is not None and in_memory and life.kill[0] == rank:
+        memory_phases.kill_in(life.kill[2], life.kill[1])
     name, arguments = life.policy
     at = {"iteration": 0, "replayed": 0}
     journal = Journal(life.journal, rank)
@@ -132,6 +146,8 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
             raise RuntimeError("the user's program fails")
         if phase == "forward" and life.kill is not None and life.kill[:2] == (0, at["iteration"]):
             _stopped(life.kill[2], rank)
+        if life.kill is not None and (rank, phase, life.kill[2]) == (life.kill[0], "forward", "anywhere"):
+            _kill_later(life.kill[1] / 1e3)
         if life.kill is None or phase != life.kill[2] or rank not in (life.kill[0], *life.together):
             return
         reached = at["replayed" if phase == "replay" else "iteration"]

@@ -1,0 +1,107 @@
+"""Memory under Megatron, two nodes of two ranks with a copy of each other: killed in every phase and anywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.cli.main import main
+from tests.megatron.exactness import LIFE_SECS, WARM, Case, Ended, finish, kill, life_of, require_exact
+from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense, moevement
+from tests.megatron.test_memory import COPIES, left, newest
+from tests.support.deleting import delete_tree
+from tests.support.megatron_gpt import Setup
+from tests.support.megatron_run import live
+from tests.support.processes import start_ranks
+
+PIPELINE = Case(Setup(**PIPELINE_EXPERTS), dense(1), (), steps=8, memory=True, copies=COPIES)
+DATA = replace(PIPELINE, setup=Setup(**EXPERTS_DATA, **SHARDED))
+LAYOUTS = {"pp2-ep2": PIPELINE, "ep2-dp2": DATA}
+MEMORY = [("reserve", 3), ("copy", 4), ("seal", 4), ("sealed", 4), ("unseal", 3), ("send", 20), ("verified", 5)]
+MEMORY += [("acknowledge", 5), ("train", 5), ("forward", 5)]
+STORAGE = [("write", 3), ("fsync", 3), ("rename", 3), ("manifest", 3), ("gc", 4)]
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def lose(directory: Path, node: int) -> None:
+    """With its memory. What comes in its place has an empty one."""
+    delete_tree(directory / "memory" / f"node_{node}")
+
+
+def ends_alike(case: Case, directory: Path) -> Ended:
+    """The last life, which nobody kills."""
+    ended = finish(case, directory)
+    require_exact(case, directory, ended)
+    assert left(directory) == []
+    return ended
+
+
+@pytest.mark.slow
+@layouts
+@pytest.mark.parametrize("lost", [None, 0, 1])
+@pytest.mark.parametrize(("phase", "n"), MEMORY, ids=[phase for phase, _ in MEMORY])
+def test_killed_in_a_phase_of_memory(phase, n, lost, layout, tmp_path):
+    """One rank of the second node dies; then its node may be lost, or the other one."""
+    case = replace(layout, kills=((2, n, phase),))
+    kill(case, tmp_path)
+    before = newest(tmp_path)
+    if lost is not None:
+        lose(tmp_path, lost)
+    ended = ends_alike(case, tmp_path)
+    assert phase == "reserve" or ended.resumed > [int(before.split("_")[1])], "storage has what the run began with"
+
+
+@pytest.mark.slow
+@layouts
+@pytest.mark.parametrize(("phase", "n"), STORAGE, ids=[phase for phase, _ in STORAGE])
+def test_killed_in_a_phase_of_storage(phase, n, layout, tmp_path):
+    case = replace(layout, kills=((0, n, phase),), copies={"replicas": 1})
+    kill(case, tmp_path)
+    ends_alike(case, tmp_path)
+
+
+@pytest.mark.slow
+@layouts
+@pytest.mark.parametrize("phase", ["remove", "sweep"])
+def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, layout, tmp_path):
+    case = replace(layout, kills=((1, 5, "train"), (2, 1, phase)))
+    kill(case, tmp_path)
+    before = newest(tmp_path)
+    assert ends_alike(case, tmp_path).resumed[-1] > int(before.split("_")[1])
+
+
+@pytest.mark.slow
+@layouts
+def test_both_nodes_lost_costs_what_storage_does_not_have(layout, tmp_path):
+    """One more than there are copies."""
+    case = replace(layout, kills=((2, 5, "train"),))
+    kill(case, tmp_path)
+    before = newest(tmp_path)
+    for node in (0, 1):
+        lose(tmp_path, node)
+    assert ends_alike(case, tmp_path).resumed == [int(before.split("_")[1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [dense(1), moevement(2)], ids=["dense", "windows"])
+@layouts
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_random_times(seed, layout, policy, tmp_path):
+    """Five lives; after some of them a node is lost, too."""
+    rng = random.Random(seed)
+    copies = {"replicas": 1, "storage_every_n_steps": rng.choice([1, 3, 1000])}
+    case = replace(layout, policy=policy, copies=copies, steps=12, reseed=False)
+    for _ in range(5):
+        main(["memory", "retry", "--directory", str(tmp_path / "memory")])
+        at = (rng.randrange(case.ranks), rng.randrange(20, 1500), "anywhere")
+        life = replace(life_of(case, tmp_path), kill=at)
+        outcomes = start_ranks(live, case.ranks, life, timeout=LIFE_SECS, grace=1.0, preload=WARM)
+        if all(outcome.ok for outcome in outcomes):
+            break  # it came to its end first
+        if rng.random() < 0.3:
+            lose(tmp_path, rng.randrange(2))
+    else:
+        ends_alike(case, tmp_path)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.slot import Slot
 
@@ -293,14 +294,3 @@ def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
     limit = _cgroup_free_bytes(left_bytes=left_bytes)
     usable = free + left_bytes if limit is None else min(free + left_bytes, limit)
     return int(usable * _SHARE_OF_FREE_MEMORY) // max(1, local_ranks)
-
-
-def _cgroup_free_bytes(root: str = "/sys/fs/cgroup", left_bytes: int = 0) -> int | None:
-    """Bytes left under the cgroup v2 memory limit once ``left_bytes`` are freed, or None without a limit."""
-    try:
-        with open(f"{root}/memory.max") as limit_file, open(f"{root}/memory.current") as used_file:
-            limit = limit_file.read().strip()
-            # What was left may count elsewhere: in the cgroup of the life that died.
-            return None if limit == "max" else max(0, int(limit) - max(0, int(used_file.read()) - left_bytes))
-    except (OSError, ValueError):
-        return None

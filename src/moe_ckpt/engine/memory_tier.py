@@ -267,6 +267,8 @@ class MemoryTier:
         for sequence, entry in list(self._entries.items()):
             if sequence in kept or entry.to_storage or entry.state == NOT_YET or entry.step.complete is None:
                 continue
+            if sequence in self._open:  # given up here, of which the others are still to hear
+                continue
             del self._entries[sequence]
             self._give_up(entry)
 

@@ -1,0 +1,133 @@
+"""Under a real limit of a memory cgroup, and on a tmpfs that somebody else fills: an error or fewer copies, no kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.integration.crash_run import Run
+from tests.integration.lives import (
+    LIFE_SECS,
+    assert_same_run,
+    events,
+    live,
+    output,
+    place,  # noqa: F401 - a fixture
+    placed,
+    start,
+)
+from tests.integration.test_memory_kills import DENSE, in_memory, left, small  # noqa: F401 - a fixture
+from tests.integration.test_memory_rarely_stored import RARELY
+from tests.support.waiting import retry_until
+
+ROOTS = {"/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")}
+ROOTS |= {"/sys/fs/cgroup": ("memory.max", "memory.peak", "memory.events")}
+LARGE = replace(DENSE, model={"layers": 2, "experts": 2048}, samples=24, epochs=1)
+
+
+@pytest.fixture
+def cgroup() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """A memory cgroup of its own, and the names of its files for the limit, the peak and kills."""
+    for root, names in ROOTS.items():
+        group = Path(root, f"moe_ckpt_test_{os.getpid()}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            if (group / names[0]).exists():
+                yield group, names
+                group.rmdir()
+                return
+            group.rmdir()
+    pytest.skip("no memory cgroup can be made here; run this test as root")
+
+
+@pytest.fixture
+def tmp_path_on_disk() -> Iterator[Path]:
+    """``tmp_path`` lies in memory, which would count."""
+    with tempfile.TemporaryDirectory(prefix="moe_ckpt_", dir="/var/tmp") as directory:
+        yield Path(directory)
+
+
+def live_in(group: Path, run: Run) -> int:
+    """Exit code of one life in a cgroup."""
+    process = start(run)
+    try:
+        (group / "cgroup.procs").write_text(str(process.pid))
+        process.join(LIFE_SECS)
+        assert not process.is_alive(), output(run)
+        return int(process.exitcode)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def oom_kills(group: Path, name: str) -> int:
+    told = dict(line.split() for line in (group / name).read_text().splitlines())
+    return int(told["oom_kill"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, RARELY])
+@pytest.mark.parametrize("slots", [0.5, 1.5, 2.5, 4])
+def test_a_limit_is_an_error_or_fewer_copies_and_never_a_kill(slots, every, cgroup, place, tmp_path_on_disk):  # noqa: F811
+    """The limit leaves room for so many snapshots, as the run is told, beside training with a single checkpoint.
+
+    The store is on a disk, whose cache makes room.
+    """
+    group, (limit, peak, kills) = cgroup
+    nbytes = state_nbytes(place)
+    never = {"policy": ("dense", 1000)}
+    alone = placed(replace(LARGE, **never), tmp_path_on_disk, "alone")
+    assert live_in(group, alone) == 0, output(alone)
+    bare = int((group / peak).read_text())
+    told = {"when_busy": "wait", "host_memory_bytes": int(slots * nbytes)}
+    run = in_memory(replace(LARGE, to_storage=every, callback=told), place)
+    run = replace(run, store=str(tmp_path_on_disk / "store"))
+    (group / limit).write_text(str(bare + int(slots * nbytes)))
+    code = live_in(group, run)
+    assert oom_kills(group, kills) == 0
+    assert code in (0, 1), output(run)
+    assert (code == 1) == (slots < (2 if every == RARELY else 1)), output(run)
+    if code == 1:
+        assert "HostMemoryError" in output(run)
+    else:
+        assert_same_run(run)
+        assert left(run) == []
+
+
+def state_nbytes(place: Path) -> int:  # noqa: F811
+    """Of what one snapshot holds, a little rounded up."""
+    (place / "size").mkdir()
+    run = in_memory(replace(LARGE, samples=8, epochs=1), place / "size")
+    assert live(run) == 0, output(run)
+    files = list(Path(run.store).glob("step_*/*.safetensors"))
+    return max(sum(f.stat().st_size for f in step.iterdir()) for step in {file.parent for file in files})
+
+
+@pytest.mark.parametrize("small", [1 << 20], indirect=True)
+def test_a_tmpfs_that_is_full_in_mid_run_costs_memory_and_not_the_run(small, place):  # noqa: F811
+    """Somebody else takes all of it while the run trains; when it dies it has what it had before, or storage."""
+    run = replace(placed(replace(DENSE, samples=160), place), memory=str(small))
+    process = start(run)
+    try:
+        retry_until(lambda: len(events(run)) > 4 or not process.is_alive())
+        with contextlib.suppress(OSError), open(small / "filler", "wb") as filler:
+            while True:
+                filler.write(bytes(4096))
+                filler.flush()
+        process.join(LIFE_SECS)
+        assert process.exitcode == 0, output(run)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+    assert_same_run(run)
+    assert [path.name for path in left(run)] == ["filler"]

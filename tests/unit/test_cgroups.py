@@ -1,0 +1,80 @@
+"""The memory that a container or a scheduler's job leaves: both versions of cgroups, and every level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.engine.cgroups import free_bytes
+
+UNLIMITED = str(0x7FFFFFFFFFFFF000)
+
+
+def version_2(place: Path, limit: str, used: int, inactive: int = 0) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "memory.max").write_text(f"{limit}\n")
+    (place / "memory.current").write_text(f"{used}\n")
+    (place / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+
+
+def version_1(place: Path, limit: str, used: int, inactive: int = 0) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (place / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (place / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
+
+
+@pytest.fixture
+def root(tmp_path: Path):
+    """(root, /proc/self/cgroup): a process of a job's step, under either version."""
+    own = tmp_path / "own"
+    own.write_text("4:memory:/slurm/job_7/step_0\n3:cpu,cpuacct:/slurm\n0::/system.slice/job_7/step_0\n")
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "cgroup", own
+
+
+def found(root: tuple[Path, Path], left_bytes: int = 0) -> int | None:
+    return free_bytes(str(root[0]), left_bytes, str(root[1]))
+
+
+def test_without_limits(root):
+    assert found(root) is None
+    version_2(root[0] / "system.slice/job_7", "max", 400)
+    version_1(root[0] / "memory/slurm", UNLIMITED, 400)
+    assert found(root) is None
+
+
+@pytest.mark.parametrize("place", ["system.slice/job_7/step_0", "system.slice/job_7", "system.slice", ""])
+def test_the_limit_of_any_level_of_version_2(root, place: str):
+    version_2(root[0] / place, "1000", 400)
+    assert found(root) == 600
+
+
+@pytest.mark.parametrize("place", ["slurm/job_7/step_0", "slurm", "", "."])
+def test_the_limit_of_any_level_of_version_1(root, place: str):
+    version_1(root[0] / "memory" / place, "1000", 400)
+    assert found(root) == 600
+
+
+def test_the_lowest_counts(root):
+    version_2(root[0] / "system.slice/job_7/step_0", "1000", 400)
+    version_2(root[0] / "system.slice/job_7", "3000", 2900)
+    version_2(root[0] / "system.slice/another_job", "10", 10)
+    assert found(root) == 100
+
+
+def test_page_cache_that_nobody_uses_makes_room(root):
+    version_2(root[0] / "system.slice/job_7", "1000", 900, inactive=500)
+    assert found(root) == 600
+    version_1(root[0] / "memory/slurm", "1000", 900, inactive=300)
+    assert found(root) == 400
+    assert found(root, left_bytes=200) == 600
+    assert found(root, left_bytes=10_000) == 1000, "what was left may count elsewhere"
+
+
+def test_nonsense_is_no_limit(root):
+    version_2(root[0] / "system.slice", "rubbish", 1)
+    version_1(root[0] / "memory", "-", 1)
+    root[1].write_text("0::/system.slice\n\xff\n")
+    assert found(root) is None

@@ -108,6 +108,7 @@ def test_columns_that_say_nothing_are_left_out():
     assert [row[columns.index("K")] for row in rows] == ["-", "3"]
 
 
+@pytest.mark.usefixtures("warm_programs")  # test_cli_simulate.py starts fresh interpreters
 @pytest.mark.parametrize("settings", [[], ["seed=1,2"]])
 def test_no_line_of_a_pipe_ends_in_blanks(settings):
     command = [sys.executable, "-m", "moe_ckpt.cli.main", "simulate", *SMALL, *settings]

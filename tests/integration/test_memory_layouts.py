@@ -23,6 +23,7 @@ from tests.integration.lives import (
 from tests.integration.test_memory_kills import DENSE, in_memory, left
 from tests.integration.test_memory_rarely_stored import RARELY, restored, stored
 from tests.support.deleting import delete_tree
+from tests.support.spoiled import slots_of, spoil_slot
 
 DDP = replace(DENSE, ranks=2, replicas=1)
 FSDP2 = replace(DDP, sharded=True)
@@ -101,6 +102,39 @@ def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, layout, pla
     before = stored(run)
     ends_alike(run)
     assert restored(run) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("how", ["flip", "truncate", "header", "header cut"])
+def test_a_damaged_slot_is_replaced_by_its_copy(how, layout, place):  # noqa: F811
+    run = in_memory(replace(layout, to_storage=RARELY), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 9))), output(run)
+    before = stored(run)
+    own = slots_of(Path(run.memory, "node_1"), 1)
+    assert own
+    for path in own:
+        spoil_slot(path, how)
+    ends_alike(run)
+    assert restored(run) > before
+    assert "it is set aside" in output(run) or "is set aside: " in output(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("how", ["flip", "truncate", "header", "header cut"])
+def test_a_damaged_copy_of_a_lost_node_leaves_storage(how, layout, place):  # noqa: F811
+    run = in_memory(replace(layout, to_storage=RARELY), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 9))), output(run)
+    before = stored(run)
+    copies = slots_of(Path(run.memory, "node_0"), 1)
+    assert copies
+    for path in copies:
+        spoil_slot(path, how)
+    lose(run, 1)
+    ends_alike(run)
+    assert restored(run) >= before
+    assert "set aside" in output(run)
 
 
 @pytest.mark.slow

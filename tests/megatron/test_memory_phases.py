@@ -16,11 +16,12 @@ from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import live
 from tests.support.processes import start_ranks
+from tests.support.spoiled import slots_of, spoil_slot
 
 PIPELINE = Case(Setup(**PIPELINE_EXPERTS), dense(1), (), steps=8, memory=True, copies=COPIES)
 DATA = replace(PIPELINE, setup=Setup(**EXPERTS_DATA, **SHARDED))
 LAYOUTS = {"pp2-ep2": PIPELINE, "ep2-dp2": DATA}
-MEMORY = [("reserve", 3), ("copy", 4), ("seal", 4), ("sealed", 4), ("unseal", 3), ("send", 20), ("verified", 5)]
+MEMORY = [("reserve", 3), ("copy", 4), ("seal", 8), ("sealed", 8), ("unseal", 3), ("send", 20), ("verified", 5)]
 MEMORY += [("acknowledge", 5), ("train", 5), ("forward", 5)]
 STORAGE = [("write", 3), ("fsync", 3), ("rename", 3), ("manifest", 3), ("gc", 4)]
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -71,6 +72,25 @@ def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, layout, tmp
     kill(case, tmp_path)
     before = newest(tmp_path)
     assert ends_alike(case, tmp_path).resumed[-1] > int(before.split("_")[1])
+
+
+@pytest.mark.slow
+@layouts
+@pytest.mark.parametrize("how", ["flip", "truncate", "header"])
+@pytest.mark.parametrize("lost", [False, True], ids=["own", "copy"])
+def test_damage_is_found_and_the_next_source_taken(lost, how, layout, tmp_path):
+    """Of a rank's own slots, whose copies are taken; or of the copies of a rank whose node is lost: then of storage."""
+    case = replace(layout, kills=((2, 5, "train"),))
+    kill(case, tmp_path)
+    before = int(newest(tmp_path).split("_")[1])
+    damaged = slots_of(tmp_path / "memory" / f"node_{0 if lost else 1}", 2)
+    assert damaged
+    for path in damaged:
+        spoil_slot(path, how)
+    if lost:
+        lose(tmp_path, 1)
+    [resumed] = ends_alike(case, tmp_path).resumed
+    assert resumed == before if lost else resumed > before
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def row(scratch: Path, name: str, policy: str, args: argparse.Namespace) -> Row:
     """One case under one policy, off and on."""
     order = {**CASES[name], "policy": policy, "steps": args.steps, "width": args.width}
     off, on = (measure(scratch, order | {"redundancy": used}) for used in (False, True))
-    return {"case": name, "policy": policy, "off": off, "on": on, "saved": 1 - on["sent"] / off["sent"]}
+    return {"case": name, "policy": policy, "off": off, "on": on, "saved": on["saved"] / (on["sent"] + on["saved"])}
 
 
 def table(rows: Sequence[Row]) -> Table:

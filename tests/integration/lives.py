@@ -90,12 +90,13 @@ def live(run: Run, kill_after_secs: float | None = None, kill_after_lines: int =
         process.close()
 
 
-def live_ranks(run: Run, kill: tuple[int, float] | None = None) -> list[int]:
+def live_ranks(run: Run, kill: tuple[int, float] | None = None, pause_secs: float | None = None) -> list[int]:
     """Exit codes of all ranks of a run without torchrun (and so without restarts).
 
     When one rank is killed, the others are killed too, wherever they are: as a launcher does, but at once.
 
     kill: (rank, seconds): it is killed from outside, so long after the first line of rank 0's log.
+    pause_secs: It is stopped instead, and continued after so many seconds.
     """
     before = len(events(run))
     port = free_port()
@@ -120,8 +121,12 @@ def live_ranks(run: Run, kill: tuple[int, float] | None = None) -> list[int]:
             if kill is not None and at == deadline and len(events(run)) > before:
                 at = time.monotonic() + kill[1]
             if kill is not None and time.monotonic() >= at:
-                processes[kill[0]].kill()
-                processes[kill[0]].join()
+                if pause_secs is None:
+                    processes[kill[0]].kill()
+                    processes[kill[0]].join()
+                else:
+                    _pause(processes[kill[0]], pause_secs)
+                    kill = None
             if any(process.exitcode == KILLED for process in processes):
                 break
             time.sleep(0.01)
@@ -135,6 +140,13 @@ def live_ranks(run: Run, kill: tuple[int, float] | None = None) -> list[int]:
                 process.kill()
                 process.join()
             process.close()
+
+
+def _pause(process: warm.Started, secs: float) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has come to its end
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(secs)
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def killed_at_random(run: Run, rng: random.Random, *, kills: int, most_secs: float) -> None:

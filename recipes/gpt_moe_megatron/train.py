@@ -8,6 +8,7 @@ The loop is Megatron's own; checkpointing is the four calls on ``ckpt``.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from moe_ckpt.engine.record import StepRecord
+    from moe_ckpt.megatron import MegatronCheckpoint
 
 HERE = Path(__file__).resolve().parent
 
@@ -151,6 +153,34 @@ def kill_hook(run: RunConfig) -> Callable[[int], None]:
     return schedule.hook(dist.get_rank(), Path(run.run_dir) / "kills.jsonl").on_step
 
 
+def iterate(
+    run: RunConfig,
+    training: Training,
+    log: RunLog,
+    kill: Callable[[int], None],
+    ckpt: MegatronCheckpoint | None,
+    done: int,
+    consumed: int,
+) -> tuple[int, Outcome]:
+    """Iterations after ``done``, up to the last: how many are done then, and what the last one gave."""
+    outcome = Outcome(None, True, None)
+    while done < run.trainer.train_iters:
+        began = time.perf_counter()
+        loss = training.gradients(consumed)
+        kill(done + 1)
+        outcome = training.update()
+        outcome.loss = loss
+        done, consumed = done + 1, consumed + run.trainer.global_batch
+        record = None
+        if ckpt is not None:
+            record = ckpt.after_step(done, consumed_samples=consumed, updated=outcome.updated)
+        report(run, log, done, consumed, outcome, record, time.perf_counter() - began, training.built)
+        if record is not None and record.halt:
+            log.event("halted", reason=record.halt)
+            break
+    return done, outcome
+
+
 def train(run: RunConfig, checkpointing: dict[str, Any] | None = None) -> float | None:
     """Train to ``trainer.train_iters`` from where the newest checkpoint is.
 
@@ -171,23 +201,8 @@ def train(run: RunConfig, checkpointing: dict[str, Any] | None = None) -> float 
         progress = ckpt.resume()  # random states follow in front of the first forward pass
         done, consumed = progress.iteration, progress.consumed_samples
     log.event("resumed", iteration=done, consumed_samples=consumed)
-    outcome = Outcome(None, True, None)
-    while done < run.trainer.train_iters:
-        began = time.perf_counter()
-        loss = training.gradients(consumed)
-        kill(done + 1)
-        outcome = training.update()
-        outcome.loss = loss
-        done, consumed = done + 1, consumed + run.trainer.global_batch
-        record = None
-        if ckpt is not None:
-            record = ckpt.after_step(done, consumed_samples=consumed, updated=outcome.updated)
-        report(run, log, done, consumed, outcome, record, time.perf_counter() - began, built)
-        if record is not None and record.halt:
-            log.event("halted", reason=record.halt)
-            break
-    if ckpt is not None:
-        ckpt.finish()
+    with contextlib.nullcontext() if ckpt is None else ckpt:  # at an error each rank keeps the state that it has
+        done, outcome = iterate(run, training, log, kill, ckpt, done, consumed)
     training.finish()
     log.event("finished", iteration=done, loss=outcome.loss, parameters=fingerprint(built.chunks))
     dist.destroy_process_group()

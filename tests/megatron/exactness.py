@@ -113,6 +113,12 @@ def kill(case: Case, directory: Path) -> None:
         require_killed(start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM), at)
 
 
+def one_life(case: Case, directory: Path, number: int, lost: tuple[float, tuple[int, ...]]) -> list[Outcome]:
+    """A life in which ranks are lost so many seconds after they have resumed, wherever they are; see ``Life``."""
+    life = replace(_life(case, directory), lost=lost, seed=1 + number)
+    return start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM)
+
+
 def finish(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
     """The last life, which nobody kills. sabotage: see ``Life``."""
     life = replace(life_of(case, directory), seed=1 + len(case.kills) * case.reseed, sabotage=sabotage)

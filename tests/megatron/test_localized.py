@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.exactness import Case, finish, kill, require_exact, split_lives
+from moe_ckpt.recovery.verify import verify_store
+from moe_ckpt.storage import open_storage
+from tests.megatron.exactness import Case, finish, kill, one_life, require_exact, split_lives, uninterrupted
 from tests.megatron.test_exact import PIPELINE_EXPERTS, SHARDED
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
@@ -132,3 +135,54 @@ def test_what_two_stages_share_is_lost_with_the_one_that_sealed_it(tmp_path, cap
     require_exact(run, tmp_path, ended)
     assert again(tmp_path, 2) == [[2, 3]] * 2
     assert "tied embeddings" in capfd.readouterr().err
+
+
+EIGHT = {"layers": 4, "num_microbatches": 4, "experts": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setup", "dead", "stages"),
+    [
+        (Setup(**EIGHT, pp=4), (2,), {1}),
+        (Setup(**EIGHT, pp=4, **SHARDED), (2, 5), {1, 2}),
+        (Setup(**EIGHT, pp=4), (0, 1, 7), {0, 3}),
+        (Setup(**EIGHT, pp=2, ep=2), (1, 2), {0}),
+        (Setup(**EIGHT, pp=2, ep=2, **SHARDED), (6,), {1}),
+    ],
+    ids=["pp4-dp2-one", "pp4-dp2-neighbours", "pp4-dp2-apart", "pp2-ep2-dp2-two", "pp2-ep2-dp2-one"],
+)
+def test_eight_ranks(setup, dead, stages, tmp_path):
+    run = case(setup, (dead[0], 8, "forward"), together=dead[1:], steps=9, ranks=8)
+    kill(run, tmp_path)
+    require_exact(run, tmp_path, finish(run, tmp_path))
+    assert again(tmp_path, 8) == [[5, 6, 7] if rank * setup.pp // 8 in stages else [] for rank in range(8)]
+
+
+@pytest.mark.slow
+def test_a_loop_that_ends_where_the_others_wait(tmp_path):
+    """Ranks that keep the last iteration have none to compute, and wait at the end for those that go back."""
+    run = case(PIPELINE, (1, 8, "forward"), steps=9)
+    kill(run, tmp_path)
+    run = replace(run, steps=7)
+    ended = finish(run, tmp_path)
+    assert again(tmp_path) == [[], [5, 6, 7], [], []]
+    assert [found["tensors"] for found in ended.results] == [each["tensors"] for each in uninterrupted(PIPELINE, 4, 7)]
+    [_] = (tmp_path / "store").glob("step_00000007*/MANIFEST.json")
+    assert verify_store(open_storage(str(tmp_path / "store"))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_ranks_die_at_random_moments(seed, tmp_path):
+    """Ten lives that are killed whenever it happens: in a pass, in an update, while sealing, in a recovery."""
+    draw = random.Random(seed)
+    setup = draw.choice([PIPELINE, INTERLEAVED, FP16, Setup(**PIPELINE_EXPERTS, **SHARDED)])
+    run = case(setup, (0, 10**6, "never"), steps=60)
+    for number in range(10):
+        victims = tuple(draw.sample(range(4), draw.choice([1, 1, 2])))
+        lost = (draw.uniform(0.1, 3.0), victims)
+        outcomes = one_life(run, tmp_path, number, lost)
+        if all(outcome.ok for outcome in outcomes):
+            break
+    require_exact(run, tmp_path, finish(run, tmp_path))

@@ -48,6 +48,7 @@ class Life:
     sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
     survives: a rank that hears of another one's death keeps its newest iteration, as under ``with``.
     together: ranks that die with that of ``kill``.
+    lost: (seconds, ranks): those get a SIGKILL so long after they have resumed.
     """
 
     store: str
@@ -63,6 +64,7 @@ class Life:
     sabotage: Callable[[], None] | None = None
     survives: bool = False
     together: tuple[int, ...] = ()
+    lost: tuple[float, tuple[int, ...]] | None = None
 
 
 class Journal:
@@ -170,6 +172,8 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     )
     progress = ckpt.resume()
     journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step)
+    if life.lost is not None and rank in life.lost[1]:
+        threading.Timer(life.lost[0], os.kill, (os.getpid(), signal.SIGKILL)).start()
     draw(3 if progress.restored else 1)
     built.consumed_samples = progress.consumed_samples
     try:

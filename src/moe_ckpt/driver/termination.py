@@ -1,8 +1,9 @@
-"""SIGTERM, by which launchers end ranks when another one has failed, and schedulers when time is up.
+"""What ends a process: an exception that nobody catches, and SIGTERM.
 
-Where nobody else handles it, the newest step is sealed before the process ends as it would have. The handler runs on
-the training thread, between two operations of Python. Where that waits in a collective for a peer that is gone, it
-never comes to the handler; a thread, woken by the signal itself, seals the step then, since nothing changes it.
+Launchers send SIGTERM to ranks when another one has failed, and schedulers when time is up. Where nobody else handles
+it, the newest step is sealed before the process ends as it would have. The handler runs on the training thread, between
+two operations of Python. Where that waits in a collective for a peer that is gone, it never comes to the handler; a
+thread, woken by the signal itself, seals the step then, since nothing changes it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_ckpt.driver.surviving import Surviving
+
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 HANDLER_SECS = 1.0
 """So long the training thread has to come to the handler, and to the end of a step that it is in the middle of."""
@@ -24,7 +30,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Termination:
-    """Handles SIGTERM from ``watch`` to ``unwatch``, unless somebody else does. Both on the main thread.
+    """Handles both from ``watch`` to ``unwatch``, SIGTERM unless somebody else does. All on the main thread.
 
     Args:
         surviving: Seals the newest step.
@@ -37,10 +43,15 @@ class Termination:
         self._handled = threading.Event()
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._wakes = False
+        self._previous: _ExceptHook = sys.__excepthook__
+        self._ours: _ExceptHook | None = None
 
     def watch(self) -> None:
         """From here on. Does nothing on another thread than the main one, or where somebody handles the signal."""
         is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._ours is None:
+            self._previous, self._ours = sys.excepthook, self._uncaught
+            sys.excepthook = self._ours
         if not is_main or self._sockets is not None or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         reader, writer = socket.socketpair()
@@ -55,6 +66,9 @@ class Termination:
 
     def unwatch(self) -> None:
         """As before ``watch``."""
+        ours, self._ours = self._ours, None
+        if ours is not None and sys.excepthook is ours:
+            sys.excepthook = self._previous
         sockets, self._sockets = self._sockets, None
         if sockets is None:
             return
@@ -65,6 +79,12 @@ class Termination:
                 signal.set_wakeup_fd(-1)
         sockets[1].shutdown(socket.SHUT_RDWR)  # the thread reads an end, and closes its own
         sockets[1].close()
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Seals, and goes on as without us; after ``unwatch``, under another hook that calls this one, only that."""
+        if self._ours is not None:
+            self._surviving.survive(kind.__name__)
+        self._previous(kind, error, trace)
 
     def settle(self) -> None:
         """A step has ended: if the signal came in the middle of it, the process ends here. On the training thread."""

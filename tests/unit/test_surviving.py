@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -88,4 +89,21 @@ def test_training_waits_while_another_thread_seals(surviving, recorder):
     sealing.join(20)
     training.join(20)
     assert came.is_set()
+    assert recorder.sealed == 1
+
+
+def test_an_exception_that_nobody_catches(surviving, recorder, monkeypatch):
+    """Launchers see the process end as without us; whoever has replaced the hook meanwhile still calls ours."""
+    said: list[str] = []
+    before = lambda kind, error, trace: said.append(str(error))  # noqa: E731
+    monkeypatch.setattr(sys, "excepthook", before)
+    recorder.done.set()
+    surviving.termination.watch()
+    wrapped = sys.excepthook
+    sys.excepthook(RuntimeError, RuntimeError("a peer is gone"), None)
+    assert (said, recorder.sealed) == (["a peer is gone"], 1)
+    surviving.termination.unwatch()
+    assert sys.excepthook is before
+    wrapped(RuntimeError, RuntimeError("another"), None)
+    assert said == ["a peer is gone", "another"]
     assert recorder.sealed == 1

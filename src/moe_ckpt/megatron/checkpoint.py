@@ -375,6 +375,7 @@ class MegatronCheckpoint:
             return
         if self._upstream is not None:
             self._upstream.begin()  # others may have to compute steps again, though this rank has none left
+            self._upstream.close()
         halted = self.last is not None and self.last.halt is not None
         try:
             self._driver.catch_up()

@@ -96,8 +96,10 @@ def test_a_full_memory_ends_the_log_and_not_training(log, tmp_path, caplog, monk
 
     monkeypatch.setattr(os, "pwrite", full)
     one_step(log, 1, (TO_NEXT, torch.ones(10)))
-    log.append(TO_NEXT, torch.ones(10))
-    assert "keeps no upstream log" in caplog.text
+    one_step(log, 2, (TO_NEXT, torch.ones(10)))
+    log.close()
+    assert caplog.text.count("keeps no upstream log") == 1
+    assert "needs 40 there" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -55,6 +55,7 @@ class UpstreamLog:
         self._directory, self._whose, self._budget = directory, whose, budget_bytes
         self._sizes: dict[int, int] = {}
         self._step = -1
+        self._failure = ""
         self._writer: LogWriter | None = None
         self._stream: torch.cuda.Stream | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -73,14 +74,14 @@ class UpstreamLog:
 
     def step_begins(self, step: int) -> None:
         """From here on messages belong to ``step``."""
-        if not self.problem:
+        if self._goes_on():
             self._step = step
             self._sizes[step] = 0
             self._tasks.put(lambda: self._begin(step))
 
     def append(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Copies one message, which may change as soon as this returns. From a GPU on a stream of its own."""
-        if self.problem or self._step < 0:
+        if self._step < 0 or not self._goes_on():
             return
         try:
             dtype_name(tensor.dtype)
@@ -112,6 +113,12 @@ class UpstreamLog:
             done.record(self._stream)
         tensor.record_stream(self._stream)  # it is freed right after it was sent
         return copied, done
+
+    def _goes_on(self) -> bool:
+        """Whether there are logs; not if the thread could not write."""
+        if self._failure:
+            self.give_up(self._failure)
+        return not self.problem
 
     def _has_room(self, nbytes: int) -> bool:
         """Lets go of the oldest steps where there is none; False if that does not help."""
@@ -156,8 +163,10 @@ class UpstreamLog:
         done: Future[None] = Future()
 
         def carry_out() -> None:
-            task()
-            done.set_result(None)
+            try:
+                task()
+            finally:
+                done.set_result(None)
 
         self._tasks.put(carry_out)
         return done
@@ -168,7 +177,7 @@ class UpstreamLog:
                 task()
             except (MemoryFullError, OSError) as error:
                 self._abandon()
-                self.give_up(str(error))
+                self._failure = str(error)  # the training thread says so
 
     def _begin(self, step: int) -> None:
         self._abandon()

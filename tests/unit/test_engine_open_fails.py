@@ -25,11 +25,11 @@ class Buggy(LocalStorage):
         super().__init__(root)
         self.left = fail_at
 
-    def _locate(self, path):
+    def _real(self, parts, path):
         self.left -= 1
         if self.left == 0:
             raise Bug(f"at {path!r}")
-        return super()._locate(path)
+        return super()._real(parts, path)
 
 
 def threads():

@@ -204,11 +204,12 @@ def without_experts(built: Any) -> Iterator[None]:
 
 def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     """Settings that contradict each other or the model, and calls in a wrong order."""
-    from moe_ckpt import megatron
+    from moe_ckpt import Memory, megatron
     from moe_ckpt.policies import MoC
 
     built = megatron_gpt.build(SETUP, 1)
     found = {
+        "one stage": said(lambda: attach(built, root, memory=Memory(upstream_bytes="1MB"))),
         "k": said(lambda: attach(built, root, policy=("MoC", {"k": 5}))),
         "class": said(lambda: megatron.attach(built.chunks, built.optimizer, policy=MoC, dirpath=root)),
         "resume": said(lambda: attach(built, root, resume="maybe")),

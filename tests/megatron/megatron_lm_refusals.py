@@ -34,10 +34,11 @@ def calls(rank: int, world_size: int, root: str) -> dict[str, Said]:
     """Settings that cannot be, and runs in which nothing could be checkpointed."""
     import megatron.training.training as training
 
-    from moe_ckpt import megatron
+    from moe_ckpt import Memory, megatron
     from moe_ckpt.megatron import megatron_lm
 
     found = {
+        "upstream": said(lambda: megatron.install(dirpath=root, memory=Memory(upstream_bytes=1))),
         "policy": said(lambda: megatron.install(policy="MoC", dirpath=root)),
         "option": said(lambda: megatron.install(dirpath=root, retntion=3)),
     }

@@ -158,6 +158,7 @@ def test_what_cannot_be_checkpointed_is_refused(tmp_path: Path):
     assert_refused(
         found,
         {
+            "upstream": ("UnsupportedError", "megatron.install", "upstream_bytes", "megatron.attach"),
             "policy": ("ConfigError", "megatron.install", "policy='MoC'"),
             "option": ("ConfigError", "megatron.install(retntion=...)", "did you mean retention?"),
             "twice": ("ConfigError", "called twice", f"{tmp_path}/one", f"{tmp_path}/two"),

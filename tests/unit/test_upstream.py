@@ -255,3 +255,10 @@ def test_a_log_without_survivors_helps_nobody():
     assert Memory(upstream_bytes="1KiB").upstream_bytes == 1024
     with pytest.raises(ConfigError, match="survivor_secs"):
         Memory(upstream_bytes=1, survivor_secs=0)
+
+
+def test_lightning_has_no_stages():
+    from moe_ckpt.callbacks import MoECheckpoint
+
+    with pytest.raises(ConfigError, match="Lightning trains without a pipeline"):
+        MoECheckpoint(memory=Memory(upstream_bytes="1GB"))

@@ -34,6 +34,9 @@ class StepSource:
     def before_update(self) -> None:
         """Called when gradients of a step are final, before clipping."""
 
+    def done(self) -> None:
+        """Called when the last step was computed, before ``close``."""
+
     def close(self) -> None:
         """Called when no step is left, and when training ends."""
 
@@ -95,6 +98,7 @@ class Replaying:
 
     def _prepare(self) -> None:
         if self.done:
+            self.source.done()
             self.source.close()
         else:
             self.source.prepare(self._replay, self._recorded)

@@ -103,9 +103,11 @@ class Surviving:
         Args:
             why: For messages.
         """
-        if not self._survivor.is_on or not self._once.acquire(blocking=False):
+        if not self._survivor.is_on:
             return
-        with self._sealing:
+        with self._sealing:  # another thread that is at it ends first: this one may be about to end the process
+            if not self._once.acquire(blocking=False):
+                return
             if not self.is_whole:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return

@@ -32,7 +32,7 @@ from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
-from moe_ckpt.megatron.upstream import make_upstream
+from moe_ckpt.megatron.upstream import PipelineStage, upstream_budget
 from moe_ckpt.modeling.boosting import BoostPort
 from moe_ckpt.policies.base import Policy
 
@@ -132,6 +132,8 @@ class MegatronCheckpoint:
         self.recovery_plan: RecoveryPlan | None = None
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
         self._log = GradientLogging(inventory, optimizer, chunks, options, lambda: self._driver.session)
+        upstream_bytes = upstream_budget(options, world.stages, chunks)
+        self._upstream: PipelineStage | None = None
         try:
             self._driver.open(
                 comm,
@@ -144,11 +146,13 @@ class MegatronCheckpoint:
                 pinned=torch.cuda.is_available(),
                 local_ranks=local_ranks(comm),
             )
+            if upstream_bytes is not None:
+                self._upstream = PipelineStage(upstream_bytes, world.stages, self._driver)
         except BaseException:
             self._counter.close()  # a caller may catch this and train without checkpoints
+            self._driver.close(0.0)
             raise
         self._chunks = chunks
-        self._upstream = make_upstream(options, world.stages, chunks, self._driver)
         note = self._driver.note
 
         def reduces() -> None:

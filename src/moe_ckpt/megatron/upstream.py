@@ -22,16 +22,13 @@ from moe_ckpt.upstream.interception import Interception
 from moe_ckpt.upstream.recording import UpstreamLog, Whose
 
 
-def make_upstream(
-    options: Options, stages: Mapping[int, int], chunks: Sequence[Any], driver: Driver
-) -> PipelineStage | None:
-    """Returns what logs this rank's messages; None where nothing is to be logged.
+def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequence[Any]) -> int | None:
+    """Returns how many bytes this rank's log may take; None where nothing is to be logged.
 
     Args:
         options: The user's.
         stages: Rank -> pipeline stage.
         chunks: Of the model on this rank.
-        driver: Whose session is open.
 
     Raises:
         ConfigError: The pipeline has one stage, or the options contradict each other.
@@ -55,7 +52,7 @@ def make_upstream(
             "Memory(upstream_bytes=...): use_ring_exchange_p2p sends by a function that torch.distributed does not "
             "have, so that nothing can be logged. Leave one of them out"
         )
-    return PipelineStage(int(budget), [stages[rank] for rank in range(len(stages))], driver)
+    return int(budget)
 
 
 class PipelineStage:
@@ -63,11 +60,14 @@ class PipelineStage:
 
     Args:
         budget_bytes: Of the log.
-        stage_of: Of each rank, its pipeline stage.
+        stages: Rank -> pipeline stage.
         driver: Whose session is open.
+
+    Raises:
+        ConfigError: There is no memory that outlives the process.
     """
 
-    def __init__(self, budget_bytes: int, stage_of: Sequence[int], driver: Driver) -> None:
+    def __init__(self, budget_bytes: int, stages: Mapping[int, int], driver: Driver) -> None:
         tier = driver.session.tier
         if not isinstance(tier, MemoryTier):
             raise ConfigError("Memory(upstream_bytes=...): there is no memory that outlives the process")
@@ -76,9 +76,9 @@ class PipelineStage:
         whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size)
         own, *left = files.paths
         self._left: list[SealedLog] = [each for path in left for each in sealed_logs(path)]
-        self._stage_of = tuple(stage_of)
+        self._stage_of = tuple(stages[rank] for rank in range(comm.world_size))
         self._log = UpstreamLog(own, whose, budget_bytes)
-        self._boundary = Boundary(stage_of, self._log)
+        self._boundary = Boundary(self._stage_of, self._log)
         self._interception: Interception | None = None
         self._sealed: Future[None] | None = None
         driver.surviving.settle = self._settle
@@ -157,8 +157,10 @@ class _Alone(StepSource):
         self._answers = Answers(step, self._part.received.get(step, {}))
         self._boundary.go_alone(self._part.recovery.ranks, self._answers)
 
-    def close(self) -> None:
+    def done(self) -> None:
         self._require_all_given()
+
+    def close(self) -> None:
         self._boundary.together()
 
     def _require_all_given(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_one_step_above_the_budget_ends_the_log_and_says_so(tmp_path, caplog):
     one_step(log, 1, (TO_NEXT, torch.ones(10)))
     one_step(log, 2, (TO_NEXT, torch.ones(20)), (TO_NEXT, torch.ones(20)))
     log.close()
-    assert "step 2 alone take more than the budget of 100 bytes" in caplog.text
+    assert "step 2 alone take more than the budget of 100 bytes: give Memory(upstream_bytes=...) more" in caplog.text
     assert "all ranks go back" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
@@ -136,7 +137,7 @@ def test_a_log_of_another_step_is_refused(log, tmp_path, caplog):
 
 
 MESSAGE = Message(TO_NEXT, "F32", (2, 3), 0, 24, "0" * 16)
-HEADER = LogHeader("run", "life", 1, 1, 4, 5, 48, (MESSAGE, Message(NORM, "F64", (3,), 24, 24, "1" * 16)))
+HEADER = LogHeader("run", "life", 1, 1, 4, "pp=4", 5, 48, (MESSAGE, Message(NORM, "F64", (3,), 24, 24, "1" * 16)))
 
 
 def test_headers_come_back():
@@ -229,6 +230,38 @@ def test_what_passes_a_boundary_that_is_alone():
     assert not boundary.answers(Channel("all_reduce", (1, 2)), [torch.empty(1)])
     boundary.together()
     assert boundary.sends(TO_PREVIOUS, torch.ones(1))
+
+
+def test_an_evaluation_is_not_logged_and_not_met_halfway(log, tmp_path):
+    boundary = Boundary([0, 1, 2, 2], log)
+    log.step_begins(1)
+    boundary.sends(TO_NEXT, torch.ones(4))
+    with torch.no_grad():
+        boundary.sends(TO_NEXT, torch.ones(4))
+        boundary.receives(Channel(SEND, (0, 1)), torch.ones(4))
+    log.step_ends().result(30)
+    one_step(log, 2, (TO_NEXT, torch.ones(4)))
+    assert log.steps == (2,)
+    assert [each.header.step for each in sealed_logs(tmp_path)] == [2]
+    boundary.together(7)
+    with torch.no_grad(), pytest.raises(ReplayDivergedError, match="evaluates the model right after it"):
+        boundary.receives(Channel(SEND, (0, 1)), torch.ones(4))
+    boundary.sends(TO_NEXT, torch.ones(4))
+    with torch.no_grad():
+        assert not boundary.receives(Channel(SEND, (0, 1)), torch.ones(4)), "training goes on together"
+
+
+def test_a_log_that_is_written_too_slowly_ends(tmp_path, caplog):
+    log, hold = UpstreamLog(tmp_path, WHOSE, 100), threading.Event()
+    log._tasks.put(lambda: hold.wait(30) and None)
+    log.step_begins(1)
+    log.append(TO_NEXT, torch.ones(20))
+    log.step_begins(2)
+    log.append(TO_NEXT, torch.ones(20))
+    hold.set()
+    log.close()
+    assert "messages are written more slowly than they are sent: 160 bytes wait" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_call_that_cannot_be_logged_ends_the_log(log, caplog):

@@ -356,13 +356,14 @@ class Driver:
         """Saves everything as of the newest step, whatever the policy, unless the newest checkpoint is just that.
 
         Returns:
-            Whether there is one (``wait``: committed); False in a replay.
+            Whether there is one (``wait``: committed); False in a replay, and right after one of some stages only.
 
         Raises:
             SaveFailedError: It could not be committed, or not in time.
         """
-        if self.replaying is not None:
-            return False
+        local = self.local
+        if self.replaying is not None or (local is not None and local.part.recovery.step == self._host.step):
+            return False  # the latter: ranks that kept that step do not come by here
         self.lifecycle.require(Event.SAVE, "save()")
         self.session.save_complete(self._host.step, self._host.capture)
         ended = self.session.drain(self._host.step) if wait else ()

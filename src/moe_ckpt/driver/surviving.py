@@ -7,6 +7,7 @@ import enum
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from moe_ckpt.driver.messages import say_not_survived, say_survived
@@ -112,8 +113,9 @@ class Surviving:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return
             with _not_interrupted():
+                until = time.monotonic() + self._secs
                 found = self._survivor.seal(self._secs)
-                self.settle(self._secs)
+                self.settle(max(0.0, until - time.monotonic()))
         if found is None:
             return
         if found.problem:

@@ -1,8 +1,7 @@
 """The header of an upstream log: what one rank sent over its stage's boundaries in one step.
 
 A sealed document (``format.sealed``), written when the step has ended. The messages lie one after the other in a file
-beside it. The log is of one step of one life: what is of another, damaged, or not numbered from 0 on in each channel,
-is refused.
+beside it.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ _BODY = record(
         "generation": whole(),
         "rank": whole(),
         "world_size": whole(1, MOST_RANKS),
+        "layout": text,
         "step": whole(1),
         "nbytes": whole(),
         "channels": listing(_CHANNEL),
@@ -99,6 +99,7 @@ class LogHeader:
         generation: Of that life.
         rank: That sent.
         world_size: Ranks of that life.
+        layout: Degrees of parallelism of that life, as text.
         step: In which it was sent.
         nbytes: Of the file.
         messages: In the order in which they were sent.
@@ -109,6 +110,7 @@ class LogHeader:
     generation: int
     rank: int
     world_size: int
+    layout: str
     step: int
     nbytes: int
     messages: tuple[Message, ...]
@@ -119,7 +121,7 @@ class LogHeader:
         return Counter(message.channel for message in self.messages)
 
 
-_SCALARS = ("run_id", "life", "generation", "rank", "world_size", "step", "nbytes")
+_SCALARS = ("run_id", "life", "generation", "rank", "world_size", "layout", "step", "nbytes")
 
 
 def encode_log(header: LogHeader) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from moe_ckpt.megatron.inventory import chunks_of, require_experts, take_invento
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
+from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.megatron.upstream import PipelineStage, upstream_budget
 from moe_ckpt.modeling.boosting import BoostPort
@@ -147,7 +148,8 @@ class MegatronCheckpoint:
                 local_ranks=local_ranks(comm),
             )
             if upstream_bytes is not None:
-                self._upstream = PipelineStage(upstream_bytes, world.stages, self._driver)
+                degrees = json.dumps(layout(chunks), sort_keys=True)
+                self._upstream = PipelineStage(upstream_bytes, world.stages, self._driver, degrees)
         except BaseException:
             self._counter.close()  # a caller may catch this and train without checkpoints
             self._driver.close(0.0)
@@ -313,9 +315,11 @@ class MegatronCheckpoint:
         updated = self._watch.updated is not False if updated is None else updated
         tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
         tokens = self._host.boosting.step_ends(tokens, applied=updated)
+        if self._upstream is not None:
+            self._upstream.step_ends()  # before anything may end the process, or raise
         record = self._driver.after_update(began, tokens, updated=updated)
         if self._upstream is not None:
-            self._upstream.step_ended(iteration)
+            self._upstream.step_begins(iteration + 1)
         return record
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
@@ -338,7 +342,7 @@ class MegatronCheckpoint:
         self._host.loop.skip(iteration, consumed_samples, counters)
         self._host.generators.note()
         if self._upstream is not None:
-            self._upstream.step_ended(iteration)
+            self._upstream.step_begins(iteration + 1)
 
     def discard_tokens(self) -> None:
         """Forgets the tokens routed since the last iteration; the rerun machine runs the forward pass again."""

@@ -62,20 +62,22 @@ class PipelineStage:
         budget_bytes: Of the log.
         stages: Rank -> pipeline stage.
         driver: Whose session is open.
+        layout: Degrees of parallelism, as text: logs of another one are not used.
 
     Raises:
         ConfigError: There is no memory that outlives the process.
     """
 
-    def __init__(self, budget_bytes: int, stages: Mapping[int, int], driver: Driver) -> None:
+    def __init__(self, budget_bytes: int, stages: Mapping[int, int], driver: Driver, layout: str) -> None:
         tier = driver.session.tier
         if not isinstance(tier, MemoryTier):
             raise ConfigError("Memory(upstream_bytes=...): there is no memory that outlives the process")
         self._tier, self._driver = tier, driver
         files, comm = tier.files, driver.comm
-        whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size)
+        whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size, layout)
         own, *left = files.paths
-        self._left: list[SealedLog] = [each for path in left for each in sealed_logs(path)]
+        found = [each for path in left for each in sealed_logs(path)]
+        self._left: list[SealedLog] = [each for each in found if each.header.layout == layout]
         self._stage_of = tuple(stages[rank] for rank in range(comm.world_size))
         self._log = UpstreamLog(own, whose, budget_bytes)
         self._boundary = Boundary(self._stage_of, self._log)
@@ -108,14 +110,17 @@ class PipelineStage:
             driver.replaying.begin(_Alone(self._boundary, driver.local.part))
         driver.local.wait()
 
-    def step_ended(self, iteration: int) -> None:
-        """An iteration was computed, or skipped."""
+    def step_ends(self) -> None:
+        """An iteration was computed."""
         self._sealed = self._log.step_ends()
+
+    def step_begins(self, iteration: int) -> None:
+        """What is sent from here on belongs to ``iteration``. One that was skipped has no log."""
         since = self._tier.complete_since
         if since is not None:
             self._log.drop(since)
             self._forget_left()
-        self._log.step_begins(iteration + 1)
+        self._log.step_begins(iteration)
 
     def _forget_left(self) -> None:
         left, self._left = self._left, []
@@ -149,19 +154,21 @@ class _Alone(StepSource):
     def __init__(self, boundary: Boundary, part: LocalPart) -> None:
         self._boundary, self._part = boundary, part
         self._steps = iter(part.steps)
+        self._is_done = False
         self._answers: Answers | None = None
 
     def prepare(self, replay: Replay, recorded: Plain) -> None:
         self._require_all_given()
         step = next(self._steps)
-        self._answers = Answers(step, self._part.received.get(step, {}))
+        self._answers = Answers(step, self._part.received.pop(step, {}))
         self._boundary.go_alone(self._part.recovery.ranks, self._answers)
 
     def done(self) -> None:
         self._require_all_given()
+        self._is_done = True
 
     def close(self) -> None:
-        self._boundary.together()
+        self._boundary.together(self._part.recovery.step if self._is_done else None)
 
     def _require_all_given(self) -> None:
         answers, self._answers = self._answers, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from moe_ckpt.core.freshness import STALE
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, checkpoints_of
 from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 from moe_ckpt.format.manifest import Manifest
@@ -26,17 +27,20 @@ class KeptState:
     def __init__(self, memory: MemoryCheckpoints, ranks: int) -> None:
         self._memory, self._ranks = memory, ranks
 
+    @property
+    def generation(self) -> int:
+        """Newest life that memory has anything of."""
+        return max((share.generation for share in self._memory.shares), default=0)
+
     def steps(self) -> list[int | None]:
         """Returns of each rank the newest step that it sealed; None where it sealed none.
 
         Of the newest life that memory has anything of, if that had as many ranks.
         """
-        shares = self._memory.shares
-        newest = max((share.generation for share in shares), default=0)
         found: list[int | None] = [None] * self._ranks
-        for share in shares:
-            is_own = is_survivors(share.sequence) and not is_lent(share.sequence)
-            if is_own and share.generation == newest and share.writers == self._ranks:
+        for share in self._memory.shares:
+            is_own = is_survivors(share.sequence) and not is_lent(share.sequence) and share.freshness != STALE
+            if is_own and share.generation == self.generation and share.writers == self._ranks:
                 found[share.writer] = max(share.step, found[share.writer] or 0)
         return found
 

@@ -7,7 +7,6 @@ and compute the steps since again alone, with what their neighbours logged. If a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moe_ckpt.core.localized import LocalRecovery, local_recovery
@@ -43,7 +42,7 @@ class LocalPart:
     recovery: LocalRecovery
     since: int
     goes_back: bool
-    received: Mapping[int, Received]
+    received: dict[int, Received]
     joined: Restored
 
     @property
@@ -103,7 +102,11 @@ class LocalAttempt:
         since = manifest.window[0].step if manifest.window else manifest.step
         if since >= found.step:
             return None
-        exchange = LogExchange(comm, self._logs, found, since)
+        if manifest.generation > self._kept.generation:
+            self._say_global(found, f"{manifest.directory} is of a later life than what they kept")
+            return None
+        lives = range(manifest.generation, self._kept.generation + 1)
+        exchange = LogExchange(comm, self._logs, found, since, lives)
         if exchange.gap is not None:
             rank, step = exchange.gap
             self._say_global(found, f"rank {rank} has no upstream log of step {step}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,7 @@ class LogExchange:
         logs: This rank's.
         recovery: Who computes steps again.
         since: Step of the checkpoint that those load.
+        lives: Generations that logs may be of: from the checkpoint's to that of what survivors kept.
 
     Attributes:
         gap: What no rank has of what is needed; None if nothing lacks.
@@ -49,10 +50,13 @@ class LogExchange:
         PeerLostError: A peer is gone.
     """
 
-    def __init__(self, comm: Communicator, logs: KeptLogs, recovery: LocalRecovery, since: int) -> None:
+    def __init__(
+        self, comm: Communicator, logs: KeptLogs, recovery: LocalRecovery, since: int, lives: Collection[int]
+    ) -> None:
         self._comm, self._recovery = comm, recovery
         steps = range(since + 1, recovery.step + 1)
-        ours = [each for each in logs.found if each.header.world_size == comm.world_size]
+        heads = [(each, each.header) for each in logs.found]
+        ours = [each for each, head in heads if head.world_size == comm.world_size and head.generation in lives]
         mine = {(each.header.rank, each.header.step): each for each in _newest(ours)}
         told = [[*key, each.header.generation] for key, each in mine.items() if key[1] in steps]
         best: dict[tuple[int, int], tuple[int, int]] = {}
@@ -68,7 +72,7 @@ class LogExchange:
         chosen = sorted(key for key, (_, holder) in best.items() if -holder == comm.rank and key[0] not in alone)
         self._given = [mine[key] for key in chosen]
 
-    def received(self) -> Mapping[int, Received]:
+    def received(self) -> dict[int, Received]:
         """Returns, by step, what this rank received then; nothing on a rank that keeps its state. A collective.
 
         Raises:

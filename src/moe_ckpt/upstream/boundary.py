@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.upstream import Channel
 from moe_ckpt.upstream.answering import Answers
 from moe_ckpt.upstream.interception import Traffic
@@ -24,6 +25,7 @@ class Boundary(Traffic):
         self._stage_of, self._log = tuple(stage_of), log
         self._first: Callable[[], None] | None = None
         self._alone: frozenset[int] = frozenset()
+        self._came_up: int | None = None
         self._answers: Answers | None = None
 
     def before_first(self, call: Callable[[], None]) -> None:
@@ -40,9 +42,23 @@ class Boundary(Traffic):
         """The next step is computed by ``ranks``, of which this is one; ``answers`` has what the others sent."""
         self._alone, self._answers = frozenset(ranks), answers
 
-    def together(self) -> None:
-        """From here on all ranks compute."""
-        self._alone, self._answers = frozenset(), None
+    def together(self, step: int | None = None) -> None:
+        """From here on all ranks compute. step: That this rank has come up to; None if it did not get there."""
+        self._alone, self._answers, self._came_up = frozenset(), None, step
+
+    def _passes(self) -> None:
+        """A message is sent or awaited: of training, or of an evaluation, which nobody computes again."""
+        self.begin()
+        if torch.is_grad_enabled():
+            self._came_up = None
+        elif self._came_up is not None:
+            raise ReplayDivergedError(
+                self._came_up,
+                "the loop evaluates the model right after it, which ranks that kept their state do not. Evaluate "
+                "before after_step(), or leave out Memory(upstream_bytes=...)",
+            )
+        elif self._log is not None:
+            self._log.leave_out()
 
     # --- Traffic ---
 
@@ -50,12 +66,12 @@ class Boundary(Traffic):
         return len({self._stage_of[rank] for rank in ranks}) > 1
 
     def sends(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        self.begin()
+        self._passes()
         self._keep(channel, [tensor])
         return self._answers is None or channel.ranks[1] in self._alone
 
     def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        self.begin()
+        self._passes()
         if self._answers is None or channel.ranks[0] in self._alone:
             return False
         self._answers.give(channel, tensor)

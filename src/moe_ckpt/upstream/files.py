@@ -75,9 +75,13 @@ class LogWriter:
         """The step has ended: from here on whoever comes after this process may read it. whose: As of ``LogHeader``."""
         header = LogHeader(step=self._step, nbytes=self.nbytes, messages=tuple(self._messages), **whose)
         unfinished = self._path.with_suffix(".tmp")
-        with open(PRIVATE.create(str(unfinished), _WRITE), "wb") as file:
-            file.write(encode_log(header))
-        unfinished.rename(self._path.with_suffix(SEALED_SUFFIX))
+        try:
+            with open(PRIVATE.create(str(unfinished), _WRITE), "wb") as file:
+                file.write(encode_log(header))
+            unfinished.rename(self._path.with_suffix(SEALED_SUFFIX))
+        except OSError:
+            self.remove()
+            raise
         self.close()
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ _APART = {
 
 
 class Interception:
-    """Replaces the functions of ``torch.distributed`` on this thread until ``close``.
+    """Replaces the functions of ``torch.distributed`` until ``close``; they act on this thread only.
 
     Args:
         traffic: Is told, and may answer.

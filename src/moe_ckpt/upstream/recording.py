@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.errors import MemoryFullError, UnsupportedError
+from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.upstream import Channel
 from moe_ckpt.memory.logs import log_path
@@ -36,6 +36,7 @@ class Whose:
     generation: int
     rank: int
     world_size: int
+    layout: str = ""
 
 
 class UpstreamLog:
@@ -56,6 +57,8 @@ class UpstreamLog:
         self._sizes: dict[int, int] = {}
         self._step = -1
         self._failure = ""
+        self._waiting = 0
+        self._lock = threading.Lock()
         self._writer: LogWriter | None = None
         self._stream: torch.cuda.Stream | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -92,7 +95,16 @@ class UpstreamLog:
         if not self._has_room(nbytes):
             self.give_up(
                 f"the messages of step {self._step} alone take more than the budget of {self._budget:,} bytes: give "
-                "Memory(log_bytes=...) more"
+                "Memory(upstream_bytes=...) more"
+            )
+            return
+        with self._lock:
+            self._waiting += nbytes
+            waiting = self._waiting
+        if waiting > self._budget:
+            self.give_up(
+                f"messages are written more slowly than they are sent: {waiting:,} bytes wait, and the budget is "
+                f"{self._budget:,}. Use a tmpfs, or give Memory(upstream_bytes=...) more"
             )
             return
         self._sizes[self._step] += nbytes
@@ -128,6 +140,14 @@ class UpstreamLog:
                 return False
             self.drop(oldest)
         return True
+
+    def leave_out(self) -> None:
+        """There will be no log of the step under way: what it sends is not sent again when it is computed again."""
+        if self._step < 0:
+            return
+        self._sizes.pop(self._step, None)
+        self._step = -1
+        self._tasks.put(self._abandon)
 
     def step_ends(self) -> Future[None]:
         """The step under way has ended. Returns what is done when its log is sealed."""
@@ -175,7 +195,7 @@ class UpstreamLog:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except (MemoryFullError, OSError) as error:
+            except Exception as error:  # whatever it is, training goes on, without a log
                 self._abandon()
                 self._failure = str(error)  # the training thread says so
 
@@ -184,6 +204,8 @@ class UpstreamLog:
         self._writer = LogWriter(self._directory, step)
 
     def _write(self, channel: Channel, tensor: torch.Tensor, done: torch.cuda.Event | None) -> None:
+        with self._lock:
+            self._waiting -= tensor.numel() * tensor.element_size()
         if done is not None:
             done.synchronize()
         if self._writer is not None:

@@ -117,8 +117,9 @@ def test_a_large_document_is_read_like_any_other(tmp_path):
 class SlowStorage(LocalStorage):
     """Parts are given when four are asked for at once. most: so many reads were under way at once."""
 
-    def __init__(self, root):
+    def __init__(self, root, secs=0.005):
         super().__init__(root)
+        self.secs = secs
         self.most, self.busy, self.read_paths, self._changed = 0, 0, [], threading.Condition()
 
     def read(self, path, offset=0, nbytes=None):
@@ -129,7 +130,7 @@ class SlowStorage(LocalStorage):
             self._changed.notify_all()
             if path.endswith("PART.json"):
                 assert self._changed.wait_for(lambda: self.most >= 4, PATIENCE_SECS), "parts are read one by one"
-        time.sleep(0.005)  # for more than sixteen to come, if they do
+        time.sleep(self.secs)  # for more than sixteen to come, if they do
         with self._changed:
             self.busy -= 1
         return super().read(path, offset, nbytes)
@@ -170,7 +171,7 @@ def test_the_first_damaged_part_is_named_whichever_is_read_first(tmp_path):
             file.seek(90)
             file.write(b"damage")
     (tmp_path / parts[5].path).unlink()
-    storage = SlowStorage(tmp_path)
+    storage = SlowStorage(tmp_path, secs=0.1)  # long enough to decode the damaged one meanwhile, on a busy machine
     for load in both_ways(storage, newest):
         storage.read_paths = []
         with pytest.raises(DamagedError, match="is missing") as caught:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_ckpt.memory import removing
 from moe_ckpt.memory.directory import RankDirectory
+from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot
 from moe_ckpt.replicas.store import ReplicaStore
 from moe_ckpt.replicas.wire import Wire
@@ -22,11 +23,11 @@ def kill_in(phase: str, n: int) -> None:
     real = getattr(owner, name)
     calls = itertools.count(1)
 
-    def killing(*args: Any) -> Any:
+    def killing(*args: Any, **options: Any) -> Any:
         if next(calls) == n:
             deadly(real, *args)
             kill_process()
-        return real(*args)
+        return real(*args, **options)
 
     setattr(owner, name, staticmethod(killing) if isinstance(vars(owner).get(name), staticmethod) else killing)
 
@@ -61,5 +62,6 @@ PHASES: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "verified": (ReplicaStore, "keep", _before),
     "acknowledge": (ReplicaStore, "keep", _after),
     "sweep": (RankDirectory, "clear_unsealed", _before),
+    "end": (MemoryFiles, "close", _before),
 }
 """Phase -> whose function it is, and what is done of it before the process dies."""

@@ -65,6 +65,17 @@ def test_killed_in_a_phase_the_run_goes_on_from_memory(phase, place):  # noqa: F
     assert left(run) == [], "a clean end leaves nothing"
 
 
+def test_what_a_finished_run_left_is_removed_by_a_start_that_trains_nothing(place):  # noqa: F811
+    """The store says that the run ended, and then the process died before it had removed its slots."""
+    run = in_memory(DENSE, place)
+    assert live(replace(run, crash=("end", 1))) == KILLED, output(run)
+    assert left(run)
+    assert live(run) == 0, output(run)
+    assert "nothing is left to train" in output(run)
+    assert_same_run(run)
+    assert left(run) == [], output(run)
+
+
 def test_no_expert_is_read_from_storage_that_memory_holds(place):  # noqa: F811
     run = in_memory(DENSE, place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)

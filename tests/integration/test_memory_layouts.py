@@ -67,6 +67,15 @@ def test_a_lost_node_of_fsdp2_comes_back_from_its_peer(place):  # noqa: F811
     assert restored(run) > before
 
 
+def test_what_a_rank_left_that_died_at_the_very_end_is_removed(place):  # noqa: F811
+    """All of the last step: its own share and the copy of the other one's, so that the next start goes on from it."""
+    run = in_memory(DDP, place)
+    assert KILLED in live_ranks(replace(run, crash=("end", 1))), output(run)
+    lose(run, 0)
+    ends_alike(run)
+    assert "nothing is left to train" in output(run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("lost", [None, 0, 1])

@@ -264,6 +264,8 @@ class Driver:
             if finished is not None:
                 goes_on, besides = self._host.go_on_from_end(manifest, finished, changes, plt)
             if not goes_on:
+                if isinstance(self.session.tier, MemoryTier):  # of a rank that died after the end had been noted
+                    self.session.tier.left.remove()
                 return
             messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)
             if finished is None:

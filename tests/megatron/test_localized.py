@@ -102,6 +102,17 @@ def test_a_rank_dies_during_the_recovery_or_just_after_it(second, dead, steps, t
 
 
 @pytest.mark.slow
+def test_after_two_recoveries_of_some_stages_that_came_to_nothing_all_go_back(tmp_path, capfd):
+    """Whatever is wrong with what was kept or logged, a global recovery does without it."""
+    run = replace(case(PIPELINE, (1, 8, "forward"), steps=10), kills=((1, 8, "forward"), *[(1, 2, "replay")] * 2))
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[5, 6]] * 4
+    assert "kept step 7, but all go back: the last 2 starts" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_node_is_lost_beside_a_recovery(tmp_path):
     """Rank 1 goes back; before it is done, ranks 2 and 3 are lost with their memory, and go back with it."""
     run = replace(case(PIPELINE, (1, 8, "forward"), steps=10), copies={**RARELY, "replicas": 1})

@@ -59,6 +59,13 @@ def test_a_stage_that_stopped_a_step_before_others_goes_back():
     assert local_recovery([0, 0], [9, 8]) is None, "one stage, which has no neighbours"
 
 
+def test_a_rank_that_is_ahead_of_its_stage_does_not_keep_the_others_from_staying():
+    assert local_recovery(STAGES, [9, 10, *[9] * 5, None]) == LocalRecovery(
+        9, (Segment(0, 0), Segment(3, 3)), (0, 1, 6, 7)
+    )
+    assert local_recovery([0, 0, 1, 1], [9, 10, None, 9]) is None, "no stage is whole"
+
+
 def test_what_the_logs_lack():
     recovery = local_recovery(STAGES, [9, 9, None, 9, 9, 9, 9, 9])
     logged = {rank: range(5, 10) for rank in range(8) if rank not in recovery.ranks}

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt import Memory
+from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.core.localized import LocalRecovery
 from moe_ckpt.errors import ConfigError, DamagedError, ReplayDivergedError
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.upstream import SEND, Channel, LogHeader, Message, decode_log, encode_log
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
+from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
 from moe_ckpt.upstream.answering import Answers, is_for
 from moe_ckpt.upstream.boundary import Boundary
 from moe_ckpt.upstream.files import sealed_logs
@@ -136,8 +140,22 @@ def test_a_log_of_another_step_is_refused(log, tmp_path, caplog):
     assert "it is of step 1" in caplog.text
 
 
+@pytest.mark.parametrize(("histories", "gap"), [((3, 3, 3), None), ((3, 4, 4), (0, 1)), ((3, 4, 3), (0, 2))])
+def test_logs_of_one_history_count(histories, gap, tmp_path):
+    """That of the newest life: what all ranks went back behind, and computed again, may not be what it was."""
+    for number, history in enumerate(histories):
+        step, generation = number + 1, number + 3
+        of_life = UpstreamLog(tmp_path, replace(WHOSE, rank=0, world_size=1, generation=generation), 1 << 20)
+        of_life.continue_history(history)
+        one_step(of_life, step, (TO_NEXT, torch.ones(2)))
+        of_life.close()
+    kept = KeptLogs((0,), tuple(sealed_logs(tmp_path)))
+    found = LogExchange(SoloCommunicator(), kept, LocalRecovery(3, (), ()), since=0, lives=range(3, 6))
+    assert (found.history, found.gap) == (histories[-1], gap)
+
+
 MESSAGE = Message(TO_NEXT, "F32", (2, 3), 0, 24, "0" * 16)
-HEADER = LogHeader("run", "life", 1, 1, 4, "pp=4", 5, 48, (MESSAGE, Message(NORM, "F64", (3,), 24, 24, "1" * 16)))
+HEADER = LogHeader("run", "life", 2, 1, 1, 4, "pp=4", 5, 48, (MESSAGE, Message(NORM, "F64", (3,), 24, 24, "1" * 16)))
 
 
 def test_headers_come_back():
@@ -148,7 +166,8 @@ def test_headers_come_back():
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("format_version",), 2),
+        (("format_version",), 1),
+        (("history",), -1),
         (("kind",), "moe_ckpt.slot"),
         (("nbytes",), 47),
         (("messages", 1, "begin"), 20),

@@ -58,18 +58,21 @@ class LocalRecovery:
 def local_recovery(stage_of: Sequence[int], kept: Sequence[int | None]) -> LocalRecovery | None:
     """Returns who goes back; None if nobody, or everybody, has to.
 
-    A stage keeps its state if each of its ranks does: they share experts, shards and gradients with one another. A
-    stage that stopped a step before others goes back as well, for what the others kept cannot be undone.
+    A stage keeps its state if each of its ranks kept the same step: they share experts, shards and gradients with one
+    another. The newest of those steps is where all meet, since what others kept cannot be undone: a stage that stopped
+    before goes back, and so does one of which a part is ahead, alone.
 
     Args:
         stage_of: Of each rank, its pipeline stage.
         kept: Of each rank, the step of the state that it kept; None if it was lost.
     """
-    step = max((each for each in kept if each is not None), default=None)
-    if step is None:
-        return None
-    lost = {stage for stage, each in zip(stage_of, kept, strict=True) if each != step}
-    if not lost or lost == set(stage_of):
+    found: dict[int, set[int | None]] = {}
+    for stage, each in zip(stage_of, kept, strict=True):
+        found.setdefault(stage, set()).add(each)
+    whole = {stage: step for stage, steps in found.items() if len(steps) == 1 for step in steps if step is not None}
+    step = max(whole.values(), default=None)
+    lost = {stage for stage in found if whole.get(stage) != step}
+    if step is None or not lost:
         return None
     ranks = tuple(rank for rank, stage in enumerate(stage_of) if stage in lost)
     return LocalRecovery(step, tuple(segments(lost)), ranks)

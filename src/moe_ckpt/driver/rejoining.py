@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.recovery.localized import LocalPart
+
+
+def note_replayed(session: CheckpointSession, *, equal: bool) -> None:
+    """A step was computed again, ``equal`` to the first time: the slots it began from are not what is wrong."""
+    if isinstance(session.tier, MemoryTier):
+        session.tier.left.step_replayed(equal=equal)
 
 
 class Rejoining:
@@ -34,6 +41,7 @@ class Rejoining:
             return
         for _ in self.part.steps:
             self._session.comm.everyone(b"")  # so that no wait is longer than one step
+            note_replayed(self._session, equal=True)
         self._go_on()
 
     def step_replayed(self, *, last: bool) -> None:

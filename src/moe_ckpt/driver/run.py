@@ -18,7 +18,7 @@ from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
-from moe_ckpt.driver.rejoining import Rejoining
+from moe_ckpt.driver.rejoining import Rejoining, note_replayed
 from moe_ckpt.driver.replaying import Repeated, Replaying
 from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
@@ -340,8 +340,7 @@ class Driver:
             replaying.compare(step, self._host.capture())
             equal = True
         finally:
-            if isinstance(self.session.tier, MemoryTier):
-                self.session.tier.left.step_replayed(equal=equal)
+            note_replayed(self.session, equal=equal)
         local = self.local
         if replaying.done:
             self.replaying = None

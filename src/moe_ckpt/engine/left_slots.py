@@ -12,7 +12,9 @@ class LeftSlots:
     """Owns them. ``remove`` may be called on any thread, the rest on the training thread.
 
     Counts starts, too: one that goes on from a slot is noted there (``Slot.note_start``) until it gets somewhere. A
-    start that is killed in a replay counts for nothing, since a replay takes long; one whose replay diverges does.
+    start that is killed in a replay counts for nothing, since a replay takes long; one whose replay diverges does. What
+    ranks kept of the newest step counts each start in which only some go back, until a step ends: whether such a one
+    diverged is known to those that went back alone.
 
     Args:
         found: The slots, which this process owns now.
@@ -22,6 +24,7 @@ class LeftSlots:
     def __init__(self, found: Sequence[FoundSlot], delete: Callable[[list[FoundSlot]], None]) -> None:
         self._found = list(found)
         self._delete = delete
+        self._lasting: list[FoundSlot] = []
         self._is_chosen = self._replays = self._gets_on = False
         self._lock = threading.Lock()
 
@@ -44,6 +47,12 @@ class LeftSlots:
             self._found = [found for found in self._found if found in used]
         self._delete(over)
 
+    def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
+        """This start goes on from a slot. lasting: It counts until a step ends."""
+        found.slot.note_start()
+        if lasting:
+            self._lasting.append(found)
+
     def training_begins(self) -> None:
         """The run goes on from none, if nothing was said: a later life must not come back to them either."""
         if not self._is_chosen:
@@ -57,9 +66,9 @@ class LeftSlots:
                 found.slot.forget_starts()
 
     def step_replayed(self, *, equal: bool) -> None:
-        """A step of the window that was restored was computed again. equal: To what was recorded."""
+        """A step was computed again, here or on ranks that this one waits for. equal: To what was recorded."""
         for found in () if equal and self._replays else self.found:
-            if not self._replays:
+            if not self._replays and found not in self._lasting:
                 found.slot.withdraw_start()
             if not equal:
                 found.slot.note_start()

@@ -17,7 +17,7 @@ from moe_ckpt.format.manifest import MOST_RANKS
 from moe_ckpt.format.schema import listing, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 
-LOG_VERSION = 1
+LOG_VERSION = 2
 KIND = "moe_ckpt.upstream"
 SEND = "send"
 _NOT_OURS = "not the header of an upstream log of this format: "
@@ -39,6 +39,7 @@ _BODY = record(
         "run_id": text,
         "life": text,
         "generation": whole(),
+        "history": whole(),
         "rank": whole(),
         "world_size": whole(1, MOST_RANKS),
         "layout": text,
@@ -97,6 +98,8 @@ class LogHeader:
         run_id: Of the store.
         life: Names the life of the run.
         generation: Of that life.
+        history: Generation of the life in which all ranks went on from one checkpoint last: since then nothing was
+            computed twice but by what was logged.
         rank: That sent.
         world_size: Ranks of that life.
         layout: Degrees of parallelism of that life, as text.
@@ -108,6 +111,7 @@ class LogHeader:
     run_id: str
     life: str
     generation: int
+    history: int
     rank: int
     world_size: int
     layout: str
@@ -121,7 +125,7 @@ class LogHeader:
         return Counter(message.channel for message in self.messages)
 
 
-_SCALARS = ("run_id", "life", "generation", "rank", "world_size", "layout", "step", "nbytes")
+_SCALARS = ("run_id", "life", "generation", "history", "rank", "world_size", "layout", "step", "nbytes")
 
 
 def encode_log(header: LogHeader) -> bytes:

@@ -92,8 +92,11 @@ class PipelineStage:
 
     def resumed(self, iteration: int) -> None:
         """``resume`` is done: from here on messages are seen. iteration: That training begins after."""
-        if self._driver.local is None:
+        local = self._driver.local
+        if local is None:
             self._forget_left()  # what is computed from here on need not be what was computed then
+        else:
+            self._log.continue_history(local.part.history)
         self._boundary.before_first(lambda: self._begin(iteration))
         self._interception = Interception(self._boundary)
 

@@ -44,13 +44,26 @@ class KeptState:
                 found[share.writer] = max(share.step, found[share.writer] or 0)
         return found
 
+    def of_step(self, step: int) -> MemoryCheckpoint:
+        """Returns what ranks sealed of a step that ``steps`` tells."""
+        known = (e for e in checkpoints_of(self._memory.shares) if e.generation == self.generation and e.step == step)
+        return next(each for each in known if is_survivors(shared_sequence(each.shares[0].sequence)))
+
+    def stands(self, kept: MemoryCheckpoint) -> bool:
+        """Whether storage has what it had then; a warning says if it has not."""
+        return self._memory.standing.stands(kept)
+
+    def note_start(self, kept: MemoryCheckpoint) -> None:
+        """Some ranks are about to go back, and the others go on from ``kept``. Counted there until a step ends."""
+        self._memory.note_lasting_start(kept.shares)
+
     def ask(
-        self, step: int, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None
+        self, kept: MemoryCheckpoint, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None
     ) -> Callable[[], OpenedMemory]:
-        """Hears from all ranks what they sealed of ``step``. A collective; reads no slice.
+        """Hears from all ranks what they sealed of the newest step. A collective; reads no slice.
 
         Args:
-            step: See ``steps``.
+            kept: See ``of_step``.
             reader: Of the older checkpoint.
             manifest: Of the same. Of a sparse window, each operator is taken as of its anchor.
             opened: The same, if memory gives something of it.
@@ -58,8 +71,6 @@ class KeptState:
         Returns:
             Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
         """
-        known = checkpoints_of(self._memory.shares)
-        kept = next(e for e in known if e.step == step and is_survivors(shared_sequence(e.shares[0].sequence)))
         [described], _ = self._memory.describe([kept])
         return lambda: self._laid_over(kept, described, reader, manifest, opened)
 

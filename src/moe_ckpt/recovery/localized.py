@@ -35,6 +35,7 @@ class LocalPart:
         recovery: Who goes back, and the step that all reach.
         since: Step that the ranks that go back compute from.
         goes_back: Whether this one does.
+        history: Of the logs that it takes, which those to come continue.
         received: Of each step that it computes again, what came over its stage's boundaries.
         joined: What all ranks go on from when they are together again.
     """
@@ -42,6 +43,7 @@ class LocalPart:
     recovery: LocalRecovery
     since: int
     goes_back: bool
+    history: int
     received: dict[int, Received]
     joined: Restored
 
@@ -49,6 +51,10 @@ class LocalPart:
     def steps(self) -> range:
         """That are computed again."""
         return range(self.since + 1, self.recovery.step + 1)
+
+
+MOST_LOCAL_STARTS = 2
+"""In a row that ended no step, after which all ranks go back: what is kept or logged may be what is wrong."""
 
 
 class LocalAttempt:
@@ -91,8 +97,16 @@ class LocalAttempt:
     def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
         recovery = self._recovery
         comm, state = recovery.comm, recovery.state
+        sealed = self._kept.of_step(found.step)
+        starts = max(share.starts for share in sealed.shares)
+        if starts >= MOST_LOCAL_STARTS:
+            self._say_global(found, f"the last {starts} starts, in which some stages went back, ended no step")
+            return None
+        if not self._kept.stands(sealed):
+            return None
         opened = None if opener is None else together(comm, opener())
         if opened is not None and opened.logged:
+            self._say_global(found, f"{directory} in memory is a step of a gradient log")
             return None
         reader = recovery.reader if opened is None else opened.reader
         manifest = together(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
@@ -112,13 +126,14 @@ class LocalAttempt:
             self._say_global(found, f"rank {rank} has no upstream log of step {step}")
             return None
         together(comm, lambda: reader.prove(manifest))
-        kept = together(comm, self._kept.ask(found.step, reader, manifest, opened))
+        kept = together(comm, self._kept.ask(sealed, reader, manifest, opened))
         together(comm, lambda: kept.reader.prove(kept.manifest))
         received = exchange.received()
         goes_back = comm.rank in found.ranks
         if opened is not None:
             opened.slots.fetch(recovery.spans(opened) if goes_back else ())
         kept.slots.fetch(() if goes_back else recovery.spans(kept))
+        self._kept.note_start(sealed)
         mine = (reader, manifest) if goes_back else (kept.reader, kept.manifest)
         restored, source = together(comm, lambda: opening(recovery, *mine))
         together(comm, lambda: None if goes_back else require_all_kept(kept, state, found.step))
@@ -132,7 +147,9 @@ class LocalAttempt:
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
         joined = _all_as_of(found.step, kept)
-        return replace(restored, local=LocalPart(found, since, goes_back, received, joined), from_memory=True)
+        return replace(
+            restored, local=LocalPart(found, since, goes_back, exchange.history, received, joined), from_memory=True
+        )
 
     def _say_local(self, found: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in found.segments]

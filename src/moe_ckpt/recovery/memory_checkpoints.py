@@ -60,6 +60,7 @@ from moe_ckpt.recovery.slot_views import (
     told_of,
     unpacked_headers,
 )
+from moe_ckpt.recovery.standing import Standing
 from moe_ckpt.recovery.together import DAMAGED, Answer, NotUsableError, together
 
 log = logging.getLogger("moe_ckpt")
@@ -115,6 +116,7 @@ class MemoryCheckpoints:
 
     Attributes:
         stored: Directories of the checkpoints on storage, newest first, as rank 0 lists them.
+        standing: Whether this run may go on from what memory holds.
 
     Raises:
         MoECheckpointError, OSError: Rank 0 cannot list the store.
@@ -126,13 +128,13 @@ class MemoryCheckpoints:
         self._used: Mapping[str, Share] = {}
         self._given_up: set[str] = set()
         self._noted: set[int] = set()
-        self._said: set[str] = set()
         self._own = tier.left.found
         mine = [told_of(each, number) for number, each in enumerate(self._own)]
         answer = Answer.of(reader.directories if comm.rank == 0 else None)
         told_here = [answer.told, tier.node, [str(each.slot.path) for each in self._own], mine]
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(told_here).encode())]
         self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
+        self.standing = Standing(comm, self.stored)
         self.shares: list[Share] = []
         self._paths: dict[Share, str] = {}
         for holder, (_, node, paths, told) in enumerate(ranks):
@@ -143,49 +145,10 @@ class MemoryCheckpoints:
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
-        standing = [each for each in checkpoints_of(self.shares) if self._stands(each) and self._fits(each)]
+        standing = [each for each in checkpoints_of(self.shares) if self.standing.may_use(each)]
         whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
         parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
         return sorted((whole | parts.intersection(self.stored)) - self._given_up, key=age_of, reverse=True)
-
-    def _stands(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Whether storage still has what it had when the checkpoint began, or what replaced that.
-
-        It has not if somebody went back by removing checkpoints, or by putting an older copy of the store in its place:
-        what memory holds would undo that.
-        """
-        base, begun = age_of(checkpoint.base), checkpoint.generation
-        stands = not checkpoint.base or any(
-            name == checkpoint.base or (age_of(name)[0] == begun and age_of(name) > base) for name in self.stored
-        )
-        if not stands and self._comm.rank == 0 and checkpoint.base not in self._said:
-            self._said.add(checkpoint.base)
-            log.warning(
-                "memory holds step %d, which came after %s. That checkpoint is not on storage any more, so memory is "
-                "not used",
-                checkpoint.step,
-                checkpoint.base,
-            )
-        return stands
-
-    def _fits(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Whether this run can make the updates of a gradient log once more; others are left for dense checkpoints."""
-        ranks = self._comm.world_size
-        if not checkpoint.is_log or checkpoint.writers == ranks:
-            return True
-        if self._comm.rank == 0 and "log" not in self._said:
-            self._said.add("log")
-            log.warning(
-                "memory holds a gradient log up to step %d, which %d ranks wrote. This run has %d, which cannot make "
-                "its updates once more: the newest dense checkpoint is taken instead. To go on from step %d, stop now "
-                "and start %d ranks",
-                checkpoint.step,
-                checkpoint.writers,
-                ranks,
-                checkpoint.step,
-                checkpoint.writers,
-            )
-        return False
 
     def ask(self, directory: str) -> Callable[[], OpenedMemory]:
         """Hear from all ranks what memory has of a checkpoint. A collective; reads no slice.
@@ -252,6 +215,11 @@ class MemoryCheckpoints:
 
     # --- opening ---
 
+    def note_lasting_start(self, shares: Iterable[Share]) -> None:
+        """This start goes on from what ranks kept of the newest step: counted until a step ends."""
+        for number in sorted({share.number for share in shares if share.holder == self._comm.rank}):
+            self._tier.left.note_start(self._own[number], lasting=True)
+
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
         """Count this start on every slot of the checkpoint, wherever it lies, until it gets somewhere."""
         shares = checkpoint.shares
@@ -262,7 +230,7 @@ class MemoryCheckpoints:
             raise RecoveryLoopError(directory, starts, slots, files.run_id, str(files.path.parents[3]))
         for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
             self._noted.add(number)
-            self._own[number].slot.note_start()
+            self._tier.left.note_start(self._own[number])
 
     def _beneath(self, names: Sequence[str]) -> Manifest | None:
         """The first of these checkpoints on storage that all ranks can read; None if there is none."""
@@ -274,9 +242,7 @@ class MemoryCheckpoints:
                     raise
         return None
 
-    def describe(
-        self, checkpoints: Sequence[MemoryCheckpoint], fine: bool = True
-    ) -> tuple[list[SnapshotFacts], bool]:
+    def describe(self, checkpoints: Sequence[MemoryCheckpoint], fine: bool = True) -> tuple[list[SnapshotFacts], bool]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
         manifest needs. And whether all ranks are ``fine``."""
         snapshots = [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]

@@ -44,6 +44,7 @@ class LogExchange:
         lives: Generations that logs may be of: from the checkpoint's to that of what survivors kept.
 
     Attributes:
+        history: Of the newest of these lives (``format.upstream.LogHeader``); logs of another one do not count.
         gap: What no rank has of what is needed; None if nothing lacks.
 
     Raises:
@@ -57,11 +58,13 @@ class LogExchange:
         steps = range(since + 1, recovery.step + 1)
         heads = [(each, each.header) for each in logs.found]
         ours = [each for each, head in heads if head.world_size == comm.world_size and head.generation in lives]
-        mine = {(each.header.rank, each.header.step): each for each in _newest(ours)}
-        told = [[*key, each.header.generation] for key, each in mine.items() if key[1] in steps]
+        mine = {(each.header.rank, each.header.step): each for each in _newest_last(ours)}
+        told = [[*key, each.header.generation, each.header.history] for key, each in mine.items() if key[1] in steps]
+        every = [(holder, *each) for holder, raw in enumerate(_exchanged(comm, told)) for each in raw]
+        _, self.history = max(((generation, history) for *_, generation, history in every), default=(0, 0))
         best: dict[tuple[int, int], tuple[int, int]] = {}
-        for holder, raw in enumerate(comm.everyone(json.dumps(told).encode())):
-            for writer, step, generation in json.loads(raw):
+        for holder, writer, step, generation, history in every:
+            if history == self.history:
                 key = writer, step
                 best[key] = max(best.get(key, (-1, 0)), (generation, -holder))
         logged: dict[int, set[int]] = defaultdict(set)
@@ -110,7 +113,12 @@ class LogExchange:
         return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
 
 
-def _newest(found: Sequence[SealedLog]) -> Iterator[SealedLog]:
+def _exchanged(comm: Communicator, told: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """What each rank told. A collective."""
+    return [json.loads(raw) for raw in comm.everyone(json.dumps(told).encode())]
+
+
+def _newest_last(found: Sequence[SealedLog]) -> Iterator[SealedLog]:
     """Of each rank and step the log of its newest life, last."""
     yield from sorted(found, key=lambda each: each.header.generation)
 

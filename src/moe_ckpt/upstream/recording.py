@@ -54,6 +54,7 @@ class UpstreamLog:
     def __init__(self, directory: Path, whose: Whose, budget_bytes: int) -> None:
         self.problem = ""
         self._directory, self._whose, self._budget = directory, whose, budget_bytes
+        self._history = whose.generation
         self._sizes: dict[int, int] = {}
         self._step = -1
         self._failure = ""
@@ -74,6 +75,10 @@ class UpstreamLog:
     def steps(self) -> tuple[int, ...]:
         """That there are logs of, the one under way included."""
         return tuple(sorted(self._sizes))
+
+    def continue_history(self, history: int) -> None:
+        """Not all ranks went back: what is logged continues the logs of ``history`` (``LogHeader``)."""
+        self._history = history
 
     def step_begins(self, step: int) -> None:
         """From here on messages belong to ``step``."""
@@ -215,7 +220,7 @@ class UpstreamLog:
         writer, self._writer = self._writer, None
         if writer is not None:
             whose: dict[str, Any] = vars(self._whose)
-            writer.seal(**whose)
+            writer.seal(**whose, history=self._history)
 
     def _abandon(self) -> None:
         writer, self._writer = self._writer, None

@@ -102,7 +102,7 @@ def slot_header(
     run_id: str, step: int, generation: int, rank: int, ranks: int, nbytes: int, parts: tuple[SlotPart, ...]
 ) -> SlotHeader:
     """That of a slot of which only the slices matter."""
-    facts = StepFacts(index=step, base="", operators=("gate/0",), window=None, applied=[[step]])
+    facts = StepFacts(index=step, base="", operators=("gate/0",), window=None, applied=np.array([[step]]))
     return SlotHeader(run_id, "a-life", step, step, generation, rank, ranks, "boot", nbytes, 0, facts, b"{}", parts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 
+import numpy as np
 import pytest
 
 from moe_ckpt.driver.replaying import same_plain
@@ -32,9 +33,20 @@ def test_a_document_is_the_same_to_the_byte(value):
     assert unseal(seal(body(Fragment(value))), "f") == body(value)
 
 
-@pytest.mark.parametrize("table", [[], [[]], [[0, 1], [2**62, 3]], [[7]] * 3], ids=str)
+TABLES = [[], [[]], [[], []], [[0]], [[0, 1], [2**62, 3]], [[7]] * 3, [[9, 10, 0, 99], [100, 101, 109, 1_000_000]]]
+
+
+@pytest.mark.parametrize("table", [*TABLES, [[2**63 - 1, 10**18]], [[2**32 - 1, 2**32]], [[10**9 - 1, 10**9]]], ids=str)
 def test_a_table_of_counts_is_the_same_to_the_byte(table):
-    assert seal({"counts": Fragment.of_counts(table), "more": 1}) == seal({"counts": table, "more": 1})
+    fragment = Fragment.of_counts(np.asarray(table, dtype=np.int64))
+    assert seal({"counts": fragment, "more": 1}) == seal({"counts": table, "more": 1})
+
+
+@pytest.mark.parametrize("most", [2, 10, 1000, 10**6, 2**33, 2**63])
+def test_tables_of_any_counts_are_the_same_to_the_byte(most):
+    table = np.random.default_rng(most % 97).integers(0, most, (13, 29))
+    assert Fragment.of_counts(table).raw == json.dumps(table.tolist(), separators=(",", ":")).encode()
+    assert Fragment.of_counts(table[::2, ::-3]).raw == Fragment.of_counts(table[::2, ::-3].copy()).raw
 
 
 def test_no_string_of_a_document_is_taken_for_a_fragment():

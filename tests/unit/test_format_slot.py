@@ -18,13 +18,24 @@ HEADER = slot_header("run", 9, 0, 1, 2, 64, ())
 @pytest.mark.parametrize("mlt", [0.0, 0.1 + 0.2, None])
 def test_faults_come_back_with_their_mlt(mlt):
     header = replace(HEADER, facts=replace(HEADER.facts, faults=(FaultRecord(5, 7, 2, 70, mlt),)))
-    assert decode_slot(encode_slot(header), "a") == replace(header, facts=header.facts)
+    found = decode_slot(encode_slot(header), "a")
+    assert found == replace(header, facts=header.facts)
+    assert found.facts.applied.tolist() == header.facts.applied.tolist() == [[9]]
 
 
 def test_a_portion_above_all_is_damage():
     header = replace(HEADER, facts=replace(HEADER.facts, faults=(FaultRecord(5, 7, 2, 70, 1.5),)))
     with pytest.raises(DamagedError, match="mlt"):
         decode_slot(encode_slot(header), "a")
+
+
+def test_counts_that_are_no_table_are_damage():
+    raw = encode_slot(HEADER)
+    body = unseal(raw[8 : 8 + int.from_bytes(raw[:8], "little")], "a")
+    body["facts"]["applied"] = [[1, 2], [3]]
+    document = seal(body)
+    with pytest.raises(DamagedError, match="rows of different lengths"):
+        decode_slot(len(document).to_bytes(8, "little") + document, "a")
 
 
 def other_version(header: SlotHeader, version: int, **without: None) -> bytes:

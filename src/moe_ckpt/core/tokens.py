@@ -10,7 +10,7 @@ recovered experts lack, divided by tokens * k summed over MoE layers, for the wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
@@ -208,10 +208,11 @@ class TokenBook:
             return 0.0
         return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, of_counts: Callable[[Counts], Any] = np.ndarray.tolist) -> dict[str, Any]:
+        """As plain data. of_counts: what becomes of a table."""
         return {
-            "applied": self.applied.tolist(),
-            "saved": {tier.value: counts.tolist() for tier, counts in self.saved.items()},
+            "applied": of_counts(self.applied),
+            "saved": {tier.value: of_counts(counts) for tier, counts in self.saved.items()},
             **fault_rows(self.faults),
         }
 

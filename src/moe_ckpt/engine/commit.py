@@ -265,7 +265,7 @@ class Committer:
             parent=self.parent,
             policy=dict(request.policy),
             measured=dict(request.measured),
-            tokens=book.to_dict(),
+            tokens=book.to_dict(Fragment.of_counts),
             window=tuple(SlotRecord(slot.step, ()) for slot in before),
             passed_over=self.passed_over,
             parts=tuple(part.record for part in view.parts),

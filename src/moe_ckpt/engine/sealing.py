@@ -97,7 +97,7 @@ class MemorySealer:
                 base=request.base,
                 operators=self._rows.of(request, snapshot.plan.claims),
                 window=None if window is None else WindowPlace(window.start, window.size, request.slot),
-                applied=request.applied.result().tolist(),
+                applied=request.applied.result(),
                 faults=request.faults,
                 policy=request.policy,
                 measured=request.measured,

@@ -189,7 +189,7 @@ class Manifest:
 
     parent: directory name of the checkpoint this life of the run returned to, or None.
     index: checkpoints begun before this one in the run (``PolicyContext.index``).
-    tokens: ``TokenBook.to_dict()``; policy: ``Policy.describe()``.
+    tokens: ``TokenBook.to_dict()``, its tables as fragments before it is written. policy: ``Policy.describe()``.
     measured: what of ``policies.base.Measured`` rank 0 knew when the snapshot began, so that a restarted run need not
         measure it again; older files have none.
     window: the earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
@@ -275,7 +275,7 @@ class Manifest:
             "parent": self.parent,
             "policy": dict(self.policy),
             "measured": dict(self.measured),
-            "tokens": _compact(self.tokens),
+            "tokens": dict(self.tokens),
             "parts": [[part.directory, part.nbytes, part.digest] for part in self.parts],
         }
         if self.operators:
@@ -320,14 +320,6 @@ class Manifest:
             passed_over=tuple(body.get("passed_over", ())),
             parts=tuple(PartRecord(*row) for row in body.get("parts", ())),
         )
-
-
-def _compact(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """The same document. Of everything that a manifest says, the counts alone grow with the model."""
-    if not tokens:
-        return {}
-    saved = {tier: Fragment.of_counts(counts) for tier, counts in tokens["saved"].items()}
-    return {**tokens, "applied": Fragment.of_counts(tokens["applied"]), "saved": saved}
 
 
 def _model_of(body: Mapping[str, Any]) -> ModelRecord:

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
-from moe_ckpt.core.tokens import FaultRecord, fault_rows, faults_in
+from moe_ckpt.core.tokens import Counts, FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
-from moe_ckpt.format.schema import anything, listing, mapping, maybe, number, one_of, record, require, text, whole
+from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, number, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
 
@@ -28,13 +30,19 @@ _NOT_OURS = "not the header of a memory slot of this format: "
 _PIECE = {"nbytes": whole(), "xxh3_128": text}
 _PART = record({"kind": text, "begin": whole(), **_PIECE})
 _WINDOW = record({"start": whole(), "size": whole(1), "slot": whole()})
+
+
+def _raggedness(rows: list[list[int]]) -> str:
+    return "" if len(set(map(len, rows))) < 2 else " has rows of different lengths"
+
+
 _FACTS = record(
     {
         "index": whole(),
         "base": text,
         "operators": listing(OPERATOR_ID),
         "window": maybe(_WINDOW),
-        "applied": listing(listing(whole())),
+        "applied": both(listing(listing(whole())), _raggedness),
         "faults": listing(listing(whole())),
         "policy": mapping(anything),
         "measured": mapping(number()),
@@ -109,7 +117,7 @@ class StepFacts:
     base: str
     operators: Fragment | tuple[str, ...]
     window: WindowPlace | None
-    applied: list[list[int]]
+    applied: Counts = field(compare=False)
     faults: tuple[FaultRecord, ...] = ()
     policy: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -140,7 +148,7 @@ class StepFacts:
             told["base"],
             tuple(told["operators"]),
             None if window is None else WindowPlace(**window),
-            told["applied"],
+            np.asarray(told["applied"], dtype=np.int64),
             tuple(faults_in(told)),
             told["policy"],
             told["measured"],

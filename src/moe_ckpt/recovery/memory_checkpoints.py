@@ -386,7 +386,7 @@ class MemoryCheckpoints:
     ) -> Manifest:
         """The manifest of a checkpoint, which lacks its files and the ranks' states."""
         book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *self._grid)
-        book.applied = np.asarray(facts.applied, dtype=np.int64).reshape(book.applied.shape)
+        book.applied = facts.applied.reshape(book.applied.shape).copy()
         book.faults = list(facts.faults)
         book.saved = {Tier.STORAGE: book.saved[Tier.STORAGE]}
         return Manifest(

@@ -207,7 +207,7 @@ class View:
         found = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in held or ()}
         found |= {op: OperatorRecord(part.step, numbers[HELD]) for op in kept}
         self.operators |= found
-        applied = facts.require_facts(part.step).applied if found else []
+        applied = facts.require_facts(part.step).applied.tolist() if found else []
         for op in found:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
@@ -216,10 +216,10 @@ class View:
         """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so become as of
         that one."""
         full = () if isinstance(facts.operators, Fragment) else facts.operators
-        found = frozenset(facts.gradients or self.operators.keys() - set(full))
+        found, applied = frozenset(facts.gradients or self.operators.keys() - set(full)), facts.applied.tolist()
         for op in self.operators if not facts.gradients else found:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
-            self.fresh[op] = 0 if layer < 0 else facts.applied[layer][expert]
+            self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
         return found
 
     def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.cover_sum import PRIME
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes
+from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, names_in
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import FileRecord, StateRecord, shard_path, state_path
 from moe_ckpt.format.part import Part, encode_part
@@ -37,7 +37,7 @@ def test_all_say_together_what_each_said(ranks):
     assert found.ranks == len(ranks)
     assert found.causes == ()
     assert found.cover == sum(cover for _, cover in ranks) % PRIME
-    paths = {f"{DIRECTORY}/{name}" for names in found.names.values() for name in names}
+    paths = {f"{DIRECTORY}/{name}" for lines in found.lines.values() for name in names_in(lines)}
     files = tuple(record for records, _, _ in told for record in records)
     states = tuple(state for _, state, _ in told)
     assert paths == {record.path for record in (*files, *states)}
@@ -50,7 +50,7 @@ def test_what_failed_is_told_rank_by_rank():
     found = joined([good, Acknowledgement.failed(1, "disk, full"), Acknowledgement.failed(2, 'he said "no"\n')])
     assert found.causes == ("rank 1: disk, full", 'rank 2: he said "no"\n')
     assert found.ranks == 3
-    assert found.names.keys() == {"expert", "state"}
+    assert found.lines.keys() == {"expert", "state"}
 
 
 def test_its_size_does_not_grow_with_the_model():

@@ -161,14 +161,24 @@ class Catalog:
         return np.fromiter(map(self.place.__getitem__, operators), dtype=np.int64, count=len(operators))
 
     @cached_property
-    def expert_bits(self) -> Callable[[tuple[str, ...]], int]:
-        """Operator ids -> a number with one bit for each expert among them. Remembers the newest few."""
-        return Remembered(self._expert_bits)
+    def bits_of(self) -> Callable[[tuple[str, ...]], int]:
+        """Operator ids -> a set of them: a number with one bit for each. Remembers the newest few."""
+        return Remembered(self._bits_of)
 
-    def _expert_bits(self, operators: tuple[str, ...]) -> int:
+    def _bits_of(self, operators: tuple[str, ...]) -> int:
         chosen = np.zeros(len(self.operators), dtype=bool)
         chosen[self.places_of(operators)] = True
-        return int.from_bytes(np.packbits(chosen & self.is_expert).tobytes(), "big")
+        return int.from_bytes(np.packbits(chosen).tobytes(), "big")
+
+    def places_in(self, bits: int) -> npt.NDArray[np.int64]:
+        """Inverse of ``bits_of``: the places of a set's operators, ascending."""
+        nbytes = -(-len(self.operators) // 8)
+        return np.flatnonzero(np.unpackbits(np.frombuffer(bits.to_bytes(nbytes, "big"), dtype=np.uint8)))
+
+    @cached_property
+    def expert_bits(self) -> int:
+        """All experts, as ``bits_of``."""
+        return self.bits_of(tuple(self.expert_at))
 
     @cached_property
     def expert_at(self) -> Mapping[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 
 from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
@@ -222,10 +223,11 @@ def _delete(
         by_directory.setdefault(directory, set()).add(group)
     going = {directory: by_directory[directory] for directory in contents.names if directory in by_directory}
     records = [f"{directory}/{MANIFEST_NAME}" for directory, groups in going.items() if MANIFEST_NAME in groups]
+    own = cache(lambda names: names - others)  # often the same names in all directories
     rest = [
         f"{directory}/{name}"
         for directory, groups in going.items()
-        for name in sorted(chain(*(contents.names[directory][g] - others for g in groups if g != MANIFEST_NAME)))
+        for name in sorted(chain(*(own(contents.names[directory][g]) for g in groups if g != MANIFEST_NAME)))
     ]
     for directory in going:
         known.names.pop(directory, None)  # looked at again, unless all went well

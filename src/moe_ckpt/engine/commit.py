@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 
 from moe_ckpt.core import freshness
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.view import PART, HeldPart, Names, Needed, Operators, View
-from moe_ckpt.engine.writing import Acknowledgement, write_named
+from moe_ckpt.engine.writing import Acknowledgement, names_in, write_named
 from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
@@ -34,11 +34,6 @@ from moe_ckpt.format.part import encode_part
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage.base import Storage
-
-T = TypeVar("T")
-
-_LISTS_KEPT = 64
-"""Lists of operators, of the newest requests."""
 
 
 class CoverDiffersError(CoverageError):
@@ -66,29 +61,27 @@ class _Slot:
         return self.part.record.directory
 
 
-class OperatorRows:
-    """The operators that a request saves in full, as JSON. Not safe for use from several threads."""
+class SavedOperators:
+    """The operators that requests save in full; what has no element is left out. Not safe for several threads."""
 
     def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         # Encoded once, since partial checkpoints hold others each time.
-        self._rows = {op: json.dumps(op).encode() + b"," for op in catalog.everything}
-        self._made: dict[tuple[str, ...], tuple[Claims, Fragment]] = {}
+        self._rows = [json.dumps(op).encode() + b"," for op in catalog.everything]
+        self._claims: Claims | None = None
+        self._found: Callable[[tuple[str, ...]], tuple[Fragment, Operators]]
 
-    def of(self, request: SnapshotRequest, claims: Claims) -> Fragment:
-        """A list of their ids; what has no element is left out. Made once for the same ones."""
-        known = self._made.get(request.operators)
-        if known is None or known[0] is not claims:
-            rows = map(self._rows.__getitem__, filter(claims.operators.__contains__, request.operators))
-            known = claims, Fragment.of_rows(b"".join(rows))
-            _keep(self._made, request.operators, known)
-        return known[1]
+    def of(self, request: SnapshotRequest, claims: Claims) -> tuple[Fragment, Operators]:
+        """As a list of ids, for documents, and by kind. Found once for the newest few requests."""
+        if claims is not self._claims:
+            self._claims, self._found = claims, Remembered(partial(self._find, claims.operators))
+        return self._found(request.operators)
 
-
-def _keep(lists: dict[tuple[str, ...], T], operators: tuple[str, ...], made: T) -> None:
-    """The oldest goes where there are too many."""
-    if len(lists) >= _LISTS_KEPT:
-        del lists[next(iter(lists))]
-    lists[operators] = made
+    def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Operators]:
+        held, experts = claimed & self._catalog.bits_of(operators), self._catalog.expert_bits
+        by_kind = dict(zip(KINDS, (held & experts, held & ~experts), strict=True))
+        rows = b"".join(map(self._rows.__getitem__, self._catalog.places_in(held).tolist()))
+        return Fragment.of_rows(rows), {kind: bits for kind, bits in by_kind.items() if bits}
 
 
 @dataclass
@@ -111,22 +104,25 @@ class Committer:
     parent: str | None = None
     passed_over: tuple[str, ...] = ()
     require_whole: Callable[[Manifest, Needed], None] = lambda manifest, needed: None
-    _view: View = field(default_factory=View)
-    _lists: dict[tuple[str, ...], tuple[Claims, Fragment, Operators]] = field(default_factory=dict)
+    _view: View = field(init=False)
     _slots: list[_Slot] = field(default_factory=list)
     _given_up: list[_Slot] = field(default_factory=list)
     _newest: Manifest | None = None
+    _name_sets: dict[bytes, frozenset[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._view = View(self.catalog)
 
     @cached_property
-    def _rows(self) -> OperatorRows:
-        return OperatorRows(self.catalog)
+    def _saved_operators(self) -> SavedOperators:
+        return SavedOperators(self.catalog)
 
     def resume_from(self, manifest: Manifest) -> None:
         """Start from a restored checkpoint: partial checkpoints will refer to its files."""
         self.parent, self._newest = manifest.directory, None
         self.passed_over = manifest.passed_over
         # What a window holds is of different steps: a partial checkpoint must not build on it.
-        self._view = View() if manifest.window else View.of(manifest)
+        self._view = View(self.catalog) if manifest.window else View.of(manifest, self.catalog)
 
     def commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Manifest | None:
         """Write the manifest of ``snapshot``; when it returns, the checkpoint exists.
@@ -158,7 +154,7 @@ class Committer:
         self._given_up += [slot for slot in self._slots if slot not in before]
         self._slots = before
         slot = self._write_part(snapshot, acknowledged)
-        view = View() if request.window else self._view
+        view = View(self.catalog) if request.window else self._view
         if request.window is not None:
             self._slots = [*before, slot]
             if request.slot + 1 < request.window.size:
@@ -179,14 +175,14 @@ class Committer:
             raise
         write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
         self._slots = []
-        self._view = View() if manifest.window else replace(view, whole=snapshot.plan.claims.operators)
+        self._view = View(self.catalog) if manifest.window else view
         self.saved = saved
         self._newest = manifest
         return manifest
 
     def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> _Slot:
         request = snapshot.request
-        fragment, live = self._operators(request, snapshot.plan.claims)
+        fragment, live = self._saved_operators.of(request, snapshot.plan.claims)
         record, raw = encode_part(
             self.run_id,
             request.step,
@@ -197,23 +193,18 @@ class Committer:
             fragment,
         )
         write_named(self.storage, record.path, [raw])
-        names = acknowledged.names
-        return _Slot(request.window, request.step, HeldPart(record, names, live), names | PART)
+        names = self._names(acknowledged)
+        return _Slot(request.window, request.step, HeldPart(record, names, live), {**names, **PART})
 
-    def _operators(self, request: SnapshotRequest, claims: Claims) -> tuple[Fragment, Operators]:
-        """Those that the request saves: for the part document, and by kind. Found once for the same ones."""
-        known = self._lists.get(request.operators)
-        if known is None or known[0] is not claims:
-            held, experts = claims.operators.intersection(request.operators), self.catalog.expert_at.keys()
-            kinds = zip(KINDS, (held & experts, held - experts), strict=True)
-            by_kind = {kind: frozenset(of_kind) for kind, of_kind in kinds if of_kind}
-            known = (claims, self._rows.of(request, claims), by_kind)
-            _keep(self._lists, request.operators, known)
-        return known[1:]
+    def _names(self, acknowledged: Acknowledgement) -> Names:
+        """Of the ranks' files: the very sets of the step before where they are the same, which many ask."""
+        before = self._name_sets
+        self._name_sets = {lines: before.get(lines) or names_in(lines) for lines in acknowledged.lines.values()}
+        return {group: self._name_sets[lines] for group, lines in acknowledged.lines.items()}
 
     def _forget(self) -> None:
         """Nothing on storage may be built upon any more."""
-        self._view, self.parent, self._newest = View(), None, None
+        self._view, self.parent, self._newest = View(self.catalog), None, None
         self.saved = np.zeros_like(self.saved)
 
     @property
@@ -230,7 +221,7 @@ class Committer:
         """``commit`` has failed. Returns what can go: the step's files, and those of its window's earlier steps."""
         self._given_up += self._slots
         self._slots = []
-        written = frozenset({PART_NAME}).union(*acknowledged.names.values())
+        written = frozenset({PART_NAME}).union(*map(names_in, acknowledged.lines.values()))
         return Abandoned({**self.superseded().names, snapshot.directory: written})
 
     def _slots_before(self, request: SnapshotRequest) -> list[_Slot]:

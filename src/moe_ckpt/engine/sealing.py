@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_ckpt.engine.buffers import roomy
-from moe_ckpt.engine.commit import OperatorRows
+from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.memory_tier import MemoryTier
@@ -36,7 +36,7 @@ class MemorySealer:
         self._comm = run.comm
         self._tier = tier
         self._to_storage = to_storage
-        self._rows = OperatorRows(run.catalog)
+        self._saved_operators = SavedOperators(run.catalog)
         self._watch = FreshnessWatch()
         self._said: set[str] = set()
 
@@ -95,7 +95,7 @@ class MemorySealer:
             facts=StepFacts(
                 index=request.index,
                 base=request.base,
-                operators=self._rows.of(request, snapshot.plan.claims),
+                operators=self._saved_operators.of(request, snapshot.plan.claims)[0],
                 window=None if window is None else WindowPlace(window.start, window.size, request.slot),
                 applied=request.applied.result(),
                 faults=request.faults,

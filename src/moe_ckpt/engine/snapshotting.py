@@ -291,7 +291,7 @@ class Snapshotter:
             plan.sends_held,
             gradients,
         )
-        bits = self._run.catalog.expert_bits
+        bits_of, experts = self._run.catalog.bits_of, self._run.catalog.expert_bits if window is None else 0
         request = SnapshotRequest(
             step=plan.step,
             generation=generation,
@@ -311,8 +311,8 @@ class Snapshotter:
             copied=ways.copied,
             updates=self.updates,
             sends_held=plan.sends_held,
-            experts=bits(pending.operators_in(Tier.HOST)) if window is None else 0,
-            sent=bits(pending.operators_in(Tier.PEER)) if window is None else 0,
+            experts=experts and experts & bits_of(pending.operators_in(Tier.HOST)),
+            sent=experts and experts & bits_of(pending.operators_in(Tier.PEER)),
             gradients=gradients,
             since=since,
             is_partial_log=self._leaves_out,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.format.manifest import PART_NAME, FileRecord, Manifest, PartRecord, group_of, kind_of
 from moe_ckpt.format.part import pruned
 
@@ -13,14 +15,14 @@ Names = Mapping[str, frozenset[str]]
 """Group of files of one step (``format.manifest.group_of``) -> their names."""
 Needed = dict[str, dict[str, frozenset[str]]]
 """Step directory -> the ``Names`` of what a checkpoint needs of it."""
-Operators = Mapping[str, frozenset[str]]
-"""Kind of shard -> operators."""
+Operators = Mapping[str, int]
+"""Kind of shard -> operators (``Catalog.bits_of``); no kind without any."""
 PART = {PART_NAME: frozenset({PART_NAME})}
 
 
 @dataclass(frozen=True, eq=False)
 class HeldPart:
-    """A step's part. names: of its shards. live: the operators that no newer part has; no kind without any."""
+    """A step's part. names: of its shards. live: the operators that no newer part has."""
 
     record: PartRecord
     names: Names
@@ -33,13 +35,10 @@ class HeldPart:
 
     def beneath(self, newer: Operators) -> HeldPart | None:
         """The same below a part that holds ``newer``; None if that supersedes it."""
-        for kind, those in self.live.items():
-            if not those.isdisjoint(newer.get(kind, ())):
-                break
-        else:
+        left = {kind: rest for kind, those in self.live.items() if (rest := those & ~newer.get(kind, 0))}
+        if left == self.live:
             return self
-        left = {kind: rest for kind, those in self.live.items() if (rest := those.difference(newer.get(kind, ())))}
-        return HeldPart(self.record, self.names, left) if left else None
+        return replace(self, live=left) if left else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,50 +46,55 @@ class View:
     """The parts of one complete view, newest first.
 
     old: files and operators of steps that were written before there were parts, as a manifest; None if it needs none.
-    whole: operators that it is known to have, all of them.
     """
 
+    catalog: Catalog
     parts: tuple[HeldPart, ...] = ()
     old: Manifest | None = None
-    whole: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, manifest: Manifest) -> View:
+    def of(cls, manifest: Manifest, catalog: Catalog) -> View:
         """That of a committed checkpoint (see ``format.part.composed``)."""
         names: dict[str, dict[str, set[str]]] = {}
         for record in manifest.files:
             directory, _, name = record.path.partition("/")
             names.setdefault(directory, {}).setdefault(record.kind, set()).add(name)
-        live: dict[str, dict[str, set[str]]] = {part.directory: {} for part in manifest.parts}
+        live: dict[str, dict[str, list[str]]] = {part.directory: {} for part in manifest.parts}
         old = {}
         for op, held in manifest.operators.items():
             directory = _directory(manifest.files[held.files[0]])
             if directory in live:
-                live[directory].setdefault(kind_of(op), set()).add(op)
+                live[directory].setdefault(kind_of(op), []).append(op)
             else:
                 old[op] = held
         parts = [
-            HeldPart(part, _frozen(names[part.directory]), _frozen(live[part.directory]))
+            HeldPart(
+                part,
+                _frozen(names[part.directory]),
+                {kind: catalog.bits_of(tuple(ops)) for kind, ops in live[part.directory].items()},
+            )
             for part in manifest.parts
             if live[part.directory]
         ]
-        return cls(tuple(parts), pruned(replace(manifest, operators=old), manifest.files, ()) if old else None)
+        return cls(catalog, tuple(parts), pruned(replace(manifest, operators=old), manifest.files, ()) if old else None)
 
     def beneath(self, newest: HeldPart) -> View:
         """What a checkpoint consists of that wrote ``newest`` and takes the rest from here."""
         older = [part for each in self.parts if (part := each.beneath(newest.live)) is not None]
         old = self.old
         if old is not None:
-            rest = {op: held for op, held in old.operators.items() if op not in newest.live.get(kind_of(op), ())}
+            newer = self._named(reduce(or_, newest.live.values(), 0))
+            rest = {op: held for op, held in old.operators.items() if op not in newer}
             old = pruned(replace(old, operators=rest), old.files, ()) if rest else None
-        return View((newest, *older), old, self.whole)
+        return View(self.catalog, (newest, *older), old)
 
-    def lacks(self, operators: frozenset[str]) -> frozenset[str]:
-        """Those of ``operators`` that it does not have."""
-        if operators is self.whole:
-            return frozenset()
-        held = [those for part in self.parts for those in part.live.values()]
-        return operators.difference(*held, () if self.old is None else self.old.operators)
+    def lacks(self, operators: int) -> frozenset[str]:
+        """Those of ``operators`` (``Catalog.bits_of``) that it does not have."""
+        held = reduce(or_, (those for part in self.parts for those in part.live.values()), 0)
+        return self._named(operators & ~held).difference(() if self.old is None else self.old.operators)
+
+    def _named(self, bits: int) -> frozenset[str]:
+        return frozenset(map(self.catalog.everything.__getitem__, self.catalog.places_in(bits).tolist()))
 
     def needed(self) -> Needed:
         """What it needs on storage."""

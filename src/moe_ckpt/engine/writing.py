@@ -89,10 +89,10 @@ class Acknowledgement:
         return int(sum(word << 32 * at for at, word in enumerate(words)) % PRIME)
 
     @property
-    def names(self) -> dict[str, frozenset[str]]:
-        """Group -> names of the ranks' files."""
+    def lines(self) -> dict[str, bytes]:
+        """Group -> names of the ranks' files, for ``names_in``."""
         columns = zip(GROUPS, (self.experts, self.others, self.states), strict=True)
-        return {group: frozenset(lines.decode().split()) for group, lines in columns if lines}
+        return {group: lines for group, lines in columns if lines}
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +126,11 @@ def acknowledge(
         state_rows=state_row(state),
         freshness=bytes([freshness]),
     )
+
+
+def names_in(lines: bytes) -> frozenset[str]:
+    """The names of files in ``Acknowledgement.lines``."""
+    return frozenset(lines.decode().split())
 
 
 def _line(path: str) -> bytes:

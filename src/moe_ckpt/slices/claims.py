@@ -67,10 +67,10 @@ class Claims:
         return wanted
 
     @cached_property
-    def operators(self) -> frozenset[str]:
-        """Those of which there is anything to save: not all, where parameters are empty."""
+    def operators(self) -> int:
+        """Those of which there is anything to save (``Catalog.bits_of``): not all, where parameters are empty."""
         held = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
-        return frozenset(operator.id for those in held for operator, _ in those)
+        return self._catalog.bits_of(tuple({operator.id for those in held for operator, _ in those}))
 
     @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:

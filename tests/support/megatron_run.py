@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class Life:
     survives: a rank that hears of another one's death keeps its newest iteration, as under ``with``.
     together: ranks that die with that of ``kill``.
     lost: (seconds, ranks): those get a SIGKILL so long after they have resumed.
+    pause: (rank, iteration, seconds): a SIGSTOP at the begin of that iteration, and a SIGCONT so long afterwards.
     """
 
     store: str
@@ -65,6 +67,7 @@ class Life:
     survives: bool = False
     together: tuple[int, ...] = ()
     lost: tuple[float, tuple[int, ...]] | None = None
+    pause: tuple[int, int, float] | None = None
 
 
 class Journal:
@@ -119,6 +122,12 @@ def _kill_later(secs: float) -> None:
     timer.start()
 
 
+def stop_for(secs: float) -> None:
+    """This process stands still from about now on, in all of its threads; another one lets it go on."""
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep {secs}; kill -CONT {pid}"], start_new_session=True)
+
+
 def node_memory(root: str, rank: int) -> Path:
     """The memory directory of this rank's node, of which each has two ranks."""
     directory = Path(root, f"node_{rank // 2}")
@@ -148,6 +157,8 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
             raise RuntimeError("the user's program fails")
         if phase == "forward" and life.kill is not None and life.kill[:2] == (0, at["iteration"]):
             _stopped(life.kill[2], rank)
+        if life.pause is not None and phase == "forward" and life.pause[:2] == (rank, at["iteration"]):
+            stop_for(life.pause[2])
         if life.kill is not None and (rank, phase, life.kill[2]) == (life.kill[0], "forward", "anywhere"):
             _kill_later(life.kill[1] / 1e3)
         if life.kill is None or phase != life.kill[2] or rank not in (life.kill[0], *life.together):

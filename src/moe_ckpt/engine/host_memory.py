@@ -16,6 +16,7 @@ from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
+from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
@@ -52,25 +53,27 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
-    _require_same_cadence(run, memory)
-    newest, budget = _together(run, memory, lambda: _prepared(run, memory, run_id))
-    [newest] = largest(run.comm, [newest])
+    life = _agreed_life(run, memory)
+    prepared = lambda: _prepared(run, memory, run_id)  # noqa: E731
+    (_, budget), newest = _together_with_most(run, memory, prepared, lambda found: found[0])
     generation = max(generation, newest + 1)
-    life = run.comm.broadcast(secrets.token_hex(8).encode()).decode()
     files = _together(
         run, memory, lambda: MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
     )
+    slots: LeftSlots | None = None
     try:
         # First what each rank left itself, then, once all have theirs, what nobody has taken.
         _together(run, memory, lambda: files.take_left(own=True))
         left = _together(run, memory, lambda: files.take_left(own=False))
+        slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
         pool = HostBufferPool(budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = files.make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate)
-        slots = LeftSlots(left, files.remove)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:
+        if slots is not None:
+            slots.checker.close()
         files.close(keep=True)
         raise
     host_tier.register(run.storage.root, run_id, tier)
@@ -100,17 +103,24 @@ def _require_on_all(run: RunContext, memory: Memory | None) -> None:
         raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. All ranks have it, or none")
 
 
-def _require_same_cadence(run: RunContext, memory: Memory) -> None:
-    """Each rank decides alone which snapshots go to storage: with other settings they would wait for each other."""
+def _agreed_life(run: RunContext, memory: Memory) -> str:
+    """A token that names this life of the run, alike on every rank.
+
+    Raises:
+        ConfigError: Ranks have other settings. Each decides alone which snapshots go to storage: they would wait for
+            each other.
+    """
     mine = memory.cadence
-    told = run.comm.everyone(json.dumps([mine.every_n_steps, mine.every_secs]).encode())
+    told = run.comm.everyone(json.dumps([secrets.token_hex(8), mine.every_n_steps, mine.every_secs]).encode())
+    lives, *_ = zip(*(json.loads(raw) for raw in told), strict=True)
     for rank, raw in enumerate(told):
-        other = StorageCadence(*json.loads(raw))
+        other = StorageCadence(*json.loads(raw)[1:])
         if other != mine:
             raise ConfigError(
                 f"ranks disagree on which checkpoints go to storage: {_said_cadence(mine)} on rank {run.comm.rank}, "
                 f"{_said_cadence(other)} on rank {rank}. Give all ranks the same"
             )
+    return str(lives[0])
 
 
 def _said_cadence(cadence: StorageCadence) -> str:
@@ -119,16 +129,25 @@ def _said_cadence(cadence: StorageCadence) -> str:
 
 def _together(run: RunContext, memory: Memory, action: Callable[[], T]) -> T:
     """What ``action`` gives; raises on every rank, if on one. A collective."""
+    return _together_with_most(run, memory, action, lambda found: 0)[0]
+
+
+def _together_with_most(
+    run: RunContext, memory: Memory, action: Callable[[], T], number: Callable[[T], int]
+) -> tuple[T, int]:
+    """The same, and the largest ``number`` of what it gives on any rank."""
     trouble: Exception | None = None
+    told = 0
     try:
         found = action()
+        told = number(found)
     except MoECheckpointError as error:
         trouble = error
     except OSError as error:
         trouble = StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}")
-    [failed] = largest(run.comm, [0 if trouble is None else run.comm.rank + 1])
+    failed, most = largest(run.comm, [0 if trouble is None else run.comm.rank + 1, told])
     if trouble is not None:
         raise trouble
     if failed:
         raise StoreError(f"rank {failed - 1} could not open its memory directory; its log says why")
-    return found
+    return found, most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 
+from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.files import FoundSlot
 
 
@@ -19,9 +20,19 @@ class LeftSlots:
     Args:
         found: The slots, which this process owns now.
         delete: Deletes slots, for which nobody waits, and empties the list (``MemoryFiles.remove``).
+        likely: Those of them that the run most likely goes on from, which are verified ahead of time.
+
+    Attributes:
+        checker: Verifies them.
     """
 
-    def __init__(self, found: Sequence[FoundSlot], delete: Callable[[list[FoundSlot]], None]) -> None:
+    def __init__(
+        self,
+        found: Sequence[FoundSlot],
+        delete: Callable[[list[FoundSlot]], None],
+        likely: Sequence[FoundSlot] = (),
+    ) -> None:
+        self.checker = SlotChecker(likely)
         self._found = list(found)
         self._delete = delete
         self._lasting: list[FoundSlot] = []
@@ -42,6 +53,7 @@ class LeftSlots:
     def keep(self, used: Collection[FoundSlot]) -> None:
         """The run goes on from these, or from none: the others are of no use any more."""
         self._is_chosen = True
+        self.checker.only(())
         with self._lock:
             over = [found for found in self._found if found not in used]
             self._found = [found for found in self._found if found in used]
@@ -83,6 +95,7 @@ class LeftSlots:
 
     def forget(self) -> list[FoundSlot]:
         """Leave their files as they are; returns them."""
+        self.checker.only(())
         with self._lock:
             found, self._found = self._found, []
         return found

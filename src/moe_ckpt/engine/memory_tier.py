@@ -348,6 +348,7 @@ class MemoryTier:
         with self._lock:
             self._pool.retire()
             self.left.forget()
+            self.left.checker.close()
             self._open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from moe_ckpt.errors import DamagedError
@@ -156,15 +157,60 @@ def table(columns: Mapping[str, Check]) -> Check:
     that finds a fault is it looked for row by row."""
     slowly, checks = listing(row(columns)), list(columns.values())
 
-    def is_sound(each: Check, column: tuple[Any, ...]) -> bool:
-        kinds = set(map(type, column))
-        few = (min(column), max(column)) if kinds == {int} else set(column) if kinds == {str} else column
-        return not any(map(each, few))
-
     def check(found: Any) -> str:
         if not isinstance(found, list) or set(map(type, found)) != {list} or set(map(len, found)) != {len(checks)}:
             return slowly(found)
-        return "" if all(map(is_sound, checks, zip(*found, strict=True))) else slowly(found)
+        return "" if all(map(_is_sound, checks, zip(*found, strict=True))) else slowly(found)
+
+    return check
+
+
+def _is_sound(each: Check, column: Sequence[Any]) -> bool:
+    """Whether nothing is wrong in a column, by as few of its values as stand for all; False, too, if that cannot tell.
+
+    Whole numbers have bounds, so that the smallest and the largest stand for all.
+    """
+    kinds = set(map(type, column))
+    if kinds == {str}:
+        return _is_text("".join(column)) if each is text else not any(map(each, set(column)))
+    few: Iterable[Any] = column
+    if kinds == {int}:
+        few = min(column), max(column)
+    elif kinds == {list}:
+        numbers = list(chain.from_iterable(column))
+        if set(map(type, numbers)) != {int}:
+            return not any(map(each, column))
+        ends = min(numbers), max(numbers)
+        few = [[end] * length for length in set(map(len, column)) for end in ends]
+    return not any(map(each, few))
+
+
+def named_rows(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = None) -> Check:
+    """``mapping(row(...))`` for many, checked as ``table`` does; row by row where some have optional columns."""
+    slowly, checks = mapping(row(columns, optional=optional)), list(columns.values())
+
+    def check(found: Any) -> str:
+        if not isinstance(found, dict) or set(map(type, found.values())) != {list}:
+            return slowly(found)
+        if set(map(len, found.values())) != {len(checks)} or not _is_sound(text, list(found)):
+            return slowly(found)
+        return "" if all(map(_is_sound, checks, zip(*found.values(), strict=True))) else slowly(found)
+
+    return check
+
+
+def named_records(required: Mapping[str, Check]) -> Check:
+    """``mapping(record(...))`` for many of them, checked as ``table`` does."""
+    slowly = mapping(record(required))
+
+    def check(found: Any) -> str:
+        if not isinstance(found, dict) or set(map(type, found.values())) != {dict} or not _is_sound(text, list(found)):
+            return slowly(found)
+        try:
+            columns = [[each[name] for each in found.values()] for name in required]
+        except KeyError:
+            return slowly(found)
+        return "" if all(map(_is_sound, required.values(), columns)) else slowly(found)
 
     return check
 

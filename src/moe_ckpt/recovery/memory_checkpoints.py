@@ -310,9 +310,12 @@ class MemoryCheckpoints:
             parts: That they are of.
         """
         self._used = {**self._used, **{path: file.share for path, file in files.items()}}
-        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files)
+        checker = self._tier.left.checker
+        checker.only({self._own[each.number] for each in self._used.values() if each.holder == self._comm.rank})
+        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files, checker)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
-        reader.add(manifest, {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files})
+        headers = {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files}
+        reader.add(manifest, headers, slots.is_sound)
         return reader, slots
 
     def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:

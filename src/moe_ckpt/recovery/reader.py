@@ -6,6 +6,7 @@ of slices. Nothing is used before its checksum matched, nothing is unpickled, an
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -66,6 +67,7 @@ class StoreReader:
         self.identity_damage: DamagedError | None = None
         self.verified: set[StoredSlice] = set()
         self._in_memory: Collection[str] = ()
+        self._is_sound: Callable[[str], bool] = lambda path: False
         self._identity: Identity | None = None
         self._manifests: dict[str, Manifest] = {}
         self._parts: dict[PartRecord, Part] = {}
@@ -140,11 +142,28 @@ class StoreReader:
             self._manifests[directory] = composed(manifest, read_parts(manifest, self._parts, self._part))
         return self._manifests[directory]
 
-    def add(self, manifest: Manifest, headers: Mapping[FileRecord, ShardHeader]) -> None:
-        """Know a checkpoint that lies in memory: its manifest, and headers of those of its files that do."""
+    def add(
+        self, manifest: Manifest, headers: Mapping[FileRecord, ShardHeader], is_sound: Callable[[str], bool]
+    ) -> None:
+        """Know a checkpoint that lies in memory.
+
+        Args:
+            manifest: Of it.
+            headers: Of those of its files that do.
+            is_sound: Whether every slice of the file at a path has been verified already.
+        """
         self._manifests[manifest.directory] = manifest
         self._headers |= headers
         self._in_memory = {record.path for record in headers}
+        self._is_sound = functools.cache(is_sound)
+
+    def unverified(self, wanted: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
+        """Yields those that nobody has verified yet; notes the others."""
+        for stored in wanted:
+            if self._is_sound(stored.path):
+                self.note_verified(stored)
+            else:
+                yield stored
 
     def note_verified(self, stored: StoredSlice) -> None:
         """The bytes of a slice are as they were written. What is read from storage may be read differently again."""

@@ -144,7 +144,7 @@ def verify_needed(reader: StoreReader, stored_of: StoredByKey, parameters: Seque
 
     parameters: The model's, as they are sharded now.
     """
-    for stored, error in find_damage(reader.storage, needed_slices(stored_of, parameters)):
+    for stored, error in find_damage(reader.storage, reader.unverified(needed_slices(stored_of, parameters))):
         if error is not None:
             raise error
         reader.note_verified(stored)

@@ -18,6 +18,7 @@ import torch
 from moe_ckpt.core.memory_shares import Share
 from moe_ckpt.core.node_fetch import Portion, Wanted, share_out
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import Communicator
@@ -108,6 +109,7 @@ class SlotStorage(ReadOnly):
         own: This rank's slots, by their number.
         paths: Share -> where its slot lies; only those of this node are opened.
         files: Path -> what is read instead of the store's file.
+        checker: Has verified some of this rank's slots, if any.
     """
 
     storage: Storage
@@ -116,6 +118,7 @@ class SlotStorage(ReadOnly):
     own: Sequence[FoundSlot]
     paths: Mapping[Share, str]
     files: Mapping[str, SlotFile]
+    checker: SlotChecker | None = None
     _opened: dict[Share, FoundSlot] = field(default_factory=dict)
     _fetched: dict[str, list[_Fetched]] = field(default_factory=dict)
 
@@ -125,6 +128,14 @@ class SlotStorage(ReadOnly):
     def is_near(self, path: str) -> bool:
         """Whether this node has the file in memory."""
         return self.files[path].share.node == self.node
+
+    def is_sound(self, path: str) -> bool:
+        """Whether every slice of a file has been verified ahead of time."""
+        file = self.files.get(path)
+        if self.checker is None or file is None or file.share.holder != self.comm.rank or file.place == STATE:
+            return False
+        found = self.own[file.share.number]
+        return found.header.parts[file.place].raw == file.header and self.checker.is_sound(found)
 
     def needs_others(self, wanted: Iterable[Span]) -> bool:
         """Whether something of it lies on other nodes only, so that all ranks must ``fetch``."""

@@ -52,6 +52,7 @@ def open_replication(
     listener, trouble = None, ""
     told: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
     told["groups"] = [min(group) for group in groups]  # whose members all say so
+    told["secret"] = secrets.token_hex(SECRET_NBYTES)  # rank 0's counts
     try:
         told["node"] = node_of(memory.root)
         if memory.replicas and comm.world_size > 1:
@@ -61,7 +62,6 @@ def open_replication(
         trouble = f"rank {comm.rank} cannot take copies of peers: {error}"
     try:
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**told, "trouble": trouble}).encode())]
-        secret = comm.broadcast(secrets.token_bytes(SECRET_NBYTES))
         placement = _placement(ranks)
     except BaseException:
         if listener is not None:
@@ -72,6 +72,7 @@ def open_replication(
     if comm.rank == 0 and placement.short:
         _say_short(placement, memory.replicas)
     addresses = tuple((str(each["address"][0]), int(each["address"][1])) for each in ranks)
+    secret = bytes.fromhex(ranks[0]["secret"])
     roster = Roster(comm.rank, run_id, generation, placement, addresses, secret)
     return Replicator(roster, listener, make, timeout_secs, gate)
 

@@ -1,0 +1,132 @@
+"""Compares what earlier lives left with its checksums, while the ranks of a new life still wait for one another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import xxhash
+
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.memory.files import FoundSlot
+
+log = logging.getLogger("moe_ckpt")
+
+_PIECE_NBYTES = 16 << 20
+"""After so many bytes the thread looks whether it is still wanted."""
+_MOST_SNAPSHOTS = 2
+"""The newest may lack another rank's share; then it is the one before."""
+
+
+class SlotChecker:
+    """Reads slots on a thread of its own, outside of the interpreter's lock; the pages are mapped on the way.
+
+    It finds slots of which every slice is as it was written. Of others it says nothing: whoever reads them finds out.
+
+    Args:
+        slots: In this order. They belong to somebody else, and may go at any time.
+    """
+
+    def __init__(self, slots: Iterable[FoundSlot]) -> None:
+        self._todo = deque(slots)
+        self._sound: set[FoundSlot] = set()
+        self._current: FoundSlot | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        if self._todo:
+            thread = threading.Thread(target=self._run, name="moe_ckpt-check", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread to be had: whoever reads them checks them
+                self._todo.clear()
+            else:
+                self._thread = thread
+
+    def only(self, wanted: Collection[FoundSlot]) -> None:
+        """Nobody will ask for others."""
+        with self._changed:
+            self._todo = deque(each for each in self._todo if each in wanted)
+            self._sound.intersection_update(wanted)
+            if self._current not in wanted:
+                self._current = None
+
+    def is_sound(self, slot: FoundSlot) -> bool:
+        """Whether every slice is as it was written, as far as that is known; waits for a slot that is being read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._current is not slot)
+            if slot in self._todo:  # the caller is as quick
+                self._todo.remove(slot)
+            return slot in self._sound
+
+    def close(self) -> None:
+        """End the thread. Twice does no harm."""
+        self.only(())
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._todo:
+                    return
+                slot = self._current = self._todo.popleft()
+            sound = False
+            try:
+                sound = self._is_sound(slot)
+            except DamagedError as error:
+                log.info("%s", str(error))
+            with self._changed:
+                if sound and self._current is slot:
+                    self._sound.add(slot)
+                self._current = None
+                self._changed.notify_all()
+            del slot  # whoever removes it frees its memory
+
+    def _is_sound(self, found: FoundSlot) -> bool:
+        path, memory = str(found.slot.path), found.slot.memory
+        for part in found.header.parts:
+            for entry in found.header.slices(part, path):
+                data = memory[part.begin + entry.begin : part.begin + entry.end]
+                if not self._is_as_written(found, data, entry.checksum):
+                    return False
+        return True
+
+    def _is_as_written(self, found: FoundSlot, data: torch.Tensor, checksum: str) -> bool:
+        """False, too, once nobody wants to know."""
+        hasher = xxhash.xxh3_64()
+        for begin in range(0, data.numel(), _PIECE_NBYTES):
+            if self._current is not found:
+                return False
+            hasher.update(data[begin : begin + _PIECE_NBYTES].numpy().data)
+        return hasher.hexdigest() == checksum
+
+
+def newest_of(slots: Sequence[FoundSlot], rank: int) -> list[FoundSlot]:
+    """The slots that a rank's next life most likely goes on from, all of its own share.
+
+    Args:
+        slots: That earlier lives left, the newest step first.
+        rank: That goes on.
+    """
+    own = [found for found in slots if found.header.rank == rank]
+    found: list[FoundSlot] = []
+    for _ in range(_MOST_SNAPSHOTS):
+        newest = next((each for each in own if each not in found), None)
+        if newest is None:
+            break
+        found += [each for each in own if each not in found and _goes_with(each, newest)]
+    return found
+
+
+def _goes_with(found: FoundSlot, newest: FoundSlot) -> bool:
+    """Whether a checkpoint that ends with ``newest`` needs this one."""
+    header, last = found.header, newest.header
+    if found is newest or header.life != last.life:
+        return found is newest
+    if last.facts.since is not None:
+        return last.facts.since <= header.sequence <= last.sequence
+    window, own = last.facts.window, header.facts.window
+    return window is not None and own is not None and own.start == window.start

@@ -50,6 +50,7 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.support.opened import note_shards
 from tests.support.plain_store import read_body
 from tests.support.round_robin import RoundRobin
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
@@ -82,6 +83,8 @@ class Run:
     to_storage: every so many steps a checkpoint goes on from there to storage.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
     sharded: several ranks divide all tensors by FSDP2; else DDP.
+    watched: each shard of the store that a process opens to read is noted in ``<log>.opened``; and in the log what the
+    process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     """
 
@@ -109,6 +112,7 @@ class Run:
     hashes: bool = False
     slow_copy_secs: float = 0.0
     sharded: bool = False
+    watched: bool = False
     sabotage: str = ""
 
     def to_json(self) -> str:
@@ -117,6 +121,13 @@ class Run:
     @classmethod
     def from_json(cls, text: str) -> Run:
         return cls(**json.loads(text))
+
+
+def taken() -> dict[str, int]:
+    """What this process takes of the system."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    own = [int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")]
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": int(status["Threads"]), "resident": sum(own)}
 
 
 class StopHere(RuntimeError):
@@ -170,6 +181,8 @@ class Recorder(pl.Callback):
         callback = _ours(trainer)
         step = None if callback is None else callback.restored_step
         what: dict[str, Any] = {"event": "start", "step": step}
+        if self.run.watched:
+            what["resources"] = taken()
         if step is not None and self.run.store is not None and callback.last_model_path:  # no window under way
             directory = os.path.basename(callback.last_model_path)
             manifest = read_body(Path(self.run.store) / directory / "MANIFEST.json")
@@ -447,6 +460,8 @@ def main(run: Run) -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     sabotage.apply(run.sabotage)
+    if run.watched:
+        note_shards(str(run.store), f"{run.log}.opened")
     rank = int(os.environ.get("RANK", "0"))
     trainer, module, _ = build(run, rank)
     trainer.fit(module, *loaders(run))

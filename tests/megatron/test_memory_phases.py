@@ -129,7 +129,7 @@ def test_a_long_pause_costs_no_bit(rank, layout, tmp_path):
 def require_all(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     """What each rank found; all came to their end."""
     assert all(outcome.ok for outcome in outcomes), [(each.exitcode, (each.error or "")[-1500:]) for each in outcomes]
-    return [outcome.result for outcome in outcomes]
+    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.slow

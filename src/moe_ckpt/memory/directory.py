@@ -113,6 +113,11 @@ class RankDirectory:
         """Those that have bytes, sealed or not; without suffix."""
         return sorted(path.with_suffix("") for path in self.path.glob(f"*{DATA_SUFFIX}"))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing but what says whose it is."""
+        return {path.name for path in entries(self.path)} <= {LOCK, OWNER}
+
     def clear_unsealed(self) -> None:
         """Delete what nobody can read: bytes without a header, and what was set aside as damaged."""
         there = {path.name: path for path in entries(self.path)} if self._is_held else {}

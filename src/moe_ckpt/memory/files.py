@@ -130,6 +130,9 @@ class MemoryFiles:
                 return
             self._left.append(taken)
             taken.clear_unsealed()
+            if taken.is_empty:  # else lives that die one after the other would leave more and more of them
+                self._left.remove(taken)
+                taken.remove()
         except OSError as error:
             log.warning("what lies in %s is not used: %s", path, error)
 

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.data_position import DataPosition
@@ -210,10 +211,20 @@ class Fit:
         if self.session.is_open:
             self.session.before_update(receive=False, of_gradients=True)
 
-    def before_backward(self) -> None:
+    def before_backward(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         if self.host.windows is not None and self._watch.unbooked:
             self.host.windows.refuse_backward(self._policy)
+        if self.driver.replaying is not None:
+            self.driver.replaying.source.before_backward(loss)
+
+    def before_optimizer(self) -> None:
+        """Gradients are final, before clipping."""
+        self.join(update=True)
+        if self.host.windows is not None:
+            self.host.windows.before_update()
+        if self.driver.replaying is not None:
+            self.driver.replaying.source.before_update()
 
     def before_callbacks(self) -> None:
         """A batch ended; runs before any callback that may read weights."""

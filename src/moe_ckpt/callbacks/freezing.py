@@ -4,29 +4,36 @@ An optimization that must not change results. It concerns whole parameters only;
 of experts is overwritten instead.
 
 - Clipping needs the norm of all gradients, so norms are recorded at each step and reused in the replay.
-- Weight gradients are skipped for experts only. Everything before them still requires gradients; if a layer's input did
-  not, reentrant activation checkpointing would drop the gradients behind it.
-- Under DDP every parameter takes part in the reduction, so only the update is skipped.
+- A model without MoE layers is anchored from its output to its input, and the backward pass ends behind the last
+  anchored layer. Elsewhere anchored experts lie in the first layers too, and only weight gradients are skipped: where a
+  layer's input required none, reentrant activation checkpointing would drop the gradients behind it.
+- DDP and FSDP2 reduce zeros in place of what is skipped, so that the rest lies where it did, and is added up in the
+  same order. DDP arranges its buckets by the first step of a process, in which nothing is skipped.
+- Which parameters had no gradient is recorded, too: another one that has none ends the replay.
 - Nothing is skipped where others may read gradients: manual optimization, hooks of module or callbacks, a scaler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from moe_ckpt.core.operators import Catalog, OperatorKind
 from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.replaying import StepSource
+from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.modeling.sparing import WithoutGradients, with_loss
 from moe_ckpt.recovery.replay import Replay
 
 _LOOKS_AT_GRADIENTS = (
@@ -73,40 +80,138 @@ class ClipNorms:
 
 
 class SparingRecompute(StepSource):
-    """Training's own passes, without gradients and updates of parameters that are not anchored yet."""
+    """Training's own passes, without gradients and updates of parameters that are not anchored yet.
 
-    def __init__(self, trainer: Any, module: pl.LightningModule, catalog: Catalog, norms: ClipNorms) -> None:
+    Args:
+        trainer: Of the fit.
+        module: The model.
+        has_experts: It has MoE layers.
+        norms: Of clipping.
+    """
+
+    def __init__(self, trainer: Any, module: pl.LightningModule, *, has_experts: bool, norms: ClipNorms) -> None:
+        self._module, self._norms, self._has_experts = module, norms, has_experts
         self._parameters = dict(parameters_of(module))
-        self._experts: frozenset[str] = frozenset()  # parameters that hold nothing but experts
-        if isinstance(trainer.strategy, SingleDeviceStrategy):
-            kinds = {name: {operator.kind for operator, _ in parts} for name, parts in catalog.spans_of.items()}
-            self._experts = frozenset(name for name in kinds if kinds[name] == {OperatorKind.EXPERT})
-        self._without_gradient: list[nn.Parameter] = []
+        self._reducing = _Reducing.of(trainer, module)
         self._frozen: frozenset[str] = frozenset()
-        self._norms = norms
+        self._expected: frozenset[str] | None = None  # parameters without a gradient; None: not recorded
+        self._spared: WithoutGradients | None = None
+        self._step = 0
 
     def prepare(self, replay: Replay, recorded: Mapping[str, Any]) -> None:
         self._release()
-        self._frozen = replay.frozen_parameters()
-        experts = [self._parameters[name] for name in sorted(self._frozen & self._experts)]
-        self._without_gradient = [parameter for parameter in experts if parameter.requires_grad]
-        for parameter in self._without_gradient:
-            parameter.requires_grad_(False)
+        self._frozen, self._step = replay.frozen_parameters(), replay.upcoming_step
+        facts = recorded["replay"]
         with handing_back("the steps of a sparse window", replay.upcoming_path):
-            self._norms.given = list(recorded["replay"]["norms"])
+            self._norms.given = list(facts["norms"])
+            self._expected = frozenset(facts["without_gradient"]) if "without_gradient" in facts else None
+        frozen = [self._parameters[name] for name in sorted(self._frozen) if self._parameters[name].requires_grad]
+        if self._reducing is not None and self._expected is not None and self._reducing.spares(frozen):
+            connected = self._has_experts or facts.get("reentrant", True)
+            self._spared = WithoutGradients(self._module.modules(), frozen, connected=connected)
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        if self._spared is not None and not loss.requires_grad:
+            loss.requires_grad_()  # nothing that it depends on is anchored
 
     def before_update(self) -> None:
         for name in self._frozen:
             self._parameters[name].grad = None  # clipping and update pass over it
+        if self._expected is None:
+            return
+        for name, parameter in self._parameters.items():
+            if name in self._expected:
+                parameter.grad = None  # FSDP2 has made zeros
+            elif parameter.grad is None and parameter.requires_grad and name not in self._frozen:
+                raise ReplayDivergedError(
+                    self._step,
+                    f"{name} has no gradient, and had one then. If a checkpointing function of your own drops "
+                    "gradients where its input requires none, override on_after_backward in your module: then nothing "
+                    "is left out of a replay",
+                )
 
     def _release(self) -> None:
-        for parameter in self._without_gradient:
-            parameter.requires_grad_(True)
-        self._without_gradient, self._frozen = [], frozenset()
+        if self._spared is not None:
+            self._spared.close()
+        if self._reducing is not None:
+            self._reducing.release()
+        self._spared, self._frozen, self._expected = None, frozenset(), None
 
     def close(self) -> None:
         self._release()
         self._norms.given = []
+
+
+class _Reducing:
+    """How gradients of one rank are added to those of others, when some are not made; here: not at all."""
+
+    @staticmethod
+    def of(trainer: Any, module: pl.LightningModule) -> _Reducing | None:
+        """Returns what knows the trainer's strategy; None where gradients are never left out."""
+        strategy = trainer.strategy
+        if any(isinstance(each, torch._dynamo.eval_frame.OptimizedModule) for each in module.modules()):
+            return None  # other gradients would be another program, with other roundings
+        if isinstance(strategy, SingleDeviceStrategy):
+            return _Reducing()
+        if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+            plain = strategy._ddp_comm_hook is None and not strategy.model.static_graph
+            return _InBuckets(strategy.model, module) if plain else None
+        if isinstance(strategy, ModelParallelStrategy) and strategy._tensor_parallel_size == 1:
+            sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+            if sharded and all(hasattr(each, "set_reduce_scatter_unused_params") for each in sharded):
+                return _InShards(sharded)
+        return None
+
+    def spares(self, frozen: Sequence[nn.Parameter]) -> bool:
+        """The next step makes no gradients of ``frozen``. Returns False if it must."""
+        return True
+
+    def release(self) -> None:
+        """The step is over."""
+
+
+class _InBuckets(_Reducing):
+    """DDP waits for each parameter's hook, and takes zeros where there is no gradient."""
+
+    def __init__(self, model: DistributedDataParallel, module: nn.Module) -> None:
+        self._model, self._module = model, module
+        self._arranged = model.find_unused_parameters  # then buckets stay as they are
+        self._handle: RemovableHandle | None = None
+
+    def spares(self, frozen: Sequence[nn.Parameter]) -> bool:
+        if not self._arranged:
+            self._arranged = True
+            return False
+        if not self._model.find_unused_parameters:
+            self._handle = self._module.register_forward_hook(lambda module, args, output: with_loss(output, frozen))
+        return True
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+class _InShards(_Reducing):
+    """FSDP2 would leave out of its messages what has no gradient, so that the rest lay elsewhere in them."""
+
+    def __init__(self, sharded: Sequence[FSDPModule]) -> None:
+        self._sharded = [module for module in sharded if not _takes_zeros(module)]
+
+    def spares(self, frozen: Sequence[nn.Parameter]) -> bool:
+        for module in self._sharded:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        return True
+
+    def release(self) -> None:
+        for module in self._sharded:
+            module.set_reduce_scatter_unused_params(False, recurse=False)
+
+
+def _takes_zeros(module: FSDPModule) -> bool:
+    """Returns whether the user has set what ``_InShards`` sets."""
+    groups: Any = module._get_fsdp_state()._fsdp_param_groups
+    return bool(groups) and all(group.reduce_scatter_unused_params for group in groups)
 
 
 def may_leave_out(trainer: Any, module: pl.LightningModule, norms: ClipNorms, ours: Collection[Callback]) -> bool:

@@ -184,9 +184,7 @@ class MoECheckpoint(_Unranked):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         if self._fit is not None:
-            self._fit.join(update=True)
-            if self._fit.driver.replaying is not None:
-                self._fit.driver.replaying.source.before_update()
+            self._fit.before_optimizer()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

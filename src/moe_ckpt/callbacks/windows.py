@@ -24,6 +24,8 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
+from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 
 log = logging.getLogger("moe_ckpt")
 
@@ -39,6 +41,8 @@ class Windows:
         self._module = module
         self._catalog = catalog
         self._norms = ClipNorms(trainer)
+        self._without: list[str] = []
+        self._reentrant = None if catalog.layers else ReentrantCheckpoints()
         self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
         self._probed = 0
 
@@ -96,7 +100,8 @@ class Windows:
         """Returns what computes steps again. ours: Callbacks that do not read gradients."""
         if not may_leave_out(self._trainer, self._module, self._norms, ours):
             return Recompute()
-        return SparingRecompute(self._trainer, self._module, self._catalog, self._norms)
+        has_experts = bool(self._catalog.layers)
+        return SparingRecompute(self._trainer, self._module, has_experts=has_experts, norms=self._norms)
 
     def batch_begins(self) -> None:
         if self._probe is not None:
@@ -107,9 +112,14 @@ class Windows:
         if self._probe is not None:
             self._probe.stop()
 
+    def before_update(self) -> None:
+        """Gradients of a step are final, before clipping."""
+        self._without = [name for name, each in parameters_of(self._module) if each.requires_grad and each.grad is None]
+
     def recorded(self) -> Mapping[str, Any]:
         """Returns what a replay needs of this step besides, for its plain state."""
-        return {"norms": list(self._norms.taken)}
+        found = {"norms": list(self._norms.taken), "without_gradient": list(self._without)}
+        return found if self._reentrant is None else found | {"reentrant": self._reentrant.seen}
 
     def step_ends(self, session: CheckpointSession) -> None:
         """Forgets this step's norms; after a few steps, tells the session which types kernels read. On all ranks."""
@@ -128,6 +138,8 @@ class Windows:
         """Removes all hooks from trainer and module. Safe to call twice."""
         self.gradients_done()
         self._norms.close()
+        if self._reentrant is not None:
+            self._reentrant.close()
 
 
 def _casts(trainer: Any, module: pl.LightningModule) -> bool:

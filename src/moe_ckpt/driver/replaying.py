@@ -31,6 +31,9 @@ class StepSource:
     def prepare(self, replay: Replay, recorded: Plain) -> None:
         """Called before each step. recorded: The plain state after it, the first time."""
 
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Called before a backward pass of a step, where the framework tells."""
+
     def before_update(self) -> None:
         """Called when gradients of a step are final, before clipping."""
 
@@ -57,6 +60,7 @@ class Replaying:
 
     Attributes:
         source: Computes the steps.
+        beside: Leaves out work in them.
         going_on: What to go on with when it is done (``Restored.going_on``).
     """
 
@@ -73,6 +77,7 @@ class Replaying:
         self.going_on = going_on or {}
         self._repeated = repeated
         self.source: StepSource = Recompute()
+        self.beside = StepSource()
         self._before = plain
         self._recorded: Plain = {} if replay.done else replay.upcoming()
 
@@ -99,9 +104,15 @@ class Replaying:
     def _prepare(self) -> None:
         if self.done:
             self.source.done()
-            self.source.close()
+            self.close()
         else:
             self.source.prepare(self._replay, self._recorded)
+            self.beside.prepare(self._replay, self._recorded)
+
+    def close(self) -> None:
+        """No step is left, or training ends. Safe to call twice."""
+        self.source.close()
+        self.beside.close()
 
     def put_back(self, step: int) -> None:
         """Loads what the window has of ``step``, which was computed again. Called before anything reads weights.

@@ -432,6 +432,6 @@ class Driver:
         self.surviving.termination.unwatch()
         self._host.boosting.close()
         if self.replaying is not None:
-            self.replaying.source.close()
+            self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
         self.session.close(timeout_secs)

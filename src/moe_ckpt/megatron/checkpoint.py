@@ -15,6 +15,7 @@ from torch import nn
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
+from moe_ckpt.driver.replaying import Recompute
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Event, State
 from moe_ckpt.driver.surviving import Moment
@@ -31,6 +32,7 @@ from moe_ckpt.megatron.inventory import chunks_of, require_experts, take_invento
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
+from moe_ckpt.megatron.sparing import Spares
 from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.megatron.upstream import PipelineStage, upstream_budget
@@ -155,11 +157,13 @@ class MegatronCheckpoint:
             self._driver.close(0.0)
             raise
         self._chunks = chunks
+        spares = self._host.spares = Spares(chunks, inventory, optimizer, records=options.needs.windows)
         note = self._driver.note
 
         def reduces() -> None:
             """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
             self.before_step()
+            spares.update_begins()
             note(Moment.REDUCING)
 
         self._watch = StepWatch(optimizer, reduces, self._stepped)
@@ -223,6 +227,8 @@ class MegatronCheckpoint:
             replayer=replayer,
             logs=None if self._upstream is None else self._upstream.kept,
         )
+        if self._driver.replaying is not None:
+            self._driver.replaying.beside = self._host.spares.source()
         if self._upstream is not None:
             self._upstream.resumed(self.iteration)
         self.recovery_plan = self._driver.recovery_plan
@@ -246,6 +252,8 @@ class MegatronCheckpoint:
             self._first.close()
         if self._upstream is not None:
             self._upstream.begin()
+        if self._driver.replaying is not None and self._driver.local is None:
+            self._driver.replaying.begin(Recompute())
         generators.put_back()
         generators.note()
         # Pipeline stages arrive one after the other, so none may wait for the others here.
@@ -396,6 +404,7 @@ class MegatronCheckpoint:
         self._counter.close()
         self._host.boosting.close()
         self._watch.close()
+        self._host.spares.close()
         self._log.close()
         if self._first is not None:
             self._first.close()

@@ -23,6 +23,7 @@ from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured
 from moe_ckpt.megatron.inventory import Inventory
 from moe_ckpt.megatron.loop import Loop, Progress
+from moe_ckpt.megatron.sparing import Spares
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.megatron.topology import layout
 from moe_ckpt.megatron.trainer_state import (
@@ -52,6 +53,7 @@ class MegatronHost(Host):
 
     Attributes:
         boosting: Set once the ranks know their MoE layers.
+        spares: Set once the store is open.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class MegatronHost(Host):
         options: Options,
     ) -> None:
         self.boosting: Boosting
+        self.spares: Spares
         self.state = MegatronTrainingState(inventory, optimizer)
         self.loop = Loop()
         self.generators = Generators(capture_generators, restore_generators)
@@ -140,6 +143,7 @@ class MegatronHost(Host):
             self.generators.note()
         return {
             **self.boosting.captured(),
+            **self.spares.captured(),
             "framework": "megatron",
             "iteration": self.loop.iteration,
             "consumed_samples": self.loop.consumed_samples,

@@ -77,6 +77,11 @@ class Replay:
         return self.reader.state(self.manifest.slots[self.loaded], self.rank)
 
     @property
+    def upcoming_step(self) -> int:
+        """The step that is computed next."""
+        return self.steps[self.loaded]
+
+    @property
     def upcoming_path(self) -> str:
         """The file of ``upcoming``, for messages."""
         return state_path(self.manifest.slots[self.loaded].directory, self.rank)

@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -68,15 +69,23 @@ class ClipNorms:
         parameters = list(self._plugin.main_params(optimizer))
         if self.given:
             norm = self.given.pop(0).to(parameters[0].device)
-            nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+            nn.utils.clip_grads_with_norm_(parameters, clip_val, _alike(norm, parameters))
         else:
             norm = nn.utils.clip_grad_norm_(parameters, clip_val)
-        self.taken.append(norm)
+        self.taken.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def close(self) -> None:
         if self.known:
             self.known = False
             del self._plugin.clip_grad_by_norm
+
+
+def _alike(norm: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns ``norm`` as a DTensor, where gradients are."""
+    sharded = next((each.grad for each in parameters if isinstance(each.grad, DTensor)), None)
+    if sharded is None:
+        return norm
+    return DTensor.from_local(norm, sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim, run_check=False)
 
 
 class SparingRecompute(StepSource):

@@ -23,7 +23,7 @@ _SETTLE, _ORDINARY = 1, 4
 
 
 class _Clock(pl.Callback):
-    """Times of whole iterations, and of what the optimizer's loop does in them: forward, backward, update.
+    """Times of whole iterations, and CPU time of what the optimizer's loop does in them: forward, backward, update.
 
     whole, compute: seconds, by whether the iteration was replayed. without: at each iteration, portion of the
     parameters for which no gradient was made.
@@ -41,17 +41,21 @@ class _Clock(pl.Callback):
         run = loop.run
 
         def timed(*args: Any, **more: Any) -> Any:
-            began = time.perf_counter()
+            began = time.process_time()
             result = run(*args, **more)
-            self._computed = time.perf_counter() - began
+            self._computed = time.process_time() - began
             return result
 
         loop.run = timed  # type: ignore[method-assign]  # to time it
 
+        def count(optimizer: Any, *_: Any) -> None:
+            counts = [(p.numel(), p.grad is None) for p in pl_module.parameters()]
+            self._portion = sum(n for n, without in counts if without) / sum(n for n, _ in counts)
+
+        trainer.optimizers[0].register_step_pre_hook(count)
+
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self._ended()
-        counts = [(p.numel(), p.requires_grad) for p in pl_module.parameters()]
-        self._portion = sum(n for n, needed in counts if not needed) / sum(n for n, _ in counts)
         self._began = time.perf_counter()
 
     def on_train_end(self, *_: Any) -> None:

@@ -108,7 +108,7 @@ def _recovery(recovery: Found, facts: Found) -> Iterator[str]:
 
 def _replay(replay: Found, facts: Found) -> Iterator[str]:
     head = (
-        "a replayed iteration / an ordinary one", "without gradients", "forward, backward, update", "(rounds)", "whole",
+        "a replayed iteration / an ordinary one", "without gradients", "forward, backward, update (CPU time)", "(rounds)", "whole",
         "(rounds)",
     )  # fmt: skip
     body = [

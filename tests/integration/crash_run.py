@@ -312,7 +312,8 @@ def _sharded(kind: type[TinyMoE]) -> type[TinyMoE]:
             if not isinstance(self, FSDPModule):
                 mesh = self.device_mesh["data_parallel"]
                 for block in self.blocks:
-                    fully_shard(block.moe.experts, mesh=mesh)
+                    moe = getattr(block, "moe", None)
+                    fully_shard(block if moe is None else moe.experts, mesh=mesh)
                 fully_shard(self, mesh=mesh)
 
     return Sharded

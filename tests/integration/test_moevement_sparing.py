@@ -31,11 +31,11 @@ FSDP2 = replace(DDP, sharded=True)
         pytest.param(replace(ONE, kind="no-moe"), (), id="dense"),
         pytest.param(replace(ONE, model={"stacked": False}), (), id="listed"),
         pytest.param(DDP, (0,), id="ddp"),
-        pytest.param(replace(DDP, ranks=3, model=LISTED), (0,), id="ddp-3", marks=pytest.mark.slow),
+        pytest.param(replace(DDP, ranks=3, epochs=5, model=LISTED), (0,), id="ddp-3", marks=pytest.mark.slow),
         pytest.param(replace(DDP, kind="no-moe"), (0,), id="ddp-dense", marks=pytest.mark.slow),
         pytest.param(replace(DDP, trainer={"accumulate_grad_batches": 3}, epochs=8), (0,), id="ddp-accumulated"),
         pytest.param(FSDP2, (), id="fsdp2"),
-        pytest.param(replace(FSDP2, ranks=3, model=LISTED), (), id="fsdp2-3", marks=pytest.mark.slow),
+        pytest.param(replace(FSDP2, ranks=3, epochs=5), (), id="fsdp2-3", marks=pytest.mark.slow),
         pytest.param(replace(FSDP2, kind="no-moe"), (), id="fsdp2-dense", marks=pytest.mark.slow),
     ],
 )

@@ -2,12 +2,13 @@
 
 The frozen operators are those of each slot of a window of W: experts first, then everything else, in equal shares of
 bytes, as docs/moevement.md says. Prints a table of docs/moevement.md. An iteration is Megatron's own schedule, reduction
-and optimizer step on the CPU; ratios of CPU time to one in which nothing is frozen, in turns.
+and optimizer step; ratios of CPU time to one in which nothing is frozen, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -23,8 +24,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from tests.support import megatron_gpt
-from tests.support.megatron_gpt import Setup
+megatron_gpt: Any = importlib.import_module("tests.support.megatron_gpt")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _free_port() -> int:
 
 def _measure(options: argparse.Namespace, grouped: bool) -> None:
     size = options.hidden
-    setup = Setup(
+    setup = megatron_gpt.Setup(
         layers=4, hidden=size, heads=4, ffn=4 * size, experts=8, seq=128, vocab=1024, num_microbatches=2,
         precision="bf16" if grouped else "fp32", grouped=grouped,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def _measure(options: argparse.Namespace, grouped: bool) -> None:
     iteration()
     slots = _slots(inventory, options.window)
     frozen = [frozenset().union(*slots[at:]) for at in range(1, options.window)]
-    times: dict[int, list[float]] = {-1: []} | {at: [] for at in range(len(frozen))}
+    times: dict[int, list[float]] = {at: [] for at in range(-1, len(frozen))}
     recorded = {FACTS: {"norms": [1.0], "overflows": []}}
     for _ in range(options.rounds):
         times[-1].append(iteration())

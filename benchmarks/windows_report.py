@@ -108,8 +108,8 @@ def _recovery(recovery: Found, facts: Found) -> Iterator[str]:
 
 def _replay(replay: Found, facts: Found) -> Iterator[str]:
     head = (
-        "a replayed iteration / an ordinary one", "without gradients", "forward, backward, update (CPU time)", "(rounds)", "whole",
-        "(rounds)",
+        "a replayed iteration / an ordinary one", "without gradients", "forward, backward, update (CPU)", "(rounds)",
+        "whole", "(rounds)",
     )  # fmt: skip
     body = [
         (

@@ -1,7 +1,7 @@
 """What Megatron's replayed iteration takes with and without work on what is frozen: one rank, gradients and update.
 
 The frozen operators are those of each slot of a window of W: experts first, then everything else, in equal shares of
-bytes, as docs/moevement.md says. Prints a table of docs/moevement.md. An iteration is Megatron's own schedule, reduction
+bytes, as docs/moevement.md says. An iteration is Megatron's own schedule, reduction
 and optimizer step; ratios of CPU time to one in which nothing is frozen, in turns.
 """
 

@@ -467,6 +467,27 @@ def lose(node: Path) -> None:
     node.mkdir()
 
 
+def test_peers_take_copies_of_a_complete_checkpoint_beside_a_partial_one_and_of_all_after_it(where, tmp_path):
+    """Its directory has another name, which headers say; the life is the same."""
+    nodes = make_nodes(tmp_path, 2)
+
+    def body(comm):
+        chosen = Memory(directory=nodes[comm.rank], replicas=1)
+        with Life(LocalStorage(where[0]), policy=MoC(k=1), memory=chosen, comm=comm) as each:
+            each.go(3, settle=True)
+            each.session.save_complete(each.step, each.capture)
+            assert each.session.generation == 1
+            for _ in range(2):
+                each.settle()
+                wait_for_copies(each)
+                largest(comm, [0])
+                each.go(1, settle=True)
+            wait_for_copies(each)
+            largest(comm, [0])
+
+    run_threads(ThreadRanks(2), body)
+
+
 @pytest.mark.parametrize(("count", "replicas", "lost"), [(2, 1, [0]), (2, 1, [1]), (4, 1, [2]), (3, 2, [0, 2])])
 def test_as_many_nodes_as_there_are_copies_may_be_lost(where, tmp_path, count, replicas, lost):
     nodes = make_nodes(tmp_path, count)

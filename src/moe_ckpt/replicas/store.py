@@ -277,11 +277,12 @@ def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) ->
     """A header that a source sent.
 
     Raises:
-        DamagedError: It is not as it was written, or not of this run, this life, this rank and this step.
+        DamagedError: It is not as it was written, or not of this run, this rank and this step, or of an older life. A
+            complete checkpoint beside a partial one of the same step counts as of a later one.
     """
     header = decode_slot(raw, f"the copy of rank {source}")
-    found = header.run_id, header.generation, header.rank, header.step
-    if found != (run_id, generation, source, step):
+    found = header.run_id, header.rank, header.step
+    if found != (run_id, source, step) or header.generation < generation:
         raise DamagedError(
             f"the copy of rank {source}",
             f"it is of run {header.run_id}, generation {header.generation}, rank {header.rank}, step {header.step}; "

@@ -72,7 +72,7 @@ def test_what_gradients_lead_to_is_told_where_that_is_not_everything():
     assert decode_slot(encode_slot(HEADER), "a").facts.gradients == ()
 
 
-@pytest.mark.parametrize("version", [1, 2, 7])
+@pytest.mark.parametrize("version", [1, 2, 8])
 def test_another_version_is_named_and_refused(version: int):
     with pytest.raises(DamagedError, match=rf"format_version.*{version}"):
         decode_slot(other_version(HEADER, version), "a")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt import Memory
 from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
-from moe_ckpt.core.survivors import is_lent, is_survivors, lends, shared_sequence, survivor_sequence
+from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, lends, shared_sequence, survivor_sequence
 from moe_ckpt.errors import ConfigError
 
 DUE = Share(0, "a", 0, "life", 3, 7, 40, 0, 2, None, "step_00000001_g3")
@@ -67,6 +67,44 @@ def test_a_lent_share_makes_nothing_complete():
     assert not newest.is_whole
     assert older.is_complete
     assert [len(snapshot) for snapshot in newest.snapshots] == [2]
+
+
+def whole(rank: int, by: int, step: int = 40) -> Share:
+    """All that a rank writes, but its plain state."""
+    return replace(lent(rank, by, step), only=TENSORS)
+
+
+def state(rank: int, step: int = 40) -> Share:
+    return replace(own(rank, step), number=7, only=STATE)
+
+
+def test_what_is_lent_whole_and_the_plain_state_of_its_writer_make_a_share():
+    newest, older = checkpoints_of([state(1), due(0), due(1), whole(1, 0), own(0), state(0)])
+    assert newest.is_complete
+    assert newest.snapshots == ({0: (own(0),), 1: (whole(1, 0),)},)
+    assert newest.states == {1: (state(1),)}, "the plain state of rank 0 is in its own share"
+    assert older.shares == (due(0), due(1))
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [own(0), whole(1, 0)],
+        [own(0), whole(1, 0), state(1, 39)],
+        [own(0), lent(1, 0), state(1)],
+        [own(0), state(1)],
+        [state(0), state(1)],
+    ],
+    ids=["no state", "state of another step", "experts only", "no tensors", "states only"],
+)
+def test_else_they_do_not(shares):
+    assert not any(each.is_complete for each in checkpoints_of(shares))
+    assert all(each.only != STATE for found in snapshots_of(shares) for each in found.shares)
+
+
+def test_a_ranks_own_share_goes_before_what_was_lent():
+    [newest] = checkpoints_of([own(0), own(1), whole(1, 0), whole(0, 1), state(0), state(1)])
+    assert newest.shares == (own(0), own(1))
 
 
 def test_experts_are_taken_of_the_very_same_step_only():

@@ -7,10 +7,10 @@ or, as a replica, a peer's. Ranks of the life that wrote it are called writers h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
-from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
+from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, shared_sequence
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Share:
         freshness: What the writer's checksums showed (``core.freshness``).
         sent: It is a copy of what the writer sent to peers, which is not all that it had.
         since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it is none.
+        only: As of ``format.slot.SlotHeader``.
     """
 
     holder: int
@@ -50,6 +51,7 @@ class Share:
     freshness: int = UNKNOWN
     sent: bool = False
     since: int | None = None
+    only: str = ""
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
@@ -66,6 +68,7 @@ class MemoryCheckpoint:
         writers: Ranks of that life.
         base: As of ``Share``.
         snapshots: One, or those of a sparse window, or of a gradient log up to a step of it, in order.
+        states: Of writers whose share another rank sealed: who holds their plain state.
     """
 
     generation: int
@@ -73,11 +76,12 @@ class MemoryCheckpoint:
     writers: int
     base: str
     snapshots: tuple[Snapshot, ...]
+    states: Snapshot = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
         """Every writer's share of every snapshot is there, with its plain state."""
-        return all(len(snapshot) == self.writers and not _lent(snapshot) for snapshot in self.snapshots)
+        return all(len(each) == self.writers and _lent(each) <= self.states.keys() for each in self.snapshots)
 
     @property
     def is_whole(self) -> bool:
@@ -88,7 +92,8 @@ class MemoryCheckpoint:
     @property
     def shares(self) -> tuple[Share, ...]:
         """All of all snapshots."""
-        return tuple(share for snapshot in self.snapshots for shares in snapshot.values() for share in shares)
+        held = (shares for snapshot in (*self.snapshots, self.states) for shares in snapshot.values())
+        return tuple(share for shares in held for share in shares)
 
     @property
     def is_window(self) -> bool:
@@ -102,10 +107,12 @@ class MemoryCheckpoint:
 
 
 def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
-    """By life and sequence."""
+    """By life and sequence. Plain state by itself is no snapshot; it stands behind what is."""
     found: dict[tuple[str, int], list[Share]] = {}
-    for share in shares:
-        found.setdefault((share.life, shared_sequence(share.sequence)), []).append(share)
+    for share in sorted(shares, key=lambda each: each.only == STATE):
+        key = share.life, shared_sequence(share.sequence)
+        if share.only != STATE or key in found:
+            found.setdefault(key, []).append(share)
     return found
 
 
@@ -147,13 +154,20 @@ def _may_be_built_upon(group: Sequence[Share]) -> bool:
 
 def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
     last = groups[-1][0]
-    snapshots = []
-    for group in groups:
-        by_writer: dict[int, list[Share]] = {}
-        for share in sorted(group, key=lambda each: (each.writer, each.holder, each.number)):
-            by_writer.setdefault(share.writer, []).append(share)
-        snapshots.append({writer: _own(those) for writer, those in by_writer.items()})
-    return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots))
+    snapshots = [{writer: _own(those) for writer, those in _by_writer(group, state=False).items()} for group in groups]
+    lent = {writer for snapshot in snapshots for writer, (one, *_) in snapshot.items() if one.only == TENSORS}
+    told = _by_writer(groups[-1], state=True)
+    states = {writer: tuple(shares) for writer, shares in told.items() if writer in lent}
+    return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots), states)
+
+
+def _by_writer(group: Iterable[Share], *, state: bool) -> dict[int, list[Share]]:
+    """Who holds each writer's share, or plain ``state`` by itself."""
+    found: dict[int, list[Share]] = {}
+    for share in sorted(group, key=lambda each: (each.writer, each.holder, each.number)):
+        if (share.only == STATE) == state:
+            found.setdefault(share.writer, []).append(share)
+    return found
 
 
 def _own(shares: Sequence[Share]) -> tuple[Share, ...]:
@@ -161,9 +175,9 @@ def _own(shares: Sequence[Share]) -> tuple[Share, ...]:
     return tuple(share for share in shares if not is_lent(share.sequence)) or tuple(shares)
 
 
-def _lent(snapshot: Snapshot) -> bool:
-    """Whether some writer's share is there as another rank sealed it only."""
-    return any(is_lent(shares[0].sequence) for shares in snapshot.values())
+def _lent(snapshot: Snapshot) -> set[int]:
+    """Writers whose share is there as another rank sealed it only."""
+    return {writer for writer, shares in snapshot.items() if is_lent(shares[0].sequence)}
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,7 @@ def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) 
         each
         for each in alike
         if each.shares[0].sequence < first
-        or (is_survivors(each.shares[0].sequence) and each.step == mine.step and each.shares[0] != mine)
+        or (is_survivors(each.shares[0].sequence) and each.step == mine.step and not is_survivors(mine.sequence))
     ]
     if checkpoint.is_window:
         return []

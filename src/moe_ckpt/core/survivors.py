@@ -7,12 +7,18 @@ steps never seem to have sealed one snapshot together. It counts as newer than a
 Data-parallel ranks hold the same experts. So a survivor also seals the experts that the next rank in its group writes:
 if that one is gone, they are not. That share is lent: it lacks the other rank's plain state (random numbers, position
 in the data), so that it gives experts to a checkpoint of the same step, and is no part of one that stands by itself.
+
+Where data-parallel ranks hold everything alike, a survivor lends all that the other rank writes, and each rank seals
+its plain state by itself as soon as a step has ended: with both nothing is lost with a rank that is killed, also while
+what it saves itself is still being copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+STATE, TENSORS = "state", "tensors"
+"""What a share may be instead of all of a rank's: its plain state, or everything but that."""
 _LENT = 1 << 48
 _OWN = 1 << 49
 

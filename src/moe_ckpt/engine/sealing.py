@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from moe_ckpt.core.survivors import TENSORS
 from moe_ckpt.engine.buffers import roomy
 from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
@@ -33,7 +34,7 @@ class MemorySealer:
     """
 
     def __init__(self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None]) -> None:
-        self._comm = run.comm
+        self._comm, self._catalog = run.comm, run.catalog
         self._tier = tier
         self._to_storage = to_storage
         self._saved_operators = SavedOperators(run.catalog)
@@ -105,5 +106,6 @@ class MemorySealer:
                 gradients=request.gradients if request.is_partial_log else (),
             ),
             state=share.state,
+            only=TENSORS if snapshot.writer != self._comm.rank and request.is_whole(self._catalog) else "",
             parts=tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts),
         )

@@ -20,6 +20,7 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot
 from moe_ckpt.engine.snapshotting import Snapshotter
+from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.errors import MoECheckpointError
 
 
@@ -53,6 +54,7 @@ class Survivor:
         self._run, self._resources, self._snapshots = run, resources, snapshots
         self._step: int | None = None
         self._plain: Encode | None = None
+        self._states: StateKeeper | None = None
 
     @property
     def is_on(self) -> bool:
@@ -78,6 +80,20 @@ class Survivor:
         encoded, side = self._plain()
         copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
         self._plain = lambda **_: copied
+        memory = self._resources.memory
+        if self._is_lent_whole and memory is not None and self._step is not None:
+            self._states = self._states or StateKeeper(memory.files, self._run.comm.world_size)
+            self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied)
+
+    @property
+    def _is_lent_whole(self) -> bool:
+        """Whether another rank holds all that this one writes, but its plain state."""
+        return self._run.comm.world_size > 1 and self._snapshots.live.placement.experts_whole
+
+    def close(self) -> None:
+        """What is sealed stays. Twice does no harm."""
+        if self._states is not None:
+            self._states.close()
 
     def seal(self, secs: float) -> Survived | None:
         """Seals everything that this rank writes of the newest step. Nothing may change parameters meanwhile.
@@ -110,7 +126,8 @@ class Survivor:
             found.append(begin(save_full(step, catalog.everything), plain, rank))
         lent = lends(rank, self._run.placement.expert_peers or self._run.placement.peers)
         if lent is not None and not whole:
-            found.append(begin(save_full(step, tuple(op.id for op in catalog.experts)), lambda **_: ({}, []), lent))
+            every = catalog.everything if self._is_lent_whole else tuple(op.id for op in catalog.experts)
+            found.append(begin(save_full(step, every), lambda **_: ({}, []), lent))
         self._wait(found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from struct import iter_unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,20 +175,22 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
             template = part.header(run_id, rank, snapshot.step)
             header = template.render(snapshot.step, snapshot.request.generation, checksums)
         found.append(SealedPart(begin, part, checksums, header))
-    return SealedShare(tuple(found), _state_file(snapshot, run_id, rank, world_size))
+    of = snapshot.step, snapshot.request.generation
+    return SealedShare(tuple(found), state_file(snapshot.state, *of, run_id, rank, world_size))
 
 
-def _state_file(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> bytes:
+def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:
+    """The file of a rank's plain state. state: Encoded."""
     return seal(
         {
             "kind": "moe_ckpt.state",
             "format_version": FORMAT_VERSION,
             "run_id": run_id,
-            "step": snapshot.step,
-            "generation": snapshot.request.generation,
+            "step": step,
+            "generation": generation,
             "rank": rank,
             "world_size": world_size,
-            "state": snapshot.state,
+            "state": state,
         }
     )
 

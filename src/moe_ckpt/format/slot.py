@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
+from moe_ckpt.core.survivors import STATE, TENSORS
 from moe_ckpt.core.tokens import Counts, FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment
@@ -22,8 +23,8 @@ from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, numb
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
 
-SLOT_VERSION = 6
-_READ_VERSIONS = (3, 4, 5, SLOT_VERSION)
+SLOT_VERSION = 7
+_READ_VERSIONS = (3, 4, 5, 6, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -67,7 +68,7 @@ _BODY = record(
         "state": record(_PIECE),
         "parts": listing(_PART, most=16),
     },
-    {"sent": one_of(False, True)},
+    {"sent": one_of(False, True), "only": one_of("", STATE, TENSORS)},
 )
 
 
@@ -176,6 +177,7 @@ class SlotHeader:
         state: The rank's state file.
         parts: What lies in the slot.
         sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
+        only: ``core.survivors.STATE`` or ``TENSORS`` where it is not all; else empty.
     """
 
     run_id: str
@@ -192,6 +194,7 @@ class SlotHeader:
     state: bytes
     parts: tuple[SlotPart, ...]
     sent: bool = False
+    only: str = ""
 
     def slices(self, part: SlotPart, path: str) -> tuple[SliceEntry, ...]:
         """The slices of one part, with checksums. path: for messages.
@@ -222,6 +225,7 @@ def encode_slot(header: SlotHeader) -> bytes:
         "state": _piece(header.state),
         "parts": parts,
         "sent": header.sent,
+        "only": header.only,
     }
     document = seal(body)
     length = len(document).to_bytes(_LENGTH_NBYTES, "little")
@@ -260,4 +264,5 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
             SlotPart(told["kind"], told["begin"], piece) for told, piece in zip(body["parts"], headers, strict=True)
         ),
         sent=body.get("sent", False),
+        only=body.get("only", ""),
     )

@@ -26,6 +26,7 @@ class SlotFacts:
         slices: How many it holds.
         writer: Rank whose share of the step it is: another than its holder's for a copy; None if it is not sealed.
         problem: What is damaged; empty if nothing is.
+        only: As of ``format.slot.SlotHeader``.
     """
 
     path: str
@@ -35,6 +36,7 @@ class SlotFacts:
     slices: int = 0
     writer: int | None = None
     problem: str = ""
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,14 @@ def _slots(directory: Path, *, verify: bool) -> Iterator[SlotFacts]:
 
 def _sealed(path: Path, nbytes: int, *, verify: bool) -> SlotFacts | None:
     """Facts of a sealed slot; None for another, or if its owner began to use it anew while it was read."""
-    step, slices, writer = None, 0, None
+    step, slices, writer, only = None, 0, None, ""
     raw = b""
     try:
         raw = read_header(path)
         if not raw:
             return None
         slot, header = Slot.open(path)
-        step, writer = header.step, header.rank
+        step, writer, only = header.step, header.rank, header.only
         for part in header.parts:
             entries = header.slices(part, str(path))
             slices += len(entries)
@@ -99,5 +101,5 @@ def _sealed(path: Path, nbytes: int, *, verify: bool) -> SlotFacts | None:
     except DamagedError as error:
         if raw and read_header(path) != raw:
             return None
-        return SlotFacts(str(path), "damaged", nbytes, step, slices, writer, str(error))
-    return SlotFacts(str(path), "sealed", nbytes, step, slices, writer)
+        return SlotFacts(str(path), "damaged", nbytes, step, slices, writer, str(error), only)
+    return SlotFacts(str(path), "sealed", nbytes, step, slices, writer, only=only)

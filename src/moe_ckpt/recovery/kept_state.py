@@ -39,8 +39,9 @@ class KeptState:
         """
         found: list[int | None] = [None] * self._ranks
         for share in self._memory.shares:
-            is_own = is_survivors(share.sequence) and not is_lent(share.sequence) and share.freshness != STALE
-            if is_own and share.generation == self.generation and share.writers == self._ranks:
+            is_own = is_survivors(share.sequence) and not is_lent(share.sequence) and not share.only
+            is_newest = share.generation == self.generation and share.writers == self._ranks
+            if is_own and is_newest and share.freshness != STALE:
                 found[share.writer] = max(share.step, found[share.writer] or 0)
         return found
 

@@ -193,7 +193,12 @@ class MemoryCheckpoints:
                 slot.quarantine()
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
         self.shares = [share for share in self.shares if (share.holder, share.number) not in bad]
-        if not bad:
+        if bad:
+            return
+        there = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
+        of_step = [share for share in self.shares if step_dir(share.step, share.generation) == directory]
+        self.shares = [share for share in self.shares if not share.only or share not in of_step]
+        if len(self.shares) == there:
             self._given_up.add(directory)
 
     def left_behind(self, taken: Manifest) -> LeftBehind | None:
@@ -245,18 +250,19 @@ class MemoryCheckpoints:
     def describe(self, checkpoints: Sequence[MemoryCheckpoint], fine: bool = True) -> tuple[list[SnapshotFacts], bool]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
         manifest needs. And whether all ranks are ``fine``."""
-        snapshots = [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]
+        snapshots = [(snapshot, each.states) for each in checkpoints for snapshot in each.snapshots]
         mine = [bytes([fine])]
-        for place, snapshot in enumerate(snapshots):
-            for writer, shares in snapshot.items():
+        for place, (snapshot, states) in enumerate(snapshots):
+            for writer, shares in (*snapshot.items(), *states.items()):
                 if fullest(shares).holder == self._comm.rank:
                     header = self._own[fullest(shares).number].header
-                    mine += packed_header(place, writer, header, tells=writer == min(snapshot))
+                    tells = shares is snapshot[min(snapshot)]
+                    mine += packed_header(place, writer, header, tells=tells)
         found = [SnapshotFacts() for _ in snapshots]
         told = self._comm.everyone(b"".join(mine))
         for raw in told:
-            for place, writer, described, facts in unpacked_headers(raw[1:]):
-                found[place].writers[writer] = described
+            for place, writer, alone, described, facts in unpacked_headers(raw[1:]):
+                (found[place].states if alone else found[place].writers)[writer] = described
                 if facts is not None:
                     found[place].facts = StepFacts.decoded(facts)
         return found, all(raw[0] for raw in told)
@@ -339,7 +345,10 @@ class MemoryCheckpoints:
             for writer, shares in sorted(snapshot.items()):
                 full = [share for share in shares if share.sent == fullest(shares).sent]
                 near, own = (nearest(those, self._comm.rank, self._tier.node) for those in (shares, full))
-                part.add(writer, near, own, facts.writers[writer])
+                part.add(writer, near, own, facts.writers[writer], state=writer not in checkpoint.states)
+            for writer, shares in checkpoint.states.items():
+                near = nearest(shares, self._comm.rank, self._tier.node)
+                part.add(writer, near, near, facts.states[writer])
             parts.append(part)
         return parts
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share
 from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.core.survivors import STATE as STATE_ALONE
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment, encode_json
 from moe_ckpt.format.manifest import (
@@ -52,10 +53,17 @@ class Described:
 
 
 class SnapshotFacts:
-    """One snapshot. writers: Writer -> its slot. facts: Those of the lowest of them."""
+    """One snapshot.
+
+    Attributes:
+        writers: Writer -> its slot.
+        states: Likewise, of plain state that lies in a slot of its own.
+        facts: Those of the lowest of ``writers``.
+    """
 
     def __init__(self) -> None:
         self.writers: dict[int, Described] = {}
+        self.states: dict[int, Described] = {}
         self.facts: StepFacts | None = None
 
     def require_facts(self, step: int) -> StepFacts:
@@ -70,6 +78,7 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
     told = [
         place,
         writer,
+        header.only == STATE_ALONE,
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
         header.facts.encoded() if tells else None,
@@ -78,17 +87,18 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
 
 
-def unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, Described, Mapping[str, Any] | None]]:
+def unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, bool, Described, Mapping[str, Any] | None]]:
+    """(snapshot, writer, whether it is plain state alone, slot, facts) of each."""
     at = 0
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        place, writer, state, told, facts = json.loads(raw[at - nbytes : at])
+        place, writer, alone, state, told, facts = json.loads(raw[at - nbytes : at])
         parts = []
         for kind, begin, size in told:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
-        yield place, writer, Described(tuple(state), tuple(parts)), facts
+        yield place, writer, alone, Described(tuple(state), tuple(parts)), facts
 
 
 class SlotFiles:
@@ -101,7 +111,7 @@ class SlotFiles:
         self.headers: dict[FileRecord, ShardHeader] = {}
         self.states: list[StateRecord] = []
 
-    def add(self, writer: int, share: Share, full: Share, described: Described) -> None:
+    def add(self, writer: int, share: Share, full: Share, described: Described, *, state: bool = True) -> None:
         """One writer's slot.
 
         Args:
@@ -109,13 +119,15 @@ class SlotFiles:
             share: Where it is taken from.
             full: The same of what was not sent to peers.
             described: The slot.
+            state: With the plain state; False where that lies in another slot.
 
         Raises:
             DamagedError: A header is none.
         """
-        path = state_path(self.directory, writer)
-        self.states.append(StateRecord(path, *described.state, writer))
-        self.files[path] = SlotFile(share, STATE, b"", 0, described.state[0])
+        if state:
+            path = state_path(self.directory, writer)
+            self.states.append(StateRecord(path, *described.state, writer))
+            self.files[path] = SlotFile(share, STATE, b"", 0, described.state[0])
         for place, (kind, begin, raw) in enumerate(described.parts):
             path = shard_path(self.directory, writer, kind)
             header = decode_header(raw, path)
@@ -248,6 +260,7 @@ def told_of(found: FoundSlot, number: int) -> list[Any]:
         header.freshness,
         header.sent,
         header.facts.since,
+        header.only,
     ]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -16,6 +18,7 @@ import lightning.pytorch as pl
 from benchmarks.failing import Failures
 from benchmarks.step_model import TinyMoE, batches
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
 
@@ -54,7 +57,8 @@ class Sample:
     """One turn. Lists have one number per counted iteration.
 
     secs: wall time. cpu: processor seconds of the process, user and system, all threads. thread_cpu: of these, those of
-        the training thread.
+        the training thread. hook_cpu: of these, those in our hooks, so without what a checkpoint makes slower elsewhere
+        by using the same caches.
     nbytes: tensor bytes of the checkpoint, on this rank.
     """
 
@@ -62,6 +66,7 @@ class Sample:
     secs: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     thread_cpu: list[float] = field(default_factory=list)
+    hook_cpu: list[float] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
 
 
@@ -74,14 +79,24 @@ class Clock:
     def __init__(self, turn: Turn, sample: Sample, together: Callable[[bool], bool] = bool) -> None:
         self._turn, self._sample, self._together = turn, sample, together
         self._ticks, self._started = -1, time.monotonic()
-        self._last = (0.0, 0.0, 0.0)
+        self._last = (0.0, 0.0, 0.0, 0.0)
+        self._in_hooks = 0.0
+
+    @contextmanager
+    def hook(self) -> Iterator[None]:
+        """One of our hooks runs, on the training thread."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._in_hooks += time.thread_time() - began
 
     def tick(self, nbytes: int) -> bool:
         """nbytes: of the checkpoint of the iteration that has just ended."""
-        now = (time.perf_counter(), time.process_time(), time.thread_time())
-        sample = self._sample
+        now, sample = self._now(), self._sample
         if self._ticks >= self._turn.warm:
-            for times, end, begin in zip((sample.secs, sample.cpu, sample.thread_cpu), now, self._last, strict=True):
+            lists = sample.secs, sample.cpu, sample.thread_cpu, sample.hook_cpu
+            for times, end, begin in zip(lists, now, self._last, strict=True):
                 times.append(end - begin)
             sample.nbytes.append(nbytes)
         self._ticks += 1
@@ -90,8 +105,36 @@ class Clock:
             late = time.monotonic() - self._started > self._turn.secs and counted >= self._turn.least
             if self._together(late or counted >= self._turn.counted):
                 return True
-        self._last = (time.perf_counter(), time.process_time(), time.thread_time())
+        self._last = self._now()
         return False
+
+    def _now(self) -> tuple[float, float, float, float]:
+        return time.perf_counter(), time.process_time(), time.thread_time(), self._in_hooks
+
+
+_HOOKS = ("join", "before_callbacks", "after_batch")
+"""Of ``Fit``: all that it does at a step."""
+
+
+@contextmanager
+def _timed_hooks(clock: Clock) -> Iterator[None]:
+    originals = {name: getattr(Fit, name) for name in _HOOKS}
+
+    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with clock.hook():
+                return original(*args, **kwargs)
+
+        return run
+
+    try:
+        for name, original in originals.items():
+            setattr(Fit, name, timed(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Fit, name, original)
 
 
 class _Timed(pl.Callback):
@@ -124,10 +167,12 @@ def fit_once(
     ours = None
     if policy is not None:
         ours = MoECheckpoint(policy, directory / "store", save_last=False, when_busy="wait", resume="never")
-    callbacks = [_Timed(Clock(turn, sample, together), ours), *([] if ours is None else [ours])]
+    clock = Clock(turn, sample, together)
+    callbacks = [_Timed(clock, ours), *([] if ours is None else [ours])]
     try:
         gc.collect()
-        make_trainer(callbacks, directory).fit(module, batches(rank, world_size))
+        with _timed_hooks(clock):
+            make_trainer(callbacks, directory).fit(module, batches(rank, world_size))
         if ours is not None and not (ours.last and ours.last.committed_step):
             raise RuntimeError("no checkpoint was committed")
     finally:
@@ -174,6 +219,7 @@ def rows(names: Sequence[str], samples: Sequence[Sample]) -> list[dict[str, Any]
             "mean_ms": _ms(mean(sample.secs) for sample in those),
             "cpu_ms": _ms(mean(sample.cpu) for sample in those),
             "thread_cpu_ms": _ms(mean(sample.thread_cpu) for sample in those),
+            "hook_cpu_ms": _ms(median(sample.hook_cpu) for sample in those),
         }
         if name == "none":
             reference = row

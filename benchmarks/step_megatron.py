@@ -48,9 +48,11 @@ def _turn(case: Case, rank: Rank, name: str, turn: Turn, directory: Path) -> Sam
             if ours is None:
                 rank.optimizer.step()
                 continue
-            ours.before_step()
+            with clock.hook():
+                ours.before_step()
             rank.optimizer.step()
-            record = ours.after_step(iteration, updated=False)
+            with clock.hook():
+                record = ours.after_step(iteration, updated=False)
             if not record.begun:
                 raise RuntimeError(f"no checkpoint began at step {iteration}")
             nbytes = record.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("rich")
 
 import lightning.pytorch as pl
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks import (
@@ -26,6 +28,7 @@ from benchmarks import (
     memory_slots,
     memory_tiers,
     moevement,
+    peers,
     stall,
     stopwatch,
     tokens_at_risk,
@@ -126,6 +129,36 @@ def test_a_contestant_that_cannot_write_is_named_and_the_others_go_on(tmp_path, 
     assert sum("failed" in line for line in table) == 3
     assert sum("later" in line for line in table) == 2  # with the numbers of its first turn, and as failed
     assert f"failed: at once: {failed['at once']}" in said.splitlines()
+
+
+class Killed(peers.DCP):
+    """The real one, whose writing process is killed while training goes on."""
+
+    def _save(self, trainer, step):
+        super()._save(trainer, step)
+        children = multiprocessing.active_children()
+        assert children, "it writes in a process of its own"
+        for child in children:
+            child.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_contestant_whose_process_is_killed_is_named_and_the_others_go_on(tmp_path, capfd, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # to be put back
+    peers.need_process_group()
+    try:
+        monkeypatch.setattr(contestants, "own", lambda: [Killed("process"), Reference()])
+        options = f"--size tiny --iterations 2 --rounds 1 --dir {tmp_path}".split()
+        monkeypatch.setattr(peers, "available", lambda home, wanted: ([], {}))
+        assert stall.main([*options, "--only", "dcp.async_save, process", "no checkpoint"]) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+    said = capfd.readouterr().out.splitlines()
+    table = [line for line in said if line.startswith("│")]
+    assert any("no checkpoint" in line for line in table)
+    assert any("dcp.async_save, process" in line and "failed" in line for line in table)
 
 
 def test_draining_waits_until_all_is_written(tmp_path, monkeypatch):
@@ -379,6 +412,22 @@ def test_megatron_prepare_measures_ours_and_the_peer(tmp_path, capfd):
         assert ours["attach"]["received_bytes"] > 6 * ours["attach"]["told_bytes"]
         assert all("wall_ms" in way for way in peer.values()), peer
     assert "| 4 x 8 | 8 | bf16 |" in capfd.readouterr().out
+
+
+def test_megatron_prepare_ends_with_a_table_when_ranks_are_killed(tmp_path, capfd, monkeypatch):
+    """One before it has found anything, one while the peer saves: what is kept by then is shown."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "megatron_prepare_61x256.json").read_text())["cases"][0]
+    kept["case"] |= {"precision": "bf16"}
+    del kept["peer"]
+    (tmp_path / "kept.json").write_text(json.dumps(kept))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$3" in *bf16*) cp {tmp_path}/kept.json "$4";; esac\nkill -9 $$\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(megatron_prepare.sys, "executable", str(python))
+    assert megatron_prepare.main(["--grid", "61x256", "--ep", "8", "--dir", str(tmp_path)]) == 1
+    said = capfd.readouterr().out
+    assert said.count("exit code -9") == 2
+    assert "| 61 x 256 | 8 | bf16 |" in said
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,11 @@ def test_every_policy_saves_at_every_step(tmp_path, capfd, kind):
     assert tuple(found) == step_scale.POLICIES
     assert case["failed"] == {}
     assert all(row["n"] == 4 and row["iteration_ms"] > 0 and row["cpu_ms"] > 0 for row in found.values())
+    none = found.pop("none")
+    assert none["hook_cpu_ms"] == none["kib"] == 0
+    assert all(0 < row["hook_cpu_ms"] < row["thread_cpu_ms"] for row in found.values())
     # E/6 is one of six experts here, as is k=1: MoEtion saves the same tensors as MoC.
-    assert 0 == found["none"]["kib"] < found["moc"]["kib"] == found["moetion"]["kib"] < found["dense"]["kib"]
+    assert 0 < found["moc"]["kib"] == found["moetion"]["kib"] < found["dense"]["kib"]
     assert found["moevement"]["kib"] < found["dense"]["kib"]
     assert "MoEvement W=4" in capfd.readouterr().out
 
@@ -62,7 +65,7 @@ def test_one_policy_that_fails_gets_no_further_turn():
     def once(name, number):
         if name == "moc":
             raise OSError(28, "No space left on device")
-        return Sample(name, [0.1, 0.2, 0.3], [0.2] * 3, [0.1] * 3, [2048] * 3)
+        return Sample(name, [0.1, 0.2, 0.3], [0.2] * 3, [0.1] * 3, [0.05] * 3, [2048] * 3)
 
     kept = []
     found = in_turns(["none", "moc", "dense"], 2, once, lambda what: None, kept.append)
@@ -74,12 +77,13 @@ def test_one_policy_that_fails_gets_no_further_turn():
 
 def test_rows_compare_with_iterations_without_checkpoints():
     samples = [
-        Sample("dense", [0.5, 0.5, 0.8], [0.7] * 3, [0.4] * 3, [1024] * 3),
-        Sample("none", [0.1], [0.1], [0.1], [0]),
+        Sample("dense", [0.5, 0.5, 0.8], [0.7] * 3, [0.4] * 3, [0.2, 0.1, 0.2], [1024] * 3),
+        Sample("none", [0.1], [0.1], [0.1], [0.0], [0]),
     ]
     none, dense = rows(["dense", "none"], samples)
     assert (none["policy"], none["extra_iteration_ms"]) == ("none", 0)
     assert (dense["iteration_ms"], dense["mean_ms"], dense["kib"]) == (500.0, 600.0, 1.0)
+    assert dense["hook_cpu_ms"] == 200.0
     assert (dense["extra_iteration_ms"], dense["extra_cpu_ms"], dense["extra_thread_cpu_ms"]) == (400.0, 600.0, 300.0)
 
 
@@ -87,7 +91,7 @@ def test_a_turn_ends_with_a_window():
     sample = Sample("none")
     clock = Clock(Turn(warm=2, counted=5, secs=1e9), sample)
     assert [clock.tick(7) for _ in range(11)] == [False] * 10 + [True]
-    assert len(sample.secs) == len(sample.cpu) == len(sample.thread_cpu) == 8
+    assert len(sample.secs) == len(sample.cpu) == len(sample.thread_cpu) == len(sample.hook_cpu) == 8
     assert sample.nbytes == [7] * 8
     clock = Clock(Turn(warm=0, counted=100, least=4, secs=0.0), sample := Sample("none"))
     while not clock.tick(0):

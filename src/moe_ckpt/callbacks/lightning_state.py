@@ -6,6 +6,7 @@ Lightning calls them, so that modules, callbacks and datamodules with state of t
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
@@ -141,13 +142,19 @@ def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
 
 def _as_dict(progress: Any) -> dict[str, Any]:
     """Returns ``asdict(progress)``."""
-    values = {field.name: getattr(progress, field.name) for field in fields(progress)}
+    values = {name: getattr(progress, name) for name in _names_of(progress.__class__)}
     for name, value in values.items():
         if isinstance(value, _BaseProgress):
             values[name] = _as_dict(value)
         elif not isinstance(value, int):
             return asdict(progress)
     return values
+
+
+@functools.cache
+def _names_of(progress: type[Any]) -> tuple[str, ...]:
+    """Names of a dataclass's fields."""
+    return tuple(field.name for field in fields(progress))
 
 
 def validation_due(trainer: Any) -> bool:

@@ -58,6 +58,7 @@ class StateTensor:
     on_param_device: False for state kept on the CPU though its parameter is not.
     mixes_rows: True for a parameter whose optimizer lets its rows act on one another, or may do so: no row's update can
         be repeated without the state of all. Said of the parameter itself, not of its optimizer state.
+    stored: Type in which it is saved, as named in headers, if another than its own, which loses nothing.
     updated_here: False for a block of a parameter whose optimizer state only other ranks hold (Megatron's distributed
         optimizer): what is stored of that state is theirs to verify and to read.
     """
@@ -73,6 +74,7 @@ class StateTensor:
     mixes_rows: bool = False
     updated_here: bool = True
     writer: int | None = None
+    stored: str | None = None
 
 
 class TrainingState(Protocol):
@@ -192,6 +194,10 @@ class LoggedSteps(Protocol):
 
 class UpdateReplayer(Protocol):
     """Makes updates of this run's optimizers once more, from the gradients that they consumed."""
+
+    def fits(self, log: LoggedSteps) -> bool:
+        """Whether this rank's optimizers update the very tensors that those of the log did, as far as it tells."""
+        ...
 
     def check(self, log: LoggedSteps) -> None:
         """Raise unless ``replay`` can follow. Changes nothing."""

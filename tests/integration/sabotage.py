@@ -23,8 +23,8 @@ from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.driver import replaying
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.gradients import densifying, returning
 from moe_ckpt.gradients import replay as gradient_replay
-from moe_ckpt.gradients import returning
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.modeling import module_state, param_groups
@@ -235,6 +235,30 @@ def _killed_in_a_replay() -> None:
             kill_process()
 
     StoredLog.load = deadly
+
+
+def _rounded_in_the_log_only() -> None:
+    """Gradients are saved in fewer bits than the optimizer consumed."""
+    made = StepRecorder.__init__
+
+    def narrow(self: StepRecorder, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self._stored = "BF16"
+
+    StepRecorder.__init__ = narrow
+
+
+def _killed_while_a_log_is_made_dense() -> None:
+    """After the first share is on storage."""
+    write = densifying.write_made_share
+
+    def deadly(*args: Any) -> None:
+        write(*args)
+        kill_process()
+
+    densifying.write_made_share = deadly
+
+
 def _update_fails() -> None:
     """The user's program fails when an update was made, before anybody has seen its end."""
     updates = itertools.count(1)
@@ -285,6 +309,8 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "anchors too early": _anchors_too_early,
     "counts not set": _counts_not_set,
     "killed in a replay": _killed_in_a_replay,
+    "rounded in the log only": _rounded_in_the_log_only,
+    "killed while a log is made dense": _killed_while_a_log_is_made_dense,
     "newest update left out": _newest_update_left_out,
     "update fails": _update_fails,
 }

@@ -58,6 +58,7 @@ def test_killed_the_run_goes_on_from_the_newest_step(place):  # noqa: F811
     assert recomputed(run) == [0]
 
 
+ROUNDED = {"grad_dtype": "bf16"}
 VARIATIONS = {
     "clipped": replace(LOG, trainer={"gradient_clip_val": 0.1}),
     "bf16": replace(LOG, trainer={"precision": "bf16-true", "gradient_clip_val": 0.1}),
@@ -84,6 +85,12 @@ VARIATIONS = {
     "little-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 400_000}),
     "hardly-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 200_000}),
     "slow-copy": replace(LOG, slow_copy_secs=0.05),
+    "rounded": replace(LOG, policy=("gradient-log", 3), options=ROUNDED, trainer={"gradient_clip_val": 0.1}),
+    "rounded-accumulated": replace(
+        LOG, policy=("gradient-log", 3), options=ROUNDED, trainer={"accumulate_grad_batches": 2}, epochs=3
+    ),
+    "rounded-manual": replace(LOG, policy=("gradient-log", 3), options=ROUNDED, kind="manual-once"),
+    "rounded-fp16": replace(LOG, policy=("gradient-log", 3), options=ROUNDED, kind="overflowing", epochs=3),
 }
 
 
@@ -96,8 +103,8 @@ def test_however_a_run_is_set_up(name, place):  # noqa: F811
     assert live(run) == 0, output(run)
     assert_same_run(run)
     # Batches of a step that had not been made are no step computed again.
-    allowed = {"accumulated": 1, "skipping": 3, "little-room": 2, "hardly-room": 3}.get(name, 0)
-    assert max(recomputed(run)) <= allowed
+    allowed = {"accumulated": 1, "rounded-accumulated": 1, "skipping": 3, "little-room": 2, "hardly-room": 3}
+    assert max(recomputed(run)) <= allowed.get(name, 0)
     if name in ("one-group", "the-policy-sized"):
         return  # all operators are anchored in each step
     assert name in ("skipping", "little-room", "hardly-room") or len(updates(run)) == 2, output(run)
@@ -113,6 +120,7 @@ def test_however_a_run_is_set_up(name, place):  # noqa: F811
         "anchors too early",
         "counts not set",
         "newest update left out",
+        "rounded in the log only",
     ],
 )
 def test_what_an_exact_return_needs(wrong, place):  # noqa: F811
@@ -261,11 +269,21 @@ class Watched(pl.Callback):
         self.newest = self.ours.last or self.newest
 
 
-@pytest.mark.slow
-def test_another_number_of_ranks_takes_a_dense_checkpoint(place):  # noqa: F811
-    run = logged(replace(LOG, ranks=2, sampler="recoverable"), place)
-    assert KILLED in live_ranks(replace(run, crash=("compute", 4)))
-    alone = replace(run, ranks=1, out=None)
-    assert exit_code(alone) == 0, output(run)
-    assert "which 2 ranks wrote. This run has 1" in output(run)
-    assert split_lives(events(run))[-1][0]["step"] == 1
+def test_gradients_rounded_for_everybody_take_two_bytes(place):  # noqa: F811
+    """And training is another than without: the option says so."""
+    run = logged(VARIATIONS["rounded"], place)
+    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+    found = [header_of(path.with_suffix(".data")) for path in Path(run.memory).rglob("*.head")]
+    slices = [
+        entry
+        for header in found
+        for part in header.parts
+        for entry in header.slices(part, "")
+        if entry.key.startswith("grad/")
+    ]
+    assert slices
+    assert {entry.dtype for entry in slices} == {"BF16"}
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    with pytest.raises(AssertionError):
+        assert_same_run(replace(run, options={}))

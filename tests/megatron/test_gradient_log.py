@@ -8,7 +8,7 @@ import pytest
 
 from moe_ckpt.gradients import replay
 from moe_ckpt.gradients.returning import LogReplayer
-from tests.megatron.exactness import Case, finish, kill, require_exact
+from tests.megatron.exactness import Case, finish, kill, require_equal, require_exact, uninterrupted
 from tests.megatron.test_exact import (
     BF16,
     EXPERTS_DATA,
@@ -88,3 +88,19 @@ def test_what_an_exact_return_needs(wrong, tmp_path):
     ended = finish(case, tmp_path, wrong)
     with pytest.raises(AssertionError):
         require_exact(case, tmp_path, ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep2-dp2", "ep2-dp2-sharded", "ep2-dp2-overlapped"])
+def test_gradients_rounded_for_everybody(name, tmp_path):
+    case = replace(CASES[name], policy=(LOG[0], {**LOG[1], "grad_dtype": "bf16"}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "truth").mkdir()
+    kill(case, tmp_path / "run")
+    ended = finish(case, tmp_path / "run")
+    assert all(result["remade"] is not None for result in ended.results)
+    truth = finish(replace(case, kills=()), tmp_path / "truth")
+    require_equal(truth.results, ended.results)
+    as_consumed = uninterrupted(case.setup, case.ranks, case.steps)
+    with pytest.raises(AssertionError, match="tensors"):
+        require_equal(as_consumed, ended.results)

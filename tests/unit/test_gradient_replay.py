@@ -420,7 +420,7 @@ def test_a_class_that_is_registered_is_stepped():
     optimizer = Mine([nn.Parameter(torch.ones(2))], lr=0.1)
     assert coupling_of(optimizer) is Coupling.ELEMENTS
     unit = whole_unit("w", 0, 0, torch.ones(2))
-    assert isinstance(detached([kind_of(optimizer)], [unit])._optimizers[0], Mine)
+    assert isinstance(detached([kind_of(optimizer)], [unit]).optimizers[0], Mine)
 
 
 def test_sparse_gradients_are_refused_by_parameter():

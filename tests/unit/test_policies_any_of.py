@@ -132,6 +132,7 @@ def test_the_first_step_that_is_due_is_anybodys():
 
 COMBINED = {
     "boost": (None, 0.2, 0.2),
+    "gradient_dtype": (None, "bf16", "bf16"),
     "replicas": (0, 2, 2),
     "bubbles": (False, True, True),
     "period_steps": (4, 6, lcm(4, 6)),

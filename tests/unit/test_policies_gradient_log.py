@@ -396,3 +396,10 @@ def test_the_plan_sends_everything_to_storage_tier_items():
     plan = run.save()
     assert plan.operators(Tier.HOST) == ()
     assert not plan.compute_only
+
+
+def test_rounding_is_asked_for_and_off_by_default():
+    assert needs_of(GradientLog()).stored_gradients is None
+    assert needs_of(GradientLog(grad_dtype="bf16")).stored_gradients == "BF16"
+    with pytest.raises(ConfigError, match=r"grad_dtype='fp8'.*'as_consumed', or 'bf16'"):
+        GradientLog(grad_dtype="fp8")

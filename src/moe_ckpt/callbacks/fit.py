@@ -83,7 +83,8 @@ class Fit:
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
         if options.needs.gradients:
-            self._recorder = StepRecorder(trainer.optimizers, self._release_gradients)
+            stored = options.needs.stored_gradients
+            self._recorder = StepRecorder(trainer.optimizers, self._release_gradients, stored=stored)
         try:
             comm = make_communicator(options.timeout_secs, late=on_device)
             self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm)
@@ -173,7 +174,7 @@ class Fit:
             host.generators.note()
         driver.begin(new=new)
         if self._recorder is not None:
-            self._captured = self._capture(self._recorder)
+            self._captured = self._capture(self._recorder, self._recorder.rounded)
             self._recorder.begin(self._captured)
 
     def _resume_from(self, given: Mapping[str, Any]) -> None:

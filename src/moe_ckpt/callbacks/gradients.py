@@ -20,7 +20,9 @@ from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.modeling.blocks import block_of
 
 
-def capture_gradients(trainer: Any, module: pl.LightningModule, consumer: GradientConsumer) -> GradientCapture:
+def capture_gradients(
+    trainer: Any, module: pl.LightningModule, consumer: GradientConsumer, rounded: torch.dtype | None = None
+) -> GradientCapture:
     """Tells ``consumer`` of every update, from now until ``GradientCapture.close``.
 
     Automatic and manual optimization, several optimizers, accumulated gradients, loss scaling and clipping are all seen
@@ -30,12 +32,13 @@ def capture_gradients(trainer: Any, module: pl.LightningModule, consumer: Gradie
         trainer: Whose optimizers are set up: call it in ``on_fit_start``, or later.
         module: The model.
         consumer: Copies what it needs.
+        rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
 
     Raises:
         UnsupportedError: Steps of an optimizer cannot be repeated from gradients, or it holds a parameter that is not
             the model's.
     """
-    capture = GradientCapture(trainer.optimizers, _Describe(module), consumer)
+    capture = GradientCapture(trainer.optimizers, _Describe(module), consumer, rounded)
     wrapped = module.optimizers(use_pl_optimizer=True)
     # Under manual optimization a user zeroes gradients through Lightning's wrapper, which has a method of its own.
     capture.release_before([*trainer.optimizers, *(wrapped if isinstance(wrapped, list) else [wrapped])], "zero_grad")

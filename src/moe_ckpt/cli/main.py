@@ -20,7 +20,7 @@ from moe_ckpt import __version__
 from moe_ckpt.cli.arguments import Parser, commands_of
 from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError
 
-COMMANDS = ("inspect", "verify", "window", "export", "memory", "train", "simulate", "plan")
+COMMANDS = ("inspect", "verify", "window", "export", "memory", "densify", "train", "simulate", "plan")
 _PASS_ON = ("train", "simulate", "plan")
 _BROKEN_PIPE = 141
 """As of a program that SIGPIPE ended: 128 + 13. Not 0, for what was not printed may have been a damage."""
@@ -31,6 +31,7 @@ examples:
   moe-ckpt verify runs/x                             is every byte as written?
   moe-ckpt export runs/x/step_00000120 --to dcp      for other tools
   moe-ckpt memory                                    what runs left in this node's memory
+  moe-ckpt densify runs/x                            a dense checkpoint from a gradient log in memory
 """
 
 

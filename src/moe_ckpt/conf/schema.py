@@ -77,6 +77,7 @@ class GradientLogConfig:
     window: Union[int, str] = "auto"  # noqa: UP007
     most_window: int = 16
     budget_fraction: float = 1.0
+    grad_dtype: str = "as_consumed"
 
 
 @dataclass

@@ -33,6 +33,7 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
+from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.interop.weights import Loaded as LoadedWeights
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
@@ -216,6 +217,7 @@ class Driver:
                 self._admits,
                 replayer=replayer,
                 logs=logs,
+                make_dense=Densifier,
                 **options.reading,
             )
             if restored is not None:

@@ -21,6 +21,12 @@ _MANY = 4
 class LiveState:
     """Lists the tensors once per step, and weighs operators when their tensors change. For the training thread only.
 
+    Args:
+        ledger: Of the run.
+        state: Of this rank.
+        placement: Who holds what.
+        gradient_dtype: Type that wider gradients are saved in, as named in headers; None for their own.
+
     Attributes:
         layout: Which tensors exist for each parameter.
         placement: Who holds what.
@@ -29,7 +35,9 @@ class LiveState:
         coupled: Operators whose rows an optimizer mixes, as ``weigh`` found them.
     """
 
-    def __init__(self, ledger: Ledger, state: TrainingState, placement: Placement) -> None:
+    def __init__(
+        self, ledger: Ledger, state: TrainingState, placement: Placement, gradient_dtype: str | None = None
+    ) -> None:
         self.layout = Layout(ledger)
         self.placement = placement
         self.compute_types: ComputeTypes = {}
@@ -40,6 +48,7 @@ class LiveState:
         for parameter, home in self._catalog.home.items():
             self._parameters[home].add(parameter)
         self._state = state
+        self._gradient_dtype = gradient_dtype
         self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
         self._weighed_at = -1
 
@@ -81,6 +90,6 @@ class LiveState:
             self._weighed_at = self.layout.changes
             if not all(tensor.replicated for tensor in tensors):  # FSDP2: experts are divided over all ranks
                 self.placement = replace(self.placement, experts_whole=False)
-            self.sizes = operator_bytes(self._catalog, specs, self.compute_types)
+            self.sizes = operator_bytes(self._catalog, specs, self.compute_types, self._gradient_dtype)
             self.coupled = coupled_operators(self._catalog, specs)
         return self.layout.changes

@@ -60,7 +60,7 @@ class Snapshotter:
         needs = needs_of(run.policy)
         self._leaves_out = needs.gradients and needs.partial
         self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended, logs_for_peers=self._leaves_out)
-        self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement)
+        self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement, needs.stored_gradients)
         self.planner = Planner(run.policy, self.live, run.comm.rank)
         self.backlog = Backlog(run.settings, run.comm)
         self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)

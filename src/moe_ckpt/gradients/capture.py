@@ -33,6 +33,7 @@ class GradientCapture:
         optimizers: torch optimizers, without wrappers.
         describe: Called once for each tensor that they update.
         consumer: Told of every update.
+        rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
 
     Attributes:
         couplings: What the updates of each optimizer couple.
@@ -41,11 +42,18 @@ class GradientCapture:
         UnsupportedError: An optimizer's steps cannot be repeated from gradients.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], describe: Describe, consumer: GradientConsumer) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        describe: Describe,
+        consumer: GradientConsumer,
+        rounded: torch.dtype | None = None,
+    ) -> None:
         self.couplings: tuple[Coupling, ...] = tuple(map(coupling_of, optimizers))
         self._optimizers = tuple(optimizers)
         self._describe = describe
         self._consumer = consumer
+        self._rounded = rounded
         self._known: dict[int, tuple[torch.Tensor, Unit]] = {}
         self._listed: dict[int, tuple[list[Unit], tuple[str, ...]]] = {}
         self._undo: list[Callable[[], None]] = []
@@ -88,6 +96,8 @@ class GradientCapture:
                     unit.require_alike(gradient, "the gradient")
                     units.append(unit)
                     gradients.append(gradient.detach() if gradient.requires_grad else gradient)
+        if self._rounded is not None:
+            _round(gradients, self._rounded)
         grad_scale, found_inf = (_copied(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
         groups = tuple(_hyperparameters(number, at, group) for at, group in enumerate(optimizer.param_groups))
         update = Update(number, groups, self._parameters_of(number, units), grad_scale, found_inf)
@@ -152,6 +162,14 @@ class GradientCapture:
         """Takes all hooks away. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
+
+
+def _round(gradients: Iterable[torch.Tensor], to: torch.dtype) -> None:
+    """In place, so that the optimizer consumes what is logged."""
+    with torch.no_grad():
+        for gradient in gradients:
+            if gradient.is_floating_point() and gradient.element_size() > to.itemsize:
+                gradient.copy_(gradient.to(to))
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:

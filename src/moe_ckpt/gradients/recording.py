@@ -9,12 +9,15 @@ import torch
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.fragment import FixedStrings
 from moe_ckpt.format.shard import GRADIENT
 from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.layout import Device, UpdateLayout
 from moe_ckpt.gradients.units import Piece, Unit
 from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
 from moe_ckpt.modeling.blocks import block_in
+from moe_ckpt.modeling.optimizer_class import class_name
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
 
 _Place = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -27,11 +30,26 @@ class StepRecorder(GradientConsumer, GradientRecord):
     Args:
         optimizers: As given to ``GradientCapture``.
         release: Called before gradients are overwritten: returns when nobody reads them any more.
+        keys: Of each optimizer, the number that keys of its state have; None for its own.
+        stored: Type that wider gradients are saved in, as named in headers, for they have been rounded to it.
+
+    Attributes:
+        rounded: That type, for ``GradientCapture``; None if they stay as they are.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], release: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        release: Callable[[], None],
+        keys: Sequence[int] | None = None,
+        stored: str | None = None,
+    ) -> None:
         self._optimizers = tuple(optimizers)
         self._release = release
+        self._keys = tuple(range(len(self._optimizers)) if keys is None else keys)
+        self._stored = stored
+        self.rounded = None if stored is None else TORCH_DTYPES[stored]
+        self._layout: tuple[object, Mapping[str, Any]] = None, {}
         self._capture: GradientCapture | None = None
         self._consumed: list[ConsumedGradients] = []
         self._templates: tuple[Sequence[StateTensor], Mapping[_Place, StateTensor]] = (), {}
@@ -100,12 +118,13 @@ class StepRecorder(GradientConsumer, GradientRecord):
             return StepGradients((), {"updates": [], "counts": []}, ())
         templates = self._templates_of(tensors)
         found = [
-            _gradient(unit, piece, gradient, templates)
+            _gradient(unit, piece, gradient, templates, self._stored)
             for each in self._consumed
             for unit, gradient in zip(each.units, each.gradients, strict=True)
             for piece in unit.pieces
         ]
-        plain = {"updates": [self._plain(each.update) for each in self._consumed], "counts": list(self._counts())}
+        updates = [self._plain(each.update) for each in self._consumed]
+        plain = {"updates": updates, "counts": list(self._counts()), "layout": self._layout_of(self._capture)}
         changed = [name for each in self._consumed for name in each.changed()]
         return StepGradients(found, plain, (*changed, *self._edited))
 
@@ -115,6 +134,16 @@ class StepRecorder(GradientConsumer, GradientRecord):
         if self._capture is not None:
             weights = {name: weight for (_, name), weight in self._capture.tensors().items()}
             self._weights = [(name, weight, weight._version) for name, weight in weights.items()]
+
+    def _layout_of(self, capture: GradientCapture) -> Mapping[str, Any]:
+        """Made once for the same tensors."""
+        tensors = capture.tensors()
+        if self._layout[0] is not tensors:
+            updated = next(iter(tensors.values()), None)
+            device = Device.of(torch.device("cpu") if updated is None else block_in(updated.detach()).device)
+            layout = UpdateLayout(tuple(map(class_name, self._optimizers)), self._keys, capture.units(), device)
+            self._layout = tensors, layout.encoded()
+        return self._layout[1]
 
     def _templates_of(self, tensors: Sequence[StateTensor]) -> Mapping[_Place, StateTensor]:
         """Who holds and writes each block: as of its optimizer state, or of the weights where there is none."""
@@ -180,7 +209,7 @@ class Ignored(GradientConsumer):
 
 
 def _gradient(
-    unit: Unit, piece: Piece, gradient: torch.Tensor, templates: Mapping[_Place, StateTensor]
+    unit: Unit, piece: Piece, gradient: torch.Tensor, templates: Mapping[_Place, StateTensor], stored: str | None
 ) -> StateTensor:
     place = piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)
     template = templates.get(place)
@@ -198,4 +227,5 @@ def _gradient(
         replicated=template.replicated,
         duplicate=template.duplicate,
         writer=template.writer,
+        stored=stored if stored is not None and gradient.element_size() > itemsize(stored) else None,
     )

@@ -7,7 +7,7 @@ Bits come out as in training on the same kind of device, with as many threads wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class OptimizerReplay:
         tensors: What is updated, of each unit.
 
     Attributes:
+        optimizers: As given.
         tensors: What is updated, of each unit.
         pieces: The blocks in the units.
 
@@ -40,7 +41,7 @@ class OptimizerReplay:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], units: Iterable[Unit], tensors: Tensors) -> None:
-        self._optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         self._couplings = tuple(map(coupling_of, optimizers))
         self._units = {(unit.optimizer, unit.name): unit for unit in units}
         self.tensors = tensors
@@ -48,14 +49,24 @@ class OptimizerReplay:
         for key, unit in self._units.items():
             unit.require_alike(block_in(tensors[key]), "the replayed tensor")
 
+    @property
+    def units(self) -> Collection[Unit]:
+        """All that the optimizers update."""
+        return self._units.values()
+
     def coupled(self, optimizer: int) -> bool:
         """Returns whether parameters of an optimizer must be anchored as a whole."""
         return self._couplings[optimizer] is Coupling.PARAMETERS
 
+    def state_of(self, optimizer: int, unit: str) -> dict[str, Any]:
+        """Returns the live state of a unit."""
+        state: dict[str, Any] = self.optimizers[optimizer].state[self.tensors[optimizer, unit]]
+        return state
+
     def forget(self) -> None:
         """Drops all optimizer state, before anchors are loaded into optimizers that were used."""
         for key, tensor in self.tensors.items():
-            self._optimizers[key[0]].state.pop(tensor, None)
+            self.optimizers[key[0]].state.pop(tensor, None)
 
     def load(self, step: int, blocks: Iterable[Block]) -> int:
         """Writes an anchor of ``step`` into weights and optimizer state.
@@ -80,7 +91,7 @@ class OptimizerReplay:
     def _write(self, unit: Unit, part: Piece, block: Block) -> None:
         tensor = self.tensors[unit.optimizer, unit.name]
         if block.kind != WEIGHT:
-            state = self._optimizers[unit.optimizer].state[tensor]
+            state = self.optimizers[unit.optimizer].state[tensor]
             if block.kind not in state:
                 state[block.kind] = torch.zeros_like(tensor.detach(), dtype=block.values.dtype)
             tensor = state[block.kind]
@@ -89,7 +100,7 @@ class OptimizerReplay:
     def _load_whole(self, step: int, unit: Unit, block: Block) -> None:
         """State without rows. Of another anchor in the same unit it must have become the very same by now."""
         tensor = self.tensors[unit.optimizer, unit.name]
-        state = self._optimizers[unit.optimizer].state[tensor]
+        state = self.optimizers[unit.optimizer].state[tensor]
         device = block_in(tensor).device if block.on_device else torch.device("cpu")
         values = block.values.to(device, copy=True)
         stepped = state.get(block.kind)
@@ -112,14 +123,14 @@ class OptimizerReplay:
         Raises:
             ConfigError: The optimizer has other param groups.
         """
-        optimizer = self._optimizers[update.optimizer]
+        optimizer = self.optimizers[update.optimizer]
         written = 0
         try:
             for block in gradients:
                 for unit, piece in self.pieces.of(update.optimizer, block.parameter):
                     part = None if block.box is None else piece.part(block.box)
                     if block.kind == GRADIENT and part is not None:
-                        gradient = self._gradient(unit, block.values.dtype)
+                        gradient = self._gradient(unit)
                         part.view(gradient).copy_(_within(block, part.box))
                         written += part.box.volume
             if written:
@@ -131,16 +142,16 @@ class OptimizerReplay:
                 vars(optimizer).pop(name, None)
         return written
 
-    def _gradient(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the memory of the unit's gradient, which is zero at first."""
+    def _gradient(self, unit: Unit) -> torch.Tensor:
+        """Returns the memory of the unit's gradient, which is zero at first; as wide as the unit, as torch demands."""
         tensor = self.tensors[unit.optimizer, unit.name]
         if tensor.grad is None:
-            tensor.grad = torch.zeros_like(tensor.detach(), dtype=dtype)
+            tensor.grad = torch.zeros_like(tensor.detach())
         return block_in(tensor.grad)
 
     def read(self, spans: Iterable[Span]) -> list[Block]:
         """Returns weights and state of the operator with ``spans``, as views of live memory."""
-        return state_blocks(self._optimizers, self.tensors, self.pieces, spans)
+        return state_blocks(self.optimizers, self.tensors, self.pieces, spans)
 
 
 def state_blocks(

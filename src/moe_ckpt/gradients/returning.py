@@ -14,8 +14,9 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import CoverageError, ReplayDivergedError
 from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.gradients.replay import OptimizerReplay
-from moe_ckpt.gradients.running import require_together
+from moe_ckpt.gradients.running import Spans, require_together
 from moe_ckpt.gradients.updates import GRADIENT, Block, Update
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import LoggedSteps, UpdateReplayer
@@ -42,7 +43,7 @@ class LogReplayer(UpdateReplayer):
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizers = tuple(optimizers)
-        self._spans = {operator.id: operator.spans for operator in catalog.operators}
+        self._spans: Spans = {operator.id: operator.spans for operator in catalog.operators}
         self._attach = attach
         self._finish = finish
 
@@ -52,6 +53,15 @@ class LogReplayer(UpdateReplayer):
             return OptimizerReplay(self._optimizers, capture.units(), capture.tensors())
         finally:
             capture.close()
+
+    def fits(self, log: LoggedSteps) -> bool:
+        """See ``ports.UpdateReplayer``."""
+        told = log.plain(log.steps[-1]).get("layout")
+        if any(_differing(self._optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
+            return False
+        if told is None:  # of an earlier release
+            return True
+        return set(UpdateLayout.decoded(told, "the log").units) == set(self._opened().units)
 
     def check(self, log: LoggedSteps) -> None:
         """See ``ports.UpdateReplayer``.

@@ -64,6 +64,7 @@ class Unit:
         shape: Of the tensor.
         stride: Of the tensor, in elements.
         pieces: The blocks in it.
+        stored: Name of the optimizer state that checkpoints have it as (master weights); empty for the weights.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Unit:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    stored: str = ""
 
     def require_alike(self, tensor: torch.Tensor, what: str) -> None:
         """Raises ``UnsupportedError`` unless ``tensor``, which is called ``what``, is laid out like the unit."""

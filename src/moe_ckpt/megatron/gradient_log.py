@@ -45,7 +45,9 @@ class GradientLogging:
         self._session = session
         if options.needs.gradients:
             self._attach(Ignored()).close()  # whatever is refused, is refused before training
-            self.recorder = StepRecorder(inner_optimizers(optimizer), self._release)
+            inner = inner_optimizers(optimizer)
+            keys, stored = [0] * len(inner), options.needs.stored_gradients  # keys as ``megatron.state`` has them
+            self.recorder = StepRecorder(inner, self._release, keys, stored)
 
     def _release(self) -> None:
         if self._session().is_open:
@@ -60,7 +62,7 @@ class GradientLogging:
     def begin(self) -> None:
         """Training begins."""
         if self.recorder is not None:
-            self._capture = self._attach(self.recorder)
+            self._capture = self._attach(self.recorder, self.recorder.rounded)
             self.recorder.begin(self._capture)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from moe_ckpt.gradients.units import Piece, Unit
 from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.megatron.blocks import Placed, place
 from moe_ckpt.megatron.inventory import Inventory, LiveParameter
-from moe_ckpt.megatron.optimizers import Slot, leaves, slots
+from moe_ckpt.megatron.optimizers import MASTER, Slot, leaves, slots
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
 """Apex's and Transformer Engine's, which ``leaves`` accepts beside torch's."""
@@ -33,7 +33,11 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def capture_gradients(
-    inventory: Inventory, optimizer: Any, chunks: Sequence[Any], consumer: GradientConsumer
+    inventory: Inventory,
+    optimizer: Any,
+    chunks: Sequence[Any],
+    consumer: GradientConsumer,
+    rounded: torch.dtype | None = None,
 ) -> GradientCapture:
     """Tells ``consumer`` of every update of this rank, from now until ``GradientCapture.close``.
 
@@ -42,6 +46,7 @@ def capture_gradients(
         optimizer: Megatron's.
         chunks: The model chunks, in Megatron's ``DistributedDataParallel``.
         consumer: Copies what it needs.
+        rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
 
     Raises:
         UnsupportedError: The layout of the optimizer's state is not known, or its gradients do not stay until the next
@@ -61,7 +66,7 @@ def capture_gradients(
             )
         if type(leaf.optimizer).__name__ in _ELEMENTWISE:
             register(type(leaf.optimizer), Coupling.ELEMENTS)
-    capture = GradientCapture(inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer)
+    capture = GradientCapture(inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer, rounded)
     capture.release_before(chunks, "zero_grad_buffer")
     return capture
 
@@ -97,6 +102,7 @@ class _Describe:
             tuple(updated.shape),
             tuple(updated.stride()),
             tuple(_pieces(live, slot, start, stop)),
+            stored="" if slot.master is None else MASTER,
         )
 
 

@@ -259,6 +259,10 @@ class Policy(Protocol):
         ...
 
 
+BF16 = "bf16"
+"""What gradients may be rounded to (``Needs.gradient_dtype``)."""
+
+
 @named_arguments
 @dataclass(frozen=True)
 class Needs:
@@ -279,6 +283,9 @@ class Needs:
         gradients: It plans logs of gradients (``SnapshotPlan.gradients``): at each step, in memory that outlives the
             process. It is told ``sizes``, ``coupled_operators``, ``snapshot_bytes`` and ``anchored_at``. Adapters
             refuse such a policy where no memory outlives the process.
+        gradient_dtype: "bf16": on every rank, what an update consumes is rounded to bf16 before it, so that a log of it
+            takes 2 bytes per parameter and a replay does what training did. This changes training. None: it is left
+            as it is.
         tiers: It plans what stays in memory and what goes to storage apart, by ``PolicyContext.memory``. For the
             simulator, which otherwise takes to storage whatever memory holds.
         partial: It leaves experts at older versions, so that a failure loses tokens.
@@ -305,6 +312,7 @@ class Needs:
     decayed_counts: bool = False
     lost_tokens: bool = False
     gradients: bool = False
+    gradient_dtype: str | None = None
     tiers: bool = False
     partial: bool = False
     alone: bool = False
@@ -320,12 +328,19 @@ class Needs:
         if isinstance(self.replicas, bool) or not isinstance(self.replicas, int) or self.replicas < 0:
             raise ConfigError(f"Needs(replicas={self.replicas!r}): replicas must be a whole number of at least 0")
         require_boost("Needs(boost", self.boost)
+        if self.gradient_dtype not in (None, BF16):
+            raise ConfigError(f"Needs(gradient_dtype={self.gradient_dtype!r}): choose {BF16!r}, or None")
         for name, value in vars(self).items():
             if name in ("next_due", "explain"):
                 if value is not None and not callable(value):
                     raise ConfigError(f"Needs({name}={value!r}): give a function that takes a PolicyContext, or None")
-            elif name not in ("period_steps", "replicas", "boost") and not isinstance(value, bool):
+            elif name not in ("period_steps", "replicas", "boost", "gradient_dtype") and not isinstance(value, bool):
                 raise ConfigError(f"Needs({name}={value!r}): choose True or False")
+
+    @property
+    def stored_gradients(self) -> str | None:
+        """Type that wider gradients are rounded to and saved in, as named in headers of shards; None for their own."""
+        return None if self.gradient_dtype is None else self.gradient_dtype.upper()
 
     def due(self, context: PolicyContext) -> int:
         """Returns the first step from ``context.step`` on at which the policy is to be asked; see ``next_due``."""

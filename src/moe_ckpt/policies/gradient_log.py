@@ -21,11 +21,12 @@ from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
 from moe_ckpt.core.rolling import Rounds
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import MemoryFacts, Needs, PolicyContext, require_positive
+from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext, require_positive
 from moe_ckpt.policies.log_report import LogReport
 from moe_ckpt.policies.selection import known
 
 AUTO = "auto"
+AS_CONSUMED = "as_consumed"
 
 
 @named_arguments
@@ -57,6 +58,9 @@ class GradientLog:
         most_window: No round is longer, though it may then not fit: memory holds a round and what is under way, and a
             replay is as long as a round.
         budget_fraction: Portion of both times that a step's save may take.
+        grad_dtype: ``"as_consumed"`` logs gradients as wide as optimizers consume them. ``"bf16"`` rounds them to bf16
+            before each update, on every rank, and logs those: 2 bytes per parameter where it would be 4. Training and
+            replay agree to the last bit, but training is another than without. Gradients of 16 bits stay as they are.
 
     Raises:
         ConfigError: A value out of range.
@@ -65,9 +69,15 @@ class GradientLog:
     window: int | str = AUTO
     most_window: int = 16
     budget_fraction: float = 1.0
+    grad_dtype: str = AS_CONSUMED
 
     def __post_init__(self) -> None:
         require_positive("GradientLog", most_window=self.most_window)
+        if self.grad_dtype not in (AS_CONSUMED, BF16):
+            raise ConfigError(
+                f"GradientLog(grad_dtype={self.grad_dtype!r}): choose {AS_CONSUMED!r}, or {BF16!r} to round gradients "
+                "before each update, which changes training"
+            )
         window = self.window
         if window != AUTO and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise ConfigError(
@@ -84,7 +94,16 @@ class GradientLog:
 
     @property
     def needs(self) -> Needs:
-        return Needs(sizes=True, gradients=True, tiers=True, alone=True, next_due=self.next_due, explain=self.explain)
+        rounded = BF16 if self.grad_dtype == BF16 else None
+        return Needs(
+            sizes=True,
+            gradients=True,
+            gradient_dtype=rounded,
+            tiers=True,
+            alone=True,
+            next_due=self.next_due,
+            explain=self.explain,
+        )
 
     def check(self, catalog: Catalog) -> None:
         """Any model will do, dense ones too, if it has as many operators as a round has steps."""

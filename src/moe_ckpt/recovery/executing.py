@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import LeftBehind
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import human_bytes
@@ -18,8 +19,9 @@ from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.gradient_log import StoredLog, anchors_of, needed_gradients
-from moe_ckpt.recovery.memory_checkpoints import OpenedMemory
+from moe_ckpt.recovery.log_of_others import MakeDense, made_dense
 from moe_ckpt.recovery.memory_source import MemorySource
+from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitting
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("moe_ckpt")
 
 _TIERS = {Tier.HOST: "memory", Tier.PEER: "peers", Tier.STORAGE: "storage"}
+
+_NOBODY = (
+    "{} in memory is a step of a gradient log, whose updates nobody here makes once more. Remove it with moe-ckpt "
+    "memory clear, to go on from what storage has"
+)
 
 Opener = Callable[[], Callable[[], OpenedMemory]]
 """``MemoryCheckpoints.ask`` of a checkpoint."""
@@ -96,6 +103,7 @@ class Recovery:
         tier: Private host memory of an earlier life in this process, if any; ranks may differ.
         admits: See ``Admits``.
         replayer: Makes the updates of a gradient log once more; None where the policy keeps none.
+        make_dense: Opens a log for other ranks, or another layout, than those that wrote it; None where nothing does.
     """
 
     reader: StoreReader
@@ -104,6 +112,7 @@ class Recovery:
     tier: HostTier | None
     admits: Admits | None
     replayer: UpdateReplayer | None = None
+    make_dense: MakeDense | None = None
 
     def attempt(self, directory: str, opener: Opener | None = None) -> Restored | NotUsableError:
         """Loads one checkpoint into ``state``, each operator from the best source. A collective.
@@ -153,6 +162,8 @@ class Recovery:
         """
         comm, state, make = self.comm, self.state, opener()
         (opened, spans), asked = together_or_any(comm, lambda: self._proven(make()))
+        if opened.logged and opened.manifest.world_size != comm.world_size:
+            return self._return_by_dense(opened)
         received = opened.slots.fetch(spans) if asked else 0
         if opened.logged:
             return self._return_along_log(opened, received)
@@ -183,10 +194,9 @@ class Recovery:
         )
         replayer = self.replayer
         if replayer is None:
-            raise ConfigError(
-                f"{manifest.directory} in memory is a step of a gradient log, whose updates nobody here makes once "
-                "more. Remove it with moe-ckpt memory clear, to go on from what storage has"
-            )
+            raise ConfigError(_NOBODY.format(manifest.directory))
+        if any(largest(comm, [not replayer.fits(log_here)])):
+            return self._return_by_dense(opened)
         plan = plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), opened_inventories(opened))
         plan = replace(plan, updates=(log_here.steps[0], manifest.step))
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
@@ -210,10 +220,17 @@ class Recovery:
             plan=plan,
         )
 
+    def _return_by_dense(self, opened: OpenedMemory) -> Restored:
+        """The same of a log that was written in another layout."""
+        if self.make_dense is None:
+            raise ConfigError(_NOBODY.format(opened.manifest.directory))
+        return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense))
+
     def _proven(self, opened: OpenedMemory) -> tuple[tuple[OpenedMemory, tuple[Span, ...]], bool]:
         """What was opened, what this rank reads of it, and whether some of that lies on other nodes."""
         opened.reader.prove(opened.manifest)
-        spans = tuple(self.spans(opened))
+        foreign = opened.logged and opened.manifest.world_size != self.comm.world_size
+        spans = () if foreign else tuple(self.spans(opened))
         return (opened, spans), opened.slots.needs_others(spans)
 
     def spans(self, opened: OpenedMemory) -> Iterator[Span]:

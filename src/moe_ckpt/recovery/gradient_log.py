@@ -18,7 +18,8 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import box_of, copy_slices, parameters_of
 from moe_ckpt.recovery.slices import find_damage
 
-_PLAIN = "gradient_log"
+PLAIN = "gradient_log"
+"""Its key in the plain state of a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +62,7 @@ class StoredLog(LoggedSteps):
         parameters = parameters_of(state)
         found = zip(self.steps, snapshots, strict=True)
         self._needed = {step: list(needed_gradients(each, self.anchors, parameters)) for step, each in found}
-        self._plain = {step: dict(self._read(each, rank)) for step, each in zip(self.steps, snapshots, strict=True)}
-
-    def _read(self, snapshot: LoggedSnapshot, rank: int) -> Mapping[str, Any]:
-        manifest = snapshot.manifest
-        found = self._reader.state(manifest, rank).get(_PLAIN)
-        if not isinstance(found, Mapping):
-            path = state_path(manifest.directory, rank)
-            raise CoverageError(f"gradient log of {manifest.directory}", (f"{path} tells nothing of updates",))
-        return found
+        self._plain = {each.manifest.step: dict(plain_of(reader, each.manifest, rank)) for each in snapshots}
 
     def verify(self) -> None:
         """Raises ``DamagedError`` if a gradient that this rank will read is damaged."""
@@ -97,6 +90,20 @@ class StoredLog(LoggedSteps):
             if (found := tuple(stored for stored in group if anchors[stored.entry.operator] == step))
         }
         copy_slices(self._reader, those, self._state.tensors())
+
+
+def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str, Any]:
+    """Returns what a rank recorded of the updates of a snapshot's step.
+
+    Raises:
+        CoverageError: Nothing.
+        DamagedError: As ``StoreReader.state``.
+    """
+    found = reader.state(snapshot, rank).get(PLAIN)
+    if not isinstance(found, Mapping):
+        path = state_path(snapshot.directory, rank)
+        raise CoverageError(f"gradient log of {snapshot.directory}", (f"{path} tells nothing of updates",))
+    return found
 
 
 def anchors_of(manifest: Manifest, chained: Collection[str]) -> dict[str, int]:

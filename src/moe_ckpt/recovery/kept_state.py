@@ -10,7 +10,8 @@ from moe_ckpt.core.memory_shares import MemoryCheckpoint, checkpoints_of
 from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.part import pruned
-from moe_ckpt.recovery.memory_checkpoints import BESIDE, MemoryCheckpoints, OpenedMemory
+from moe_ckpt.recovery.memory_checkpoints import BESIDE, MemoryCheckpoints
+from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_views import SnapshotFacts, View
 from moe_ckpt.slices.compiling import HELD

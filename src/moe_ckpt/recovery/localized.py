@@ -16,7 +16,8 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
 from moe_ckpt.recovery.kept_state import KeptState
-from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints, OpenedMemory
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of
 from moe_ckpt.recovery.slot_views import age_of

@@ -12,9 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.memory_shares import (
@@ -31,12 +29,12 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import Counts, TokenBook
-from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError, RecoveryLoopError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     Manifest,
+    ModelRecord,
     OperatorRecord,
     SlotRecord,
     step_dir,
@@ -46,6 +44,7 @@ from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
+from moe_ckpt.recovery.opened_memory import OpenedMemory, RankMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_storage import SlotFile, SlotStorage
 from moe_ckpt.recovery.slot_views import (
@@ -55,7 +54,6 @@ from moe_ckpt.recovery.slot_views import (
     View,
     age_of,
     packed_header,
-    place_of,
     share_of,
     told_of,
     unpacked_headers,
@@ -73,39 +71,6 @@ MOST_STARTS = 3
 """From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
 
 
-@dataclass(frozen=True, eq=False)
-class OpenedMemory:
-    """A checkpoint of which memory gives at least a part.
-
-    Attributes:
-        reader: Reads it.
-        slots: What of it is in memory.
-        manifest: Of it.
-        beneath: The checkpoint on storage that it is, or that it is laid over; None if storage has nothing of it.
-        fresh: Operators that memory has, and storage not as of the same step -> the tokens that they have seen, if they
-            are experts.
-        logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
-        chained: Operators whose anchors gradients bring to its step. The others are as the manifest says.
-    """
-
-    reader: StoreReader
-    slots: SlotStorage
-    manifest: Manifest
-    beneath: Manifest | None
-    fresh: Mapping[str, int]
-    logged: tuple[LoggedSnapshot, ...] = ()
-    chained: frozenset[str] = frozenset()
-
-    def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
-        """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""
-        chosen = self.fresh.keys() & set(operators)
-        seen = np.zeros_like(np.asarray(self.manifest.tokens["applied"], dtype=np.int64))
-        for operator in chosen:
-            if operator.startswith(EXPERT):
-                seen[place_of(operator)] = self.fresh[operator]
-        return seen if chosen else None
-
-
 class MemoryCheckpoints:
     """What the slots of earlier lives hold together. Made and used by all ranks, on the training thread.
 
@@ -117,15 +82,17 @@ class MemoryCheckpoints:
     Attributes:
         stored: Directories of the checkpoints on storage, newest first, as rank 0 lists them.
         standing: Whether this run may go on from what memory holds.
+        used: Path of a file of the checkpoint opened last -> the slot that it comes from.
+        paths: Where each slot lies.
 
     Raises:
         MoECheckpointError, OSError: Rank 0 cannot list the store.
         PeerLostError: A peer is gone.
     """
 
-    def __init__(self, comm: Communicator, tier: MemoryTier, reader: StoreReader) -> None:
+    def __init__(self, comm: Communicator, tier: RankMemory, reader: StoreReader) -> None:
         self._comm, self._tier, self._reader = comm, tier, reader
-        self._used: Mapping[str, Share] = {}
+        self.used: Mapping[str, Share] = {}
         self._given_up: set[str] = set()
         self._noted: set[int] = set()
         self._own = tier.left.found
@@ -136,17 +103,19 @@ class MemoryCheckpoints:
         self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
         self.standing = Standing(comm, self.stored)
         self.shares: list[Share] = []
-        self._paths: dict[Share, str] = {}
+        self.paths: dict[Share, str] = {}
         for holder, (_, node, paths, told) in enumerate(ranks):
             for path, fields in zip(paths, told, strict=True):
                 share = share_of(holder, node, fields)
                 self.shares.append(share)
-                self._paths[share] = path
+                self.paths[share] = path
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
-        standing = [each for each in checkpoints_of(self.shares) if self.standing.may_use(each)]
+        standing = [each for each in checkpoints_of(self.shares) if self.standing.stands(each)]
         whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
+        # What ``moe-ckpt densify`` made of a log stands on storage by itself.
+        whole -= {step_dir(each.step, each.generation) for each in standing if each.is_log} & set(self.stored)
         parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
         return sorted((whole | parts.intersection(self.stored)) - self._given_up, key=age_of, reverse=True)
 
@@ -163,6 +132,10 @@ class MemoryCheckpoints:
         candidates = [e for e in checkpoints_of(self.shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
         self._note_start(directory, checkpoint)
+        return self.opener(checkpoint)
+
+    def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
+        """As ``ask``, of a checkpoint that nobody goes on from here and now."""
         known = [(*age_of(name), name) for name in self.stored]
         names = base_of(checkpoint, known)
         here = _readable(self._reader, names[:1])
@@ -184,7 +157,7 @@ class MemoryCheckpoints:
         if problem is not None:
             log.warning("what memory holds of %s cannot be used as it is: %s", directory, problem)
         path = problem.path if isinstance(problem, DamagedError) else ""
-        share = self._used.get(path)
+        share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
         bad = {tuple(told) for raw in self._comm.everyone(json.dumps(mine).encode()) if (told := json.loads(raw))}
         for holder, number in sorted(bad):
@@ -211,7 +184,7 @@ class MemoryCheckpoints:
         Args:
             step: None if memory gave nothing.
         """
-        shares = () if step is None else self._used.values()
+        shares = () if step is None else self.used.values()
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         kept = [self._own[number] for number in sorted(numbers)]
         self._own = ()  # nobody but ``left`` knows what it lets go of
@@ -230,7 +203,7 @@ class MemoryCheckpoints:
         shares = checkpoint.shares
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:
-            slots = [f"{self._paths[share]} (rank {share.writer}'s, on rank {share.holder})" for share in shares]
+            slots = [f"{self.paths[share]} (rank {share.writer}'s, on rank {share.holder})" for share in shares]
             files = self._tier.files
             raise RecoveryLoopError(directory, starts, slots, files.run_id, str(files.path.parents[3]))
         for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
@@ -301,7 +274,7 @@ class MemoryCheckpoints:
             files |= {path: file for part in parts for path, file in part.files.items()}
         if checkpoint.is_log or checkpoint.is_window:
             chained = view.brought_to(described[count - 1].require_facts(checkpoint.step))
-        self._used = {}
+        self.used = {}
         reader, slots = self.reading(manifest, files, [*parts, *(layer.part for layer in layers)])
         return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained)
 
@@ -315,10 +288,10 @@ class MemoryCheckpoints:
             files: By their paths.
             parts: That they are of.
         """
-        self._used = {**self._used, **{path: file.share for path, file in files.items()}}
+        self.used = {**self.used, **{path: file.share for path, file in files.items()}}
         checker = self._tier.left.checker
-        checker.only({self._own[each.number] for each in self._used.values() if each.holder == self._comm.rank})
-        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self._paths, files, checker)
+        checker.only({self._own[each.number] for each in self.used.values() if each.holder == self._comm.rank})
+        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self.paths, files, checker)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         headers = {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files}
         reader.add(manifest, headers, slots.is_sound)
@@ -397,7 +370,7 @@ class MemoryCheckpoints:
         beneath: Manifest | None,
     ) -> Manifest:
         """The manifest of a checkpoint, which lacks its files and the ranks' states."""
-        book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *self._grid)
+        book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *_grid(self._tier.model))
         book.applied = facts.applied.reshape(book.applied.shape).copy()
         book.faults = list(facts.faults)
         book.saved = {Tier.STORAGE: book.saved[Tier.STORAGE]}
@@ -437,10 +410,10 @@ class MemoryCheckpoints:
             found.setdefault(entry.operator, []).append((entry.key, entry.box))
         return frozenset(op for op, those in found.items() if _covers(op, blocks[op], those))
 
-    @property
-    def _grid(self) -> tuple[int, int]:
-        layers = self._tier.model.layers
-        return len(layers), max((layer.experts for layer in layers), default=0)
+
+def _grid(model: ModelRecord) -> tuple[int, int]:
+    """(layers, experts of the largest)."""
+    return len(model.layers), max((layer.experts for layer in model.layers), default=0)
 
 
 def _gradients_of(snapshot: SnapshotFacts) -> Sequence[str]:

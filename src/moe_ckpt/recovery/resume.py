@@ -22,6 +22,7 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, open_dense, rank_of_state
 from moe_ckpt.recovery.localized import LocalAttempt
+from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader
@@ -47,6 +48,7 @@ def resume_newest(
     read_patience_secs: float = PATIENCE_SECS,
     replayer: UpdateReplayer | None = None,
     logs: KeptLogs | None = None,
+    make_dense: MakeDense | None = None,
 ) -> Restored | None:
     """Loads the newest good checkpoint into ``state``; returns None if the store has none.
 
@@ -63,6 +65,7 @@ def resume_newest(
         read_patience_secs: How long, in all, failing reads are tried again before that.
         replayer: Makes the updates of a gradient log once more, if the policy keeps one.
         logs: What crossed the boundaries of pipeline stages, so that only some need go back; None without.
+        make_dense: Opens a gradient log of other ranks, or of another layout; None: it is passed over.
 
     Raises:
         OtherLayoutError: There are sparse windows of another layout, and no dense checkpoint to take instead.
@@ -73,7 +76,7 @@ def resume_newest(
         StoreError: One of these on another rank, with its message.
     """
     reader = StoreReader(storage, read_patience_secs)
-    recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer)
+    recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer, make_dense)
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
     listing = f"list the store {storage.root}"
     directories = memory.stored if memory is not None else by_rank_zero(comm, reader.directories, listing)

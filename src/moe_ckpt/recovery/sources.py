@@ -15,7 +15,7 @@ from moe_ckpt.core.recovery_plan import ABSENT, Inventory
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex
-from moe_ckpt.recovery.memory_checkpoints import OpenedMemory
+from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import copy_slices, parameters_of, prepare, verify_needed

@@ -24,10 +24,6 @@ class Standing:
         self._comm, self._stored = comm, stored
         self._said: set[str] = set()
 
-    def may_use(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Whether the run can go on from it, and storage does not say that it must not."""
-        return self.stands(checkpoint) and self._fits(checkpoint)
-
     def stands(self, checkpoint: MemoryCheckpoint) -> bool:
         """Whether storage still has what it had when the checkpoint began, or what replaced that.
 
@@ -47,24 +43,6 @@ class Standing:
                 checkpoint.base,
             )
         return stands
-
-    def _fits(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Whether this run can make the updates of a gradient log once more; others are left for dense checkpoints."""
-        ranks = self._comm.world_size
-        fits = not checkpoint.is_log or checkpoint.writers == ranks
-        if not fits:
-            self._say(
-                "log",
-                "memory holds a gradient log up to step %d, which %d ranks wrote. This run has %d, which cannot make "
-                "its updates once more: the newest dense checkpoint is taken instead. To go on from step %d, stop now "
-                "and start %d ranks",
-                checkpoint.step,
-                checkpoint.writers,
-                ranks,
-                checkpoint.step,
-                checkpoint.writers,
-            )
-        return fits
 
     def _say(self, about: str, words: str, *values: object) -> None:
         if self._comm.rank == 0 and about not in self._said:

@@ -119,7 +119,7 @@ class LocalState:
                 continue
             _, span = holders(self.catalog, tensor)[place]
             for rows in dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,):
-                piece = _piece(operator, rows, tensor, block, prefix, types.get(tensor.parameter))
+                piece = _piece(operator, rows, tensor, block, prefix, types.get(tensor.parameter, tensor.stored))
                 pieces += [] if piece is None else [piece]
         return self._shelf.add(operator, pieces, self._places)
 

@@ -93,11 +93,20 @@ def compute_bytes(tensor: StateTensor, compute: ComputeTypes, elements: int) -> 
     return elements * (tensor.local.element_size() if dtype is None else itemsize(dtype))
 
 
-def operator_bytes(catalog: Catalog, specs: Sequence[TensorSpec], compute: ComputeTypes) -> dict[str, OperatorBytes]:
+def operator_bytes(
+    catalog: Catalog, specs: Sequence[TensorSpec], compute: ComputeTypes, gradient: str | None = None
+) -> dict[str, OperatorBytes]:
     """What each operator weighs, all ranks together; equal on every rank.
 
     Gradients are told if any tensor tells its own: what no optimizer updates has none.
+
+    Args:
+        catalog: Of the model.
+        specs: Of its tensors.
+        compute: Types of weights as kernels read them.
+        gradient: Type that wider gradients are saved in; None for their own.
     """
+    widest = None if gradient is None else itemsize(gradient)
     full, read, weights, consumed = (dict.fromkeys(catalog.by_id, 0) for _ in range(4))
     for tensor in specs:
         size = itemsize(tensor.dtype)
@@ -108,7 +117,8 @@ def operator_bytes(catalog: Catalog, specs: Sequence[TensorSpec], compute: Compu
             if is_weight(tensor):
                 weights[op.id] += elements * size
                 read[op.id] += elements * itemsize(compute.get(tensor.parameter, tensor.dtype))
-                consumed[op.id] += 0 if tensor.gradient is None else elements * itemsize(tensor.gradient)
+                width = 0 if tensor.gradient is None else itemsize(tensor.gradient)
+                consumed[op.id] += elements * (width if widest is None else min(width, widest))
     told = any(tensor.gradient is not None for tensor in specs)
     return {op: OperatorBytes(full[op], read[op], consumed[op] if told else None, weights[op]) for op in full}
 

@@ -1,0 +1,92 @@
+"""``moe-ckpt densify``: a dense checkpoint from the gradient log that a run left in memory."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+EPILOG = """\
+examples:
+  moe-ckpt densify runs/x                              the newest step that memory on this node can be brought to
+  moe-ckpt densify runs/x --step 1234                  another step of the log
+  moe-ckpt densify runs/x --list                       which steps can be made
+  moe-ckpt densify runs/x --memory /mnt/node0 --memory /mnt/node1
+                                                       directories of several nodes, brought to this machine
+
+the result is an ordinary checkpoint of the store, equal in every bit to what the run had: start any number of ranks, in
+any layout, and they resume from it. On another kind of device than the one that trained, last bits may differ, which
+is said.
+
+exit code: 0 written, 1 what is needed is damaged, 2 not written (the reason is on stderr)
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "densify",
+        help="make a dense checkpoint of any step of a gradient log",
+        description="Make a dense checkpoint from what a run left in memory: anchors, and the gradients that its "
+        "optimizers consumed since (policy GradientLog). No process of the run may be alive. What lies in memory "
+        "stays as it is.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("store", help="store of the run: a directory or URL; the checkpoint is written there")
+    parser.add_argument(
+        "--memory",
+        action="append",
+        metavar="DIR",
+        help="as in Memory(directory=...), once for each node; default /dev/shm",
+    )
+    parser.add_argument("--step", type=int, help="which; default: the newest that can be made")
+    parser.add_argument("--list", action="store_true", help="print the steps that can be made, and write nothing")
+    parser.add_argument("--device", help="cpu or cuda; default: what trained, if it is here")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module first, which registers an optimizer's class (moe_ckpt.gradients.coupling.register)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """0 when the checkpoint was written, or the steps were listed."""
+    from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.errors import ConfigError
+    from moe_ckpt.gradients.densify import densify, steps_in_memory
+    from moe_ckpt.recovery.reader import StoreReader, locate, require_store
+
+    storage, directory = locate(args.store)
+    if directory is not None:
+        raise ConfigError(f"{args.store} is a step directory: give its store, and --step")
+    require_store(StoreReader(storage), args.store)
+    roots = args.memory or ["/dev/shm"]
+    for module in args.imports:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"--import {module}: {error}") from error
+    if args.list:
+        steps = steps_in_memory(storage, roots)
+        print(json.dumps({"steps": steps}) if args.json else "\n".join(map(str, steps)))
+        return 0
+    with progress_bar("densifying") as progress:
+        done = densify(storage, roots, args.step, args.device, progress)
+    where = f"{storage.root}/{done.manifest.directory}"
+    if done.inexact:
+        print(f"moe-ckpt densify: last bits may differ from the run's: {done.inexact}", file=sys.stderr)
+    if args.json:
+        told = {"path": where, "step": done.manifest.step, "updates": done.updates, "nbytes": done.nbytes}
+        print(json.dumps({**told, "exact": not done.inexact, "device": str(done.device)}, indent=2))
+        return 0
+    times = f"{done.updates} update{'s' * (done.updates != 1)} made once more on {done.device}"
+    print(f"step {done.manifest.step}, {human_bytes(done.nbytes)}, {times}:", file=sys.stderr)
+    print(where)
+    return 0

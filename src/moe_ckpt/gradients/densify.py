@@ -1,0 +1,137 @@
+"""Makes a dense checkpoint of a step that memory holds, in the store of its run, when no rank of that is alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_ckpt.engine.collect import clean_start
+from moe_ckpt.engine.made_dense import commit_made
+from moe_ckpt.format.manifest import Manifest, group_of
+from moe_ckpt.gradients.densifying import Densifier
+from moe_ckpt.gradients.layout import Device
+from moe_ckpt.recovery.memory_outside import MemoryOutside
+from moe_ckpt.recovery.opened_memory import OpenedMemory
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.lock import StoreLock
+
+Tell = Callable[[float, float, str], None]
+"""(bytes done, of how many, what is done now) -> None."""
+
+
+@dataclass(frozen=True)
+class Densified:
+    """A dense checkpoint that was made.
+
+    Attributes:
+        manifest: Of it.
+        updates: Steps whose updates were made once more.
+        nbytes: That were written.
+        device: That the updates were made on.
+        trained_on: What the run made them on; empty if there were none to make.
+    """
+
+    manifest: Manifest
+    updates: int
+    nbytes: int
+    device: Device
+    trained_on: tuple[Device, ...]
+
+    @property
+    def inexact(self) -> str:
+        """Why last bits may differ from the run's; empty if they do not."""
+        kinds = {each.type for each in self.trained_on}
+        if self.updates and kinds - {self.device.type}:
+            return f"the run made its updates on {_said(self.trained_on)}, and this is {self.device}"
+        if self.updates and self.device not in self.trained_on:
+            return f"the run made its updates on {_said(self.trained_on)}, and this is {self.device}: another model"
+        return ""
+
+
+def _said(devices: Sequence[Device]) -> str:
+    return " and ".join(map(str, devices))
+
+
+def densify(
+    storage: Storage,
+    roots: Sequence[str],
+    step: int | None = None,
+    device: str | None = None,
+    tell: Tell = lambda done, total, what: None,
+) -> Densified:
+    """Makes a dense checkpoint from what a run that ended left in memory. On one process, with no rank alive.
+
+    Args:
+        storage: Of the run's store.
+        roots: Memory directories, as in ``Memory(directory=...)``, of all nodes that are left.
+        step: Which; None for the newest that can be made.
+        device: To make updates on, as torch names it; None for the kind that trained, or the CPU where there is none.
+        tell: Told of progress.
+
+    Returns:
+        What was made. After an error nothing of it is left in the store.
+
+    Raises:
+        NoCheckpointError: The step cannot be made; says which operators lack which steps. Or the store has it.
+        StoreInUseError, StoreError: A process of the run is alive.
+        StoreUnwritableError: The store is full, or cannot be written.
+        CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.share``.
+    """
+    with StoreLock(storage, "moe-ckpt densify"), MemoryOutside(StoreReader(storage), roots) as memory:
+        made: list[Densifier] = []
+
+        def verify(opened: OpenedMemory) -> None:
+            made[:] = [Densifier(opened)]
+            made[0].verify(range(opened.manifest.world_size))
+
+        opened = memory.opened(step, verify)
+        manifest = opened.manifest
+        clean_start(storage)
+        try:
+            done = _write(storage, made[0], torch.device(device) if device else made[0].device(), tell)
+            check_checkpoint(StoreReader(storage), StoreReader(storage).manifest(manifest.directory))
+        except BaseException:
+            _remove(storage, manifest.directory)
+            raise
+        return done
+
+
+def _remove(storage: Storage, directory: str) -> None:
+    """What was written of a checkpoint that is none."""
+    for name in storage.list(directory):
+        if group_of(name) is not None:
+            storage.delete(f"{directory}/{name}")
+    storage.delete_dir(directory)
+
+
+def _write(storage: Storage, densifier: Densifier, device: torch.device, tell: Tell) -> Densified:
+    manifest, before = densifier.manifest, torch.get_num_threads()
+    torch.set_num_threads(densifier.threads(device) or before)
+    ranks = range(manifest.world_size)
+    total, done = densifier.nbytes(ranks), 0
+
+    def told(nbytes: int, what: str) -> None:
+        nonlocal done
+        done += nbytes
+        tell(done, total, what)
+
+    rows, nbytes = [], 0
+    try:
+        here = Device.of(device)
+        for rank in ranks:
+            share = densifier.write(storage, rank, device, told)
+            rows.append(share.rows)
+            nbytes += share.nbytes
+    finally:
+        torch.set_num_threads(before)
+    made = commit_made(storage, manifest, rows, densifier.parent)
+    return Densified(made, densifier.updates, nbytes, here, densifier.devices)
+
+
+def steps_in_memory(storage: Storage, roots: Sequence[str]) -> list[int]:
+    """Returns the steps that ``densify`` can make, newest first. Arguments and errors: see there."""
+    with MemoryOutside(StoreReader(storage), roots) as memory:
+        return memory.steps()

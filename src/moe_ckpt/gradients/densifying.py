@@ -1,0 +1,463 @@
+"""A dense checkpoint of one step of a gradient log, by optimizers without a model: one rank's share after the other.
+
+What a rank wrote of the log's anchors it writes again here, as of the step, from optimizers that hold the units in
+which that lies. So the host memory needed is that of the rank with most, and ranks can be dealt out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.core.operators import Span
+from moe_ckpt.engine.made_dense import WrittenShare, state_without, write_made_share
+from moe_ckpt.errors import CoverageError, NoCheckpointError
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import state_path
+from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.gradients.detached import OptimizerKind, detached
+from moe_ckpt.gradients.layout import Device, UpdateLayout
+from moe_ckpt.gradients.replay import OptimizerReplay
+from moe_ckpt.gradients.returning import LogReplayer
+from moe_ckpt.gradients.units import Piece, Unit
+from moe_ckpt.gradients.updates import WEIGHT, Block
+from moe_ckpt.ports import LoggedSteps
+from moe_ckpt.recovery.gradient_log import PLAIN, anchors_of, parameter_of, plain_of
+from moe_ckpt.recovery.index import StateKey, StoredSlice, TensorIndex, overlapping, split_key
+from moe_ckpt.recovery.opened_memory import OpenedMemory
+from moe_ckpt.recovery.slices import block, find_damage
+from moe_ckpt.storage.base import Storage
+
+_MODEL = "model/"
+Tell = Callable[[int, str], None]
+"""(bytes read or made, what is being done) -> None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """One slice as of the step. entry: Without place and checksum. data: ``[nbytes]`` uint8 on the host."""
+
+    entry: SliceEntry
+    data: torch.Tensor
+
+
+class Densifier:
+    """Makes what each rank of a log wrote, as of the log's last step. Reads no slice before ``verify``.
+
+    Args:
+        opened: The log, or a checkpoint that stands by itself.
+
+    Raises:
+        NoCheckpointError: An operator does not reach the step.
+        CoverageError: The log tells nothing of what it was written from.
+        DamagedError: What it tells is damaged.
+    """
+
+    def __init__(self, opened: OpenedMemory) -> None:
+        self._opened, self._reader, self.manifest = opened, opened.reader, opened.manifest
+        self._index: TensorIndex = opened.reader.index(opened.manifest)
+        self.anchors = anchors_of(opened.manifest, opened.chained)
+        _require_reached(opened)
+        ranks = range(self.manifest.world_size)
+        self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []
+        self._shares: dict[int, _RankShare] = {}
+        self._updated = {p.parameter for layout in self.layouts for unit in layout.units for p in unit.pieces}
+
+    def _layout(self, rank: int) -> UpdateLayout:
+        snapshot = self._opened.logged[-1].manifest
+        path = state_path(snapshot.directory, rank)
+        told = plain_of(self._reader, snapshot, rank)
+        if "layout" not in told:
+            raise CoverageError(
+                f"gradient log of {snapshot.directory}",
+                (
+                    f"{path} tells nothing of what the optimizers update: it was written by an older release. Start "
+                    "the run again, with the ranks and the layout that it had, to go on from memory",
+                ),
+            )
+        return UpdateLayout.decoded(told["layout"], path)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """On which updates were made, each once."""
+        return tuple(dict.fromkeys(layout.device for layout in self.layouts))
+
+    @property
+    def updates(self) -> int:
+        """Steps whose updates are made once more."""
+        return max(0, len(self._opened.logged) - 1)
+
+    @cached_property
+    def _written(self) -> Mapping[int, Sequence[StoredSlice]]:
+        """Rank -> the slices that are its own, each element of each tensor once."""
+        found: dict[int, list[StoredSlice]] = defaultdict(list)
+        for stored in self._index.live:
+            found[stored.file.rank].append(stored)
+        return found
+
+    def nbytes(self, ranks: Iterable[int]) -> int:
+        """Returns how many bytes ``share`` of these ranks will tell of."""
+        return sum(self._rank(rank).nbytes for rank in ranks)
+
+    def verify(self, ranks: Iterable[int]) -> None:
+        """Raises ``DamagedError`` if a slice that the share of one of these ranks needs is damaged."""
+        wanted = {stored for rank in ranks for stored in self._rank(rank).wanted}
+        for stored, error in find_damage(self._reader.storage, wanted):
+            if error is not None:
+                raise error
+            self._reader.note_verified(stored)
+
+    def wanted(self, ranks: Iterable[int]) -> Iterator[StoredSlice]:
+        """Yields the slices that the shares of these ranks need."""
+        for rank in ranks:
+            yield from self._rank(rank).wanted
+
+    def share(self, rank: int, device: torch.device | str, tell: Tell = lambda nbytes, what: None) -> list[Made]:
+        """Returns what a rank writes of the checkpoint.
+
+        Args:
+            rank: Of those that wrote the log.
+            device: To step on.
+            tell: Told of progress.
+
+        Raises:
+            CoverageError: A gradient lacks elements.
+            UnsupportedError: A class of optimizers is not known here.
+            ReplayDivergedError: Step counts become others than were recorded.
+        """
+        return self._rank(rank).made(device, tell)
+
+    def write(
+        self,
+        storage: Storage,
+        rank: int,
+        device: torch.device | str,
+        tell: Tell = lambda nbytes, what: None,
+    ) -> WrittenShare:
+        """Makes and writes a rank's share of the checkpoint, which exists once ``commit_made`` was called with all.
+
+        Args:
+            storage: Of the store.
+            rank, device, tell: As of ``share``.
+
+        Raises:
+            OSError: It cannot be written.
+            CoverageError, UnsupportedError, ReplayDivergedError: As ``share``.
+        """
+        slices = [(made.entry, made.data) for made in self.share(rank, device, tell)]
+        prefix = f"side/{rank}/"
+        side = {key: stored for key, stored in self._index.side.items() if key.startswith(prefix)}
+        kept = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
+        slices += [(_unplaced(stored.entry), _bytes_of(values)) for stored, values in self.read(kept)]
+        path = state_path(self.manifest.directory, rank)
+        state = state_without(self._reader.storage.read(path), PLAIN, path)
+        return write_made_share(storage, self.manifest, rank, slices, state)
+
+    @property
+    def parent(self) -> str | None:
+        """As ``Manifest.parent``: what the life that wrote the log came from."""
+        beneath = self._opened.beneath
+        if beneath is None or beneath.generation != self.manifest.generation:
+            return None if beneath is None else beneath.directory
+        return beneath.parent
+
+    def device(self) -> torch.device:
+        """Returns what updates are made on here: the kind that trained, if there is one."""
+        on_gpu = any(each.type == "cuda" for each in self.devices) and torch.cuda.is_available()
+        return torch.device("cuda" if on_gpu else "cpu")
+
+    def threads(self, device: torch.device) -> int | None:
+        """Returns of how many threads torch is to divide updates between, to come to the same bits; None for any."""
+        found = {each.threads for each in self.devices if each.type == "cpu"}
+        return found.pop() if device.type == "cpu" and len(found) == 1 else None
+
+    def _rank(self, rank: int) -> _RankShare:
+        if rank not in self._shares:
+            self._shares[rank] = _RankShare(self, rank, self._written.get(rank, ()))
+        return self._shares[rank]
+
+    # --- for ``_RankShare`` ---
+
+    def is_updated(self, parameter: str) -> bool:
+        """Whether an optimizer of any rank updates it."""
+        return parameter in self._updated
+
+    def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
+        """Yields all anchors of these blocks: weights, and optimizer state of them."""
+        for key, group in self._index.tensors.items():
+            fqn = split_key(key).fqn
+            if fqn not in parameters:
+                continue
+            if self.is_shaped(key):
+                yield from dict.fromkeys(s for box in parameters[fqn] for s, _ in overlapping(group, box))
+            else:
+                yield from group
+
+    def is_shaped(self, key: str) -> bool:
+        """Whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of one.)"""
+        shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
+        return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
+
+    def gradients_of(self, parameters: Mapping[str, Sequence[Box]]) -> Mapping[int, Sequence[StoredSlice]]:
+        """Returns step -> the gradients that these blocks consumed since their operators' anchors."""
+        found: dict[int, list[StoredSlice]] = {}
+        for snapshot in self._opened.logged:
+            step = snapshot.manifest.step
+            found[step] = [
+                stored
+                for stored in snapshot.gradients
+                if self.anchors[stored.entry.operator] < step
+                and any(stored.entry.box.overlap(box) for box in parameters.get(parameter_of(stored.entry.key), ()))
+            ]
+        return found
+
+    def plain(self, rank: int) -> Mapping[int, Mapping[str, Any]]:
+        """Returns step -> what a rank recorded of its updates."""
+        return {each.manifest.step: plain_of(self._reader, each.manifest, rank) for each in self._opened.logged}
+
+    def read(self, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+        """Yields slices with their values."""
+        return self._reader.read_many(wanted)
+
+    def spans(self) -> Mapping[str, Sequence[Span]]:
+        """Returns operator -> its rows of parameters."""
+        return self._spans
+
+    @cached_property
+    def _spans(self) -> Mapping[str, Sequence[Span]]:
+        rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
+        for key, group in self._index.tensors.items():
+            for stored in group if key.startswith(_MODEL) else ():
+                box = stored.entry.box
+                of = rows[stored.entry.operator][split_key(key).fqn]
+                if box.volume:
+                    of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
+        return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
+
+
+def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:
+    """Yields ranges of rows that do not touch."""
+    if None in rows:
+        yield Span(parameter)
+        return
+    run: tuple[int, int] | None = None
+    for first, stop in sorted(each for each in rows if each is not None):
+        if run is not None and first <= run[1]:
+            run = run[0], max(run[1], stop)
+        else:
+            if run is not None:
+                yield Span(parameter, *run)
+            run = first, stop
+    if run is not None:
+        yield Span(parameter, *run)
+
+
+def _require_reached(opened: OpenedMemory) -> None:
+    manifest = opened.manifest
+    behind = {op: rec.step for op, rec in manifest.operators.items() if op not in opened.chained}
+    behind = {op: step for op, step in behind.items() if step != manifest.step}
+    if behind:
+        shown = ", ".join(f"{op} (step {step})" for op, step in list(behind.items())[:4])
+        more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
+        raise NoCheckpointError(
+            f"step {manifest.step} cannot be made: its policy did not log every operator. {shown}{more} are older, and "
+            "no gradients bring them to it"
+        )
+
+
+class _RankShare:
+    """The share of one rank, with all that it follows from."""
+
+    def __init__(self, of: Densifier, rank: int, slices: Sequence[StoredSlice]) -> None:
+        self._of, self._rank, self._slices = of, rank, slices
+        needed = {split_key(stored.entry.key).fqn for stored in slices}
+        layout = of.layouts[rank] if of.layouts else None
+        self._layout = layout
+        self.units = tuple(
+            unit for unit in (layout.units if layout else ()) if any(p.parameter in needed for p in unit.pieces)
+        )
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        for unit in self.units:
+            for piece in unit.pieces:
+                boxes[piece.parameter].append(piece.box)
+        self._boxes = boxes
+        self.anchors = list(of.stored_of(boxes))
+        self.gradients = of.gradients_of(boxes)
+
+    @property
+    def wanted(self) -> Iterator[StoredSlice]:
+        yield from self.anchors
+        yield from self._slices
+        for those in self.gradients.values():
+            yield from those
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.wanted)
+
+    def made(self, device: torch.device | str, tell: Tell) -> list[Made]:
+        plain = self._of.plain(self._rank)
+        replay = detached(_kinds(self._layout, plain, torch.device(device)), self.units, device)
+        if self._layout is not None:
+            log = _RankLog(self._of, self, replay, self._layout, plain, tell)
+            replayer = _DetachedReplayer(replay, self._of.spans())
+            replayer.check(log)
+            replayer.replay(log)
+        found = []
+        for stored, values in self._of.read(self._slices):
+            fqn = split_key(stored.entry.key).fqn
+            if self._layout is not None and self._of.is_updated(fqn):
+                values = self._read(replay, self._layout, stored.entry)
+            found.append(Made(_unplaced(stored.entry), _bytes_of(values)))
+            tell(stored.nbytes, f"writing the share of rank {self._rank}")
+        return found
+
+    def _read(self, replay: OptimizerReplay, layout: UpdateLayout, entry: SliceEntry) -> torch.Tensor:
+        """Returns a slice as the optimizers have it."""
+        key = split_key(entry.key)
+        whole = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        shaped = self._of.is_shaped(entry.key)
+        missing = entry.box.volume
+        for number, unit, piece in _pieces_of(replay, layout, key):
+            if not missing:
+                break
+            source = replay.tensors[number, unit.name]
+            if key.state is not None and key.state != unit.stored:
+                source = replay.state_of(number, unit.name)[key.state]
+            if not shaped:
+                return block(source.detach(), (0,) * source.dim(), entry.box) if entry.shape else source.detach()
+            part = piece.part(entry.box)
+            if part is not None:
+                block(whole, entry.offsets, part.box).copy_(part.view(source.detach()))
+                missing -= part.box.volume
+        if missing:
+            found = f"{entry.name} of {entry.operator} is updated elsewhere: {missing:,} elements are not of this rank"
+            raise CoverageError(f"the share of rank {self._rank}", (found,))
+        return whole
+
+
+def _unplaced(entry: SliceEntry) -> SliceEntry:
+    return replace(entry, begin=0, end=0, checksum="")
+
+
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the host."""
+    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def _pieces_of(replay: OptimizerReplay, layout: UpdateLayout, key: StateKey) -> Iterator[tuple[int, Unit, Piece]]:
+    """Yields (number of the optimizer, unit, piece) of a tensor of the checkpoint."""
+    for number, prefix in enumerate(layout.keys):
+        if key.optimizer in (None, prefix):
+            for unit, piece in replay.pieces.of(number, key.fqn):
+                yield number, unit, piece
+
+
+def _kinds(
+    layout: UpdateLayout | None, plain: Mapping[int, Mapping[str, Any]], device: torch.device
+) -> list[OptimizerKind]:
+    """Returns what the optimizers were at their first update that is made once more."""
+    groups: dict[int, Sequence[Mapping[str, Any]]] = {}
+    for step in sorted(plain)[1:]:
+        for update in plain[step]["updates"]:
+            groups.setdefault(int(update["optimizer"]), update["groups"])
+    if layout is None:
+        return []
+    found = []
+    for number, name in enumerate(layout.classes):
+        count = 1 + max((unit.group for unit in layout.units if unit.optimizer == number), default=-1)
+        settings = groups.get(number, [{}] * count)
+        found.append(OptimizerKind(name, tuple(_on(device, each) for each in settings)))
+    return found
+
+
+def _on(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what only a GPU can do nothing is asked of a CPU: results are as exact as they can be on another device."""
+    return {**settings, "capturable": False} if settings.get("capturable") and device.type == "cpu" else {**settings}
+
+
+class _DetachedReplayer(LogReplayer):
+    """``LogReplayer`` of optimizers without a model."""
+
+    def __init__(self, replay: OptimizerReplay, spans: Mapping[str, Sequence[Span]]) -> None:
+        self._optimizers, self._spans, self._replay = replay.optimizers, spans, replay
+        self._finish = lambda: None
+
+    def _opened(self) -> OptimizerReplay:
+        return self._replay
+
+
+class _RankLog(LoggedSteps):
+    """``ports.LoggedSteps`` of one rank's units, whose anchors go into optimizers without a model."""
+
+    def __init__(
+        self,
+        of: Densifier,
+        share: _RankShare,
+        replay: OptimizerReplay,
+        layout: UpdateLayout,
+        plain: Mapping[int, Mapping[str, Any]],
+        tell: Tell,
+    ) -> None:
+        self.steps, self.anchors = sorted(plain), of.anchors
+        self._of, self._share, self._replay, self._layout, self._tell = of, share, replay, layout, tell
+        self._plain = {step: self._ours(told) for step, told in plain.items()}
+        for stored in share.anchors:
+            key = split_key(stored.entry.key)
+            if key.state is not None and not of.is_shaped(stored.entry.key):
+                empty = torch.zeros(stored.entry.global_shape, dtype=TORCH_DTYPES[stored.entry.dtype])
+                for number, unit, _ in _pieces_of(replay, layout, key):
+                    tensor = replay.tensors[number, unit.name]
+                    where = tensor.device if stored.entry.on_param_device else torch.device("cpu")
+                    replay.state_of(number, unit.name).setdefault(key.state, empty.to(where))
+
+    def _ours(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What is told of units that are not here is left out."""
+        counts = []
+        for each in told["counts"]:
+            here = [at for at, name in enumerate(each["units"]) if (each["optimizer"], name) in self._replay.tensors]
+            counts.append({**each, "units": [each["units"][at] for at in here], "values": each["values"][here]})
+        return {**told, "counts": counts}
+
+    def plain(self, step: int) -> Mapping[str, Any]:
+        return self._plain[step]
+
+    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        return [(s.entry.key, s.entry.offsets, s.entry.shape) for s in self._share.gradients[step]]
+
+    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        for stored, values in self._of.read(self._share.gradients[step]):
+            self._tell(stored.nbytes, f"making the updates of step {step} once more")
+            yield stored.entry.key, stored.entry.offsets, values
+
+    def load(self, step: int) -> None:
+        due = [stored for stored in self._share.anchors if self.anchors[stored.entry.operator] == step]
+        for stored, values in self._of.read(due):
+            if self._of.is_shaped(stored.entry.key):
+                self._replay.load(step, self._blocks(stored.entry, values))
+            elif stored.entry.shape:  # factors; step counts are told by the log
+                self._load_factors(stored.entry, values)
+            self._tell(stored.nbytes, f"loading the anchors of step {step}")
+
+    def _blocks(self, entry: SliceEntry, values: torch.Tensor) -> Iterator[Block]:
+        key = split_key(entry.key)
+        kinds: dict[int, str] = {}
+        for number, unit, _ in _pieces_of(self._replay, self._layout, key):
+            if key.state is None and unit.stored:
+                continue  # the weights follow from their masters
+            kinds[number] = WEIGHT if key.state in (None, unit.stored) else str(key.state)
+        for number, kind in kinds.items():
+            yield Block(number, key.fqn, kind, entry.box, values, entry.on_param_device)
+
+    def _load_factors(self, entry: SliceEntry, values: torch.Tensor) -> None:
+        """State of another shape than its parameter's, of which each operator has rows or the home has all."""
+        key = split_key(entry.key)
+        for number, unit, _ in _pieces_of(self._replay, self._layout, key):
+            whole = self._replay.state_of(number, unit.name)[str(key.state)]
+            block(whole, (0,) * whole.dim(), entry.box).copy_(values)

@@ -1,0 +1,275 @@
+"""What a run that ended left in memory, looked at from outside of any run: by one process that has all its directories.
+
+Directories of several nodes may have been brought to one machine; peers' copies stand for those of a node that is lost.
+Nothing that lies there is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.core.gradient_chain import LoggedStep, chain
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, snapshots_of
+from moe_ckpt.errors import DamagedError, GradientGapError, MoECheckpointError, NoCheckpointError, StoreError
+from moe_ckpt.format.fragment import Fragment
+from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
+from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.memory.checking import SlotChecker
+from moe_ckpt.memory.directory import (
+    RankDirectory,
+    entries,
+    holder_of,
+    owner_of,
+    rank_directories,
+    said_holder,
+    user_directory,
+)
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.recovery.opened_memory import OpenedMemory
+from moe_ckpt.recovery.reader import StoreReader
+
+log = logging.getLogger("moe_ckpt")
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Place:
+    run_id: str
+    path: Path
+
+
+class _Left:
+    def __init__(self, found: Sequence[FoundSlot]) -> None:
+        self.found = tuple(found)
+        self.checker = SlotChecker(())  # of none: everything is verified when it is read
+
+    def keep(self, used: Collection[FoundSlot]) -> None:
+        """Nobody goes on from here."""
+
+    def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
+        """Nobody does."""
+
+
+class _Memory:
+    """``opened_memory.RankMemory`` of everything that was found."""
+
+    node = ""
+    complete_step: int | None = None
+
+    def __init__(self, found: Sequence[FoundSlot], run_id: str, model: ModelRecord, path: Path) -> None:
+        self.left, self.model, self.files = _Left(found), model, _Place(run_id, path)
+
+
+class MemoryOutside:
+    """The checkpoints in memory directories of a run, for one process. Use as a context: the directories are locked.
+
+    Args:
+        reader: Of the run's store.
+        roots: As in ``Memory(directory=...)``, of all nodes.
+
+    Raises:
+        NoCheckpointError: Nothing of the store's run lies there; says what does. Or the store has no checkpoint yet.
+        StoreError: A process of the run is alive.
+        ConfigError: One of ``roots`` cannot be used.
+    """
+
+    def __init__(self, reader: StoreReader, roots: Sequence[str]) -> None:
+        self._reader = reader
+        self._exit = contextlib.ExitStack()
+        self._bad: set[Share] = set()
+        try:
+            self._open(roots)
+        except BaseException:
+            self._exit.close()
+            raise
+
+    def _open(self, roots: Sequence[str]) -> None:
+        reader, run_id = self._reader, self._reader.identity().run_id
+        model = _model_of(reader)
+        runs = [user_directory(root) / run_id for root in roots]
+        found: list[FoundSlot] = []
+        for run in runs:
+            for _, _, path in rank_directories(run):
+                self._exit.callback(self._locked(path).release)
+                found += _slots_of(path, reader.storage.root)
+        if not found:
+            raise NoCheckpointError(_nothing(reader, roots))
+        self._headers = [each.header for each in found]
+        self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(found, run_id, model, runs[0]), reader)
+
+    @staticmethod
+    def _locked(path: Path) -> RankDirectory:
+        taken = RankDirectory.take(path)
+        if taken is None:
+            raise StoreError(f"{path} is held by {said_holder(holder_of(path))}: its run is alive. End it first")
+        return taken
+
+    def __enter__(self) -> MemoryOutside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def steps(self) -> list[int]:
+        """Returns the steps that can be made and that storage does not have, newest first."""
+        return list(dict.fromkeys(each.step for each in self._complete() if not self._stored(each)))
+
+    def _stored(self, checkpoint: MemoryCheckpoint) -> bool:
+        return step_dir(checkpoint.step, checkpoint.generation) in self.memory.stored
+
+    def _complete(self) -> list[MemoryCheckpoint]:
+        """Newest first. A sparse window is none: it takes forward and backward passes."""
+        found = checkpoints_of([share for share in self.memory.shares if share not in self._bad])
+        return [each for each in found if each.is_complete and not each.is_window and self.memory.standing.stands(each)]
+
+    def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
+        """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.
+
+        Args:
+            step: None for the newest.
+            verify: Reads what is needed. Raises ``DamagedError``.
+
+        Raises:
+            NoCheckpointError: It cannot be made; says which operators lack which steps, or which slots are damaged. Or
+                storage has it.
+            MoECheckpointError: As ``MemoryCheckpoints.opener``.
+        """
+        damages: list[str] = []
+        wanted = step
+        while True:
+            checkpoint = next((each for each in self._complete() if wanted in (None, each.step)), None)
+            if checkpoint is None:
+                raise NoCheckpointError(self._unreached(wanted, damages))
+            if self._stored(checkpoint):
+                directory = step_dir(checkpoint.step, checkpoint.generation)
+                raise NoCheckpointError(f"{self._reader.storage.root}/{directory} is there already")
+            wanted = checkpoint.step  # damage found in the newest is said, and is no reason to take an older one
+            try:
+                opened = self.memory.opener(checkpoint)()
+                opened.reader.prove(opened.manifest)
+                verify(opened)
+            except DamagedError as error:
+                share = self.memory.used.get(error.path)
+                if share is None:
+                    raise
+                self._bad.add(share)
+                damages.append(f"{self.memory.paths[share]} is damaged ({error})")
+                log.warning("%s; it is left out", damages[-1])
+                continue
+            return opened
+
+    # --- why not ---
+
+    def _unreached(self, step: int | None, damages: Sequence[str]) -> str:
+        steps = self.steps()
+        can = f"steps that can be made: {', '.join(map(str, steps[:12]))}" if steps else "no step can be made"
+        if step is None:
+            return f"no checkpoint in memory is complete; {can}{_because(damages)}"
+        return f"step {step} cannot be made: {self._lacking(step)}{_because(damages)}; {can}"
+
+    def _lacking(self, step: int) -> str:
+        """Which operators lack which steps."""
+        shares = [share for share in self.memory.shares if share not in self._bad]
+        snapshots = {each.step: each for each in snapshots_of(shares)}
+        if step not in snapshots:
+            known = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
+            return f"no slot holds anything of it ({known})"
+        held = self._held(snapshots)
+        gaps: dict[int, list[str]] = defaultdict(list)
+        for operator in sorted(frozenset().union(*(each.updated for each in held.values()))):
+            try:
+                chain(held, operator, step)
+            except GradientGapError as gap:
+                gaps[gap.missing].append(operator)
+        if not gaps:
+            return "it is a step of a sparse window, or of ranks whose snapshots do not fit together"
+        return "; ".join(_gap(missing, those, snapshots) for missing, those in sorted(gaps.items()))
+
+    def _held(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
+        """The log, with nothing of the steps of which a rank's share is gone."""
+        anchored = {each.step: set(_full(each)) for each in self._headers}
+        everything = frozenset().union(*anchored.values())
+        found: dict[int, LoggedStep] = {}
+        for at, snapshot in snapshots.items():
+            if not snapshot.is_complete:
+                found[at] = LoggedStep(updated=everything)
+                continue
+            full = frozenset(anchored[at])
+            found[at] = LoggedStep(everything, everything - full, full)
+        for at in range(min(found), max(found)):
+            found.setdefault(at, LoggedStep(updated=everything))
+        return found
+
+
+def _full(header: SlotHeader) -> Collection[str]:
+    operators = header.facts.operators
+    return () if isinstance(operators, Fragment) else operators
+
+
+def _gap(missing: int, operators: Sequence[str], snapshots: Mapping[int, MemoryCheckpoint]) -> str:
+    shown = ", ".join(operators[:_SHOWN]) + (f" and {len(operators) - _SHOWN} more" if len(operators) > _SHOWN else "")
+    snapshot = snapshots.get(missing)
+    if snapshot is None:
+        return f"{shown} lack step {missing}, of which no slot holds anything"
+    if snapshot.is_complete:
+        return f"{shown} lack an anchor so old as step {missing}"
+    gone = [str(rank) for rank in range(snapshot.writers) if rank not in snapshot.snapshots[0]]
+    several = "shares of ranks" if len(gone) > 1 else "share of rank"
+    return (
+        f"{shown} lack step {missing}: the {several} {', '.join(gone)} are in none of the directories given. Give "
+        "those of all nodes, or of the peers that hold their copies"
+    )
+
+
+def _because(damages: Sequence[str]) -> str:
+    return f", for {'; '.join(damages)}" if damages else ""
+
+
+def _slots_of(path: Path, store: str) -> Iterator[FoundSlot]:
+    owner = owner_of(path).store
+    if owner != store:
+        log.warning(
+            "%s is of the store %s, and is taken for %s: it has the same run", path, owner or "(unknown)", store
+        )
+    for header in sorted(path.glob("*.head")):
+        try:
+            yield FoundSlot(*Slot.open(header.with_suffix("")))
+        except (DamagedError, OSError) as error:
+            log.warning("the memory slot %s is left out: %s", header.with_suffix(""), error)
+
+
+def _model_of(reader: StoreReader) -> ModelRecord:
+    """As the newest manifest that can be read tells of it."""
+    for directory in reader.directories():
+        try:
+            found: Manifest = reader.manifest(directory)
+            return found.model
+        except MoECheckpointError as error:
+            log.warning("%s is passed over: %s", directory, error)
+    raise NoCheckpointError(
+        f"{reader.storage.root} has no checkpoint that tells of the model's layers. Start the run again, with the "
+        "ranks and the layout that it had, to go on from memory"
+    )
+
+
+def _nothing(reader: StoreReader, roots: Sequence[str]) -> str:
+    found = []
+    for root in roots:
+        for run in entries(user_directory(root)):
+            stores = {owner_of(path).store for _, _, path in rank_directories(run)} - {""}
+            if stores:
+                found.append(f"{root} has run {run.name[:12]} of {', '.join(sorted(stores))}")
+    there = f": {'; '.join(found[:_SHOWN])}" if found else ""
+    return (
+        f"no slot in {', '.join(roots)} is of run {reader.identity().run_id[:12]} of {reader.storage.root}{there}. "
+        "Give --memory as the run had it in Memory(directory=...), and the store of that run"
+    )

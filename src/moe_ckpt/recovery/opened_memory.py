@@ -1,0 +1,107 @@
+"""A checkpoint of which memory gives a part, as it is opened; and the slots that it is found in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.format.manifest import Manifest, ModelRecord
+from moe_ckpt.memory.checking import SlotChecker
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.recovery.gradient_log import LoggedSnapshot
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.slot_storage import SlotStorage
+from moe_ckpt.recovery.slot_views import place_of
+
+
+class LeftMemory(Protocol):
+    """Slots that earlier lives left (``engine.left_slots``).
+
+    checker: Has verified some of them.
+    """
+
+    checker: SlotChecker
+
+    @property
+    def found(self) -> tuple[FoundSlot, ...]:
+        """Those that are still there."""
+        ...
+
+    def keep(self, used: Collection[FoundSlot]) -> None:
+        """The run goes on from these, or from none."""
+        ...
+
+    def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
+        """One more start goes on from it."""
+        ...
+
+
+class MemoryPlace(Protocol):
+    """Where slots lie (``memory.files``)."""
+
+    @property
+    def run_id(self) -> str:
+        """Of the store."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """Of this life's slots: ``<root>/<user>/<run>/<generation>/<rank>``."""
+        ...
+
+
+class RankMemory(Protocol):
+    """What one rank reaches of the memory of a run: ``engine.memory_tier``, or whoever looks from outside."""
+
+    node: str
+    model: ModelRecord
+    complete_step: int | None
+
+    @property
+    def left(self) -> LeftMemory:
+        """What earlier lives left."""
+        ...
+
+    @property
+    def files(self) -> MemoryPlace:
+        """Where it lies."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedMemory:
+    """A checkpoint of which memory gives at least a part.
+
+    Attributes:
+        reader: Reads it.
+        slots: What of it is in memory.
+        manifest: Of it.
+        beneath: The checkpoint on storage that it is, or that it is laid over; None if storage has nothing of it.
+        fresh: Operators that memory has, and storage not as of the same step -> the tokens that they have seen, if they
+            are experts.
+        logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
+        chained: Operators whose anchors gradients bring to its step. The others are as the manifest says.
+    """
+
+    reader: StoreReader
+    slots: SlotStorage
+    manifest: Manifest
+    beneath: Manifest | None
+    fresh: Mapping[str, int]
+    logged: tuple[LoggedSnapshot, ...] = ()
+    chained: frozenset[str] = frozenset()
+
+    def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
+        """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""
+        chosen = self.fresh.keys() & set(operators)
+        seen = np.zeros_like(np.asarray(self.manifest.tokens["applied"], dtype=np.int64))
+        for operator in chosen:
+            if operator.startswith(EXPERT):
+                seen[place_of(operator)] = self.fresh[operator]
+        return seen if chosen else None

@@ -75,7 +75,7 @@ POLICY_CONTEXT = (
 """What a policy of one's own decides from."""
 
 NEEDS = (
-    "sizes windows soft_counts decayed_counts lost_tokens gradients tiers partial alone boost replicas bubbles "
+    "sizes windows soft_counts decayed_counts lost_tokens gradients gradient_dtype tiers partial alone boost replicas bubbles "
     "period_steps next_due explain"
 )
 """What a policy of one's own may say that it needs."""
@@ -87,7 +87,7 @@ POLICY_OPTIONS = {
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
     "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost recompute",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
-    "GradientLog": "window most_window budget_fraction",
+    "GradientLog": "window most_window budget_fraction grad_dtype",
 }
 
 RECORDS = {

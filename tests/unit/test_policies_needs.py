@@ -49,6 +49,7 @@ EACH = {
     "decayed_counts": True,
     "lost_tokens": True,
     "gradients": True,
+    "gradient_dtype": "bf16",
     "tiers": True,
     "partial": True,
     "alone": True,

@@ -69,8 +69,7 @@ def resume_newest(
 
     Raises:
         OtherLayoutError: There are sparse windows of another layout, and no dense checkpoint to take instead.
-        NoCheckpointError: No checkpoint can be loaded by every rank. Training must not start: memory may hold half of
-            one.
+        NoCheckpointError: None can be loaded by every rank. Training must not start: memory may hold half of one.
         StoreUnreadableError, StoreForbiddenError: Storage does not give what this rank needs.
         ConfigError, UnsupportedError: The checkpoint and this run's configuration contradict each other.
         StoreError: One of these on another rank, with its message.
@@ -78,8 +77,7 @@ def resume_newest(
     reader = StoreReader(storage, read_patience_secs)
     recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer, make_dense)
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
-    listing = f"list the store {storage.root}"
-    directories = memory.stored if memory is not None else by_rank_zero(comm, reader.directories, listing)
+    directories = memory.stored if memory is not None else _listed(comm, reader)
     passed_over = _PassedOver(comm)
     local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
     for directory, opener in _candidates(directories, memory):
@@ -109,6 +107,10 @@ def resume_newest(
         f"no checkpoint in {storage.root} can be used: {'; '.join(passed_over.problems[:4]) or 'see the other ranks'}. "
         "To start over, move the directory away or choose another dirpath."
     )
+
+
+def _listed(comm: Communicator, reader: StoreReader) -> list[str]:
+    return by_rank_zero(comm, reader.directories, f"list the store {reader.storage.root}")
 
 
 class _PassedOver:

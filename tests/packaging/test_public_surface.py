@@ -75,8 +75,8 @@ POLICY_CONTEXT = (
 """What a policy of one's own decides from."""
 
 NEEDS = (
-    "sizes windows soft_counts decayed_counts lost_tokens gradients gradient_dtype tiers partial alone boost replicas bubbles "
-    "period_steps next_due explain"
+    "sizes windows soft_counts decayed_counts lost_tokens gradients gradient_dtype tiers partial alone boost "
+    "replicas bubbles period_steps next_due explain"
 )
 """What a policy of one's own may say that it needs."""
 

@@ -196,14 +196,14 @@ class MemoryOutside:
 
     def _held(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
         """The log, with nothing of the steps of which a rank's share is gone."""
-        anchored = {each.step: set(_full(each)) for each in self._headers}
+        anchored = {each.step: set(_full(each)) for each in self._headers if not each.only}
         everything = frozenset().union(*anchored.values())
         found: dict[int, LoggedStep] = {}
         for at, snapshot in snapshots.items():
             if not snapshot.is_complete:
                 found[at] = LoggedStep(updated=everything)
                 continue
-            full = frozenset(anchored[at])
+            full = frozenset(anchored.get(at, ()))
             found[at] = LoggedStep(everything, everything - full, full)
         for at in range(min(found), max(found)):
             found.setdefault(at, LoggedStep(updated=everything))

@@ -228,7 +228,11 @@ def test_what_is_too_wide_goes_on_below_with_the_first_column_again():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "say what to do: inspect, verify, window, export, memory, densify, train, simulate, plan; see moe-ckpt --help"),
+        (
+            (),
+            "say what to do: inspect, verify, window, export, memory, densify, train, simulate, plan; "
+            "see moe-ckpt --help",
+        ),
         (("inspct", "x"), "no such command: 'inspct'; did you mean inspect? there are inspect, verify"),
         (("inspect",), "moe-ckpt inspect: path must be given; see moe-ckpt inspect --help"),
         (("inspect", "a", "--jsn"), "moe-ckpt inspect: no option --jsn; did you mean --json? see moe-ckpt inspect"),

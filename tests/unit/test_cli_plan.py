@@ -62,13 +62,13 @@ def test_the_picture_is_written(planned):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_marks_what_only_the_simulator_has(capsys):
+def test_the_table_marks_what_is_for_pipelines_only(capsys):
     code, out, _ = call(capsys, *QUICK)
     assert code == 0
     assert all(word in out for column in COLUMNS for word in re.findall(r"\w+", column))
     assert max(map(len, out.splitlines())) <= 100
     assert "moevement_peers *" in out
-    assert "* simulated only" in out
+    assert "* only the failed stage goes back" in out
     assert "recommended: " in out
 
 
@@ -88,7 +88,7 @@ def test_what_is_simulated_is_said_while_it_is(capsys):
 def test_trainer_only_leaves_it_out(capsys):
     code, out, err = call(capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "-q")
     assert (code, err) == (0, "")
-    assert "simulated only" not in out
+    assert "failed stage" not in out
 
 
 def test_what_is_recommended_in_memory_has_a_line_with_that_memory(capsys):

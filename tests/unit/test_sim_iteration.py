@@ -48,6 +48,19 @@ def test_interleaved_stages_need_a_multiple_of_micro_batches():
         pipeline_slots(4, 6, 2)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "messages"),
+    [({"pp": 1}, 0), ({"pp": 2, "ep": 2}, 1), ({"pp": 4}, 2), ({"pp": 2, "vpp": 2}, 3), ({"pp": 4, "vpp": 2}, 4)],
+    ids=["pp1", "pp2-ep2", "pp4", "pp2-vpp2", "pp4-vpp2"],
+)
+def test_what_crosses_the_boundaries_of_a_stage_by_hand(parallel, messages):
+    """Of each micro-batch activations of 2 bytes go on and gradients back; ranks of a stage share it."""
+    layout = Layout(MODEL, CLUSTER, Parallel(**parallel))
+    found = estimate(layout, Batch(16, 2), FP16)
+    assert found.boundary_bytes == 8 * messages * (2 * 128 * 64 * 2) / parallel.get("ep", 1)
+    assert estimate(layout, Batch(16, 2), FP16, Timing(secs=1.0)).boundary_bytes == found.boundary_bytes
+
+
 def test_arithmetic_by_hand():
     """One rank, free links: 6 FLOPs per used parameter and token, and attention."""
     found = cost(batch=4, cluster=FREE)

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def memory_systems(scenario: Scenario) -> list[System]:
-    """With checkpoints in the memory of peers; the papers' one of MoEvement is simulated only."""
+    """With checkpoints in the memory of peers; the papers' one of MoEvement, is for pipelines."""
     from moe_ckpt.policies import Gemini, GradientLog, MoEtion, MoEvement
     from moe_ckpt.sim.system import System
 
@@ -121,7 +121,7 @@ def memory_systems(scenario: Scenario) -> list[System]:
     return [
         replace(near, name="gemini", policy=Gemini(1), interval=rule, rollback="global"),
         replace(near, name="moetion_peers", policy=MoEtion(), rollback="global"),
-        replace(near, name="moevement_memory", rollback="global", freeze=False),
+        replace(near, name="moevement_memory", rollback="global"),
         near,
         replace(near, name="gradient_log_peers", policy=GradientLog(), rollback="global"),
     ]
@@ -318,7 +318,8 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
         if one.refused:
             print(wrapped(f"{one.system.name} cannot be used: {one.refused}"))
     if any(not one.system.in_trainer for one in plan.candidates):
-        print(wrapped(f"{MARK} simulated only: after a failure, only the failed stage goes back"))
+        said = "only the failed stage goes back: Megatron pipelines by megatron.attach, with Memory(upstream_bytes=...)"
+        print(wrapped(f"{MARK} {said}"))
     if short := [one for one in plan.candidates if one.margin]:
         least, all_of_it = _span(min(one.simulated_secs for one in short)), _span(scenario.duration_secs)
         print(wrapped(f"{_ABOUT} simulated for {least} or more of {all_of_it}: until it was certain not to be chosen"))
@@ -357,7 +358,15 @@ def _advise(plan: Plan) -> None:
     print(f"  {override_line(plan.recommended)}")
     if plan.best is not None and plan.best is not plan.recommended:
         best = plan.best
-        print(wrapped(f"where only the failed stage goes back, {best.system.name} would reach {best.ettr:.3f}"))
+        print(wrapped(f"where only the failed stage goes back, {best.system.name} reaches {best.ettr:.3f}{_log(best)}"))
+
+
+def _log(one: Candidate) -> str:
+    """How much an upstream log takes, where that is known."""
+    from moe_ckpt.core.quantities import human_bytes
+
+    nbytes = 0 if one.use is None else round(one.use.log_bytes)
+    return f", with an upstream log of {human_bytes(nbytes)} per rank" if nbytes else ""
 
 
 def _span(secs: float) -> str:

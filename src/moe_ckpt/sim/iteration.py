@@ -128,8 +128,9 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
     """
     timing = timing or Timing()
     secs, update, stage = timing.secs, timing.update_secs, timing.stage_secs
+    sent = 0.0 if layout.model.shapes is None else boundary_bytes(layout, batch, timing)
     if secs is not None and (layout.model.shapes is None or None not in (update, stage)):
-        return Iteration(secs, update or 0.0, stage, timing.frozen_saving)
+        return Iteration(secs, update or 0.0, stage, timing.frozen_saving, boundary_bytes=sent)
     found = breakdown(layout, batch, precision, timing)
     if found.secs > MOST:
         cluster = layout.cluster
@@ -144,7 +145,24 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
         update_secs=found.update_secs * scale if update is None else update,
         stage_secs=found.stage_secs * scale if stage is None else stage,
         frozen_saving=timing.frozen_saving,
+        boundary_bytes=sent,
     )
+
+
+def boundary_bytes(layout: Layout, batch: Batch, timing: Timing) -> float:
+    """What the rank with most of it sends to other stages in one iteration, which an upstream log keeps.
+
+    Of each micro-batch every chunk of the model but the last sends activations on, and every one but the first sends
+    gradients back.
+
+    Raises:
+        ConfigError: the batch does not divide, or the model's width is not known.
+    """
+    parallel = layout.parallel
+    if parallel.pp == 1:
+        return 0.0
+    messages = 2 * parallel.vpp - (parallel.pp == 2)
+    return batch.micro_batches(parallel.dp) * messages * _message_bytes(layout, batch, timing)
 
 
 def breakdown(layout: Layout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Breakdown:
@@ -157,8 +175,7 @@ def breakdown(layout: Layout, batch: Batch, precision: Precision, timing: Timing
     parallel, stages = layout.parallel, _stages(layout)
     micro_batches = batch.micro_batches(parallel.dp)
     slots = pipeline_slots(parallel.pp, micro_batches, parallel.vpp)
-    # All ranks of a stage share a micro-batch: this is the share of one of them.
-    tokens = batch.micro_sequences * layout.model.seq / parallel.ep
+    tokens = _tokens(layout, batch)
     speed = layout.cluster.flops_per_sec * layout.cluster.mfu
     if precision.compute_bytes <= 1:
         speed *= timing.fp8_speedup
@@ -168,7 +185,7 @@ def breakdown(layout: Layout, batch: Batch, precision: Precision, timing: Timing
     return Breakdown(
         compute_secs=parallel.vpp * fsum(compute[slowest]),
         exchange_secs=parallel.vpp * fsum(exchange[slowest]),
-        send_secs=_send_secs(layout, tokens, timing),
+        send_secs=_send_secs(layout, _message_bytes(layout, batch, timing)),
         micro_batches=micro_batches,
         bubble_slots=slots - micro_batches,
         sync_secs=(1 - timing.overlap) * max(_all_reduce_secs(layout, stage, timing) for stage in stages),
@@ -279,16 +296,25 @@ def _within_node(cluster: Cluster, layout: Layout, ranks: int) -> bool:
     return cluster.gpus_per_node % ranks == 0 or layout.parallel.ranks <= cluster.gpus_per_node
 
 
-def _send_secs(layout: Layout, tokens: float, timing: Timing) -> float:
+def _tokens(layout: Layout, batch: Batch) -> float:
+    """Of a micro-batch: all ranks of a stage share it, and this is the share of one of them."""
+    return batch.micro_sequences * layout.model.seq / layout.parallel.ep
+
+
+def _message_bytes(layout: Layout, batch: Batch, timing: Timing) -> float:
+    """Of one micro-batch, from one stage to the next, by one rank: the widest that there is."""
+    most = max(_values(layout, shape) for shape in _shapes(layout))
+    return _tokens(layout, batch) * most * timing.activation_bytes
+
+
+def _send_secs(layout: Layout, nbytes: float) -> float:
     """Of one micro-batch: activations forward and gradients backward, once per chunk."""
     parallel, cluster = layout.parallel, layout.cluster
     if parallel.pp == 1:
         return 0.0
     near = layout.parallel.ranks <= cluster.gpus_per_node
     rate = cluster.nvlink_bytes_per_sec if near else cluster.nic_bytes_per_sec / cluster.gpus_per_node
-    most = max(_values(layout, shape) for shape in _shapes(layout))
-    message = cluster.alpha_secs + tokens * most * timing.activation_bytes / rate
-    return 2 * parallel.vpp * message
+    return 2 * parallel.vpp * (cluster.alpha_secs + nbytes / rate)
 
 
 def _exchange_secs(layout: Layout, values: float, timing: Timing) -> float:

@@ -75,7 +75,7 @@ def trainer_systems(scenario: Scenario, most_plt: float = 0.05) -> list[System]:
         *(_fitting(scenario, _skipping(f"moc_k{k}", MoC(k=k, plt_budget=budget))) for k in ks),
         _fitting(scenario, _skipping("moc_auto", MoC(k="auto", snapshot_k="auto", plt_budget=budget))),
         _skipping("moetion", MoEtion()),
-        replace(_skipping("moevement", MoEvement()), freeze=False),
+        _skipping("moevement", MoEvement()),
     ]
 
 

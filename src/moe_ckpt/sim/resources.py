@@ -23,6 +23,7 @@ class Use:
         training wait. Above 1: more is asked of it than it can do in an iteration.
     copied_bytes: into host memory, of the rank that has most, per iteration. sent_bytes: to peers, likewise.
     stored_bytes: to storage, of all ranks, per iteration. host_bytes: of one node.
+    log_bytes: of one rank, of an upstream log that reaches back as far as a recovery may; 0 where none is kept.
     drag: portion that iterations take longer though they wait for no link, since snapshots are begun on the training
         thread and copied and written beside it; from a profile only.
     """
@@ -33,6 +34,7 @@ class Use:
     stored_bytes: float
     host_bytes: float
     drag: float = 0.0
+    log_bytes: float = 0.0
 
     @property
     def roof(self) -> str:
@@ -50,21 +52,24 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
     costs = Costs(layout, scenario.precision, scenario.iteration, system)
     peers = system.durable == "peers"
     copied, total = outcome.rank_bytes_per_step, outcome.total_bytes_per_step
+    logged = scenario.iteration.boundary_bytes if system.rollback == "localized" else 0.0
+    log_bytes = logged * (2 * (outcome.window or 1) + 1)
     sent = outcome.sent_bytes_per_step * system.replicas if peers else 0.0
     stored = total if system.durable == "storage" else 0.0
     if system.cadence is not None:
         held = total * (outcome.window or 1) if system.sparse else costs.dense.total
         stored = held * scenario.iteration.secs / _flushes_apart_secs(scenario, outcome, system.cadence, held)
-    host = host_bytes(costs, outcome)
+    host = host_bytes(costs, outcome) + layout.ranks_per_node * log_bytes
     secs = scenario.iteration.secs
     utilisation = {
         "compute": secs / (secs + outcome.mean_stall_secs),
-        "pcie": copied / costs.copy_rate / scenario.iteration.open_secs,
+        "pcie": (copied + logged) / costs.copy_rate / scenario.iteration.open_secs,
         "nic": sent / costs.nic_rate / secs,
         "storage": stored / layout.cluster.storage_bytes_per_sec / secs,
         "host_memory": host / layout.cluster.host_memory_bytes,
     }
-    return Use(utilisation, copied, sent, stored, host, copied * scenario.iteration.drag_secs_per_byte / secs)
+    drag = copied * scenario.iteration.drag_secs_per_byte / secs
+    return Use(utilisation, copied, sent, stored, host, drag, log_bytes)
 
 
 def _flushes_apart_secs(scenario: Scenario, outcome: Outcome, cadence: StorageCadence, held: float) -> float:

@@ -112,7 +112,7 @@ class System:
 
     @property
     def in_trainer(self) -> bool:
-        """Whether a Trainer can run all of it today: localized rollback is simulated only."""
+        """Whether every framework can run it: localized rollback is for Megatron pipelines, by ``megatron.attach``."""
         return self.rollback == "global"
 
 

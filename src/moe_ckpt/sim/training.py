@@ -43,6 +43,7 @@ class Iteration:
         snapshot is begun on the training thread, and the threads that copy and write it take time from that.
     frozen_saving: portion of forward and backward that is weight gradients, which frozen operators do without (a third,
         MoEvement, section 3.5).
+    boundary_bytes: what the rank with most of it sends to other pipeline stages: activations and their gradients.
     """
 
     secs: float
@@ -50,10 +51,12 @@ class Iteration:
     stage_secs: float | None = None
     frozen_saving: float = 1 / 3
     drag_secs_per_byte: float = 0.0
+    boundary_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         above_zero("Iteration", secs=self.secs, **given(stage_secs=self.stage_secs))
         at_least("Iteration", 0, update_secs=self.update_secs, drag_secs_per_byte=self.drag_secs_per_byte)
+        at_least("Iteration", 0, boundary_bytes=self.boundary_bytes)
         portion("Iteration", frozen_saving=self.frozen_saving)
         if self.update_secs >= self.secs:
             raise ConfigError(

@@ -1,13 +1,15 @@
-"""Nodes with networks of their own: cut off for less and for more than the timeout, healed, and behind a slow link."""
+"""Nodes with networks of their own: cut off for less and for more than the timeout, and healed."""
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
 import torch.distributed as dist
 
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.replicas import wire
 from tests.dist.test_replication import LARGE, PATIENCE_SECS, _failure, texts, warnings_of
 from tests.support.networks import Network, network_or_skip
 from tests.support.processes import run_ranks
@@ -18,6 +20,8 @@ pytestmark = pytest.mark.slow
 TIMEOUT_SECS = 6.0
 NODES = 3
 """Each rank a node, with its copy on the next one."""
+NEARLY = 0.75
+"""Of the timeout. TCP tries again after 3 s, and then after 6.2, unless it is told not to wait for so long."""
 VICTIM = 1
 
 
@@ -49,14 +53,22 @@ def _cut_off(me: int, _: int, root: str, network: Network) -> dict:
     found["held"], found["lag"] = holds(2), rank.replicator.lag_steps
     dist.barrier()
     _switch(network.cut)
-    pending = submit(3)
+    began, pending = time.monotonic(), submit(3)
+    while time.monotonic() < began + (NEARLY if retries_are_bounded() else 1 / 3) * TIMEOUT_SECS:
+        time.sleep(0.1)
+    dist.barrier()
+    _switch(network.heal)
+    found["nearly"] = _failure(pending)[0]
+    dist.barrier()
+    _switch(network.cut)
+    pending = submit(4)
     found["long"] = _failure(pending)[0]
     dist.barrier()
     _switch(network.heal)
-    found["later"] = _failure(submit(4))[0]
+    found["later"] = _failure(submit(5))[0]
     dist.barrier()
     found["lost"], found["said"] = sorted(rank.replicator.lost), texts(said)
-    found["held later"] = holds(3), holds(4)
+    found["held later"] = holds(4), holds(5)
     dist.barrier()
     found["closed"] = rank.close(TIMEOUT_SECS)
     return found
@@ -85,9 +97,25 @@ def test_a_short_partition_only_delays(cut_off):
     assert [rank["lag"] for rank in cut_off] == [0, 0, 0]
 
 
+def test_nearly_the_timeout_only_delays_too(cut_off):
+    """Where the kernel can be told how long to wait before it tries again."""
+    if not retries_are_bounded():
+        pytest.skip("this kernel does not know TCP_RTO_MAX_MS (Linux 6.15); run this test on a newer one")
+    assert [rank["nearly"] for rank in cut_off] == ["", "", ""]
+
+
+def retries_are_bounded() -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, wire._TCP_RTO_MAX_MS, wire._MOST_RETRY_MS)
+        except OSError:
+            return False
+    return True
+
+
 def test_a_long_partition_costs_the_copies_that_go_through_it_and_no_others(cut_off):
     assert [bool(rank["long"]) for rank in cut_off] == [True, True, False]
-    assert "waited for rank 1 to take the copy of step 3, in vain: TimeoutError" in cut_off[0]["long"]
+    assert "waited for rank 1 to take the copy of step 4, in vain: TimeoutError" in cut_off[0]["long"]
     assert [rank["lost"] for rank in cut_off] == [[1], [2], []], "for good, as what follows shows"
     assert [rank["later"] for rank in cut_off] == [rank["long"] for rank in cut_off]
     assert [rank["held later"] for rank in cut_off] == [([2], [2]), ([], []), ([], [])]

@@ -22,6 +22,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import HostMemoryError, RecoveryLoopError
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.storage import LocalStorage, Storage
 from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import (
@@ -486,6 +487,22 @@ def test_peers_take_copies_of_a_complete_checkpoint_beside_a_partial_one_and_of_
             largest(comm, [0])
 
     run_threads(ThreadRanks(2), body)
+
+
+def test_no_later_life_has_a_generation_that_only_slots_know(where):
+    """Of the complete checkpoint beside a partial one nothing got to storage."""
+    with life(where, policy=MoC(k=1), every=1) as each:
+        each.go(3, settle=True)
+        each.session.save_complete(each.step, each.capture)
+        each.settle()
+    for path in where[0].glob("step_00000003*"):
+        if age_of(path.name)[0] == 1:
+            delete_tree(path)
+    with life(where, policy=MoC(k=1), every=1) as each:
+        assert each.session.generation == 2
+        each.go(1, settle=True)
+        each.finish()
+    assert not [path for path in where[1].rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(("count", "replicas", "lost"), [(2, 1, [0]), (2, 1, [1]), (4, 1, [2]), (3, 2, [0, 2])])

@@ -161,6 +161,8 @@ class Snapshotter:
             if newest.operators == everything:
                 return
             self._resources.generation += 1  # a partial checkpoint of this step has taken the name
+            if self._resources.memory is not None:
+                self._resources.memory.files.note_generation(self._resources.generation)
         plain = plain_of(capture, self._run.comm.rank)
         self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
 

@@ -30,6 +30,8 @@ LOCK = "lock"
 """Never opened but to lock it: closing any descriptor of it drops this process's lock."""
 OWNER = "owner.json"
 _GENERATION, _RANK = re.compile(r"\d{6,}"), re.compile(r"rank_(\d{5,})")
+_NAMED = re.compile(r"names_(\d{6,})")
+"""An empty file in a rank's directory: its life has used this generation, too, in names of step directories."""
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _MOST_OWNER_NBYTES = 4096
 _TRIES = 64
@@ -116,7 +118,16 @@ class RankDirectory:
     @property
     def is_empty(self) -> bool:
         """Whether it holds nothing but what says whose it is."""
-        return {path.name for path in entries(self.path)} <= {LOCK, OWNER}
+        return all(path.name in (LOCK, OWNER) or _NAMED.fullmatch(path.name) for path in entries(self.path))
+
+    def note_generation(self, generation: int) -> None:
+        """This life uses another generation, too, in names of step directories: no later one may have it.
+
+        Raises:
+            OSError: It cannot be written down.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(PRIVATE.create(str(self.path / f"names_{generation:06d}"), flags))
 
     def clear_unsealed(self) -> None:
         """Delete what nobody can read: bytes without a header, and what was set aside as damaged."""
@@ -124,7 +135,8 @@ class RankDirectory:
         for name, path in there.items():
             pair = {path.stem + DATA_SUFFIX, path.stem + HEADER_SUFFIX}
             is_of_slot = name in (*pair, path.stem + STARTS_SUFFIX) and pair <= there.keys()
-            if not is_of_slot and name not in (LOCK, OWNER) and not is_log(name, there.keys()):
+            is_kept = name in (LOCK, OWNER) or _NAMED.fullmatch(name)
+            if not is_of_slot and not is_kept and not is_log(name, there.keys()):
                 _delete(path)
 
     def clear(self) -> None:
@@ -273,6 +285,12 @@ def rank_directories(run: Path) -> Iterator[tuple[int, int, Path]]:
     for generation in sorted(_named(run, _GENERATION), key=lambda path: -int(path.name)):
         for path in sorted(_named(generation, _RANK)):
             yield int(generation.name), int(path.name.removeprefix("rank_")), path
+
+
+def newest_named(path: Path) -> int:
+    """The newest generation that ``note_generation`` wrote down in a rank's directory; -1 if none."""
+    found = (_NAMED.fullmatch(each.name) for each in entries(path))
+    return max((int(match[1]) for match in found if match), default=-1)
 
 
 def _named(path: Path, pattern: re.Pattern[str]) -> list[Path]:

@@ -19,6 +19,7 @@ from moe_ckpt.memory.directory import (
     entries,
     holder_of,
     make_rank_directory,
+    newest_named,
     owner_of,
     rank_directories,
     remove_empty,
@@ -87,6 +88,13 @@ class MemoryFiles:
             if not self._remover.wait():
                 raise
             return Slot.create(path, nbytes)
+
+    def note_generation(self, generation: int) -> None:
+        """See ``RankDirectory``. A warning tells of trouble."""
+        try:
+            self._own.note_generation(generation)
+        except OSError as error:
+            log.warning("that generation %d is in use cannot be written down in %s: %s", generation, self.path, error)
 
     def remove(self, found: list[FoundSlot]) -> None:
         """Delete slots of earlier lives, in the background. Their memory is free when nobody else knows them.
@@ -186,8 +194,8 @@ def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:
 
 def newest_generation(root: str, run_id: str) -> int:
     """Of what lies below ``root`` of a run; -1 if nothing does. Raises ``ConfigError`` as ``user_directory``."""
-    found = next(rank_directories(user_directory(root) / run_id), None)
-    return -1 if found is None else found[0]
+    found = list(rank_directories(user_directory(root) / run_id))
+    return max((max(generation, newest_named(path)) for generation, _, path in found), default=-1)
 
 
 def left_bytes(root: str, run_id: str, store: str) -> int:

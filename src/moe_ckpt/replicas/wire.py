@@ -37,6 +37,9 @@ _HELLO = struct.Struct(f"<8sQII{_NONCE_NBYTES}s{_PROOF_NBYTES}s")
 _TIMEVAL = struct.Struct("ll")
 _INTERFACE = struct.Struct("256s")
 _SIOCGIFADDR = 0x8915
+_TCP_RTO_MAX_MS, _MOST_RETRY_MS = 44, 1000
+"""Longest time between two tries to get a packet through (Linux 6.15 and later). It doubles up to 2 minutes otherwise,
+so that a network that comes back after half of the timeout may be noticed after the whole of it."""
 _LOOPBACKS = ("127.", "::1")
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -78,6 +81,8 @@ class Wire:
         _open.add(connected)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError):  # older kernels, which try again at ever longer intervals
+            connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _MOST_RETRY_MS)
         connected.setblocking(True)
         self.limit(timeout_secs)
 

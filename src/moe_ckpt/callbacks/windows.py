@@ -97,7 +97,11 @@ class Windows:
             )
 
     def step_source(self, ours: Collection[Callback]) -> StepSource:
-        """Returns what computes steps again. ours: Callbacks that do not read gradients."""
+        """Returns what computes steps again.
+
+        Args:
+            ours: Callbacks that do not read gradients.
+        """
         if not may_leave_out(self._trainer, self._module, self._norms, ours):
             return Recompute()
         has_experts = bool(self._catalog.layers)

@@ -32,7 +32,8 @@ def require_filled(args: argparse.Namespace, *names: str) -> None:
 def require_directory(option: str, directory: Path, named: Path | None = None) -> None:
     """See that files can be written into ``directory``, also where it is still to be made; nothing stays behind.
 
-    named: with the option, where that is not the directory itself.
+    Args:
+        named: With the option, where that is not the directory itself.
 
     Raises:
         ConfigError: it cannot be made or written to.

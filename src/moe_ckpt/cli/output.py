@@ -124,7 +124,9 @@ class Tell(Protocol):
 def progress_bar(what: str, unit: str | None = None, lines: bool = False) -> Iterator[Tell]:
     """A bar on stderr, where that is a terminal and rich is installed.
 
-    unit: of both figures; None: bytes. lines: elsewhere, a line for each thing that is being done; otherwise nothing.
+    Args:
+        unit: Of both figures; None: bytes.
+        lines: Elsewhere, a line for each thing that is being done; otherwise nothing.
     """
     console = rich_console(stderr=True) if sys.stderr.isatty() else None
     if console is None:

@@ -28,7 +28,8 @@ VALUES = ("duration_secs", "seed")
 def require_known_places(overrides: Sequence[Override], groups: Mapping[str, object]) -> None:
     """Every override that adds something adds it to a group or a value that is read, and none is about Hydra itself.
 
-    groups: those there are.
+    Args:
+        groups: Those there are.
 
     Raises:
         ConfigError: names the override.
@@ -68,7 +69,8 @@ def without_null(chosen: Sequence[str]) -> list[str]:
 def no_such_key(overrides: Sequence[str], tree: Tree, groups: Mapping[str, object]) -> ConfigError | None:
     """What is wrong with the first of ``overrides`` whose key is not in ``tree``; None where all are.
 
-    tree: the config as plain data, composed with the choices alone.
+    Args:
+        tree: The config as plain data, composed with the choices alone.
     """
     for text in overrides:
         key, _, value = text.partition("=")
@@ -125,7 +127,8 @@ CHANGED = ("moc", "moetion", "moevement")
 def renamed(text: str, others: Sequence[str] = ()) -> tuple[str, list[str]]:
     """An override with the names that there are now, and what to say of it.
 
-    others: overrides besides; where one says what memory there is, it need not be said what a policy's name means.
+    Args:
+        others: Overrides besides; where one says what memory there is, it need not be said what a policy's name means.
     """
     key, equals, value = text.partition("=")
     if key == "policy.backup_every_secs":

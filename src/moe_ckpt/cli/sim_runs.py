@@ -42,7 +42,9 @@ class Span:
 class Result:
     """One combination of a sweep, simulated with every seed.
 
-    mtbf_secs: mean time between failures, None where the failures have none. outcomes: one per seed.
+    Attributes:
+        mtbf_secs: Mean time between failures, None where the failures have none.
+        outcomes: One per seed.
     """
 
     combination: Combination
@@ -88,7 +90,11 @@ class Result:
 def results_of(
     overrides: Sequence[str], config_dir: Path | None, seeds: int, workers: int, progress: Progress
 ) -> list[Result]:
-    """Simulate all that ``overrides`` ask for. seeds: of each, from the config's ``seed`` on. workers: processes.
+    """Simulate all that ``overrides`` ask for.
+
+    Args:
+        seeds: Of each, from the config's ``seed`` on.
+        workers: Processes.
 
     All configs are checked before the first is simulated.
 

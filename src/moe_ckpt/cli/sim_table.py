@@ -25,7 +25,11 @@ _NONE = "-"
 
 
 def one_table(result: Result, room: int = PIPED_WIDTH) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows): where the time of a run that was not swept went, means over its seeds. room: in columns."""
+    """(columns, rows): where the time of a run that was not swept went, means over its seeds.
+
+    Args:
+        room: In columns.
+    """
     wide = _BAR if room >= PIPED_WIDTH else _SHORT_BAR
     total = result.over_seeds(lambda one: one.spent.total).mean
     rows = []

@@ -40,8 +40,10 @@ _HYDRAS = (HydraException, OmegaConfBaseException)
 class Combination:
     """One config of a sweep.
 
-    overrides: the whole of them, to be composed. varied: (key, value) of those that the sweep goes over, in the order
-    in which they were given. config_dir: with groups of one's own.
+    Attributes:
+        overrides: The whole of them, to be composed.
+        varied: (key, value) of those that the sweep goes over, in the order in which they were given.
+        config_dir: With groups of one's own.
     """
 
     overrides: tuple[str, ...]

@@ -75,7 +75,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def sizes_of(reader: StoreReader, manifest: Manifest, compute_itemsize: int | None = None) -> dict[str, OperatorBytes]:
     """Bytes of every operator, all ranks together, from the headers of the shards; no tensor is read.
 
-    compute_itemsize: bytes per element of what forward and backward read, where that is narrower than the weights.
+    Args:
+        compute_itemsize: Bytes per element of what forward and backward read, where that is narrower than the weights.
     """
     full = dict.fromkeys(manifest.operators, 0)
     compute = dict.fromkeys(manifest.operators, 0)

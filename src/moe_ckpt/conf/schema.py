@@ -127,7 +127,8 @@ class MemoryConfig:
 class CheckpointConfig:
     """Arguments of ``MoECheckpoint``. ``policy`` takes any node with a ``_target_``: your own policies too.
 
-    dirpath, timeout_secs: as the callback's own arguments are called; None: those of ``store``.
+    Attributes:
+        dirpath, timeout_secs: As the callback's own arguments are called; None: those of ``store``.
     """
 
     _target_: str = "moe_ckpt.conf.build_callback"

@@ -168,7 +168,11 @@ class Pace:
 
 
 class Chunk(NamedTuple):
-    """Bytes that go at one moment. in_bubble: while the rank is idle."""
+    """Bytes that go at one moment.
+
+    Attributes:
+        in_bubble: While the rank is idle.
+    """
 
     begin: float
     nbytes: int

@@ -189,7 +189,8 @@ class Ledger:
     def move(self, steps: int, counts: Counts, *, stored: bool = True) -> None:
         """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each.
 
-        stored: storage has got, meanwhile, what it got before; else it has what it had.
+        Args:
+            stored: Storage has got, meanwhile, what it got before; else it has what it had.
         """
         routed = counts * steps
         self.tokens.applied = self.tokens.applied + routed

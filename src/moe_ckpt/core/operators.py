@@ -162,7 +162,7 @@ class Catalog:
 
     @cached_property
     def bits_of(self) -> Callable[[tuple[str, ...]], int]:
-        """Operator ids -> a set of them: a number with one bit for each. Remembers the newest few."""
+        """Operator ids -> a set of them, as a number with one bit for each. Remembers the newest few."""
         return Remembered(self._bits_of)
 
     def _bits_of(self, operators: tuple[str, ...]) -> int:

@@ -19,18 +19,19 @@ from moe_ckpt.core.operators import MoELayer, expert_id
 class Placement:
     """Where the operators are. All but ``peers`` and ``expert_peers`` is alike on every rank.
 
-    owners: per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first,
-        which stands for them all where capacity is counted.
-    peers: the ranks that hold all replicated state that this rank holds, itself included, in ascending order.
-    stages: of parts of the model between which no rank is shared (pipeline stages), the number of ranks each.
-    stage_of: operator -> its place in ``stages``; 0 for what is not named.
-    experts_apart: peers hold different experts, and each writes those that it owns (expert parallelism).
-    expert_ranks: how many ranks divide the bytes of each expert between them; None where the rest is dealt out so that
-        experts and it together weigh alike on all ranks.
-    expert_peers: the ranks that hold all experts that this rank holds, itself included; empty where those are its
-        ``peers``.
-    experts_whole: each expert is written by its owner alone, and the rest dealt out around that (plain data
-        parallelism): no rank writes less than the experts that it owns.
+    Attributes:
+        owners: Per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first,
+            which stands for them all where capacity is counted.
+        peers: The ranks that hold all replicated state that this rank holds, itself included, in ascending order.
+        stages: Of parts of the model between which no rank is shared (pipeline stages), the number of ranks each.
+        stage_of: Operator -> its place in ``stages``; 0 for what is not named.
+        experts_apart: Peers hold different experts, and each writes those that it owns (expert parallelism).
+        expert_ranks: How many ranks divide the bytes of each expert between them; None where the rest is dealt out so
+            that experts and it together weigh alike on all ranks.
+        expert_peers: The ranks that hold all experts that this rank holds, itself included; empty where those are its
+            ``peers``.
+        experts_whole: Each expert is written by its owner alone, and the rest dealt out around that (plain data
+            parallelism): no rank writes less than the experts that it owns.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -65,7 +66,10 @@ def expert_owner(expert: int, experts: int, ranks: int) -> int:
 
 
 def interleaved_order(owners: Sequence[int]) -> tuple[int, ...]:
-    """Experts of one layer, one of each owner rank in turn (MoC section 3.2). owners: rank of each expert.
+    """Experts of one layer, one of each owner rank in turn (MoC section 3.2).
+
+    Args:
+        owners: Rank of each expert.
 
     Where each of R ranks owns equally many, position p belongs to the ``p mod R``-th of them, so any run of
     consecutive positions loads the ranks evenly.

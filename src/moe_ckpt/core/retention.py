@@ -27,11 +27,12 @@ _LONGEST_AGE_SECS = 100 * 365 * 86_400.0
 class CheckpointRecord:
     """One committed checkpoint.
 
-    groups: every group of files that it needs (``directory/group``), its commit record included.
-    parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None if
-        that is not known, or if there was none.
-    passed_over: directories that the run could not read when it came back to an older checkpoint. They may be good.
-    dense: one state of the run, which any layout opens; False for a sparse window.
+    Attributes:
+        groups: Every group of files that it needs (``directory/group``), its commit record included.
+        parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None
+            if that is not known, or if there was none.
+        passed_over: Directories that the run could not read when it came back to an older checkpoint. They may be good.
+        dense: One state of the run, which any layout opens; False for a sparse window.
     """
 
     directory: str
@@ -128,7 +129,8 @@ def groups_to_delete(
 ) -> tuple[str, ...]:
     """Of ``groups`` (``directory/group``), those that no kept checkpoint names, sorted.
 
-    keep_directories: directories being written now; nothing in them is superseded yet.
+    Args:
+        keep_directories: Directories being written now; nothing in them is superseded yet.
     """
     named = frozenset[str]().union(*(record.groups for record in kept))
     return tuple(sorted(g for g in groups if g not in named and g.rpartition("/")[0] not in keep_directories))

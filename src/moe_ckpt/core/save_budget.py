@@ -37,7 +37,8 @@ def least_capacity(total: int, owned: Collection[int]) -> int:
 def largest_k(sizes: Sequence[int], total: int) -> int:
     """The largest K with which K experts of every layer, or all of a smaller one, are ``total`` at most; 0 if none is.
 
-    sizes: experts of each layer. Where all of them can be saved: the largest of ``sizes``.
+    Args:
+        sizes: Experts of each layer. Where all of them can be saved: the largest of ``sizes``.
     """
     low, high = 0, max(sizes, default=0)
     while low < high:

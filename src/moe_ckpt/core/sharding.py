@@ -40,9 +40,10 @@ Name = tuple[str, Span]
 class Unit:
     """One operator's span of one parameter, that is its rows ``[start, stop)``, with all state that belongs to them.
 
-    row_bytes: bytes of one row: of the parameter and of all optimizer state that is cut like it.
-    whole_bytes: state of the parameter that has no such rows (Adam's step, column factors), which goes with the
-        first rows. A unit may have no rows at all: the step of a stack of experts belongs to the layer's gate.
+    Attributes:
+        row_bytes: Bytes of one row: of the parameter and of all optimizer state that is cut like it.
+        whole_bytes: State of the parameter that has no such rows (Adam's step, column factors), which goes with the
+            first rows. A unit may have no rows at all: the step of a stack of experts belongs to the layer's gate.
     """
 
     operator: str
@@ -83,8 +84,9 @@ Parts = Mapping[Name, tuple[Part, ...]]
 class Shares:
     """The answer for one checkpoint.
 
-    parts: of each unit.
-    loads: ``[R]`` bytes that each rank writes, experts included.
+    Attributes:
+        parts: Of each unit.
+        loads: ``[R]`` bytes that each rank writes, experts included.
     """
 
     parts: Parts
@@ -126,9 +128,10 @@ def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) ->
 def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
     """Deal units out so that experts and the rest together weigh alike on all ranks.
 
-    ordered: the checkpoint's units from ``in_dealing_order``.
-    preload: ``[R]`` bytes that each rank writes besides.
-    grain_bytes: units up to this size are not split. The sum of all splits nothing, as in the paper.
+    Args:
+        ordered: The checkpoint's units from ``in_dealing_order``.
+        preload: ``[R]`` bytes that each rank writes besides.
+        grain_bytes: Units up to this size are not split. The sum of all splits nothing, as in the paper.
 
     Let N be the sum of the units, T that of all bytes, and the level the least whole number with
     ``sum(max(0, level - preload[r])) >= N``: no way of dealing has a peak below it, nor below the biggest preload. Let

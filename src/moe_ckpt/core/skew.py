@@ -17,8 +17,9 @@ def normalized_hhi(counts: Counts, experts: Sequence[int] | None = None) -> npt.
     ``HHI = sum p^2``, ``S = (HHI - 1/E) / (1 - 1/E)`` (MoEvement, NSDI'26, appendix D), where ``p`` is the share of
     the layer's tokens that an expert gets. A layer that got no token, or has one expert, is not skewed: 0.
 
-    counts: ``[L, E_max]`` tokens per expert; layers with fewer experts are padded with zeros.
-    experts: number of experts of each layer, ``E_max`` for all if None.
+    Args:
+        counts: ``[L, E_max]`` tokens per expert; layers with fewer experts are padded with zeros.
+        experts: Number of experts of each layer, ``E_max`` for all if None.
 
     Raises:
         ConfigError: shapes that do not fit, a negative count, or tokens beyond a layer's experts.

@@ -24,7 +24,11 @@ _OWN = 1 << 49
 
 
 def survivor_sequence(step: int, *, lent: bool = False) -> int:
-    """Returns the number of the snapshot of ``step`` that survivors seal. lent: of another rank's share."""
+    """Returns the number of the snapshot of ``step`` that survivors seal.
+
+    Args:
+        lent: Of another rank's share.
+    """
     return (_LENT if lent else _OWN) + step
 
 

@@ -94,8 +94,10 @@ def tokens_at_risk(unsaved: Counts, routed: Counts) -> float:
     of a recovery from that one. The paper writes a sum over layers; the mean is what its thresholds are about (no harm
     up to 3 %, steep from 6 %, found by dropping that portion of tokens in every layer).
 
-    unsaved: ``[L, E]`` tokens that the recovered experts would lack. routed: ``[L, E]`` assignments in the span that is
-    asked about, such as ``TokenBook.applied`` for the run so far. A layer that got no token has none at risk.
+    Args:
+        unsaved: ``[L, E]`` tokens that the recovered experts would lack.
+        routed: ``[L, E]`` assignments in the span that is asked about, such as ``TokenBook.applied`` for the run so
+            far. A layer that got no token has none at risk.
     """
     if not len(routed):
         return 0.0
@@ -169,8 +171,9 @@ class TokenBook:
     def recover(self, restored_step: int, tokens_from_host: Counts | None = None) -> FaultRecord:
         """Book the loss of a recovery at ``restored_step``, the step of this very book.
 
-        tokens_from_host: ``[L, E]`` tokens that the copies which came from surviving host memory have seen, 0 where an
-            expert came from storage.
+        Args:
+            tokens_from_host: ``[L, E]`` tokens that the copies which came from surviving host memory have seen, 0 where
+                an expert came from storage.
 
         What the copies lack is gone. What they have seen but storage has not stays unsaved.
         """
@@ -209,7 +212,11 @@ class TokenBook:
         return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens
 
     def to_dict(self, of_counts: Callable[[Counts], Any] = np.ndarray.tolist) -> dict[str, Any]:
-        """As plain data. of_counts: what becomes of a table."""
+        """As plain data.
+
+        Args:
+            of_counts: What becomes of a table.
+        """
         return {
             "applied": of_counts(self.applied),
             "saved": {tier.value: of_counts(counts) for tier, counts in self.saved.items()},

@@ -26,10 +26,12 @@ from moe_ckpt.core.plan import SnapshotPlan, save_slot
 class OperatorBytes:
     """Size of one operator in the whole model, not of one rank's share.
 
-    full: weights and optimizer state. compute: what the forward and backward pass reads of it.
-    gradient: what the optimizer consumes in one update; None where nobody tells (``consumed``).
-    weights: of ``full``, the model's own weights, which the ranks of a distributed optimizer have alike. Masters beside
-        them are none; 0 where they are not saved, or nobody tells.
+    Attributes:
+        full: Weights and optimizer state.
+        compute: What the forward and backward pass reads of it.
+        gradient: What the optimizer consumes in one update; None where nobody tells (``consumed``).
+        weights: Of ``full``, the model's own weights, which the ranks of a distributed optimizer have alike. Masters
+            beside them are none; 0 where they are not saved, or nobody tells.
     """
 
     full: int
@@ -38,7 +40,11 @@ class OperatorBytes:
     weights: int = 0
 
     def sent(self, *, weights: bool) -> int:
-        """What a peer must be sent of ``full``. weights: it does not have them anyway."""
+        """What a peer must be sent of ``full``.
+
+        Args:
+            weights: It does not have them anyway.
+        """
         return self.full if weights else self.full - self.weights
 
     @property
@@ -56,11 +62,13 @@ class OperatorBytes:
 
 @dataclass(frozen=True)
 class Window:
-    """Who is anchored when. slots: W tuples of operator ids; every operator of the model is in exactly one.
+    """Who is anchored when.
 
-    start: step of the first slot.
-    frequencies: per expert operator, its share of the activity when the order was made; what a reorder is judged
-        against.
+    Attributes:
+        slots: W tuples of operator ids; every operator of the model is in exactly one.
+        start: Step of the first slot.
+        frequencies: Per expert operator, its share of the activity when the order was made; what a reorder is judged
+            against.
     """
 
     start: int
@@ -107,7 +115,8 @@ def merge_coupled(
     It stands where its last member stood and has that one's id. Returns the order, the sizes, and the members of each
     id, in their order.
 
-    groups: without common members.
+    Args:
+        groups: Without common members.
     """
     if not groups:
         return list(order), {op: sizes[op] for op in order}, {op: (op,) for op in order}
@@ -139,8 +148,9 @@ def pack(
     weighs more, so nothing is gained by ending the one before it early. (MoEvement's Algorithm 1 counts operators as
     if all had one size, and gives all slots equally many.)
 
-    limit_bytes: of one slot, all ranks together.
-    most_slots: None as well if more are needed.
+    Args:
+        limit_bytes: Of one slot, all ranks together.
+        most_slots: None as well if more are needed.
     """
     return _cut(order, _Runs(_bytes_of(order, sizes)).ends(limit_bytes, most_slots))
 
@@ -181,8 +191,10 @@ _SHARED = -1
 class Lane:
     """Operators over whose bytes the same ranks divide: those of a pipeline stage, or all.
 
-    order: in which they are anchored. ranks: how many, of even shares but for experts that have an owner.
-    owners: expert -> its owner, of whose kind there are ``expert_ranks`` with a share in it each.
+    Attributes:
+        order: In which they are anchored.
+        ranks: How many, of even shares but for experts that have an owner.
+        owners: Expert -> its owner, of whose kind there are ``expert_ranks`` with a share in it each.
     """
 
     order: tuple[str, ...]
@@ -214,7 +226,11 @@ class Lane:
         return _owners_of(self.order, self.owners)
 
     def most_on_a_rank(self, slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> list[int]:
-        """Bytes of each slot's snapshot on the rank that has most of it. slots: of this lane's operators."""
+        """Bytes of each slot's snapshot on the rank that has most of it.
+
+        Args:
+            slots: Of this lane's operators.
+        """
         listed = list(map(tuple, slots))
         operators = tuple(chain.from_iterable(listed))
         if len(operators) == len(self.order) and all(map(is_, operators, self.order)):
@@ -239,7 +255,10 @@ def _with_later(full: Sequence[int], compute: Sequence[int]) -> list[int]:
 
 
 def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = None) -> tuple[Lane, ...]:
-    """``order`` by pipeline stage. ranks: of the run, all in one lane where there is no placement.
+    """``order`` by pipeline stage.
+
+    Args:
+        ranks: Of the run, all in one lane where there is no placement.
 
     Experts that have an owner come one of each owner in turn, so that a slot never weighs more on one rank because the
     order happens to bring its experts together; those of one owner keep their order.

@@ -19,7 +19,11 @@ _SHOWN = 8
 
 
 def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
-    """A new run begins. generation: Of this life of the run; 0 if the store is new."""
+    """A new run begins.
+
+    Args:
+        generation: Of this life of the run; 0 if the store is new.
+    """
     if rank:
         return
     if resume == "never" and generation:
@@ -37,7 +41,12 @@ def say_weights(unit: str, loaded: Loaded, rank: int) -> None:
 def say_resumed(
     unit: str, step: int, place: str, fault: FaultRecord, plt: float, dirpath: str, rank: int, besides: str = ""
 ) -> None:
-    """Where training resumes, and what was lost. place: ``Restored.place``. besides: A warning to add."""
+    """Where training resumes, and what was lost.
+
+    Args:
+        place: ``Restored.place``.
+        besides: A warning to add.
+    """
     if rank:
         return
     lost, portion = f"every expert is of that {unit}", ""
@@ -78,7 +87,12 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def say_survived(unit: str, step: int, why: str, nbytes: int, secs: float, rank: int) -> None:
-    """This rank sealed its newest step. why: Training stops. nbytes: 0 if a snapshot had all of it."""
+    """This rank sealed its newest step.
+
+    Args:
+        why: Training stops.
+        nbytes: 0 if a snapshot had all of it.
+    """
     kept = f"{human_bytes(nbytes)} in {secs:.1f} s" if nbytes else "as its checkpoint had it"
     said = "training stops (%s): rank %d keeps its state of %s %d in memory, %s"
     (announce if rank == 0 else log.info)(said, why, rank, unit, step, kept)
@@ -90,7 +104,11 @@ def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int) ->
 
 
 def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:
-    """Experts have tokens to make up. boost: Portion that they get more."""
+    """Experts have tokens to make up.
+
+    Args:
+        boost: Portion that they get more.
+    """
     if rank == 0:
         announce(
             "capacity boost: %s get %g %% more tokens until %s lost ones are made up",
@@ -118,7 +136,11 @@ def say_inexact(why: str | None, rank: int) -> None:
 
 
 def say_replayed(unit: str, first: int, last: int, place: str, dirpath: str, rank: int) -> None:
-    """A sparse window is replayed from step ``first``. place: ``Restored.place``."""
+    """A sparse window is replayed from step ``first``.
+
+    Args:
+        place: ``Restored.place``.
+    """
     if rank == 0:
         announce(
             "resumed at %s %d from %s: the %ss of its sparse window, up to %d, are computed again",
@@ -133,7 +155,11 @@ def _path(dirpath: str, place: str) -> str:
 
 
 def say_unfinished(unit: str, step: int, window: tuple[int, int], rank: int) -> None:
-    """Training ended before the replay of a sparse window. window: Its first and last step."""
+    """Training ended before the replay of a sparse window.
+
+    Args:
+        window: Its first and last step.
+    """
     if rank == 0:
         log.warning(
             "training ended at %s %d, before the sparse window of %ss %d to %d was computed again: nothing was saved, "

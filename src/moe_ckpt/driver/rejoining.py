@@ -45,7 +45,11 @@ class Rejoining:
         self._go_on()
 
     def step_replayed(self, *, last: bool) -> None:
-        """A rank that goes back has computed a step again. last: It was the last one."""
+        """A rank that goes back has computed a step again.
+
+        Args:
+            last: It was the last one.
+        """
         self._session.comm.everyone(b"")
         if last:
             self._go_on()

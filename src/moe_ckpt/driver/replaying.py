@@ -29,7 +29,11 @@ class StepSource:
     """Computes the steps of a window. Each method does nothing by default."""
 
     def prepare(self, replay: Replay, recorded: Plain) -> None:
-        """Called before each step. recorded: The plain state after it, the first time."""
+        """Called before each step.
+
+        Args:
+            recorded: The plain state after it, the first time.
+        """
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Called before a backward pass of a step, where the framework tells."""

@@ -95,7 +95,11 @@ class Host(Protocol):
         """Returns the parts of the plain state that a replayed step must repeat (see ``driver.replaying``)."""
 
     def capture(self, *, described: bool = False) -> Mapping[str, Any]:
-        """Returns this rank's plain state. described: As of ``ports.TrainingState.plain``."""
+        """Returns this rank's plain state.
+
+        Args:
+            described: As of ``ports.TrainingState.plain``.
+        """
 
     def end(self) -> End | None:
         """Returns how training ended; None if the next start continues it. Called on rank 0."""
@@ -304,7 +308,11 @@ class Driver:
     # --- every step ---
 
     def before_update(self, *, receive: bool = True) -> None:
-        """Joins the copy under way, before anything changes weights. receive: As of the session's."""
+        """Joins the copy under way, before anything changes weights.
+
+        Args:
+            receive: As of the session's.
+        """
         self.lifecycle.require(Event.JOIN, "before_update()")
         with self.surviving.joining(update=receive and self.lifecycle.state is State.TRAINING):
             self.session.before_update(receive=receive)

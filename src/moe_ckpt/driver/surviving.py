@@ -78,7 +78,10 @@ class Surviving:
 
     @contextlib.contextmanager
     def joining(self, *, update: bool) -> Iterator[None]:
-        """The copy under way is joined, after which weights may change. update: By an update of the optimizer.
+        """The copy under way is joined, after which weights may change.
+
+        Args:
+            update: By an update of the optimizer.
 
         Until then they are as they were: a peer that is missed here is missed between two steps.
         """

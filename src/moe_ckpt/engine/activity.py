@@ -28,7 +28,11 @@ class RoutingActivity:
         self._hard, self._soft = np.zeros_like(self.newest), np.zeros(self.newest.shape)
 
     def add(self, routed: Counts, soft: Counts | None = None) -> None:
-        """One step. soft: gate weights, where somebody goes by them."""
+        """One step.
+
+        Args:
+            soft: Gate weights, where somebody goes by them.
+        """
         self.newest = routed
         self._hard = self._hard + routed
         self._soft = self._soft if soft is None else self._soft + soft

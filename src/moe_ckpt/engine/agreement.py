@@ -30,15 +30,16 @@ _MOST_RESOLVED = 32
 class StepConsensus:
     """Equal on every rank.
 
-    busy: some rank cannot take another snapshot now.
-    resolved: (sequence, committed) of snapshots resolved on rank 0 since the last step, in order.
-    lost: sequences of those that failed because files that they would build upon are gone from storage.
-    storage_busy: some rank's storage is so far behind that the next snapshot should stay in memory only.
-    copies_behind: some rank's peers are so far behind that the next snapshot should not be sent.
-    sends: what must be sent to some rank's peers (``MirroredShares.sends``).
-    in_memory: what is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
-    secs: rank 0's clock.
-    persist_secs: the longest time one of them took from beginning to commit.
+    Attributes:
+        busy: Some rank cannot take another snapshot now.
+        resolved: (sequence, committed) of snapshots resolved on rank 0 since the last step, in order.
+        lost: Sequences of those that failed because files that they would build upon are gone from storage.
+        storage_busy: Some rank's storage is so far behind that the next snapshot should stay in memory only.
+        copies_behind: Some rank's peers are so far behind that the next snapshot should not be sent.
+        sends: What must be sent to some rank's peers (``MirroredShares.sends``).
+        in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
+        secs: Rank 0's clock.
+        persist_secs: The longest time one of them took from beginning to commit.
     """
 
     busy: bool = False
@@ -181,7 +182,11 @@ class StepAgreement:
 
 
 def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Counts:
-    """What one rank sends, arranged so that the maximum over ranks is right. leads: it is rank 0."""
+    """What one rank sends, arranged so that the maximum over ranks is right.
+
+    Args:
+        leads: It is rank 0.
+    """
     sent = list(standing.ended[:_MOST_RESOLVED]) if leads else []
     numbers = [
         int(standing.busy),

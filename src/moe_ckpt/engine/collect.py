@@ -32,11 +32,12 @@ from moe_ckpt.storage.steps import each_step
 class CollectReport:
     """What a collection did. All but the last two are step directories, oldest first.
 
-    damaged: their manifest exists but is not what was written; left untouched. When one is of another
-    format version, nothing at all was deleted.
-    deleted: file paths.
-    left: to the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in it,
-        groups that go).
+    Attributes:
+        damaged: Their manifest exists but is not what was written; left untouched. When one is of another format
+            version, nothing at all was deleted.
+        deleted: File paths.
+        left: To the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in it,
+            groups that go).
     """
 
     retained: tuple[str, ...] = ()
@@ -50,8 +51,10 @@ class CollectReport:
 class Known:
     """What need not be asked of the storage again: kept up to date by every collection.
 
-    records: directory -> its committed checkpoint. names: directory -> the files of this format in it, by group; of
-    directories that a record needs something of, without those that must be looked at again.
+    Attributes:
+        records: Directory -> its committed checkpoint.
+        names: Directory -> the files of this format in it, by group; of directories that a record needs something of,
+            without those that must be looked at again.
     """
 
     records: dict[str, CheckpointRecord] = field(default_factory=dict)
@@ -72,10 +75,12 @@ def collect(
 
     Called by rank 0 on its persist thread, after a commit and after a save that failed.
 
-    keep_directories: step directories being written now.
-    abandoned: directories of saves that failed and that no rank writes to any more. Other directories
-        newer than the newest commit are left alone, for a faster rank may have begun the next step.
-    others: names of files that are not deleted here, because the ranks that wrote them will be told to (see ``left``).
+    Args:
+        keep_directories: Step directories being written now.
+        abandoned: Directories of saves that failed and that no rank writes to any more. Other directories newer than
+            the newest commit are left alone, for a faster rank may have begun the next step.
+        others: Names of files that are not deleted here, because the ranks that wrote them will be told to (see
+            ``left``).
 
     Raises:
         OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
@@ -134,7 +139,11 @@ def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
 
 
 def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
-    """What retention goes by. needed: on storage, by the checkpoint."""
+    """What retention goes by.
+
+    Args:
+        needed: On storage, by the checkpoint.
+    """
     parent = parse_step_dir(manifest.parent or "")
     groups = [f"{directory}/{group}" for directory, names in needed.items() for group in names]
     return CheckpointRecord(

@@ -42,7 +42,11 @@ class CoverDiffersError(CoverageError):
 
 @dataclass(frozen=True)
 class Abandoned:
-    """What steps that cannot be committed any more have left. names: directory -> known to have been written there."""
+    """What steps that cannot be committed any more have left.
+
+    Attributes:
+        names: Directory -> known to have been written there.
+    """
 
     names: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
@@ -88,11 +92,12 @@ class SavedOperators:
 class Committer:
     """What is committed so far, and how the next step joins it. Lives on rank 0's persist thread.
 
-    saved: per expert, the applied tokens that its committed copy has seen.
-    parent: directory of the checkpoint that this life of the run returned to; for a generation that was begun inside
-        this life, of the newest checkpoint before it. Retention follows it.
-    require_whole: called with each manifest, and what it needs on storage, before it is written; raises if something of
-        that is not there.
+    Attributes:
+        saved: Per expert, the applied tokens that its committed copy has seen.
+        parent: Directory of the checkpoint that this life of the run returned to; for a generation that was begun
+            inside this life, of the newest checkpoint before it. Retention follows it.
+        require_whole: Called with each manifest, and what it needs on storage, before it is written; raises if
+            something of that is not there.
     """
 
     storage: Storage

@@ -17,7 +17,8 @@ _SHOWN = 3
 def describe_differences(storage: Storage, directories: Sequence[str], here: Shapes) -> str:
     """How the parameters of the newest readable checkpoint differ from ``here``; "" where that cannot be told.
 
-    directories: step directories, oldest first. For a message only: no tensor is read.
+    Args:
+        directories: Step directories, oldest first. For a message only: no tensor is read.
     """
     for directory in reversed(directories):
         try:

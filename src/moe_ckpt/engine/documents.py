@@ -56,7 +56,8 @@ def read_commit(storage: Storage, directory: str) -> Manifest:
 def read_manifest(storage: Storage, directory: str, known: MutableMapping[PartRecord, Part]) -> Manifest:
     """The commit record of a step directory, with all that its parts hold.
 
-    known: parts that were read before and need not be read again; gets those that are read now.
+    Args:
+        known: Parts that were read before and need not be read again; gets those that are read now.
 
     Raises:
         DamagedError, FormatVersionError, FileNotFoundError, OSError: as ``read_commit`` and ``read_part``.

@@ -189,7 +189,11 @@ class HostTier:
                 self._pool.give_back(each)
 
     def drop(self, *, chain: bool = True) -> bool:
-        """Give the recovery buffer up early, because there is no other; True if there was one. chain: means nothing."""
+        """Give the recovery buffer up early, because there is no other; True if there was one.
+
+        Args:
+            chain: Means nothing.
+        """
         with self._lock:
             kept, self._kept = self._kept, ()
             for held in kept:
@@ -287,7 +291,10 @@ def _forget(is_over: Callable[[_Registered], bool]) -> list[_Registered]:
 
 
 def leave(tier: HostTier | MemoryTier, *, keep: bool) -> None:
-    """The session of ``tier`` ends. keep: it failed, so that what is held may be needed again.
+    """The session of ``tier`` ends.
+
+    Args:
+        keep: It failed, so that what is held may be needed again.
 
     A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
     last one: what was left before this session began, by a run that was not started again, is freed.

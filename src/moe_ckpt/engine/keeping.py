@@ -137,7 +137,8 @@ class StoreKeeper:
     def collect(self, superseded: Abandoned = NOTHING, *, failed: bool = False) -> Superseded:
         """After a commit: drop what retention no longer needs, and what windows that were given up have left.
 
-        failed: no rank will be told what to delete, so the files of all go here.
+        Args:
+            failed: No rank will be told what to delete, so the files of all go here.
 
         Returns:
             What every other rank is to delete of its own.

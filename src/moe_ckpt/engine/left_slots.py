@@ -60,7 +60,11 @@ class LeftSlots:
         self._delete(over)
 
     def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
-        """This start goes on from a slot. lasting: It counts until a step ends."""
+        """This start goes on from a slot.
+
+        Args:
+            lasting: It counts until a step ends.
+        """
         found.slot.note_start()
         if lasting:
             self._lasting.append(found)
@@ -78,7 +82,11 @@ class LeftSlots:
                 found.slot.forget_starts()
 
     def step_replayed(self, *, equal: bool) -> None:
-        """A step was computed again, here or on ranks that this one waits for. equal: To what was recorded."""
+        """A step was computed again, here or on ranks that this one waits for.
+
+        Args:
+            equal: To what was recorded.
+        """
         for found in () if equal and self._replays else self.found:
             if not self._replays and found not in self._lasting:
                 found.slot.withdraw_start()

@@ -43,7 +43,12 @@ wait for the former. Others wait for a later step."""
 
 
 class Settled(NamedTuple):
-    """What became of a snapshot. complete: every rank has it; copied: so have the peers of every rank."""
+    """What became of a snapshot.
+
+    Attributes:
+        complete: Every rank has it.
+        copied: So have the peers of every rank.
+    """
 
     sequence: int
     complete: bool
@@ -342,7 +347,11 @@ class MemoryTier:
             return self.left.nbytes + copies + sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
     def retire(self, *, keep: bool) -> None:
-        """The session ended. keep: what is sealed stays for whoever starts the run again."""
+        """The session ended.
+
+        Args:
+            keep: What is sealed stays for whoever starts the run again.
+        """
         if self.replicator is not None:
             self.replicator.close(0.0 if keep else _PARTING_SECS)
         with self._lock:

@@ -26,7 +26,11 @@ log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True)
 class Opened:
-    """What ``store.json`` says, and the generation that this life of the run writes under. keeper: on rank 0."""
+    """What ``store.json`` says, and the generation that this life of the run writes under.
+
+    Attributes:
+        keeper: On rank 0.
+    """
 
     identity: Identity
     generation: int
@@ -46,9 +50,11 @@ def open_store(
     retention: RetentionPolicy,
     patience_secs: float = PATIENCE_SECS,
 ) -> Opened:
-    """Called once by all ranks before training; rank 0 takes the ``lock``. catalog: of the model.
+    """Called once by all ranks before training; rank 0 takes the ``lock``.
 
-    patience_secs: for how long, in all, reads that fail are tried again.
+    Args:
+        catalog: Of the model.
+        patience_secs: For how long, in all, reads that fail are tried again.
 
     Raises:
         ForeignStoreError: the directory belongs to another model.

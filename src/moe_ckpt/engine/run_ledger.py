@@ -27,10 +27,15 @@ from moe_ckpt.policies.base import Measured, MemoryFacts, PolicyContext
 class Pending:
     """A snapshot whose outcome the ranks have not agreed on yet.
 
-    operators: go to storage; host_only: stay in host memory besides. applied: the token book as of ``step``.
-    window, slot: the sparse window that it is a part of. stored: it goes to storage at all. copied: ``operators`` go
-    to peers, where there are any; sends_held: so do ``host_only``. gradients: what else memory brings to this step, by
-    the gradients that are saved of it.
+    Attributes:
+        operators: Go to storage.
+        host_only: Stay in host memory besides.
+        applied: The token book as of ``step``.
+        window, slot: The sparse window that it is a part of.
+        stored: It goes to storage at all.
+        copied: ``operators`` go to peers, where there are any.
+        sends_held: So do ``host_only``.
+        gradients: What else memory brings to this step, by the gradients that are saved of it.
     """
 
     catalog: Catalog
@@ -195,7 +200,8 @@ class RunLedger:
     def routed(self, applied: Counts, soft: Counts | None = None, assigned: Counts | None = None) -> None:
         """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights.
 
-        assigned: what the router assigned, where that is not the same; popularity goes by it.
+        Args:
+            assigned: What the router assigned, where that is not the same; popularity goes by it.
         """
         self.tokens.apply(applied)
         self.activity.add(applied if assigned is None else assigned, soft)

@@ -56,7 +56,11 @@ class StateKeeper:
         self._thread.start()
 
     def keep(self, step: int, index: int, plain: Plain) -> None:
-        """Returns at once. plain: Of the step, which nobody writes to any more."""
+        """Returns at once.
+
+        Args:
+            plain: Of the step, which nobody writes to any more.
+        """
         if self._problem:
             return
         ready = None

@@ -63,7 +63,11 @@ class Survivor:
         return memory is not None and memory.sealing_secs > 0
 
     def step_ends(self, step: int, plain: Encode) -> None:
-        """The state of ``step`` is final. plain: Gives the plain state as it is now, the first time it is called."""
+        """The state of ``step`` is final.
+
+        Args:
+            plain: Gives the plain state as it is now, the first time it is called.
+        """
         if self.is_on:
             self._step, self._plain = step, plain
 

@@ -22,7 +22,12 @@ PART = {PART_NAME: frozenset({PART_NAME})}
 
 @dataclass(frozen=True, eq=False)
 class HeldPart:
-    """A step's part. names: of its shards. live: the operators that no newer part has."""
+    """A step's part.
+
+    Attributes:
+        names: Of its shards.
+        live: The operators that no newer part has.
+    """
 
     record: PartRecord
     names: Names
@@ -45,7 +50,9 @@ class HeldPart:
 class View:
     """The parts of one complete view, newest first.
 
-    old: files and operators of steps that were written before there were parts, as a manifest; None if it needs none.
+    Attributes:
+        old: Files and operators of steps that were written before there were parts, as a manifest; None if it needs
+            none.
     """
 
     catalog: Catalog

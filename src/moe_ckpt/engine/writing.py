@@ -116,7 +116,12 @@ class SealedPart:
 def acknowledge(
     files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN
 ) -> Acknowledgement:
-    """That of a rank that wrote these files. cover: ``cover_difference`` of its plan. freshness: of its share."""
+    """That of a rank that wrote these files.
+
+    Args:
+        cover: ``cover_difference`` of its plan.
+        freshness: Of its share.
+    """
     names = {kind: b"".join(_line(each.path) for each in files if each.kind == kind) for kind in KINDS}
     return Acknowledgement(
         covers=cover.to_bytes(_COVER_NBYTES, "little"),
@@ -180,7 +185,11 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
 
 
 def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:
-    """The file of a rank's plain state. state: Encoded."""
+    """The file of a rank's plain state.
+
+    Args:
+        state: Encoded.
+    """
     return seal(
         {
             "kind": "moe_ckpt.state",

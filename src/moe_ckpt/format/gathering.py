@@ -90,7 +90,11 @@ class Words:
         return np.array_equal(self._first, expected.astype(np.uint64))
 
     def same(self, places: Numbers | None = None) -> bool:
-        """Whether they are what they were at first. places: of those that are asked about; None for all."""
+        """Whether they are what they were at first.
+
+        Args:
+            places: Of those that are asked about; None for all.
+        """
         if places is not None:
             return np.array_equal(self._memory[self._places[places]], self._first[places])
         return not len(self.others()[0])

@@ -36,7 +36,8 @@ class Identity:
     def require_model(self, fingerprint: str, root: str, differences: str = "") -> None:
         """Raise ``ForeignStoreError`` unless the store was written by a model of this structure.
 
-        differences: what is known of how they differ.
+        Args:
+            differences: What is known of how they differ.
         """
         if self.fingerprint != fingerprint:
             raise ForeignStoreError(

@@ -187,16 +187,18 @@ class Manifest:
     What ``decode`` returns for a manifest of version 3 has no states, and of files and operators only those of older
     steps without a part; ``format.part.composed`` adds what its parts hold. ``encode`` is for the former.
 
-    parent: directory name of the checkpoint this life of the run returned to, or None.
-    index: checkpoints begun before this one in the run (``PolicyContext.index``).
-    tokens: ``TokenBook.to_dict()``, its tables as fragments before it is written. policy: ``Policy.describe()``.
-    measured: what of ``policies.base.Measured`` rank 0 knew when the snapshot began, so that a restarted run need not
-        measure it again; older files have none.
-    window: the earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
-        different steps, and only replay makes one state of them.
-    passed_over: directories of newer checkpoints that could not be read when the run came back to an older one, though
-        nothing says that they are damaged. Garbage collection leaves them alone.
-    parts: the parts that the view is made of, newest first; none before version 3.
+    Attributes:
+        parent: Directory name of the checkpoint this life of the run returned to, or None.
+        index: Checkpoints begun before this one in the run (``PolicyContext.index``).
+        tokens: ``TokenBook.to_dict()``, its tables as fragments before it is written.
+        policy: ``Policy.describe()``.
+        measured: What of ``policies.base.Measured`` rank 0 knew when the snapshot began, so that a restarted run need
+            not measure it again; older files have none.
+        window: The earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
+            different steps, and only replay makes one state of them.
+        passed_over: Directories of newer checkpoints that could not be read when the run came back to an older one,
+            though nothing says that they are damaged. Garbage collection leaves them alone.
+        parts: The parts that the view is made of, newest first; none before version 3.
     """
 
     run_id: str

@@ -41,7 +41,11 @@ _KIND = "moe_ckpt.part"
 
 @dataclass(frozen=True)
 class Part:
-    """What one step wrote. operators: those it holds in full; what has no element is in none."""
+    """What one step wrote.
+
+    Attributes:
+        operators: Those it holds in full; what has no element is in none.
+    """
 
     run_id: str
     step: int
@@ -93,7 +97,12 @@ def state_row(record: StateRecord) -> bytes:
 def encode_part(
     run_id: str, step: int, generation: int, world_size: int, files: bytes, states: bytes, operators: Fragment
 ) -> tuple[PartRecord, bytes]:
-    """How manifests name the part, and its bytes. files, states: rows. operators: a list of ids."""
+    """How manifests name the part, and its bytes.
+
+    Args:
+        files, states: Rows.
+        operators: A list of ids.
+    """
     raw = seal(
         {
             "kind": _KIND,

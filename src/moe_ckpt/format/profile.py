@@ -42,10 +42,14 @@ MAX_PROFILE_BYTES = 1 << 28
 class OperatorRow:
     """One operator, or ``count`` experts of a layer that follow one another and weigh the same.
 
-    id: of the first. elements: parameters of one. full_bytes: one's weights and optimizer state, of all ranks together.
-    compute_bytes: what forward and backward read of one. stage: pipeline stage that holds it.
-    gradient_bytes: what the optimizer consumes of one in an update; None where nobody told. weight_bytes: of
-        ``full_bytes``, the model's own weights.
+    Attributes:
+        id: Of the first.
+        elements: Parameters of one.
+        full_bytes: one's weights and optimizer state, of all ranks together.
+        compute_bytes: What forward and backward read of one.
+        stage: Pipeline stage that holds it.
+        gradient_bytes: What the optimizer consumes of one in an update; None where nobody told.
+        weight_bytes: Of ``full_bytes``, the model's own weights.
     """
 
     id: str
@@ -93,29 +97,34 @@ class ProfiledModel:
 class Life:
     """One life of a run: from the start of its processes to its end or to the last that was heard of it.
 
-    run_id, generation: of the store. finished: training ended well.
-    ranks, pp, dp, ep: pipeline stages, and ranks of a stage as pipelines x expert-parallel width.
-    host_memory_bytes: budget of one rank's snapshots.
-
-    started_unix_secs: the process began. opened_unix_secs: the store was opened. ready_unix_secs: the state is loaded,
-        and the loop is entered. training_unix_secs: likewise, but after a sparse window was computed again.
-        last_unix_secs: when this was written down, the end of the life if it came to one.
-    load_secs: from the opening of the store to the restored state. restored_step: None for a run that began anew.
-    first_step, last_step: of this life, steps computed again aside. first_step_secs: from ``training_unix_secs`` on.
-        last_step_unix_secs: the last one's end.
-
-    iteration_secs, recent_iteration_secs, checkpoint_cost_secs, persist_secs, copy_bytes_per_sec,
-        persist_bytes_per_sec, send_bytes_per_sec: medians over many looks at ``policies.base.Measured``, on which the
-        ranks agreed.
-    replicas: copies that peers' memory holds. sent_bytes, saved_bytes: of those copies, what rank 0 sent, and what its
-        peers had in their own training state.
-    clean_steps, clean_secs: iterations without checkpoint work beside them, and what they took together.
-    update_secs: median from the join before the optimizer to the step's end, in which no copy may run.
-    stall_secs, agree_secs: sums of ``StepRecord``'s over all steps, of rank 0. waited_secs: of ``stall_secs``, at steps
-        for which no buffer was free.
-    begun, committed, failed, skipped: snapshots; each step of a sparse window takes one. snapshot_bytes: rank 0's, all
-        that were begun together.
-    assignments: tokens times top-k of all MoE layers in this life. skewness: mean over looks now and then.
+    Attributes:
+        run_id, generation: Of the store.
+        finished: Training ended well.
+        ranks, pp, dp, ep: Pipeline stages, and ranks of a stage as pipelines x expert-parallel width.
+        host_memory_bytes: Budget of one rank's snapshots.
+        started_unix_secs: The process began.
+        opened_unix_secs: The store was opened.
+        ready_unix_secs: The state is loaded, and the loop is entered.
+        training_unix_secs: Likewise, but after a sparse window was computed again.
+        last_unix_secs: When this was written down, the end of the life if it came to one.
+        load_secs: From the opening of the store to the restored state.
+        restored_step: None for a run that began anew.
+        first_step, last_step: Of this life, steps computed again aside.
+        first_step_secs: From ``training_unix_secs`` on.
+        last_step_unix_secs: The last one's end.
+        iteration_secs, recent_iteration_secs, checkpoint_cost_secs, persist_secs, copy_bytes_per_sec,
+            persist_bytes_per_sec, send_bytes_per_sec: Medians over many looks at ``policies.base.Measured``, on which
+            the ranks agreed.
+        replicas: Copies that peers' memory holds.
+        sent_bytes, saved_bytes: Of those copies, what rank 0 sent, and what its peers had in their own training state.
+        clean_steps, clean_secs: Iterations without checkpoint work beside them, and what they took together.
+        update_secs: Median from the join before the optimizer to the step's end, in which no copy may run.
+        stall_secs, agree_secs: Sums of ``StepRecord``'s over all steps, of rank 0.
+        waited_secs: Of ``stall_secs``, at steps for which no buffer was free.
+        begun, committed, failed, skipped: Snapshots; each step of a sparse window takes one.
+        snapshot_bytes: Rank 0's, all that were begun together.
+        assignments: Tokens times top-k of all MoE layers in this life.
+        skewness: Mean over looks now and then.
     """
 
     run_id: str

@@ -30,7 +30,10 @@ _shown.maxstring = _shown.maxother = _shown.maxlong = 60
 def require(check: Check, value: Any, path: str, what: str = "", **where: int | None) -> None:
     """Raise ``DamagedError`` naming the field, unless ``check`` finds nothing wrong.
 
-    path: of the file. what: said before the fault. where: ``step`` and ``rank`` of the file, as far as they are known.
+    Args:
+        path: Of the file.
+        what: Said before the fault.
+        **where: ``step`` and ``rank`` of the file, as far as they are known.
     """
     fault = check(value)
     if fault:
@@ -50,7 +53,11 @@ def shown(value: Any) -> str:
 
 
 def value(test: Callable[[Any], bool], wanted: str) -> Check:
-    """A check by ``test``. wanted: what the value must be, in words."""
+    """A check by ``test``.
+
+    Args:
+        wanted: What the value must be, in words.
+    """
 
     def check(found: Any) -> str:
         return "" if test(found) else f" is {shown(found)}, but must be {wanted}"
@@ -234,7 +241,11 @@ def mapping(values: Check, keys: Check = text) -> Check:
 
 
 def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, *, exact: bool = False) -> Check:
-    """An object with fields of its own each. exact: it has no others; else those are for newer readers, and ignored."""
+    """An object with fields of its own each.
+
+    Args:
+        exact: It has no others; else those are for newer readers, and ignored.
+    """
     rest = optional or {}
 
     def check(found: Any) -> str:

@@ -64,8 +64,9 @@ def unseal(raw: Chunk, path: str) -> dict[str, Any]:
 def require_frame(head: Chunk, tail: Chunk, path: str) -> None:
     """Raise ``DamagedError`` unless a file that begins and ends so can be a sealed document.
 
-    head, tail: its first and last ``FRAME_NBYTES``. Asked before the whole is read: a file that has grown (zeros after
-    what was written, for instance) then costs no memory.
+    Args:
+        head, tail: Its first and last ``FRAME_NBYTES``. Asked before the whole is read: a file that has grown (zeros
+            after what was written, for instance) then costs no memory.
     """
     if not _is_framed(memoryview(bytes(head) + bytes(tail))):
         raise DamagedError(path, "checksum mismatch: it does not begin and end like a sealed file")
@@ -79,7 +80,8 @@ def _is_framed(data: memoryview) -> bool:
 def parse_json(raw: Chunk, path: str, what: str = "it") -> Any:
     """What a JSON text says, strictly: no NaN, no infinities, not nested deeper than ``MOST_DEPTH``.
 
-    what: the text's name in messages.
+    Args:
+        what: The text's name in messages.
 
     Raises:
         DamagedError: anything else.

@@ -52,13 +52,14 @@ _json = json.JSONEncoder(separators=(",", ":")).encode
 class SliceEntry:
     """One slice of one tensor inside a shard.
 
-    key: ``model/<fqn>`` | ``optim/<optimizer>/<fqn>/<state>`` | ``side/<rank>/<name>``, the first two also with
-        ``replay/`` before them | ``grad/<optimizer>/<fqn>``.
-    operator: owner, or "" for side tensors (per-rank trainer state, outside the coverage proof).
-    offsets, shape, global_shape: the block of the whole tensor, in elements.
-    begin, end: byte range in the shard's data section.
-    checksum: XXH3-64 of those bytes, 16 hex digits.
-    on_param_device: False for state that lives on the CPU though its parameter does not (Adam's step).
+    Attributes:
+        key: ``model/<fqn>`` | ``optim/<optimizer>/<fqn>/<state>`` | ``side/<rank>/<name>``, the first two also with
+            ``replay/`` before them | ``grad/<optimizer>/<fqn>``.
+        operator: Owner, or "" for side tensors (per-rank trainer state, outside the coverage proof).
+        offsets, shape, global_shape: The block of the whole tensor, in elements.
+        begin, end: Byte range in the shard's data section.
+        checksum: XXH3-64 of those bytes, 16 hex digits.
+        on_param_device: False for state that lives on the CPU though its parameter does not (Adam's step).
     """
 
     key: str

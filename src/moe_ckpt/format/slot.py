@@ -197,7 +197,10 @@ class SlotHeader:
     only: str = ""
 
     def slices(self, part: SlotPart, path: str) -> tuple[SliceEntry, ...]:
-        """The slices of one part, with checksums. path: for messages.
+        """The slices of one part, with checksums.
+
+        Args:
+            path: For messages.
 
         Raises:
             DamagedError: The part's header is of another run, life, step or rank.
@@ -237,7 +240,10 @@ def _piece(raw: bytes) -> dict[str, Any]:
 
 
 def decode_slot(raw: bytes, path: str) -> SlotHeader:
-    """What ``encode_slot`` was given. path: for messages.
+    """What ``encode_slot`` was given.
+
+    Args:
+        path: For messages.
 
     Raises:
         DamagedError: It is not as it was written, or of another format.

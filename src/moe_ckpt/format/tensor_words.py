@@ -82,7 +82,11 @@ class Lying:
         self.is_known = all(words.are(_numbers(those, len(tensors))) for words, those in pairs)
 
     def same(self, places: Numbers | None = None) -> bool:
-        """Whether they lie where they lay. places: of those that are asked about; None for all."""
+        """Whether they lie where they lay.
+
+        Args:
+            places: Of those that are asked about; None for all.
+        """
         return all(words.same(places) for level in self._levels for words in level)
 
 

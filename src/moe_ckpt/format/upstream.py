@@ -150,7 +150,10 @@ def encode_log(header: LogHeader) -> bytes:
 
 
 def decode_log(raw: bytes, path: str) -> LogHeader:
-    """Returns what ``encode_log`` was given. path: For messages.
+    """Returns what ``encode_log`` was given.
+
+    Args:
+        path: For messages.
 
     Raises:
         DamagedError: It is not as it was written, or of another format.

@@ -58,7 +58,11 @@ class StepRecorder(GradientConsumer, GradientRecord):
         self._edited: tuple[str, ...] = ()
 
     def begin(self, capture: GradientCapture) -> None:
-        """Training begins. capture: What tells this of updates."""
+        """Training begins.
+
+        Args:
+            capture: What tells this of updates.
+        """
         self._capture = capture
         self._consumed.clear()
 

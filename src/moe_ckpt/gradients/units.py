@@ -147,7 +147,11 @@ class Pieces:
         return self._found.get((optimizer, parameter), ())
 
     def of_operator(self, spans: Iterable[Span], optimizer: int | None = None) -> Iterator[tuple[Unit, Piece]]:
-        """Yields what of each piece belongs to the operator with ``spans``. optimizer: None for all."""
+        """Yields what of each piece belongs to the operator with ``spans``.
+
+        Args:
+            optimizer: None for all.
+        """
         optimizers = sorted(self._optimizers) if optimizer is None else (optimizer,)
         for span in spans:
             for number in optimizers:

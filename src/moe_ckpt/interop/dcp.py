@@ -40,8 +40,9 @@ Path = tuple[str | int, ...]
 class Entry:
     """One leaf of the state dict that DCP sees.
 
-    path: the keys that lead to it, for unflattening. key: our tensor key, or None for a ``value`` that is
-    in memory already (buffers, hyperparameters, scalar state).
+    Attributes:
+        path: The keys that lead to it, for unflattening.
+        key: Our tensor key, or None for a ``value`` that is in memory already (buffers, hyperparameters, scalar state).
     """
 
     path: Path

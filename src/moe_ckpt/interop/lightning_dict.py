@@ -24,8 +24,10 @@ TOKENS_MARK = "moe_ckpt: the tokens of the manifest"
 def lightning_checkpoint(reader: StoreReader, manifest: Manifest, rank: int = 0) -> dict[str, Any]:
     """The checkpoint dict of ``manifest``, with whole (unsharded) tensors on the CPU.
 
-    rank: whose loops, callbacks and data position are taken; Lightning itself saves those of rank 0.
     Optimizer state is in torch's own format: integer ids in the order of the param groups.
+
+    Args:
+        rank: Whose loops, callbacks and data position are taken; Lightning itself saves those of rank 0.
 
     Raises:
         NoCheckpointError: the checkpoint was not written under Lightning.

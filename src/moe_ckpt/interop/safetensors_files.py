@@ -27,7 +27,11 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Where one tensor lies. offset: of its first byte in the file."""
+    """Where one tensor lies.
+
+    Attributes:
+        offset: Of its first byte in the file.
+    """
 
     path: str
     name: str

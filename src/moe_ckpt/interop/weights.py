@@ -33,7 +33,12 @@ Result = TypeVar("Result")
 
 
 class Source(Protocol):
-    """Where weights come from. title: says so. tensors: what is there, by name."""
+    """Where weights come from.
+
+    Attributes:
+        title: Says so.
+        tensors: What is there, by name.
+    """
 
     title: str
     tensors: Mapping[str, TensorMeta]

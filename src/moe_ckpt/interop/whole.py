@@ -106,7 +106,8 @@ def all_buffers(
 ) -> dict[str, Any]:
     """Buffers, where ranks hold different layers: those of one name are alike.
 
-    names: enough of them; None for all there are.
+    Args:
+        names: Enough of them; None for all there are.
     """
     found: dict[str, Any] = {}
     for rank in range(manifest.world_size):

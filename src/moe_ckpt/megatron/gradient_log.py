@@ -54,7 +54,11 @@ class GradientLogging:
             self._session().before_update(receive=False, of_gradients=True)
 
     def replayer(self, catalog: Catalog) -> LogReplayer:
-        """Returns what makes the updates of a log once more. catalog: Of the whole model."""
+        """Returns what makes the updates of a log once more.
+
+        Args:
+            catalog: Of the whole model.
+        """
         finish = partial(weights_from_masters, self._optimizer, self._chunks)
         optimizers = [] if self._optimizer is None else inner_optimizers(self._optimizer)
         return LogReplayer(optimizers, catalog, lambda: self._attach(Ignored()), finish)

@@ -26,7 +26,12 @@ TIED = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class FoundMoE:
-    """One MoE layer of this rank. name: of the whole model's module. local_experts: their global indices."""
+    """One MoE layer of this rank.
+
+    Attributes:
+        name: Of the whole model's module.
+        local_experts: Their global indices.
+    """
 
     name: str
     experts: int
@@ -62,7 +67,11 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What this rank holds. buffers: by name, those that change results: persistent ones, and those of routers."""
+    """What this rank holds.
+
+    Attributes:
+        buffers: By name, those that change results: persistent ones, and those of routers.
+    """
 
     parameters: tuple[LiveParameter, ...]
     layers: tuple[FoundMoE, ...]
@@ -315,7 +324,8 @@ def sharded(
 ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
     """Returns (shape of the whole, axes of the block) of a block of ``shape``, one of ``sharding.size`` along ``dim``.
 
-    gated: The block is two of equal size, its shares of two halves that are each split.
+    Args:
+        gated: The block is two of equal size, its shares of two halves that are each split.
     """
     rank, size = sharding.rank, sharding.size
     if size == 1:

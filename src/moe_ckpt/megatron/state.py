@@ -81,7 +81,11 @@ class MegatronTrainingState:
             yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, tuple(blocks))
 
     def bind(self, world: World, rank: int, groups: Groups) -> None:
-        """Tells who holds what else; once, before any method below. groups: Of this rank."""
+        """Tells who holds what else; once, before any method below.
+
+        Args:
+            groups: Of this rank.
+        """
         self._world, self._rank, self.groups = world, rank, groups
 
     @property

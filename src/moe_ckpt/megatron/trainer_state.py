@@ -78,7 +78,10 @@ _OTHER_SCHEDULE = (
 
 
 def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any], path: str) -> None:
-    """Restores stateful objects. path: Of the state file, for messages.
+    """Restores stateful objects.
+
+    Args:
+        path: Of the state file, for messages.
 
     Raises:
         ConfigError: The run and the checkpoint have other objects; nothing was changed.

@@ -91,7 +91,11 @@ class PipelineStage:
         return KeptLogs(self._stage_of, tuple(self._left))
 
     def resumed(self, iteration: int) -> None:
-        """``resume`` is done: from here on messages are seen. iteration: That training begins after."""
+        """``resume`` is done: from here on messages are seen.
+
+        Args:
+            iteration: That training begins after.
+        """
         local = self._driver.local
         if local is None:
             self._forget_left()  # what is computed from here on need not be what was computed then

@@ -41,7 +41,11 @@ class SlotFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The slots of one rank in one life of a run. pid: as ``holder_of``."""
+    """The slots of one rank in one life of a run.
+
+    Attributes:
+        pid: As ``holder_of``.
+    """
 
     run_id: str
     generation: int
@@ -57,7 +61,10 @@ class RankFacts:
 
 
 def survey(root: str, *, verify: bool = False) -> list[RankFacts]:
-    """All of this user's rank directories below ``root``, by run, newest life first. verify: read every byte.
+    """All of this user's rank directories below ``root``, by run, newest life first.
+
+    Args:
+        verify: Read every byte.
 
     Raises:
         ConfigError: As ``user_directory``.

@@ -63,8 +63,9 @@ class StepMetric(Metric):
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
         """Draw one value as a dot, or a curve.
 
-        val: a result of ``compute`` or ``forward``, or a sequence of them, one per step; ``compute()`` if None.
-        ax: matplotlib axes to draw on; new ones if None.
+        Args:
+            val: A result of ``compute`` or ``forward``, or a sequence of them, one per step; ``compute()`` if None.
+            ax: Matplotlib axes to draw on; new ones if None.
 
         Returns: figure and axes.
 
@@ -103,7 +104,8 @@ def _listed(value: Any) -> list[Any]:
 class ExpertMap(StepMetric):
     """A whole number per expert: the newest ``[L, E]`` table.
 
-    experts: number of experts of each layer, where they differ; plots leave out the padding.
+    Args:
+        experts: Number of experts of each layer, where they differ; plots leave out the padding.
     """
 
     def __init__(self, experts: Sequence[int] | None = None, **kwargs: Any) -> None:
@@ -121,8 +123,9 @@ class ExpertMap(StepMetric):
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
         """A heat map: layers down and experts across, or ``(layer, expert)`` down and time across.
 
-        val: one ``[L, E]`` table, or a sequence of them, one per step; ``compute()`` if None.
-        ax: matplotlib axes to draw on; new ones if None.
+        Args:
+            val: One ``[L, E]`` table, or a sequence of them, one per step; ``compute()`` if None.
+            ax: Matplotlib axes to draw on; new ones if None.
 
         Returns: figure and axes.
 

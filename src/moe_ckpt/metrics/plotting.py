@@ -59,7 +59,14 @@ def masked(table: Any, experts: Sequence[int] | None) -> Any:
 
 
 def draw_now(ax: Any, table: Any, label: str, experts: Sequence[int] | None = None) -> Any:
-    """Layers down, experts across: one moment. table: ``[L, E]``. The image, for a colour bar."""
+    """Layers down, experts across: one moment.
+
+    Args:
+        table: ``[L, E]``.
+
+    Returns:
+        The image, for a colour bar.
+    """
     layers, width = np.shape(table)
     image = _image(ax, masked(table, experts), vmax=None)
     ax.set(xlabel="expert", ylabel="MoE layer", xticks=_ticks(width), yticks=_ticks(layers))
@@ -76,9 +83,15 @@ def draw_over_time(
     steps: Sequence[float] | None = None,
     vmax: float | None = None,
 ) -> Any:
-    """``(layer, expert)`` down, time across. tables: ``[T, L, E]``. The image, for a colour bar.
+    """``(layer, expert)`` down, time across.
 
-    steps: the step of each table, 0, 1, ... if None. vmax: the value of the strongest colour.
+    Args:
+        tables: ``[T, L, E]``.
+        steps: The step of each table, 0, 1, ... if None.
+        vmax: The value of the strongest colour.
+
+    Returns:
+        The image, for a colour bar.
     """
     count, layers, width = np.shape(tables)
     rows = [(la, ex) for la in range(layers) for ex in range(width if experts is None else experts[la])]

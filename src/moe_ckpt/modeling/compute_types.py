@@ -61,8 +61,9 @@ class ComputeTypeProbe:
     def types(self, narrow: Iterable[int], wide: Iterable[int]) -> dict[str, torch.dtype]:
         """Parameters that kernels read in a narrow type only. What was never seen is left out.
 
-        narrow, wide: the answers of ``narrow`` and ``wide``, the largest over ranks, since a rank sees only the experts
-            that it used.
+        Args:
+            narrow, wide: The answers of ``narrow`` and ``wide``, the largest over ranks, since a rank sees only the
+                experts that it used.
         """
         found = zip(self._names, narrow, wide, strict=True)
         return {name: _NARROW[number - 1] for name, number, is_wide in found if number and not is_wide}

@@ -36,9 +36,10 @@ _LEVELS_UP = 2  # a container's router sits in its parent, or one above (MoE.exp
 class RoutingSource:
     """Where a layer's routing can be seen in a forward pass.
 
-    kind: "indices" (argument of ``modules[0]`` with expert indices), "counts" (argument with tokens per
-    expert), "rows" (rows that reach each of ``modules``), "router_output" (the integer tensor that
-    ``modules[0]`` returns), "assignments" (a registered function, called after ``modules[0]``).
+    Attributes:
+        kind: "indices" (argument of ``modules[0]`` with expert indices), "counts" (argument with tokens per expert),
+            "rows" (rows that reach each of ``modules``), "router_output" (the integer tensor that ``modules[0]``
+            returns), "assignments" (a registered function, called after ``modules[0]``).
     """
 
     kind: Literal["indices", "counts", "rows", "router_output", "assignments"]

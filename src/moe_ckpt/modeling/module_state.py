@@ -20,7 +20,10 @@ from moe_ckpt.modeling.walk import Walk
 def read(model: nn.Module, walk: Walk | None = None) -> dict[str, Any]:
     """Returns {"buffers": {name: live tensor}, "extra_state": {module name: value}, "own_state": {...}}.
 
-    Costs as much as there is of these. walk: of the model, if it is known and current.
+    Costs as much as there is of these.
+
+    Args:
+        walk: Of the model, if it is known and current.
     """
     walk = walk or Walk(model)
     extra = {name: module.get_extra_state() for name, module in walk.with_extra}

@@ -57,7 +57,11 @@ def require_plain(value: Any, path: str) -> None:
 def check(
     index: int, optimizer: Optimizer, names: Sequence[Collection[str]], stored: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise ``ConfigError`` unless the groups hold the same parameters, group by group. names: as for ``read``."""
+    """Raise ``ConfigError`` unless the groups hold the same parameters, group by group.
+
+    Args:
+        names: As for ``read``.
+    """
     groups = optimizer.param_groups
     if len(groups) != len(stored):
         raise ConfigError(

@@ -140,8 +140,9 @@ class RoutingCounter:
 
     torch.compile: construct the counter before the first compiled forward pass.
 
-    soft: count the gate's weights too, where a tensor of the shape of the indices shows them: a floating-point one
-        among the arguments or results of the same module.
+    Args:
+        soft: Count the gate's weights too, where a tensor of the shape of the indices shows them: a floating-point one
+            among the arguments or results of the same module.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], *, soft: bool = False) -> None:

@@ -49,8 +49,9 @@ scaled by a norm over the whole parameter), and of what is not known it must be 
 class TorchTrainingState:
     """``ports.TrainingState`` for plain tensors and DTensors (FSDP2, tensor parallelism).
 
-    model: names of tensors are those of this module's ``named_parameters()``.
-    optimizers: torch optimizers, without wrappers; their position is part of every key.
+    Args:
+        model: Names of tensors are those of this module's ``named_parameters()``.
+        optimizers: Torch optimizers, without wrappers; their position is part of every key.
 
     Raises:
         UnsupportedError: an optimizer holds a parameter that is not the model's, or shards its own state.

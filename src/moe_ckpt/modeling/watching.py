@@ -151,7 +151,11 @@ class Memory:
         self._places = np.fromiter(map(itemgetter(1), pairs), np.int64, len(pairs))[np.argsort(owners, kind="stable")]
 
     def same(self, names: Iterable[str] | None = None) -> bool:
-        """Whether it lies where it lay. names: asked of the tensors of these alone, in time that grows with them."""
+        """Whether it lies where it lay.
+
+        Args:
+            names: Asked of the tensors of these alone, in time that grows with them.
+        """
         if not all(map(is_, map(_BLOCK, self._sharded), self._blocks)):
             return False
         if not all(map(is_, map(_LAYOUT, self._sharded), self._layouts)):

@@ -112,7 +112,12 @@ class Sends(NamedTuple):
         return not (self.shared or self.experts)
 
     def nbytes(self, size: OperatorBytes, *, expert: bool) -> int:
-        """What is sent of an operator that is saved in full. size: of it. expert: it is one."""
+        """What is sent of an operator that is saved in full.
+
+        Args:
+            size: Of it.
+            expert: It is one.
+        """
         if not (self.experts if expert else self.shared):
             return 0
         return size.sent(weights=self.expert_weights if expert else self.shared_weights)

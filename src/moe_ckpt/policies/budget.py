@@ -31,7 +31,8 @@ _MLT_UNITS = 1 << 40
 def resolve_budget(value: float | str, owner: str = "plt_budget", names: Mapping[str, float] = PLT_BUDGETS) -> float:
     """The portion of lost tokens that ``value`` stands for: a number between 0 and 1, or one of ``names``.
 
-    owner: what the message calls the setting, such as ``MoC(plt_budget=``.
+    Args:
+        owner: What the message calls the setting, such as ``MoC(plt_budget=``.
 
     Raises:
         ConfigError: neither.
@@ -98,7 +99,8 @@ def top_up(context: PolicyContext, stored: Collection[Expert] | Counts, budget: 
     are denser: for about ``every_n_steps * (ceil(E/K) - 1) / (2 * budget)`` steps, since ceil(E/K) checkpoints in turn
     leave (ceil(E/K) - 1) / 2 intervals' tokens unsaved on average.
 
-    stored: also as ``[n, 2]``, layer and expert.
+    Args:
+        stored: Also as ``[n, 2]``, layer and expert.
     """
     unsaved = _unsaved_without(context, stored)
     return _fewest(unsaved, int(unsaved.sum()) - max(tokens_left(context, budget), 0))

@@ -32,8 +32,10 @@ def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: i
     nothing at risk get something when the others are full, and all alike then, as when nothing is at risk anywhere.
     So ``sum(S) = min(total, sum(sizes))``. (The paper only says "adjust S so that the sum is total".)
 
-    risk: ``R[l] >= 0``, unsaved tokens of each layer. sizes: experts of each.
-    first: equal fractions go to the layer with more at risk, then from this layer on, round and round.
+    Args:
+        risk: ``R[l] >= 0``, unsaved tokens of each layer.
+        sizes: Experts of each.
+        first: Equal fractions go to the layer with more at risk, then from this layer on, round and round.
     """
     shares = [0] * len(sizes)
     left = total
@@ -62,9 +64,15 @@ def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: i
 class Taking:
     """Experts taken one after the other, as long as their owner has capacity left.
 
-    Experts are numbers from 0 on. owners: of each, counted from 0. capacity: experts per owner; None where it does not
-    matter who owns them.
-    count: how many were taken so far. is_taken: of each expert.
+    Experts are numbers from 0 on.
+
+    Args:
+        owners: Of each, counted from 0.
+        capacity: Experts per owner; None where it does not matter who owns them.
+
+    Attributes:
+        count: How many were taken so far.
+        is_taken: Of each expert.
     """
 
     def __init__(self, owners: Counts, capacity: int | None) -> None:
@@ -85,7 +93,9 @@ class Taking:
     def take_shares(self, ordered: Counts, most: int, groups: Counts, shares: Sequence[int]) -> Counts:
         """As ``take``, but no more of each group than its share. Returns those whose group had none left.
 
-        groups: of each expert. shares: how many more of each group.
+        Args:
+            groups: Of each expert.
+            shares: How many more of each group.
         """
         missing = max(0, most - self.count)
         left = ordered[~self.is_taken[ordered]]
@@ -144,11 +154,16 @@ class Stage:
 
     Its experts are numbers from 0 on, layer by layer.
 
-    ranks: of the stage. owners: of each expert. at: of each expert, its place in counts ``[L, E]`` that were made flat.
-    operators: of each expert, its operator's place in the catalog.
-    by_owner: an owner's experts cannot be evened out with others'. divided: ranks that share the bytes of each expert,
-    beside their share of the rest; None where ranks are filled up evenly.
-    shared: all gates and non-experts. largest: the largest expert; without bytes where sizes are not asked for.
+    Attributes:
+        ranks: Of the stage.
+        owners: Of each expert.
+        at: Of each expert, its place in counts ``[L, E]`` that were made flat.
+        operators: Of each expert, its operator's place in the catalog.
+        by_owner: An owner's experts cannot be evened out with others'.
+        divided: Ranks that share the bytes of each expert, beside their share of the rest; None where ranks are filled
+            up evenly.
+        shared: All gates and non-experts.
+        largest: The largest expert; without bytes where sizes are not asked for.
     """
 
     layers: tuple[MoELayer, ...]
@@ -204,8 +219,10 @@ class Stage:
     def most(self, limit: int | None, least: int, sends: Sends = ALL_SENT) -> tuple[int, int | None]:
         """How many experts are saved, and how many of them any rank may own.
 
-        limit: bytes of one rank; None: no budget. least: experts that are saved in any case. sends: what is paid from
-        the limit.
+        Args:
+            limit: Bytes of one rank; None: no budget.
+            least: Experts that are saved in any case.
+            sends: What is paid from the limit.
         """
         if not sends.experts:
             return self.total, None
@@ -216,7 +233,11 @@ class Stage:
         return least, least_capacity(least, self.owned.values()) if self.by_owner else None
 
     def load(self, sends: Sends = ALL_SENT) -> Load:
-        """What a budget buys is computed from. sends: what of it counts."""
+        """What a budget buys is computed from.
+
+        Args:
+            sends: What of it counts.
+        """
         owned = tuple(self.owned.values())
         shared, expert = sends.nbytes(self.shared, expert=False), sends.nbytes(self.largest, expert=True)
         return Load(self.ranks, owned, self.by_owner, self.divided, shared, expert)
@@ -269,7 +290,10 @@ together = lru_cache(maxsize=8)(Together)
 
 
 def stages_of(context: PolicyContext, *, weighed: bool) -> tuple[Stage, ...]:
-    """The stages that have MoE layers. weighed: with their bytes.
+    """The stages that have MoE layers.
+
+    Args:
+        weighed: With their bytes.
 
     The same objects give the same answer, and it is remembered: they change rarely, and this is asked at every step.
 

@@ -106,7 +106,9 @@ def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> Co
 class Part(NamedTuple):
     """Layers that share owners, directly or through others.
 
-    owners: layer -> owner of each of its experts, counted from 0. owned: ``[L, R]`` how many of each layer each owns.
+    Attributes:
+        owners: Layer -> owner of each of its experts, counted from 0.
+        owned: ``[L, R]`` how many of each layer each owns.
     """
 
     owners: Mapping[int, Sequence[int]]
@@ -163,9 +165,13 @@ def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], reques
 class Dealer:
     """Takes experts layer by layer, in a given order, evenly over the ranks that own them.
 
-    orders: per layer, its experts in the order of preference. turns: the layers that take part, first to choose first.
-    part: has their owners.
-    taken: per layer, the experts taken so far, in the order they were.
+    Args:
+        orders: Per layer, its experts in the order of preference.
+        turns: The layers that take part, first to choose first.
+        part: Has their owners.
+
+    Attributes:
+        taken: Per layer, the experts taken so far, in the order they were.
 
     Why nothing runs short, for layers of one size: let rank r own n_r experts of each layer and have c_r capacity
     left, with m layers still to come that need K each. They can be served if and only if
@@ -186,7 +192,8 @@ class Dealer:
     def deal(self, per_layer: int, first: list[Expert] | None = None) -> None:
         """Take until every layer has ``per_layer`` experts, or all it has.
 
-        first: experts to begin with, as long as their layer and their rank have room.
+        Args:
+            first: Experts to begin with, as long as their layer and their rank have room.
         """
         wanted = [0] * len(self._orders)
         for row in self._turns:

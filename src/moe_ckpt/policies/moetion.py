@@ -185,7 +185,8 @@ class MoEtion:
     def budget_bytes(self, measured: Measured, storage_steps: int | None = None) -> int | None:
         """Most bytes of one checkpoint on one rank that there is time for; None while not known.
 
-        storage_steps: since the last one that went to storage; None for ``every_n_steps``.
+        Args:
+            storage_steps: Since the last one that went to storage; None for ``every_n_steps``.
         """
         copied = measured.copy_bytes(self.budget_fraction)
         persisted = measured.persist_bytes(storage_steps or self.every_n_steps, self.budget_fraction)

@@ -48,11 +48,12 @@ Shares = Mapping[str, float]
 class Ordering:
     """How operators are ordered: a value, part of a policy.
 
-    kind: one of ``ORDERS``.
-    non_experts: ``last``: gates and non-experts behind all experts, in the order of the catalog, since every token
-        uses them. ``spread``: dealt out evenly among the experts.
-    change, experts: an order is made anew when the activation frequency of at least the portion ``experts`` of all
-        experts changed by more than the portion ``change`` (``changed``).
+    Attributes:
+        kind: One of ``ORDERS``.
+        non_experts: ``last``: gates and non-experts behind all experts, in the order of the catalog, since every token
+            uses them. ``spread``: dealt out evenly among the experts.
+        change, experts: An order is made anew when the activation frequency of at least the portion ``experts`` of all
+            experts changed by more than the portion ``change`` (``changed``).
     """
 
     kind: str = "hard_count"
@@ -89,8 +90,9 @@ class Ordering:
         An expert has changed when its share differs by more than ``change`` of what it was; one that had none, when it
         has any. Experts of layers that got no token since are not in ``now``, and count as unchanged.
 
-        before: None if the former order was made without knowing any: then anything known is a change.
-        experts: how many the model has.
+        Args:
+            before: None if the former order was made without knowing any: then anything known is a change.
+            experts: How many the model has.
         """
         if before is None:
             return True

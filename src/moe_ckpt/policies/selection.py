@@ -18,9 +18,10 @@ Expert = tuple[int, int]
 class Request:
     """How many experts per MoE layer one checkpoint takes; a layer with fewer gives all it has.
 
-    k: experts that go to storage.
-    snapshot_k: experts that are copied to host memory, those for storage included; at least k.
-    every_n_steps: steps between checkpoints, as configured.
+    Attributes:
+        k: Experts that go to storage.
+        snapshot_k: Experts that are copied to host memory, those for storage included; at least k.
+        every_n_steps: Steps between checkpoints, as configured.
     """
 
     k: int

@@ -19,10 +19,12 @@ _NOTICED = 0.01
 class SlotCost:
     """The snapshot of one step of a window. All ranks together, but for ``rank_bytes`` and the times.
 
-    full_bytes: of its anchors. compute_bytes: of the operators that later slots anchor.
-    rank_bytes: an even share of both, rounded up.
-    secs: time to copy and to commit that share, whichever takes longer. stall_secs: how much longer than an iteration
-        that is. Both None where rates or iteration time are not known.
+    Attributes:
+        full_bytes: Of its anchors.
+        compute_bytes: Of the operators that later slots anchor.
+        rank_bytes: An even share of both, rounded up.
+        secs: Time to copy and to commit that share, whichever takes longer.
+        stall_secs: How much longer than an iteration that is. Both None where rates or iteration time are not known.
     """
 
     anchors: tuple[str, ...]
@@ -44,11 +46,14 @@ class WindowReport:
 
     ``MoEvement.explain`` makes it; ``str(report)`` is for people, ``to_dict()`` for programs.
 
-    sizes: of every operator of the window. ranks: over which state is dealt evenly; over those of each pipeline stage
-        by itself where a ``placement`` says which these are.
-    iteration_secs: None if not known. bytes_per_sec: of one rank, the slower of copying and committing; None if not
-        known. budget_fraction: portion of an iteration that a snapshot may take.
-    snapshot_bytes: most bytes of one rank's snapshot that host memory leaves room for; None if not known.
+    Attributes:
+        sizes: Of every operator of the window.
+        ranks: Over which state is dealt evenly; over those of each pipeline stage by itself where a ``placement`` says
+            which these are.
+        iteration_secs: None if not known.
+        bytes_per_sec: Of one rank, the slower of copying and committing; None if not known.
+        budget_fraction: Portion of an iteration that a snapshot may take.
+        snapshot_bytes: Most bytes of one rank's snapshot that host memory leaves room for; None if not known.
     """
 
     window: Window

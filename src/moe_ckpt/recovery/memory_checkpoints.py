@@ -310,7 +310,11 @@ class MemoryCheckpoints:
     def parts(
         self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts], ending: str = ""
     ) -> list[SlotFiles]:
-        """The slots of each snapshot, as files. ending: Of the names of their directories."""
+        """The slots of each snapshot, as files.
+
+        Args:
+            ending: Of the names of their directories.
+        """
         parts = []
         for snapshot, facts in zip(checkpoint.snapshots, described, strict=True):
             step = next(iter(snapshot.values()))[0].step
@@ -400,7 +404,8 @@ class MemoryCheckpoints:
     ) -> frozenset[str]:
         """Those of ``operators`` that some slots hold whole, though others are gone, by what storage has of them.
 
-        reader: of ``beneath``, if that is in memory.
+        Args:
+            reader: Of ``beneath``, if that is in memory.
         """
         if not operators or beneath is None:
             return frozenset()

@@ -142,7 +142,8 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
 def verify_needed(reader: StoreReader, stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> None:
     """Raises ``DamagedError`` if a slice of ``stored_of`` that this rank will read is damaged.
 
-    parameters: The model's, as they are sharded now.
+    Args:
+        parameters: The model's, as they are sharded now.
     """
     for stored, error in find_damage(reader.storage, reader.unverified(needed_slices(stored_of, parameters))):
         if error is not None:

@@ -46,7 +46,12 @@ def place_of(operator: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """One writer's slot. state: (bytes, digest) of its state file. parts: (kind, first byte, header of its shard)."""
+    """One writer's slot.
+
+    Attributes:
+        state: (bytes, digest) of its state file.
+        parts: (kind, first byte, header of its shard).
+    """
 
     state: tuple[int, str]
     parts: tuple[tuple[str, int, bytes], ...]
@@ -74,7 +79,11 @@ class SnapshotFacts:
 
 
 def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
-    """For ``unpacked_headers``, one after the other. tells: What all writers have alike is in this one."""
+    """For ``unpacked_headers``, one after the other.
+
+    Args:
+        tells: What all writers have alike is in this one.
+    """
     told = [
         place,
         writer,
@@ -242,7 +251,11 @@ class View:
 
 
 def told_of(found: FoundSlot, number: int) -> list[Any]:
-    """What ranks tell each other of a slot, for ``share_of``. number: Among the holder's."""
+    """What ranks tell each other of a slot, for ``share_of``.
+
+    Args:
+        number: Among the holder's.
+    """
     header = found.header
     window = header.facts.window
     place = None if window is None else [window.start, window.size, window.slot]
@@ -265,7 +278,12 @@ def told_of(found: FoundSlot, number: int) -> list[Any]:
 
 
 def share_of(holder: int, node: str, told: Sequence[Any]) -> Share:
-    """What ``told_of`` gave on another rank. holder: That rank. node: Its node."""
+    """What ``told_of`` gave on another rank.
+
+    Args:
+        holder: That rank.
+        node: Its node.
+    """
     number, life, generation, sequence, step, writer, writers, place, *rest = told
     window = None if place is None else (place[0], place[1], place[2])
     of = number, life, generation, sequence, step, writer, writers, window, *rest

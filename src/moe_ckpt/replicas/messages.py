@@ -72,7 +72,11 @@ class SealedSlot:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a holder. needed, free: bytes, if its memory is full; see ``Status.SEND``."""
+    """Of a holder.
+
+    Attributes:
+        needed, free: Bytes, if its memory is full; see ``Status.SEND``.
+    """
 
     status: Status
     needed: int = 0
@@ -80,8 +84,12 @@ class Answer:
 
 
 class Sent(NamedTuple):
-    """One copy. nbytes: of it that were sent. secs: from the first of them until the holder had verified all, less what
-    they were held back."""
+    """One copy.
+
+    Attributes:
+        nbytes: Of it that were sent.
+        secs: From the first of them until the holder had verified all, less what they were held back.
+    """
 
     answer: Answer
     nbytes: int = 0
@@ -89,7 +97,10 @@ class Sent(NamedTuple):
 
 
 def send_copy(wire: Wire, sequence: int, share: SealedSlot, held_back: HeldBack = lambda nbytes: None) -> Sent:
-    """The source's part. held_back: says by what so many bytes are, if they are.
+    """The source's part.
+
+    Args:
+        held_back: Says by what so many bytes are, if they are.
 
     Raises:
         OSError: The holder is gone, hangs, or answers something else.

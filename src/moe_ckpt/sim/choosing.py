@@ -23,7 +23,13 @@ OPEN = "not known yet"
 
 @dataclass(frozen=True)
 class Leg:
-    """What is simulated next. number: 1 of the first. systems: by name. secs: up to where; None: to the end."""
+    """What is simulated next.
+
+    Attributes:
+        number: 1 of the first.
+        systems: By name.
+        secs: Up to where; None: to the end.
+    """
 
     number: int
     systems: tuple[str, ...]

@@ -18,17 +18,23 @@ from moe_ckpt.sim.model import SimModel
 class Cluster:
     """Machines and links.
 
-    pcie_bytes_per_sec: from one GPU to host memory, as snapshots get it. nic_bytes_per_sec: out of one node, all its
-        NICs together. nvlink_bytes_per_sec: of one GPU. storage_bytes_per_sec: of the whole cluster.
-    nic_share: portion of the NICs' rate that training leaves to checkpoints.
-    flops_per_sec: peak of one GPU. mfu: portion of it that training's arithmetic reaches.
-    alpha_secs: time to start one message of a collective.
-    host_memory_bytes: of one node, for checkpoints.
-    detect_secs: from a failure to its notice. restart_secs: from there to ranks that can load a checkpoint; a spare
-        has taken the place of the dead node by then. repair_secs: until a dead node is a spare again; None for never.
-    spare_nodes: at the start; None: there is always one, as the papers have it.
-    nodes_per_domain: neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie in
-        other domains than their source (``core.replica_placement``).
+    Attributes:
+        pcie_bytes_per_sec: From one GPU to host memory, as snapshots get it.
+        nic_bytes_per_sec: Out of one node, all its NICs together.
+        nvlink_bytes_per_sec: Of one GPU.
+        storage_bytes_per_sec: Of the whole cluster.
+        nic_share: Portion of the NICs' rate that training leaves to checkpoints.
+        flops_per_sec: Peak of one GPU.
+        mfu: Portion of it that training's arithmetic reaches.
+        alpha_secs: Time to start one message of a collective.
+        host_memory_bytes: Of one node, for checkpoints.
+        detect_secs: From a failure to its notice.
+        restart_secs: From there to ranks that can load a checkpoint; a spare has taken the place of the dead node by
+            then.
+        repair_secs: Until a dead node is a spare again; None for never.
+        spare_nodes: At the start; None: there is always one, as the papers have it.
+        nodes_per_domain: Neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie
+            in other domains than their source (``core.replica_placement``).
     """
 
     name: str
@@ -71,7 +77,8 @@ class Parallel:
     """``pp`` stages in each of ``dp`` pipelines whose stages are ``ep`` ranks wide: pp * dp * ep ranks (the papers'
     way to count). Ranks are numbered stage by stage, then pipeline by pipeline; experts are split over ``ep``.
 
-    vpp: chunks of layers per stage (interleaved 1F1B).
+    Attributes:
+        vpp: Chunks of layers per stage (interleaved 1F1B).
     """
 
     pp: int = 1

@@ -22,8 +22,13 @@ from moe_ckpt.sim.training import Iteration
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes of one snapshot. rank: on the rank that has most. total: of all ranks. sent: to each peer with a copy, by
-    the rank that sends most."""
+    """Bytes of one snapshot.
+
+    Attributes:
+        rank: On the rank that has most.
+        total: Of all ranks.
+        sent: To each peer with a copy, by the rank that sends most.
+    """
 
     rank: int
     total: int
@@ -114,7 +119,11 @@ class Costs:
         return self._dealt(full, sent)
 
     def log_held(self, steps: Counts) -> Snapshot:
-        """What a recovery loads of a log of gradients. steps: ``[operators]`` from each anchor to the newest step."""
+        """What a recovery loads of a log of gradients.
+
+        Args:
+            steps: ``[operators]`` from each anchor to the newest step.
+        """
         table = self._table
         return self._dealt(table.full + table.gradient * steps, table.sent + table.gradient * steps)
 

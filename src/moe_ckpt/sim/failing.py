@@ -28,8 +28,10 @@ FUTILE_FAILURES = 100
 class Spares:
     """Nodes that wait to replace a dead one.
 
-    count: at the start; None: there is always one. repair_secs: None where dead nodes do not come back by themselves.
-    joins: whether others may be added later on.
+    Args:
+        count: At the start; None: there is always one.
+        repair_secs: None where dead nodes do not come back by themselves.
+        joins: Whether others may be added later on.
     """
 
     def __init__(self, count: int | None, repair_secs: float | None, joins: bool = False) -> None:

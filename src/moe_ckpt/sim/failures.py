@@ -18,9 +18,13 @@ from moe_ckpt.sim.formulas import Component, system_mtbf_hours
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to one node. at_secs: since the start of the job. joins: it comes back, as a spare.
+    """What happens to one node.
 
-    process: only a process on it dies, with which its launcher restarts the others there; the node and its memory stay.
+    Attributes:
+        at_secs: Since the start of the job.
+        joins: It comes back, as a spare.
+        process: Only a process on it dies, with which its launcher restarts the others there; the node and its memory
+            stay.
     """
 
     at_secs: float
@@ -33,7 +37,10 @@ class Failures(Protocol):
     """Where failures come from."""
 
     def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
-        """In order of time, without end unless the source has one. nodes: those that training runs on, 0 to nodes-1.
+        """In order of time, without end unless the source has one.
+
+        Args:
+            nodes: Those that training runs on, 0 to nodes-1.
 
         Several at one time are one failure that takes several nodes.
         """
@@ -73,8 +80,10 @@ class Poisson:
     The same seed gives the same failures on another scale of time: with half the MTBF each comes at half its time, on
     the same node.
 
-    process_share: portion of failures that end processes only (``Event.process``). domain_share: portion that takes all
-        of the ``domain_nodes`` neighbours that share a rack or a switch with the node. The rest takes the node alone.
+    Attributes:
+        process_share: Portion of failures that end processes only (``Event.process``).
+        domain_share: Portion that takes all of the ``domain_nodes`` neighbours that share a rack or a switch with the
+            node. The rest takes the node alone.
     """
 
     mtbf_secs: float
@@ -130,8 +139,9 @@ class Poisson:
 class Weibull(Poisson):
     """Failures of the whole job, ``mtbf_secs`` apart on average, with Weibull-distributed times between them.
 
-    shape: below 1 failures come in bursts, with long quiet times (0.7 to 0.8 in high-performance computing: Schroeder
-        and Gibson, DSN 2006); 1 is Poisson, to the same draws; above 1 they come more evenly.
+    Attributes:
+        shape: Below 1 failures come in bursts, with long quiet times (0.7 to 0.8 in high-performance computing:
+            Schroeder and Gibson, DSN 2006); 1 is Poisson, to the same draws; above 1 they come more evenly.
 
     Each failure begins anew (a renewal process). The same seed scales with the MTBF as for ``Poisson``.
     """
@@ -152,8 +162,9 @@ class Weibull(Poisson):
 class Components:
     """Failures without memory of what a cluster is made of; their rates add.
 
-    table: name -> {count, mtbf_hours, blast_nodes}, or ``Component``s. Counts are of all that can stop the job. The
-        order does not matter.
+    Attributes:
+        table: Name -> {count, mtbf_hours, blast_nodes}, or ``Component``s. Counts are of all that can stop the job. The
+            order does not matter.
 
     What failed is drawn by the rates, then where: a node evenly; with ``blast_nodes`` one of the groups of so many
     neighbours, all of which fail at that time.

@@ -80,7 +80,11 @@ class Flushing:
         return replace(context, memory=facts, nothing_safe=context.nothing_safe and self._cadence is not None)
 
     def undisturbed_secs(self, otherwise: float) -> float:
-        """Until then there is nothing to look at between rounds. otherwise: when something else is."""
+        """Until then there is nothing to look at between rounds.
+
+        Args:
+            otherwise: When something else is.
+        """
         track, newest = self._state.track, self._state.track.newest
         if self._cadence is None or newest is None:
             return otherwise

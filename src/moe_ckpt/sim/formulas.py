@@ -19,7 +19,8 @@ from moe_ckpt.sim.checks import above_zero, at_least, given, whole
 class Component:
     """What a cluster has ``count`` of, each failing once in ``mtbf_hours`` on average.
 
-    blast_nodes: neighbouring nodes that go down together with one of them, such as those of a switch.
+    Attributes:
+        blast_nodes: Neighbouring nodes that go down together with one of them, such as those of a switch.
     """
 
     name: str
@@ -101,11 +102,12 @@ def ettr(
 
     ``1 / (1 + T_ckpt / (T_iter * interval)) * 1 / (1 + E[R] / MTBF)``.
 
-    checkpoint_secs: by which training stalls per checkpoint, not what a checkpoint takes beside it. For what is saved
-        at every iteration it is the stall per iteration, with an interval of 1.
-    interval: iterations between checkpoints.
-    recovery_secs: of one failure, on average: ``expected_recovery_secs_dense`` or ``_sparse``.
-    mtbf_secs: None where nothing fails.
+    Args:
+        checkpoint_secs: By which training stalls per checkpoint, not what a checkpoint takes beside it. For what is
+            saved at every iteration it is the stall per iteration, with an interval of 1.
+        interval: Iterations between checkpoints.
+        recovery_secs: Of one failure, on average: ``expected_recovery_secs_dense`` or ``_sparse``.
+        mtbf_secs: None where nothing fails.
     """
     above_zero("ettr", iteration_secs=iteration_secs, **given(mtbf_secs=mtbf_secs))
     at_least("ettr", 0, checkpoint_secs=checkpoint_secs, recovery_secs=recovery_secs)
@@ -117,7 +119,8 @@ def ettr(
 def expected_recovery_secs_dense(*, interval: int, iteration_secs: float, down_secs: float = 0.0) -> float:
     """E[R] with a dense checkpoint every ``interval`` iterations, half of them to do again (MoEvement, section 3.6).
 
-    down_secs: from the failure until training computes again. The paper's formula is that of 0.
+    Args:
+        down_secs: From the failure until training computes again. The paper's formula is that of 0.
     """
     _recovery("expected_recovery_secs_dense", iteration_secs, down_secs, interval=interval)
     return interval * iteration_secs / 2 + down_secs
@@ -148,7 +151,10 @@ def most_recovery_secs_sparse(*, window: int, iteration_secs: float, down_secs: 
 def wasted_work_secs(*, checkpoint_secs: float, retrieve_secs: float, interval: int, iteration_secs: float) -> float:
     """Per failure: ``T_ckpt + T_retrieval + f / 2 * T_iter`` (MoEtion, section 7.2).
 
-    checkpoint_secs: that saving one checkpoint takes. retrieve_secs: that loading one takes. interval: f.
+    Args:
+        checkpoint_secs: That saving one checkpoint takes.
+        retrieve_secs: That loading one takes.
+        interval: F.
     """
     above_zero("wasted_work_secs", iteration_secs=iteration_secs)
     at_least("wasted_work_secs", 0, checkpoint_secs=checkpoint_secs, retrieve_secs=retrieve_secs)
@@ -161,8 +167,10 @@ def moc_overhead_secs(
 ) -> float:
     """Of a whole run: ``O_save * I_total / I_ckpt + sum(O_restart + O_lost)`` over its faults (PEC, equation 3).
 
-    save_secs: by which training stalls per checkpoint. restart_secs, lost_secs: of each fault; what is lost is half an
-    interval on average, ``expected_recovery_secs_dense``.
+    Args:
+        save_secs: By which training stalls per checkpoint.
+        restart_secs, lost_secs: Of each fault; what is lost is half an interval on average,
+            ``expected_recovery_secs_dense``.
 
     Raises:
         ConfigError: they are not equally many.

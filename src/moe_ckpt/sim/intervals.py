@@ -22,7 +22,10 @@ Score = Callable[[Scenario, float], float]
 
 
 def with_interval(scenario: Scenario, score: Score) -> Scenario:
-    """The scenario with the interval that its system's rule chooses, as an ordinary policy. score: for the oracle.
+    """The scenario with the interval that its system's rule chooses, as an ordinary policy.
+
+    Args:
+        score: For the oracle.
 
     Raises:
         ConfigError: the rule needs a mean time between failures, and the failures have none.
@@ -43,8 +46,12 @@ def _with(scenario: Scenario, interval: int) -> Scenario:
 
 @dataclass(frozen=True)
 class Usual:
-    """A checkpoint as a policy makes them all but at first. cost_secs: what training takes longer for one.
-    copy_secs, move_secs: into host memory, and on to where it is durable."""
+    """A checkpoint as a policy makes them all but at first.
+
+    Attributes:
+        cost_secs: What training takes longer for one.
+        copy_secs, move_secs: Into host memory, and on to where it is durable.
+    """
 
     cost_secs: float
     copy_secs: float

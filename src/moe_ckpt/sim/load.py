@@ -21,10 +21,11 @@ Logarithms, since with a small ``alpha`` all of a layer may be below the least f
 class ExpertLoad:
     """How a router spreads tokens.
 
-    skewness: S, the mean normalised HHI of a layer's load, 0 for even: drawn from a symmetric Dirichlet with
-        ``alpha = (1/S - 1) / E``, whose expected S it is.
-    drift: portion of each layer's experts, on average, whose popularity is drawn anew every ``drift_secs``. They are
-        independent of each other, so that a load is as skewed after any number of drifts as it was at first.
+    Attributes:
+        skewness: S, the mean normalised HHI of a layer's load, 0 for even: drawn from a symmetric Dirichlet with
+            ``alpha = (1/S - 1) / E``, whose expected S it is.
+        drift: Portion of each layer's experts, on average, whose popularity is drawn anew every ``drift_secs``. They
+            are independent of each other, so that a load is as skewed after any number of drifts as it was at first.
     """
 
     skewness: float = 0.05
@@ -66,7 +67,8 @@ class ExpertLoad:
 def tokens_of(popularity: Popularity, assignments: int, experts: Sequence[int] | None = None) -> Counts:
     """``[L, E]`` whole numbers of tokens, ``assignments`` per layer, by largest remainder.
 
-    experts: how many each layer has; columns beyond get nothing. None: all of them.
+    Args:
+        experts: How many each layer has; columns beyond get nothing. None: all of them.
     """
     if not popularity.size:
         return np.zeros(popularity.shape, dtype=np.int64)

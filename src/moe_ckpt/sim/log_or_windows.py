@@ -18,8 +18,12 @@ from moe_ckpt.sim.system import System
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one system. running: portion that iterations take longer. failure_secs: what a failure costs beyond detection
-    and restart."""
+    """Of one system.
+
+    Attributes:
+        running: Portion that iterations take longer.
+        failure_secs: What a failure costs beyond detection and restart.
+    """
 
     running: float
     failure_secs: float

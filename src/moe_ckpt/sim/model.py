@@ -17,9 +17,10 @@ from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, given, whole
 class Precision:
     """Bytes per parameter of what forward and backward read, of the master weights, and of both moments together.
 
-    gradient_bytes: of what the optimizer consumes; None: as wide as the masters, and 2 at least.
-    full_bytes: in a snapshot at full fidelity. The papers save masters and moments and no compute weights beside them
-    (12 bytes with fp32 Adam), which is what counts here.
+    Attributes:
+        gradient_bytes: Of what the optimizer consumes; None: as wide as the masters, and 2 at least.
+        full_bytes: In a snapshot at full fidelity. The papers save masters and moments and no compute weights beside
+            them (12 bytes with fp32 Adam), which is what counts here.
     """
 
     compute_bytes: float = 2.0
@@ -50,8 +51,12 @@ class Precision:
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """What a paper says of the model. total, active: parameters; None where it does not say. matched: which of the two
-    the widths give: "total" or "both"."""
+    """What a paper says of the model.
+
+    Attributes:
+        total, active: Parameters; None where it does not say.
+        matched: Which of the two the widths give: "total" or "both".
+    """
 
     name: str
     total: float
@@ -63,12 +68,16 @@ class PaperFigure:
 class ModelSpec:
     """A GPT-MoE by its widths. The names are those of recipes/gpt_moe_megatron.
 
-    moe_every: each n-th layer has experts, the last of n; 1 for all. dense_layers: the first so many have none anyway.
-    expert_ffn, ffn, shared_expert_ffn: width of an expert, of the FFN of layers without experts, of all shared experts
-        together; ``ffn`` None: 4 * hidden.
-    gated: three matrices in each FFN instead of two. bias: biases in attention and FFNs, of experts too.
-    attention_params: of one layer, where it is not 4 * hidden**2 (latent attention, grouped queries).
-    learned_positions: ``seq`` x ``hidden`` more. tied: the head is the embedding.
+    Attributes:
+        moe_every: Each n-th layer has experts, the last of n; 1 for all.
+        dense_layers: The first so many have none anyway.
+        expert_ffn, ffn, shared_expert_ffn: Width of an expert, of the FFN of layers without experts, of all shared
+            experts together; ``ffn`` None: 4 * hidden.
+        gated: Three matrices in each FFN instead of two.
+        bias: Biases in attention and FFNs, of experts too.
+        attention_params: Of one layer, where it is not 4 * hidden**2 (latent attention, grouped queries).
+        learned_positions: ``seq`` x ``hidden`` more.
+        tied: The head is the embedding.
     """
 
     name: str
@@ -147,7 +156,13 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer works on. tokens: of one sequence. width: of each. span: tokens that each attends to."""
+    """What a layer works on.
+
+    Attributes:
+        tokens: Of one sequence.
+        width: Of each.
+        span: Tokens that each attends to.
+    """
 
     tokens: int
     width: int
@@ -158,11 +173,13 @@ class LayerShape:
 class SimModel:
     """What policies and costs need to know of a model.
 
-    elements: parameters of each operator. stage_layer: operator -> layer of the network that it belongs to, -1 for what
-        comes before the first and ``network_layers`` for what comes after the last.
-    seq: tokens of one sequence, as its first MoE layer routes them.
-    shapes: of each layer of the network; None where they are not known, and then iterations cannot be estimated.
-    exact_bytes: what every operator was weighed to be in a real run; None: elements times the precision's bytes.
+    Attributes:
+        elements: Parameters of each operator.
+        stage_layer: Operator -> layer of the network that it belongs to, -1 for what comes before the first and
+            ``network_layers`` for what comes after the last.
+        seq: Tokens of one sequence, as its first MoE layer routes them.
+        shapes: Of each layer of the network; None where they are not known, and then iterations cannot be estimated.
+        exact_bytes: What every operator was weighed to be in a real run; None: elements times the precision's bytes.
     """
 
     name: str
@@ -211,7 +228,11 @@ def assemble(
     seq: int,
     shapes: tuple[LayerShape, ...],
 ) -> SimModel:
-    """A model of operators in the order of the network. moe_layers: which of its layers have ``experts`` experts."""
+    """A model of operators in the order of the network.
+
+    Args:
+        moe_layers: Which of its layers have ``experts`` experts.
+    """
     rows = tuple(weights)
     total = sum(row.elements for row in rows)
     if total > MOST_WHOLE:
@@ -246,7 +267,11 @@ def single(group: str, elements: int, layer: int) -> Weight:
 
 
 def experts_of(index: int, experts: int, gate: int, each: int, layer: int) -> Iterator[Weight]:
-    """The gate and the experts of one MoE layer. gate, each: parameters."""
+    """The gate and the experts of one MoE layer.
+
+    Args:
+        gate, each: Parameters.
+    """
     name = gate_id(index)
     yield Weight(Operator(name, OperatorKind.GATE, (Span(name),), index), gate, layer)
     for expert in range(experts):

@@ -263,8 +263,10 @@ class RunProfile:
     def cluster(self, *, restart_secs: float | None = None, **others: Any) -> Cluster:
         """The machines of the newest life that trained.
 
-        restart_secs: ``set_up_secs`` if None. others: fields of ``Cluster``, above all what a run does not measure:
-            ``detect_secs``, ``repair_secs``, ``spare_nodes``, and ``nic_bytes_per_sec`` where no peers had copies.
+        Args:
+            restart_secs: ``set_up_secs`` if None.
+            **others: Fields of ``Cluster``, above all what a run does not measure: ``detect_secs``, ``repair_secs``,
+                ``spare_nodes``, and ``nic_bytes_per_sec`` where no peers had copies.
 
         Raises:
             ConfigError: a rate was not measured and is not given.
@@ -334,7 +336,10 @@ def scenario_from(
     cluster: Cluster | None = None,
     tokens_per_step: int | None = None,
 ) -> Scenario:
-    """The profiled run again, under ``failures`` and with ``system``. cluster: None for the run's own.
+    """The profiled run again, under ``failures`` and with ``system``.
+
+    Args:
+        cluster: None for the run's own.
 
     Raises:
         ConfigError: the profile lacks something that is not given, or the settings contradict each other.

@@ -34,7 +34,11 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Interval:
-    """Of a figure. low, high: of 99 % confidence; both are ``mean`` where nothing is left to chance."""
+    """Of a figure.
+
+    Attributes:
+        low, high: Of 99 % confidence; both are ``mean`` where nothing is left to chance.
+    """
 
     mean: float
     low: float

@@ -19,7 +19,12 @@ from moe_ckpt.sim.costs import Costs
 
 @dataclass(frozen=True)
 class Repair:
-    """What one recovery takes, in seconds, once its nodes are there. retrieve: loading. replay: computing again."""
+    """What one recovery takes, in seconds, once its nodes are there.
+
+    Attributes:
+        retrieve: Loading.
+        replay: Computing again.
+    """
 
     retrieve: float
     replay: float
@@ -28,7 +33,8 @@ class Repair:
 class Recoveries:
     """Times of recoveries of one system on one layout.
 
-    micro_batches: M, of one pipeline.
+    Args:
+        micro_batches: M, of one pipeline.
     """
 
     def __init__(self, costs: Costs, micro_batches: int) -> None:
@@ -38,7 +44,8 @@ class Recoveries:
     def whole(self, window: Window | None, counts: Counts, tier: Tier) -> Repair:
         """All ranks go back: load, and compute a window again. Iterations after it are trained as usual.
 
-        tier: the farthest that some rank loads from.
+        Args:
+            tier: The farthest that some rank loads from.
         """
         replay = self._replay_secs(window, counts, self._costs.iteration.secs) if window else 0.0
         return Repair(self._load_secs(window, tier), replay)
@@ -47,7 +54,8 @@ class Recoveries:
         """All ranks go back to the newest step of a log of gradients: load anchors and gradients, and take the updates
         since the oldest anchor again, each as long as one of training, since whole parameters are stepped.
 
-        steps: ``[operators]`` from each anchor to that step.
+        Args:
+            steps: ``[operators]`` from each anchor to that step.
         """
         held, replayed = self._costs.log_held(steps), int(steps.max(initial=0))
         from_peers = held.rank / self._costs.nic_rate if tier is Tier.PEER else 0.0
@@ -56,8 +64,10 @@ class Recoveries:
     def local(self, window: Window, counts: Counts, steps: int, stages: int, tier: Tier) -> Repair:
         """Some neighbouring stages go back, and come up to the others by their logs.
 
-        steps: iterations since the window's end. stages: how many; they are a short pipeline of their own. tier: where
-            their memory is, own or peers'.
+        Args:
+            steps: Iterations since the window's end.
+            stages: How many; they are a short pipeline of their own.
+            tier: Where their memory is, own or peers'.
         """
         alone = self.alone_secs(stages)
         return Repair(self._memory_secs(window, tier), self._replay_secs(window, counts, alone) + steps * alone)

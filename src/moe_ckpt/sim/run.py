@@ -37,7 +37,8 @@ _ROUNDING = 1e-9
 def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
     """What comes of a run. The same scenario gives the same outcome; failures and loads do not depend on the system.
 
-    progress: called at every failure, and when the load changes.
+    Args:
+        progress: Called at every failure, and when the load changes.
 
     Raises:
         ConfigError: the policy cannot serve the model, copies are to be kept on more other nodes than there are, or an
@@ -95,7 +96,8 @@ class Run:
     def advance(self, until_secs: float, progress: Progress | None = None, least: float = 0.0) -> None:
         """Simulate to the first repaired failure from ``until_secs`` on, or to the end.
 
-        least: stop, too, when the ETTR can no longer reach it.
+        Args:
+            least: Stop, too, when the ETTR can no longer reach it.
         """
         state, end = self._stepper.state, self._end
 

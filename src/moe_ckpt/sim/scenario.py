@@ -27,7 +27,10 @@ class Scenario:
     """One run to simulate. The same scenario gives the same outcome, on any machine.
 
     tokens_per_step: tokens that one iteration trains, before top-k.
-    stepwise: step through every round of a run that repeats itself: for checking, it takes longer and changes nothing.
+
+    Attributes:
+        stepwise: Step through every round of a run that repeats itself: for checking, it takes longer and changes
+            nothing.
     """
 
     layout: Layout
@@ -101,11 +104,14 @@ class Scenario:
 class Spent:
     """Where the time went, in seconds. All together are the run's duration.
 
-    useful: iterations that were not lost later, each counted once and without stalls.
-    stall: training waited for checkpointing or was slowed down by it, in lost iterations, too.
-    lost: iterations that a failure undid, and parts of iterations.
-    down: from failures to restarted ranks. idle: waiting for a spare. retrieve: loading state. replay: computing
-        windows again, by all or by one stage.
+    Attributes:
+        useful: Iterations that were not lost later, each counted once and without stalls.
+        stall: Training waited for checkpointing or was slowed down by it, in lost iterations, too.
+        lost: Iterations that a failure undid, and parts of iterations.
+        down: From failures to restarted ranks.
+        idle: Waiting for a spare.
+        retrieve: Loading state.
+        replay: Computing windows again, by all or by one stage.
     """
 
     useful: float = 0.0
@@ -130,9 +136,12 @@ class Spent:
 class Sample:
     """The run at one moment, taken after each recovery and at the end.
 
-    useful_steps: iterations done and not undone. plt: portion of lost tokens so far. k: experts per layer and
-        checkpoint, where the policy counts so. window: W. saved_fraction: bytes of the newest checkpoint or window's
-        heaviest slot over those of a dense one.
+    Attributes:
+        useful_steps: Iterations done and not undone.
+        plt: Portion of lost tokens so far.
+        k: Experts per layer and checkpoint, where the policy counts so.
+        window: W.
+        saved_fraction: Bytes of the newest checkpoint or window's heaviest slot over those of a dense one.
     """
 
     at_secs: float

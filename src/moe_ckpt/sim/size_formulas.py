@@ -17,8 +17,9 @@ from moe_ckpt.sim.checks import above_zero, at_least, whole
 def pec_bytes(*, non_expert: int, expert_total: int, k: int, experts: int, bytes_per_param: float) -> int:
     """A partial-experts checkpoint: ``(P_ne + K/E * P_e) * B`` (PEC, section 3.1).
 
-    non_expert, expert_total: parameters outside of experts, and of all experts of all layers. k: saved of the
-    ``experts`` in each layer; all of them make it a full checkpoint.
+    Args:
+        non_expert, expert_total: Parameters outside of experts, and of all experts of all layers.
+        k: Saved of the ``experts`` in each layer; all of them make it a full checkpoint.
     """
     return round(_pec_params("pec_bytes", non_expert, expert_total, k, experts, bytes_per_param) * bytes_per_param)
 
@@ -36,7 +37,9 @@ def moetion_bytes(
 
     arXiv 2412.15411 v1, section 4.3. The sizes that it prints in section 7.2 are those of 10 bytes per parameter.
 
-    non_expert, one_expert: parameters. selected: S of each layer.
+    Args:
+        non_expert, one_expert: Parameters.
+        selected: S of each layer.
 
     Raises:
         ConfigError: a layer selects more than it has.
@@ -54,7 +57,12 @@ def moetion_bytes(
 
 @dataclass(frozen=True)
 class CountedWindow:
-    """A window whose slots are equal counts of operators. size: W. active: anchored per slot, fewer in the last."""
+    """A window whose slots are equal counts of operators.
+
+    Attributes:
+        size: W.
+        active: Anchored per slot, fewer in the last.
+    """
 
     size: int
     active: int
@@ -66,8 +74,9 @@ def window_by_count(*, operators: int, full_bytes: float, compute_bytes: float, 
     It gives up at 2 operators per slot whether these fit or not: then training stalls, and it does not say so. Only the
     first slot is looked at, the heaviest.
 
-    full_bytes, compute_bytes: of each operator: masters and optimizer state; what forward and backward read.
-    budget_bytes: what can be copied in an iteration, bandwidth times its time.
+    Args:
+        full_bytes, compute_bytes: Of each operator: masters and optimizer state; what forward and backward read.
+        budget_bytes: What can be copied in an iteration, bandwidth times its time.
     """
     owner = "window_by_count"
     whole(owner, operators=operators)

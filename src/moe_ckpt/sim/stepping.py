@@ -26,12 +26,15 @@ _WINDOWS_KEPT = 128
 class State:
     """Where a simulated run is. Seconds since its start, all on the clock of ``sim.clock``.
 
-    step: optimizer steps done, less what failures undid. counts: ``[L, E]`` tokens routed by one of them.
-    stall, lost, down, idle, retrieve, replay: as ``scenario.Spent``.
-    halt: why the policy asked training to end in good order.
-    round_steps: W of a log of gradients.
-    rank_bytes, total_bytes: of all snapshots that began, copied by the rank that had most, and stored by all.
-        sent_bytes: what of the former left that rank, one copy of it. heaviest_bytes: of one snapshot, on one rank.
+    Attributes:
+        step: Optimizer steps done, less what failures undid.
+        counts: ``[L, E]`` tokens routed by one of them.
+        stall, lost, down, idle, retrieve, replay: As ``scenario.Spent``.
+        halt: Why the policy asked training to end in good order.
+        round_steps: W of a log of gradients.
+        rank_bytes, total_bytes: Of all snapshots that began, copied by the rank that had most, and stored by all.
+        sent_bytes: What of the former left that rank, one copy of it.
+        heaviest_bytes: Of one snapshot, on one rank.
     """
 
     track: Track
@@ -66,7 +69,8 @@ class State:
 class Stepper:
     """Trains a run from one failure to the next.
 
-    stepwise: never move ahead by several rounds at once.
+    Args:
+        stepwise: Never move ahead by several rounds at once.
     """
 
     def __init__(
@@ -100,7 +104,11 @@ class Stepper:
     # --- between failures ---
 
     def train(self, until: float, tick: Callable[[], None]) -> None:
-        """Train to that very moment; the iteration that it interrupts is lost. tick: called when the load changes."""
+        """Train to that very moment; the iteration that it interrupts is lost.
+
+        Args:
+            tick: Called when the load changes.
+        """
         state = self.state
         while state.now < until and state.halt is None:
             if self._housekeeping():

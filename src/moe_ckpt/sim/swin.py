@@ -18,10 +18,11 @@ _BIAS_WIDTH = 512
 class SwinSpec:
     """A Swin-MoE by its widths, with the parameters of Microsoft's published code (Swin-Transformer, ``swin_moe``).
 
-    image_size, patch_size, window_size: pixels, pixels and patches along a side. embed_dim: width in the first stage,
-        doubled in each that follows, as the patches along a side are halved.
-    depths, num_heads: layers, and heads of each, of every stage.
-    moe_from_stage: in this stage (the first is 0) and those after it, the second of every two layers has experts.
+    Attributes:
+        image_size, patch_size, window_size: Pixels, pixels and patches along a side.
+        embed_dim: Width in the first stage, doubled in each that follows, as the patches along a side are halved.
+        depths, num_heads: Layers, and heads of each, of every stage.
+        moe_from_stage: In this stage (the first is 0) and those after it, the second of every two layers has experts.
     """
 
     name: str

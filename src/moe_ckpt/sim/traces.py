@@ -41,9 +41,11 @@ _NODE = re.compile(r"\d{1,9}")
 class Trace:
     """Failures as they were recorded.
 
-    path: a CSV file, or ``package:NAME`` for one that comes with this package. given: the events themselves, instead.
-    repeat: begin again, every ``period_secs``; nodes that are still away then come back.
-    period_secs: None for the time of the last event.
+    Attributes:
+        path: A CSV file, or ``package:NAME`` for one that comes with this package.
+        given: The events themselves, instead.
+        repeat: Begin again, every ``period_secs``; nodes that are still away then come back.
+        period_secs: None for the time of the last event.
 
     Read row by row, once when it is made, so that errors come before anything is simulated, and once per simulation.
 

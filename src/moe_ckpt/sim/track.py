@@ -42,7 +42,11 @@ class MovingRunLedger(RunLedger):
         return super()._missing(under_way)
 
     def return_to(self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None) -> FaultRecord:
-        """As ``resume_from``, from a checkpoint that was never written. alive: see ``Track.fail``."""
+        """As ``resume_from``, from a checkpoint that was never written.
+
+        Args:
+            alive: See ``Track.fail``.
+        """
         self.ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
         self.index, self.last_step = checkpoint.index + 1, checkpoint.step
         self.committed_step = checkpoint.step
@@ -60,7 +64,8 @@ class MovingRunLedger(RunLedger):
     def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` later, in a run that does all the time what it did before.
 
-        checkpoints: begun in that time.
+        Args:
+            checkpoints: Begun in that time.
         """
         self.ledger.move(steps, counts, stored=not self.outlives_process)
         self.index += checkpoints
@@ -98,9 +103,11 @@ def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
 class Durable:
     """A checkpoint that outlives a failure.
 
-    step: of the state it holds. ledger: as of ``step``, with what its experts have seen.
-    anchored_at: ``[operators]`` steps of the anchors from which a log of gradients leads to ``step``; None where it is
-        no log, or of one step.
+    Attributes:
+        step: Of the state it holds.
+        ledger: As of ``step``, with what its experts have seen.
+        anchored_at: ``[operators]`` steps of the anchors from which a log of gradients leads to ``step``; None where it
+            is no log, or of one step.
     """
 
     step: int
@@ -110,7 +117,11 @@ class Durable:
     anchored_at: Counts | None = None
 
     def moved(self, steps: int, counts: Counts, *, stored: bool = True) -> Durable:
-        """As it would be ``steps`` later. stored: see ``Ledger.move``."""
+        """As it would be ``steps`` later.
+
+        Args:
+            stored: See ``Ledger.move``.
+        """
         ledger = self.ledger.as_of(self.ledger.tokens.applied)
         ledger.move(steps, counts, stored=stored)
         window = None if self.window is None else replace(self.window, start=self.window.start + steps)
@@ -140,9 +151,14 @@ class Track:
     Times are absolute seconds of the run. ``newest`` is None until something is durable. moving: when each snapshot
     that is still in a buffer, a window's slots among them, is durable. backup: what is on storage beside the peers.
 
-    tiered: memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
-        memory holds. stores: something does; watched: see ``MovingRunLedger``. copied: peers have copies, where it is
-        tiered. logs: snapshots may be steps of a log of gradients; leaves_out: which leaves operators out.
+    Args:
+        tiered: Memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
+            memory holds.
+        stores: Something does.
+        watched: See ``MovingRunLedger``.
+        copied: Peers have copies, where it is tiered.
+        logs: Snapshots may be steps of a log of gradients.
+        leaves_out: Which leaves operators out.
     """
 
     def __init__(
@@ -206,7 +222,8 @@ class Track:
     def begin_tiered(self, plan: SnapshotPlan, ready_secs: float, flush_secs: float | None) -> None:
         """A snapshot begins that is complete in memory at ``ready_secs``, and then goes to storage in ``flush_secs``.
 
-        flush_secs: None where storage is not due.
+        Args:
+            flush_secs: None where storage is not due.
         """
         self._sequence += 1
         held = plan.operators(Tier.HOST)
@@ -313,7 +330,8 @@ class Track:
     def fail(self, to: Durable | None, alive: npt.NDArray[np.bool_] | None = None) -> FaultRecord | None:
         """The run goes back to ``to``, or to its very beginning where that is None.
 
-        alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
+        Args:
+            alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
         """
         self.run_ledger = self._books()
         self.under_way.clear()

@@ -51,7 +51,8 @@ _kinds: dict[tuple[torch.dtype, torch.device], int] = {}
 class SliceSource:
     """One slice to copy: where it belongs on disk, and the live memory it comes from.
 
-    source: a view of ``block``, the live tensor, whose version counter tells when either is written to.
+    Attributes:
+        source: A view of ``block``, the live tensor, whose version counter tells when either is written to.
     """
 
     entry: SliceEntry
@@ -83,7 +84,11 @@ class Shelf:
         self._side: dict[SliceEntry, int] = {}
 
     def add(self, operator: str, pieces: Sequence[SliceSource], places: Mapping[str, int]) -> Cut:
-        """Describe what is written of an operator. places: of the keys of all tensors, in alphabetical order."""
+        """Describe what is written of an operator.
+
+        Args:
+            places: Of the keys of all tensors, in alphabetical order.
+        """
         found, rows = Cut(operator, self, len(self.entries), len(pieces)), []
         for number, piece in enumerate(pieces, found.first):
             lying, other = _lying(piece)
@@ -175,7 +180,9 @@ _COUNT: Callable[[Cut], int] = attrgetter("count")
 class Slices:
     """The slices of a part in their order, listed when somebody asks for them. No live memory hangs on them.
 
-    entries: of a shelf. numbers: there.
+    Attributes:
+        entries: Of a shelf.
+        numbers: There.
     """
 
     entries: list[SliceEntry]

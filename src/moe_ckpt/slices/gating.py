@@ -66,7 +66,11 @@ class CudaStamps:
 
 @dataclass
 class Tally:
-    """Bytes of one kind that went through a gate. in_bubbles: of ``nbytes``, while this rank was idle."""
+    """Bytes of one kind that went through a gate.
+
+    Attributes:
+        in_bubbles: Of ``nbytes``, while this rank was idle.
+    """
 
     nbytes: int = 0
     in_bubbles: int = 0
@@ -118,9 +122,14 @@ class Forecast:
     def iteration(
         self, began: object, waits: list[tuple[object, object]], span_secs: float, microbatches: int
     ) -> None:
-        """One iteration was computed. waits: of this rank for its neighbours, as moments; microbatches: 0 if not known.
+        """One iteration was computed.
 
-        On a device that may still be computing it: it is taken into account when the next one is."""
+        Args:
+            waits: Of this rank for its neighbours, as moments.
+            microbatches: 0 if not known.
+
+        On a device that may still be computing it: it is taken into account when the next one is.
+        """
         last, self._last = self._last, (began, waits)
         self._spans.append(span_secs)
         self.span_secs = min(self._spans)
@@ -225,7 +234,11 @@ class BubbleGate:
 
     @contextmanager
     def waiting(self, *, previous: bool = False, following: bool = False) -> Iterator[None]:
-        """This rank waits for its neighbours inside. previous, following: it receives from that stage."""
+        """This rank waits for its neighbours inside.
+
+        Args:
+            previous, following: It receives from that stage.
+        """
         begin = self._stamps.now()
         with self.changed:
             # What a device was asked for cannot be taken back when the bubble ends.
@@ -263,7 +276,11 @@ class BubbleGate:
         return True, self._stamps.waits_for
 
     def copy(self, nbytes: int, bytes_per_sec: float | None) -> Transfer:
-        """Of so many bytes, that must be through before the next update. bytes_per_sec: as measured; None: not yet."""
+        """Of so many bytes, that must be through before the next update.
+
+        Args:
+            bytes_per_sec: As measured; None: not yet.
+        """
         began, span = self._began, self.forecast.span_secs
         if began is None or span is None or not bytes_per_sec:
             return Transfer(self, self.copied, nbytes)
@@ -272,7 +289,11 @@ class BubbleGate:
         return Transfer(self, self.copied, nbytes, pace, began)
 
     def send(self, nbytes: int, bytes_per_sec: float | None, most_secs: float) -> Transfer:
-        """Of so many bytes, that are to be through within an iteration's time. most_secs: longest that is held back."""
+        """Of so many bytes, that are to be through within an iteration's time.
+
+        Args:
+            most_secs: Longest that is held back.
+        """
         with self.changed:
             now = time.perf_counter()
             began, period, windows = self._last_began, self.forecast.period_secs, self.forecast.windows

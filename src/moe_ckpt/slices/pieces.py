@@ -127,7 +127,9 @@ class LocalState:
 def cut(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[Cut]:
     """What ``rank`` writes of ``operators``, none of it empty. Views only; nothing is copied here.
 
-    dealt: who writes what of the tensors that all peers hold, from ``Sharder.deal`` of the same operators and tensors.
+    Args:
+        dealt: Who writes what of the tensors that all peers hold, from ``Sharder.deal`` of the same operators and
+            tensors.
     """
     return local.cuts(operators, dealt, rank)
 
@@ -142,7 +144,9 @@ def cut_replay(
 ) -> list[Cut]:
     """What ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
 
-    dealt: of ``anchored`` and ``frozen``. compute: types of the weights of ``frozen``.
+    Args:
+        dealt: Of ``anchored`` and ``frozen``.
+        compute: Types of the weights of ``frozen``.
     """
     cuts = local.cuts(frozen, dealt, rank, compute)
     counted = _Counted(local.catalog, anchored)

@@ -80,7 +80,11 @@ class SnapshotRequest:
         return (*self.operators, *self.host_only) if self.sends_held and self.host_only else self.operators
 
     def share_of(self, rank: int, due: int) -> tuple[int, int]:
-        """Whose share ``rank`` copies, and the snapshot's number in memory. due: That of the next one in order."""
+        """Whose share ``rank`` copies, and the snapshot's number in memory.
+
+        Args:
+            due: That of the next one in order.
+        """
         writer = self.survivors_of
         return (rank, due) if writer is None else (writer, survivor_sequence(self.step, lent=writer != rank))
 

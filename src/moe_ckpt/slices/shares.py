@@ -51,8 +51,9 @@ def holders(catalog: Catalog, tensor: StateTensor | TensorSpec) -> Sequence[tupl
 class Weights:
     """Bytes of the state that all peers hold alike. Sharded state weighs nothing here.
 
-    units: of all operators but the experts, biggest first.
-    experts: operator -> bytes.
+    Attributes:
+        units: Of all operators but the experts, biggest first.
+        experts: Operator -> bytes.
     """
 
     units: tuple[Unit, ...]
@@ -62,7 +63,8 @@ class Weights:
 def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeTypes | None = None) -> Weights:
     """Equal on all peers: only replicated tensors enter, which are the same on them.
 
-    compute: weigh what forward and backward read instead of the whole state, in these types.
+    Args:
+        compute: Weigh what forward and backward read instead of the whole state, in these types.
     """
     of_rows: dict[Name, int] = {}
     whole: dict[Name, int] = {}
@@ -145,9 +147,11 @@ def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, i
 class WriteAssignment:
     """Who writes what of one checkpoint's replicated state: experts by their owners, the rest by ``parts``.
 
-    peers: the ranks that ``parts`` counts from 0. parts: of the checkpoint's units at least. writers: ranks that write
-        something of each operator that is no expert. weigh: gives the checkpoint's own units with the bytes of each
-        rank, where nobody needs them to divide it.
+    Attributes:
+        peers: The ranks that ``parts`` counts from 0.
+        parts: Of the checkpoint's units at least.
+        writers: Ranks that write something of each operator that is no expert.
+        weigh: Gives the checkpoint's own units with the bytes of each rank, where nobody needs them to divide it.
     """
 
     catalog: Catalog
@@ -185,7 +189,8 @@ class WriteAssignment:
 class Sharder:
     """Deals out the replicated state of one checkpoint after the other. On every rank, with the same answers on peers.
 
-    sharding: "none", "equal" or "adaptive", see ``core.sharding``.
+    Args:
+        sharding: "none", "equal" or "adaptive", see ``core.sharding``.
     """
 
     def __init__(self, catalog: Catalog, placement: Placement, sharding: str) -> None:
@@ -211,7 +216,8 @@ class Sharder:
     ) -> WriteAssignment:
         """The shares of a checkpoint of ``operators``, which is what is balanced: their copies in host memory.
 
-        frozen: operators of which only compute weights are saved, in the types ``compute``.
+        Args:
+            frozen: Operators of which only compute weights are saved, in the types ``compute``.
         """
         weights = self._weigh(tensors)
         given = self._catalog, self._owners, self._peers

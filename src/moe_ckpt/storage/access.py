@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class Access:
     """Modes of new files and directories.
 
-    exact: whatever the umask; otherwise less the umask, as usual.
+    Attributes:
+        exact: Whatever the umask; otherwise less the umask, as usual.
     """
 
     file_mode: int

@@ -14,7 +14,11 @@ Chunk = bytes | bytearray | memoryview
 
 
 class Stamp(NamedTuple):
-    """Of a directory: another one whenever a name in it has come or gone. changed_unix_ns: by the storage's clock."""
+    """Of a directory: another one whenever a name in it has come or gone.
+
+    Attributes:
+        changed_unix_ns: By the storage's clock.
+    """
 
     changed_unix_ns: int
     rest: tuple[int, ...] = ()

@@ -43,7 +43,11 @@ class Boundary(Traffic):
         self._alone, self._answers = frozenset(ranks), answers
 
     def together(self, step: int | None = None) -> None:
-        """From here on all ranks compute. step: That this rank has come up to; None if it did not get there."""
+        """From here on all ranks compute.
+
+        Args:
+            step: That this rank has come up to; None if it did not get there.
+        """
         self._alone, self._answers, self._came_up = frozenset(), None, step
 
     def _passes(self) -> None:

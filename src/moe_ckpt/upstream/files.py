@@ -50,7 +50,10 @@ class LogWriter:
         self._descriptor = PRIVATE.create(str(self._path.with_suffix(MESSAGES_SUFFIX)), _WRITE)
 
     def write(self, channel: Channel, tensor: torch.Tensor) -> None:
-        """Adds a message. tensor: Contiguous, in host memory.
+        """Adds a message.
+
+        Args:
+            tensor: Contiguous, in host memory.
 
         Raises:
             MemoryFullError: There is no room.
@@ -98,7 +101,11 @@ class LogWriter:
 
 @dataclass(frozen=True)
 class SealedLog:
-    """A log that was sealed. path: Of its files, without a suffix."""
+    """A log that was sealed.
+
+    Attributes:
+        path: Of its files, without a suffix.
+    """
 
     path: Path
     header: LogHeader

@@ -12,6 +12,7 @@ import pytest
 from moe_ckpt.cli.main import main
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.gradients import densifying, returning
+from moe_ckpt.gradients.layout import Device
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run, build, loaders
@@ -240,6 +241,16 @@ def test_a_full_store_is_left_as_it_was(place, capsys, monkeypatch):  # noqa: F8
     assert sorted(path.name for path in Path(run.store).iterdir()) == before
     monkeypatch.undo()
     assert densify(run) == 0
+
+
+@pytest.mark.parametrize("here", [Device("cuda", "NVIDIA H200", 1), Device("cpu", "x86_64 AVX2", 1)])
+def test_another_device_than_the_one_that_trained_is_said(here, place, capsys, monkeypatch):  # noqa: F811
+    run = killed(logged(LOG, place))
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: here))
+    assert densify(run) == 0
+    said = capsys.readouterr().err
+    assert "last bits may differ from the run's: the run made its updates on cpu (" in said
+    assert f"and this is {here}" in said
 
 
 def test_what_it_needs(place, monkeypatch):  # noqa: F811

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moe_ckpt.gradients import replay
 from moe_ckpt.gradients.returning import LogReplayer
+from moe_ckpt.recovery.gradient_log import StoredLog
 from tests.megatron.exactness import Case, finish, kill, require_equal, require_exact, uninterrupted
 from tests.megatron.test_exact import (
     BF16,
@@ -79,8 +81,36 @@ def _no_hyperparameters() -> None:
     replay._set = lambda optimizer, update: None
 
 
+def _skipped_steps_made() -> None:
+    """A step that the loss scaler skipped is made with gradients of zero, as if there had been none."""
+    counts = LogReplayer._set_counts
+
+    def wrong(self, log, step, replay, stepped) -> None:
+        if step != log.steps[0] and not log.plain(step)["updates"]:
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        counts(self, log, step, replay, stepped)
+
+    LogReplayer._set_counts = wrong
+
+
+def _anchors_too_early() -> None:
+    gradients, load = StoredLog.gradients, StoredLog.load
+
+    def loaded_first(self, step):
+        load(self, step)
+        return gradients(self, step)
+
+    StoredLog.gradients = loaded_first
+    StoredLog.load = lambda self, step: load(self, step) if step == self.steps[0] else None
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [_no_finish, _no_hyperparameters])
+@pytest.mark.parametrize("wrong", [_no_finish, _no_hyperparameters, _anchors_too_early])
 def test_what_an_exact_return_needs(wrong, tmp_path):
     """Weights from masters; learning rates of that time."""
     case = CASES["ep2-dp2-sharded"]
@@ -104,3 +134,23 @@ def test_gradients_rounded_for_everybody(name, tmp_path):
     as_consumed = uninterrupted(case.setup, case.ranks, case.steps)
     with pytest.raises(AssertionError, match="tensors"):
         require_equal(as_consumed, ended.results)
+
+
+@pytest.mark.slow
+def test_skipped_steps_must_stay_skipped(tmp_path):
+    """Loss scales so high that an iteration between the oldest anchor and the kill overflows."""
+    case = logged({**TENSOR_EXPERTS, **SKIPS, **SHARDED}, kills=((1, 6, "train"),), steps=7)
+    kill(case, tmp_path)
+    ended = finish(case, tmp_path, _skipped_steps_made)
+    with pytest.raises(AssertionError):
+        require_exact(case, tmp_path, ended)
+
+
+@pytest.mark.slow
+def test_beside_survivors(tmp_path):
+    """Ranks that hear of the death keep their state, which takes nothing from the log."""
+    case = replace(CASES["ep2-dp2-sharded"], survives=True)
+    kill(case, tmp_path)
+    ended = finish(case, tmp_path)
+    assert ended.resumed[-1] >= 6
+    require_exact(case, tmp_path, ended)

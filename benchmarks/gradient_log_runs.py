@@ -12,13 +12,12 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -173,21 +172,35 @@ def left_bytes(memory: str) -> Left:
     return found
 
 
-def chain(life: Life, kills: Sequence[tuple[int, float]], tell: Callable[[str], None]) -> dict[str, Any]:
-    """One program, killed at each (step, portion of an iteration later); the last life only comes back.
+def chains(
+    lives: Mapping[str, Life], kills: Sequence[tuple[int, float]], tell: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """All programs, killed at each (step, portion of an iteration later), in turns; the last life only comes back.
+
+    Before each turn the program without checkpoints runs for as many steps, in a process of its own.
 
     Raises:
         RuntimeError: A life ends by itself.
     """
-    weights: list[Left] = []
-    if life.policy[0] == "none":
-        kills = kills[-1:]
-    for number, (step, part) in enumerate((*kills, *([] if life.policy[0] == "none" else [(0, 0.0)]))):
-        tell(f"{life.policy}: life {number + 1}")
-        secs = _iteration_secs(lives_of(life.log))
-        _killed_at(life, max(step, _reached(life.log) + 1), secs * part)
-        weights.append(left_bytes(life.memory) if life.policy[0] != "none" else {})
-    return facts(lives_of(life.log), weights[: len(kills)], life.policy)
+    weights: dict[str, list[Left]] = {name: [] for name in lives}
+    bare: list[float] = []
+    last = 0
+    for number, (step, part) in enumerate((*kills, (0, 0.0))):
+        if step:
+            tell(f"without checkpoints: turn {number + 1}")
+            home = f"{next(iter(lives.values())).home}_none_{number}"
+            os.makedirs(home)
+            alone = replace(next(iter(lives.values())), policy=("none", 0), home=home)
+            _killed_at(alone, step - last, 0.0)
+            bare.append(_iteration_secs(lives_of(alone.log)))
+            last = step
+        for name, life in lives.items():
+            tell(f"{name}: life {number + 1} of {len(kills) + 1}")
+            _killed_at(life, max(step, _reached(life.log) + 1), bare[-1] * part)
+            if step:
+                weights[name].append(left_bytes(life.memory))
+    found = {name: facts(lives_of(life.log), weights[name], life.policy, bare) for name, life in lives.items()}
+    return {"none": {"iteration_secs": median(bare)}, **found}
 
 
 def _iteration_secs(lives: Sequence[Sequence[Mapping[str, Any]]]) -> float:
@@ -200,9 +213,20 @@ def _iteration_secs(lives: Sequence[Sequence[Mapping[str, Any]]]) -> float:
 
 
 def facts(
-    lives: Sequence[Sequence[Mapping[str, Any]]], weights: Sequence[Left], policy: tuple[str, int]
+    lives: Sequence[Sequence[Mapping[str, Any]]],
+    weights: Sequence[Left],
+    policy: tuple[str, int],
+    bare: Sequence[float],
 ) -> dict[str, Any]:
-    """What a contestant costs. Iterations under way when a kill came had not been made, and are not counted."""
+    """What a contestant costs. Iterations under way when a kill came had not been made, and are not counted.
+
+    Args:
+        lives: The events of each.
+        weights: What each but the last left.
+        policy: Of ``Life``.
+        bare: Seconds of an iteration without checkpoints, before each of these.
+    """
+    slower = [_iteration_secs(lives[at : at + 1]) / secs for at, secs in enumerate(bare)]
     again, secs, loading, stalls, held, reached = [], [], [], [], [], 0
     for number, life in enumerate(lives):
         steps = {line["step"]: line for line in life if line["event"] == "step"}
@@ -223,6 +247,7 @@ def facts(
         "back_secs": secs,
         "loading_secs": loading,
         "iteration_secs": _iteration_secs(lives),
+        "slower": slower,
         "stall_secs": mean(stalls) if stalls else 0.0,
         "held_bytes": max(held, default=0.0),
         "step_bytes": [each for each in steady if each is not None],
@@ -231,7 +256,7 @@ def facts(
 
 def per_step(kind: str, number: int, left: Left) -> float | None:
     """Bytes per iteration of what a kill left: of a round, a whole window, or a dense checkpoint; None without one."""
-    if kind == "none" or not left:
+    if not left:
         return None
     if kind == "dense":
         return left[max(left)][0] / number
@@ -251,19 +276,14 @@ def measure(order: argparse.Namespace, home: Path, tell: Callable[[str], None]) 
         kills.append((step, rng.random()))
     config, batch = SIZES[order.size]
     parameters = sum(parameter.numel() for parameter in workload(config).parameters())
-    found = {}
-    for policy in (
-        ("none", 0),
-        ("log", order.window),
-        ("log, bf16", order.window),
-        ("windows", order.window),
-        ("dense", order.interval),
-    ):
-        where = home / policy[0].replace(", ", "_")
+    lives = {}
+    for kind in ("log", "log, bf16", "windows", "dense"):
+        where = home / kind.replace(", ", "_")
         where.joinpath("memory").mkdir(parents=True)
-        found[policy[0]] = chain(Life(policy, str(where), order.size, batch, order.threads), kills, tell)
-        shutil.rmtree(where)
-    told = {name: getattr(order, name) for name in ("size", "window", "interval", "seed", "threads")}
+        number = order.interval if kind == "dense" else order.window
+        lives[kind] = Life((kind, number), str(where), order.size, order.batch or batch, order.threads)
+    found = chains(lives, kills, tell)
+    told = {name: getattr(order, name) for name in ("size", "batch", "window", "interval", "seed", "threads")}
     return {"machine": report.machine(), "order": told, "kills": kills, "parameters": parameters, "found": found}
 
 
@@ -309,7 +329,7 @@ def rows(told: Mapping[str, Any]) -> list[list[str]]:
                 f"{mean(nbytes):.2f}" if nbytes else "-",
                 f"{formula(kind, told['order']):.2f}",
                 f"{each['stall_secs'] / base:.1%}",
-                f"{each['iteration_secs'] / base - 1:.0%}",
+                f"{median(each['slower']) - 1:.0%}",
                 f"{mean(each['again']):.1f} ({max(each['again'])})",
                 f"{median(each['back_secs']) / base:.1f} iterations",
                 f"{median(each['loading_secs']) / base:.1f}",
@@ -332,6 +352,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
+    parser.add_argument("--batch", type=int, default=0, help="sequences in a batch; 0: as of the size")
     parser.add_argument("--window", type=int, default=5, help="W of the log and of the windows")
     parser.add_argument("--interval", type=int, default=10, help="iterations between dense checkpoints")
     parser.add_argument("--kills", type=int, default=4)

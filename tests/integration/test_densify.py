@@ -33,7 +33,10 @@ from tests.integration.lives import (
 from tests.integration.test_gradient_log import LOG, RANKS, VARIATIONS, header_of, logged, spoil
 from tests.support.processes import run_ranks
 
-THESE = ("clipped", "bf16", "fused", "sgd", "adafactor", "experts-without-tokens", "fp16-overflowing", "the-policy")
+THESE = (
+    *("clipped", "bf16", "bf16-mixed", "fused", "sgd", "adafactor", "experts-without-tokens", "fp16-overflowing"),
+    *("manual", "accumulated", "averaged", "biased-routers", "the-policy", "the-policy-coupled"),
+)
 
 
 def densify(run: Run, *arguments: str, nodes: tuple[str, ...] = ("",)) -> int:
@@ -101,8 +104,9 @@ def test_every_step_of_a_log_becomes_a_checkpoint(place, capsys):  # noqa: F811
     assert f"step_{steps[-1]:08d}" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_from_what_was_made(place):  # noqa: F811
-    run = killed(logged(LOG, place))
+@pytest.mark.parametrize("name", ["clipped", pytest.param("rounded", marks=pytest.mark.slow)])
+def test_a_run_goes_on_from_what_was_made(name, place):  # noqa: F811
+    run = killed(logged(VARIATIONS[name], place))
     assert densify(run) == 0
     shutil.rmtree(run.memory)
     Path(run.memory).mkdir()

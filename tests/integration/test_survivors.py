@@ -124,6 +124,18 @@ def test_nothing_is_lost_that_a_data_parallel_rank_has(policy, n, place):  # noq
     assert left(run) == []
 
 
+def test_where_tensors_are_divided_nobody_lends_them(place):  # noqa: F811
+    """FSDP2: what the dead rank had of the newest step nobody else has."""
+    run = in_memory(replace(POLICIES["dense rarely"], ranks=2, sharded=True), place)
+    assert lose(run, 1, 9) == [1, KILLED]
+    assert kept_step(run) is None
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) is None, "nothing was saved before"
+    assert "cannot be used" not in said(run)
+    assert_same_run(run)
+    assert left(run) == []
+
+
 def test_a_torn_step_is_not_sealed(place):  # noqa: F811
     """An exception in the middle of an update leaves neither the old step nor the new one."""
     run = in_memory(POLICIES["dense every step"], place)

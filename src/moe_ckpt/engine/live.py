@@ -51,6 +51,7 @@ class LiveState:
         self._gradient_dtype = gradient_dtype
         self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
         self._weighed_at = -1
+        self._alike_at, self._alike = -1, False
 
     def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
         """Returns this rank's tensors and those of all; listed once per step. Where they lie ``describe_for`` tells."""
@@ -82,13 +83,21 @@ class LiveState:
         self.compute_types = dict(types)
         self._weighed_at = -1
 
+    @property
+    def is_held_alike(self) -> bool:
+        """Whether each peer holds all of every tensor, and not a part of it (FSDP2, sharded optimizers)."""
+        if self._alike_at != self.layout.changes:
+            tensors, _ = self.describe()
+            self._alike_at, self._alike = self.layout.changes, all(tensor.replicated for tensor in tensors)
+        return self._alike
+
     def weigh(self) -> int:
         """Bring ``sizes`` up to date; returns how often the set of tensors has changed."""
-        tensors, specs = self.describe()
+        _, specs = self.describe()
         self.layout.update(specs)
         if self._weighed_at != self.layout.changes:
             self._weighed_at = self.layout.changes
-            if not all(tensor.replicated for tensor in tensors):  # FSDP2: experts are divided over all ranks
+            if not self.is_held_alike:  # FSDP2: experts are divided over all ranks
                 self.placement = replace(self.placement, experts_whole=False)
             self.sizes = operator_bytes(self._catalog, specs, self.compute_types, self._gradient_dtype)
             self.coupled = coupled_operators(self._catalog, specs)

@@ -61,8 +61,6 @@ class StateKeeper:
         Args:
             plain: Of the step, which nobody writes to any more.
         """
-        if self._problem:
-            return
         ready = None
         if any(tensor.is_cuda for _, tensor in plain[1]):
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -78,12 +76,14 @@ class StateKeeper:
 
     def _run(self) -> None:
         while (step := self._steps.get()) is not None:
+            problem = ""
             try:
                 self._seal(step)
             except Exception as error:  # whatever it is, training goes on, and a kill may cost a step more
-                self._problem = f"{type(error).__name__}: {error}"
-                log.warning("plain state is not kept in memory step by step any more: %s", self._problem)
-                return
+                problem = f"{type(error).__name__}: {error}"
+            if problem and not self._problem:
+                log.warning("memory does not hold the plain state of step %d: %s", step.number, problem)
+            self._problem = problem
 
     def _seal(self, step: _Step) -> None:
         encoded, side = step.plain

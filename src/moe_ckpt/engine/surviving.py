@@ -92,7 +92,8 @@ class Survivor:
     @property
     def _is_lent_whole(self) -> bool:
         """Whether another rank holds all that this one writes, but its plain state."""
-        return self._run.comm.world_size > 1 and self._snapshots.live.placement.experts_whole
+        live = self._snapshots.live
+        return self._run.comm.world_size > 1 and live.placement.experts_whole and live.is_held_alike
 
     def close(self) -> None:
         """What is sealed stays. Twice does no harm."""

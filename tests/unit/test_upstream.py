@@ -132,6 +132,23 @@ def test_damage_is_found(log, tmp_path, suffix, how):
             list(found.messages())
 
 
+def test_what_earlier_lives_left_counts_and_goes_first(log, tmp_path):
+    for step in (1, 2):
+        one_step(log, step, (TO_NEXT, torch.ones(100)))
+    log.close()
+    own = tmp_path / "next"
+    own.mkdir()
+    after = UpstreamLog(own, replace(WHOSE, generation=4), 1000, sealed_logs(tmp_path))
+    one_step(after, 3, (TO_NEXT, torch.ones(100)))
+    assert after.nbytes == 800
+    assert [each.header.step for each in sealed_logs(tmp_path)] == [2]
+    after.drop(2)
+    one_step(after, 4, (TO_NEXT, torch.ones(100)))
+    assert (after.nbytes, sealed_logs(tmp_path)) == (800, [])
+    after.close()
+    assert [each.header.step for each in sealed_logs(own)] == [3, 4]
+
+
 def test_a_log_of_another_step_is_refused(log, tmp_path, caplog):
     one_step(log, 1, (TO_NEXT, torch.ones(10)))
     for suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -17,7 +18,7 @@ from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.upstream.answering import Answers
 from moe_ckpt.upstream.boundary import Boundary
-from moe_ckpt.upstream.files import SealedLog, remove_log, sealed_logs
+from moe_ckpt.upstream.files import sealed_logs
 from moe_ckpt.upstream.interception import Interception
 from moe_ckpt.upstream.recording import UpstreamLog, Whose
 
@@ -77,9 +78,9 @@ class PipelineStage:
         whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size, layout)
         own, *left = files.paths
         found = [each for path in left for each in sealed_logs(path)]
-        self._left: list[SealedLog] = [each for each in found if each.header.layout == layout]
+        self._left = tuple(each for each in found if each.header.layout == layout)
         self._stage_of = tuple(stages[rank] for rank in range(comm.world_size))
-        self._log = UpstreamLog(own, whose, budget_bytes)
+        self._log = UpstreamLog(own, whose, budget_bytes, found)
         self._boundary = Boundary(self._stage_of, self._log)
         self._interception: Interception | None = None
         self._sealed: Future[None] | None = None
@@ -88,7 +89,7 @@ class PipelineStage:
     @property
     def kept(self) -> KeptLogs:
         """What earlier lives left."""
-        return KeptLogs(self._stage_of, tuple(self._left))
+        return KeptLogs(self._stage_of, self._left)
 
     def resumed(self, iteration: int) -> None:
         """``resume`` is done: from here on messages are seen.
@@ -98,7 +99,7 @@ class PipelineStage:
         """
         local = self._driver.local
         if local is None:
-            self._forget_left()  # what is computed from here on need not be what was computed then
+            self._log.drop(sys.maxsize)  # what is computed from here on need not be what was computed then
         else:
             self._log.continue_history(local.part.history)
         self._boundary.before_first(lambda: self._begin(iteration))
@@ -126,13 +127,7 @@ class PipelineStage:
         since = self._tier.complete_since
         if since is not None:
             self._log.drop(since)
-            self._forget_left()
         self._log.step_begins(iteration)
-
-    def _forget_left(self) -> None:
-        left, self._left = self._left, []
-        for each in left:
-            remove_log(each.path)
 
     def _settle(self, secs: float) -> None:
         """Training stops: the log of the newest step is written."""

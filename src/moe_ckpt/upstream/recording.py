@@ -5,10 +5,11 @@ The training thread copies each message; a thread checksums and writes it. A ste
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.upstream import Channel
 from moe_ckpt.memory.logs import log_path
-from moe_ckpt.upstream.files import LogWriter, remove_log
+from moe_ckpt.upstream.files import LogWriter, SealedLog, remove_log
 
 log = logging.getLogger("moe_ckpt")
 
@@ -45,14 +46,17 @@ class UpstreamLog:
     Args:
         directory: Of the rank, in memory that outlives the process.
         whose: They are.
-        budget_bytes: The most that all of them may take, what is not written yet included. The oldest go first.
+        budget_bytes: The most that all of them may take, what is not written yet and ``left`` included. The oldest go
+            first.
+        left: Logs of earlier lives, which this one owns.
 
     Attributes:
         problem: Why there are no logs any more; empty while there are.
     """
 
-    def __init__(self, directory: Path, whose: Whose, budget_bytes: int) -> None:
+    def __init__(self, directory: Path, whose: Whose, budget_bytes: int, left: Iterable[SealedLog] = ()) -> None:
         self.problem = ""
+        self._left = sorted(left, key=lambda each: each.header.step, reverse=True)
         self._directory, self._whose, self._budget = directory, whose, budget_bytes
         self._history = whose.generation
         self._sizes: dict[int, int] = {}
@@ -69,7 +73,7 @@ class UpstreamLog:
     @property
     def nbytes(self) -> int:
         """Of all logs, what is not written yet included."""
-        return sum(self._sizes.values())
+        return sum(self._sizes.values()) + sum(each.header.nbytes for each in self._left)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -140,6 +144,9 @@ class UpstreamLog:
     def _has_room(self, nbytes: int) -> bool:
         """Lets go of the oldest steps where there is none; False if that does not help."""
         while self.nbytes + nbytes > self._budget:
+            if self._left:
+                self._tasks.put(functools.partial(remove_log, self._left.pop().path))
+                continue
             oldest = min(self._sizes)
             if oldest == self._step:
                 return False
@@ -159,11 +166,12 @@ class UpstreamLog:
         return self._done(self._seal)
 
     def drop(self, step: int) -> None:
-        """No recovery needs the steps up to ``step`` any more."""
+        """No recovery needs the steps up to ``step`` any more, nor of ``left``."""
         for each in [each for each in self._sizes if each <= step]:
             del self._sizes[each]
-            path = log_path(self._directory, each)
-            self._tasks.put(lambda path=path: remove_log(path))  # type: ignore[misc]
+            self._tasks.put(functools.partial(remove_log, log_path(self._directory, each)))
+        while self._left and self._left[-1].header.step <= step:
+            self._tasks.put(functools.partial(remove_log, self._left.pop().path))
 
     def give_up(self, problem: str) -> None:
         """There are no logs from here on, and those that there are go. A warning says why, once."""

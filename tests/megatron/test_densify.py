@@ -17,7 +17,8 @@ NODES = ("node_0", "node_1")
 
 
 def densify(place, *nodes: str) -> int:
-    memory = [word for node in nodes for word in ("--memory", str(place / "memory" / node))]
+    there = [place / "memory" / node for node in nodes if (place / "memory" / node).exists()]
+    memory = [word for path in there for word in ("--memory", str(path))]
     return main(["densify", str(place / "store"), *memory])
 
 
@@ -28,8 +29,7 @@ def test_a_job_goes_on_from_what_was_made(name, tmp_path):
     case = CASES[name]
     kill(case, tmp_path)
     assert densify(tmp_path, *NODES) == 0
-    for node in NODES:
-        delete_tree(tmp_path / "memory" / node)
+    delete_tree(tmp_path / "memory")
     ended = finish(case, tmp_path)
     _, at, phase = case.kills[-1]
     assert ended.resumed[-1] >= at - 1 - (phase != "train"), "all that was sealed on every rank"

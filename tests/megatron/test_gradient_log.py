@@ -39,6 +39,7 @@ CASES = {
     "ep2-dp2-overlapped": logged({**EXPERTS_DATA, **BF16, **OVERLAPPED, "expert_bias": True}),
     "ep2-dp2-bf16": logged({**EXPERTS_DATA, **GROUPED}, kills=((0, 5, "train"), (3, 7, "copy"))),
     "pp2-ep2": logged({**PIPELINE_EXPERTS, **BF16, "tied": True}),
+    "alone-sharded": logged({**GROUPED, **BF16, **SHARDED}, kills=((0, 7, "train"),), ranks=1),
     "tp2-ep2-skipped": logged({**TENSOR_EXPERTS, **SKIPS, **SHARDED}, kills=((1, 8, "train"),), steps=9),
 }
 FAST = ("ep2-dp2-sharded",)
@@ -112,8 +113,8 @@ def _anchors_too_early() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [_no_finish, _no_hyperparameters, _anchors_too_early])
 def test_what_an_exact_return_needs(wrong, tmp_path):
-    """Weights from masters; learning rates of that time."""
-    case = CASES["ep2-dp2-sharded"]
+    """Weights from masters; learning rates of that time; anchors at their own steps."""
+    case = CASES["alone-sharded"]
     kill(case, tmp_path)
     ended = finish(case, tmp_path, wrong)
     with pytest.raises(AssertionError):
@@ -121,7 +122,7 @@ def test_what_an_exact_return_needs(wrong, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ep2-dp2", "ep2-dp2-sharded", "ep2-dp2-overlapped"])
+@pytest.mark.parametrize("name", ["alone-sharded", "ep2-dp2", "ep2-dp2-sharded", "ep2-dp2-overlapped"])
 def test_gradients_rounded_for_everybody(name, tmp_path):
     case = replace(CASES[name], policy=(LOG[0], {**LOG[1], "grad_dtype": "bf16"}))
     (tmp_path / "run").mkdir()
@@ -138,8 +139,11 @@ def test_gradients_rounded_for_everybody(name, tmp_path):
 
 @pytest.mark.slow
 def test_skipped_steps_must_stay_skipped(tmp_path):
-    """Loss scales so high that an iteration between the oldest anchor and the kill overflows."""
-    case = logged({**TENSOR_EXPERTS, **SKIPS, **SHARDED}, kills=((1, 6, "train"),), steps=7)
+    """Iteration 6 overflows, between the oldest anchor and the kill."""
+    case = logged({**SKIPS, **SHARDED}, kills=((0, 8, "train"),), steps=9, ranks=1)
+    (tmp_path / "right").mkdir()
+    kill(case, tmp_path / "right")
+    require_exact(case, tmp_path / "right", finish(case, tmp_path / "right"))
     kill(case, tmp_path)
     ended = finish(case, tmp_path, _skipped_steps_made)
     with pytest.raises(AssertionError):

@@ -52,7 +52,7 @@ class _Clock(pl.Callback):
             counts = [(p.numel(), p.grad is None) for p in pl_module.parameters()]
             self._portion = sum(n for n, without in counts if without) / sum(n for n, _ in counts)
 
-        trainer.optimizers[0].register_step_pre_hook(count)
+        trainer.optimizers[0].register_step_post_hook(count)  # the closure is over
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self._ended()

@@ -24,8 +24,8 @@ CAPPED = (
 
 LAYERS = (
     *("core", "policies", "format", "storage", "memory", "upstream", "comm", "slices", "replicas", "engine"),
-    *("recovery", "profiling", "sim", "modeling", "gradients", "data", "interop", "metrics", "driver", "callbacks"),
-    "megatron",
+    *("recovery", "profiling", "sim", "modeling", "gradients", "data", "interop", "metrics", "driver"),
+    *("inprocess", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
 ADAPTERS = ("callbacks", "megatron")

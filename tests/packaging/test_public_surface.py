@@ -30,6 +30,7 @@ SURFACE = {
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO load_from_checkpoint",
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
+    "moe_ckpt.inprocess": "Restart restartable",
     "moe_ckpt.megatron": (
         "MegatronCheckpoint MegatronLM Progress attach export_torch_dist import_torch_dist install load_weights"
     ),
@@ -165,7 +166,7 @@ CONFIG_GROUPS = {
     ),
 }
 
-EXTRAS = "lightning hydra cli plot remote megatron recipes docs dev"
+EXTRAS = "lightning hydra cli plot remote megatron inprocess recipes docs dev"
 
 
 def names(module):

@@ -103,6 +103,7 @@ class MegatronCheckpoint:
             where torchmetrics is not installed.
         recovery_plan: Where each operator of the checkpoint came from that training resumed from: memory of this node,
             of others, or storage, as this rank sees it; None before, and for a new run.
+        surviving: Seals the newest iteration when training stops.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class MegatronCheckpoint:
             self._driver.close(0.0)
             raise
         self._chunks = chunks
+        self.surviving = self._driver.surviving
         spares = self._host.spares = Spares(chunks, inventory, optimizer, records=options.needs.windows)
         note = self._driver.note
 

@@ -1,0 +1,8 @@
+"""Restarts within the processes that live on, by NVIDIA's resiliency extension (``moe_ckpt[inprocess]``).
+
+``restartable`` decorates a train function; see docs/inprocess.md.
+"""
+
+from moe_ckpt.inprocess.restarting import Restart, restartable
+
+__all__ = ["Restart", "restartable"]

@@ -1,0 +1,225 @@
+"""Survivors of a failure call their train function again, without new processes (``nvidia_resiliency_ext.inprocess``).
+
+When a rank is gone, the extension's monitor thread runs ``Abort`` while the training thread may wait for that rank,
+then raises an exception there, gives the places of those that are gone to spares, and calls the function again in all
+processes. Here the newest step is sealed first, in the memory that the next call takes it from.
+
+Two threads may be at it at once: the training thread, whose collective has failed, and the monitor. Sealing has a lock
+of its own; whatever else ends a checkpoint runs where the monitor cannot raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from moe_ckpt.driver.surviving import Surviving
+from moe_ckpt.errors import ConfigError, MissingPackageError, NoCheckpointError, RecoveryLoopError, UserError
+
+log = logging.getLogger("moe_ckpt")
+
+_T = TypeVar("_T")
+_CLOSE_SECS = 10.0
+_HOPELESS = (UserError, RecoveryLoopError, NoCheckpointError)
+"""What another call would end with, too."""
+_PATIENCE_SECS = 5.0
+"""So long a step that is under way is waited for, before the processes are set back."""
+
+
+class Kept(Protocol):
+    """A checkpoint of a training loop, such as ``megatron.attach`` returns."""
+
+    surviving: Surviving
+
+    def finish(self) -> None:
+        """Training ended well."""
+
+    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
+        """Releases threads, lock and hooks."""
+
+
+class Restart:
+    """One call of the train function, which gets this as its first argument.
+
+    Args:
+        call: The extension's ``CallWrapper``.
+
+    Attributes:
+        iteration: How often the function was called before in this process: 0 for the first time.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.iteration = int(call.iteration)
+        self._kept: Kept | None = None
+
+    def init_process_group(self, backend: str | None = None, timeout: timedelta | None = None, **more: Any) -> None:
+        """Instead of ``torch.distributed.init_process_group``: RANK and WORLD_SIZE are those of this call.
+
+        Args:
+            backend: As there.
+            timeout: As there.
+            **more: Further arguments, but neither ``store``, ``rank`` nor ``world_size``.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()  # of the call before, where nobody has aborted it
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A connection of its own: the extension's threads wait on theirs for as long as nothing fails.
+        own = TCPStore(address, port, is_master=False, wait_for_workers=False)
+        if timeout is not None:
+            more["timeout"] = timeout
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"moe_ckpt/{self.iteration}", own),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            **more,
+        )
+
+    @contextlib.contextmanager
+    def keeping(self, checkpoint: Kept) -> Iterator[None]:
+        """Instead of ``with checkpoint:``: after a failure the newest step is sealed, and everything let go.
+
+        Args:
+            checkpoint: What ``megatron.attach`` returned.
+        """
+        self._kept = checkpoint
+        try:
+            yield
+            checkpoint.finish()
+        except BaseException as error:
+            self._close(checkpoint, error)
+            raise
+        finally:
+            self._kept = None
+        checkpoint.close(_CLOSE_SECS)
+
+    def _close(self, checkpoint: Kept, error: BaseException) -> None:
+        try:
+            with self._call.atomic():
+                checkpoint.close(_CLOSE_SECS, error)
+        except BaseException:
+            # The monitor was faster: it has raised here, and raises no more for its soft_timeout.
+            checkpoint.close(_CLOSE_SECS, error)
+            raise
+
+    def survive(self) -> None:
+        """The processes are set back: seals the newest step. On the monitor thread."""
+        kept = self._kept
+        if kept is None:
+            return
+        until = time.monotonic() + _PATIENCE_SECS
+        while not kept.surviving.is_whole and kept.surviving.ends_soon and time.monotonic() < until:
+            time.sleep(0.01)
+        kept.surviving.survive("the failure of another rank")
+
+
+def restartable(
+    ranks: int | None = None, *, max_restarts: int = 100, **options: Any
+) -> Callable[[Callable[..., _T]], Callable[..., _T | None]]:
+    """Decorates a train function ``train(restart, ...)``, so that survivors of a failure call it again.
+
+    Processes are started without torchrun, one per rank, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Those
+    beyond ``ranks`` are spares, which wait, and take the places of ranks that are gone. Where fewer than ``ranks`` are
+    left, every process ends with the extension's ``RestartAbort``, and the next start of the job goes on from memory.
+
+    Args:
+        ranks: How many train; None: all, so that none may be lost.
+        max_restarts: So often the function is called again; then every process ends with ``RestartAbort``. What a user
+            must mend (``errors.UserError``, and recoveries that fail again and again) ends them at once.
+        **options: Of ``nvidia_resiliency_ext.inprocess.Wrapper``, such as ``soft_timeout``; not ``rank_assignment``.
+
+    Returns:
+        A decorator. The decorated function returns None on spares that were not needed.
+
+    Raises:
+        MissingPackageError: The extension is not installed.
+        ConfigError: Options contradict each other, or the processes were started by torchrun.
+    """
+    if "rank_assignment" in options:
+        raise ConfigError(
+            "inprocess.restartable(rank_assignment=...): checkpoints need as many ranks as before, and survivors in "
+            "their places. Leave it out, and give ranks= instead"
+        )
+    try:
+        inprocess: Any = importlib.import_module("nvidia_resiliency_ext.inprocess")
+    except ImportError as error:
+        raise MissingPackageError("nvidia-resiliency-ext", "moe_ckpt.inprocess", "inprocess") from error
+    parts = _Parts(inprocess, ranks, max_restarts, options)
+
+    def decorate(train: Callable[..., _T]) -> Callable[..., _T | None]:
+        @functools.wraps(train)
+        def restarting(*args: Any, **kwargs: Any) -> _T | None:
+            _require_plain_processes(ranks)
+            found: _T | None = parts.wrapper(parts.attempt(train))(None, *args, **kwargs)
+            return found
+
+        return restarting
+
+    return decorate
+
+
+def _require_plain_processes(ranks: int | None) -> None:
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        raise ConfigError(
+            "inprocess.restartable: torchrun stops all processes of a node when one fails, so that none survives. "
+            "Start one process per rank by srun, mpirun or a script, with RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT; or leave the decorator out, and let torchrun start the job again"
+        )
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks is not None and ranks > world:
+        raise ConfigError(f"inprocess.restartable(ranks={ranks}), but WORLD_SIZE is {world}: start more processes")
+
+
+class _Parts:
+    """What ``Wrapper`` is made of."""
+
+    def __init__(self, inprocess: Any, ranks: int | None, max_restarts: int, options: dict[str, Any]) -> None:
+        self._inprocess = inprocess
+        self._now: Restart | None = None
+        assignment, compose = inprocess.rank_assignment, inprocess.Compose
+        abort = options.pop("abort", inprocess.abort.AbortTorchDistributed())
+        first = options.pop("initialize", None)
+        needed = ranks if ranks is not None else int(os.environ.get("WORLD_SIZE", 1))
+        limits = {"max_iterations": max_restarts + 1, "min_active_world_size": needed}
+        enough = inprocess.initialize.RetryController(**limits)
+        self.wrapper: Any = inprocess.Wrapper(
+            # The first that is applied comes last. FillGaps leaves survivors in their places.
+            rank_assignment=compose(assignment.MaxActiveWorldSize(needed), assignment.FillGaps()),
+            initialize=enough if first is None else compose(first, enough),
+            abort=self._sealing(inprocess.abort.Abort, abort),
+            **options,
+        )
+
+    def _sealing(self, base: type, then: Any) -> Any:
+        def call(abort: Any, state: Any) -> Any:
+            if self._now is not None:
+                self._now.survive()
+            return state if then is None else then(state)
+
+        return type("SealingAbort", (base,), {"__call__": call})()
+
+    def attempt(self, train: Callable[..., _T]) -> Callable[..., _T]:
+        """Returns ``train`` as the extension calls it."""
+
+        def attempt(call: Any, *args: Any, **kwargs: Any) -> _T:
+            now = self._now = Restart(call)
+            if now.iteration:
+                log.info("inprocess: call %d of the train function, as rank %s", now.iteration, os.environ["RANK"])
+            try:
+                return train(now, *args, **kwargs)
+            except _HOPELESS as error:
+                raise self._inprocess.exception.RestartAbort(str(error)) from error
+
+        attempt.__annotations__ = {"call": self._inprocess.CallWrapper}  # by which it finds the argument
+        return attempt

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_ckpt import inprocess
-from moe_ckpt.errors import ConfigError, MissingPackageError
+from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
 from tests.integration.lives import free_port
 from tests.megatron.exactness import differing, uninterrupted
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED
@@ -98,7 +98,7 @@ def require_exact(job: Job, directory: Path) -> None:
 
 JOBS = {
     "experts": Job(Setup(**EXPERTS_DATA), 2, 1, ((1, 5, 0),)),
-    "sharded-twice": Job(Setup(**EXPERTS_DATA, **SHARDED), 2, 2, ((1, 4, 0), (2, 7, 1)), steps=9),
+    "sharded-twice": Job(Setup(**EXPERTS_DATA, **SHARDED), 2, 2, ((1, 4, 0), (3, 7, 1)), steps=9),
     "windows": Job(Setup(**EXPERTS_DATA), 2, 1, ((1, 8, 0),), ("MoEvement", {"window": 3}), steps=10),
     "pipeline": Job(Setup(**PIPELINE_EXPERTS), 4, 1, ((2, 5, 0),)),
 }
@@ -143,6 +143,16 @@ def test_what_the_user_must_mend_is_not_tried_again(tmp_path):
     for rank in range(2):
         assert "RestartAbort" in (tmp_path / f"log{rank}").read_text()
         assert len(lines(tmp_path, rank)) == 1, "its function was called once"
+
+
+def test_a_lightning_callback_is_refused(tmp_path):
+    from types import SimpleNamespace
+
+    from moe_ckpt.callbacks import MoECheckpoint
+
+    restart = inprocess.Restart(SimpleNamespace(iteration=0))
+    with pytest.raises(UnsupportedError, match="Trainer"), restart.keeping(MoECheckpoint(dirpath=tmp_path)):
+        pass
 
 
 def test_torchrun_is_refused(monkeypatch):

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def main(told: dict[str, Any]) -> None:
 
     def note(**line: Any) -> None:
         with journal.open("a") as file:
-            file.write(json.dumps({"pid": os.getpid(), **line}) + "\n")
+            file.write(json.dumps({"pid": os.getpid(), "at": time.time(), **line}) + "\n")
 
     @inprocess.restartable(told["ranks"], **FAST)
     def train(restart: inprocess.Restart) -> dict[str, Any]:
@@ -48,7 +49,8 @@ def main(told: dict[str, Any]) -> None:
         random.seed(1 + restart.iteration)
         np.random.seed(1 + restart.iteration)
         restart.init_process_group("gloo", timeout=timedelta(seconds=60))
-        built = megatron_gpt.build(Setup(**told["setup"]), 1 + restart.iteration)  # what is right comes from memory
+        # What is right comes from memory. On gloo a rank that waits for one that lives comes back by timeout only.
+        built = megatron_gpt.build(Setup(**told["setup"]), 1 + restart.iteration, timeout_minutes=0.2)
         ckpt = megatron.attach(
             built.chunks,
             built.optimizer,
@@ -57,7 +59,7 @@ def main(told: dict[str, Any]) -> None:
             dirpath=told["store"],
             memory=Memory(directory=told["memory"], storage_every_n_steps=1000),
             when_busy="wait",
-            timeout_secs=30.0,
+            timeout_secs=12.0,
         )
         with restart.keeping(ckpt):
             progress = ckpt.resume()

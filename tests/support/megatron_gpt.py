@@ -92,7 +92,7 @@ class Built:
     gathers_in_forward: bool = False
 
 
-def build(setup: Setup, seed: int) -> Built:
+def build(setup: Setup, seed: int, timeout_minutes: float = 30.0) -> Built:
     """Process groups, model, optimizer and scheduler, as Megatron's training.py makes them.
 
     Joins the process group that exists, or makes one from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
@@ -102,7 +102,7 @@ def build(setup: Setup, seed: int) -> Built:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    _join_groups(setup)
+    _join_groups(setup, timeout_minutes)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
@@ -189,7 +189,7 @@ def _bits(tensor: torch.Tensor) -> int:
     return int((raw * (1 + torch.arange(raw.numel()) % 251)).sum())
 
 
-def _join_groups(setup: Setup) -> None:
+def _join_groups(setup: Setup, timeout_minutes: float) -> None:
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -200,6 +200,7 @@ def _join_groups(setup: Setup) -> None:
         virtual_pipeline_model_parallel_size=setup.vpp,
         expert_model_parallel_size=setup.ep,
         expert_tensor_parallel_size=setup.etp,
+        distributed_timeout_minutes=timeout_minutes,
     )
 
 

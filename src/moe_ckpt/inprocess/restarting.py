@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moe_ckpt.driver.surviving import Surviving
-from moe_ckpt.errors import ConfigError, MissingPackageError, NoCheckpointError, RecoveryLoopError, UserError
+from moe_ckpt.errors import (
+    ConfigError,
+    MissingPackageError,
+    NoCheckpointError,
+    RecoveryLoopError,
+    UnsupportedError,
+    UserError,
+)
 
 log = logging.getLogger("moe_ckpt")
 
@@ -92,7 +99,16 @@ class Restart:
 
         Args:
             checkpoint: What ``megatron.attach`` returned.
+
+        Raises:
+            UnsupportedError: It is something else.
         """
+        if not isinstance(getattr(checkpoint, "surviving", None), Surviving):
+            raise UnsupportedError(
+                f"restart.keeping({type(checkpoint).__name__}): it takes what megatron.attach returned. Lightning's "
+                "Trainer and Megatron-LM's own loop make process groups and handle exceptions by themselves: start "
+                "those by torchrun or a scheduler, without inprocess.restartable"
+            )
         self._kept = checkpoint
         try:
             yield

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.contestants import Contestant, Gate, HookClock, Reference
 from benchmarks.failing import Failures
-from benchmarks.workload import Workload, endless_batches
+from benchmarks.workload import Model, endless_batches
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _Conductor(pl.Callback):
             self._sample.reference_thread_cpu.append(cpu)
 
 
-def run_once(contestant: Contestant, module: Workload, batch: int, shape: Shape, directory: Path) -> Sample:
+def run_once(contestant: Contestant, module: Model, batch: int, shape: Shape, directory: Path) -> Sample:
     """One fit in a fresh directory, which is removed afterwards."""
     directory.mkdir(parents=True)
     sample = Sample(contestant.name)
@@ -154,7 +154,7 @@ def _checkpoint_sizes(contestant: Contestant, directory: Path) -> list[int]:
     return sizes
 
 
-def memcpy_secs(module: Workload, repeats: int = 5) -> float:
+def memcpy_secs(module: Model, repeats: int = 5) -> float:
     """Median time to ``memmove`` the whole state into warm memory, tensor by tensor, on one core."""
     sources = [t for t in module.state_tensors() if t.numel()]
     targets = [torch.zeros_like(t) for t in sources]
@@ -183,7 +183,7 @@ class Measurements:
 def measure(
     found: Measurements,
     contestants: Sequence[Contestant],
-    module: Workload,
+    module: Model,
     batch: int,
     shape: Shape,
     rounds: int,

@@ -39,7 +39,11 @@ class _Window:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/megatron_replay.py --window 4 --rounds 3",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("--hidden", type=int, default=256)
     made.add_argument("--window", type=int, default=3, help="W (default 3)")
     made.add_argument("--rounds", type=int, default=7)

@@ -24,12 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from benchmarks import contestants, peers, report
 from benchmarks.measuring import Measurements, Shape, measure
-from benchmarks.workload import SIZES, Workload
+from benchmarks.workload import SHAPES, SIZES, Model, workload_of
 
 _EXAMPLE = """example:
   python benchmarks/stall.py --size small --rounds 1
   python benchmarks/stall.py --storage disk memory --write
   python benchmarks/stall.py --only moe_ckpt dcp --dir /mnt/scratch
+  python benchmarks/stall.py --size 48x128-listed --storage memory --threads 1     # tiny tensors: only Python counts
 """
 
 
@@ -37,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="stall.py", description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--size", choices=sorted(SIZES), default="default", help="model (default: 412 MiB of state)")
+    sizes = [*sorted(SIZES), *SHAPES]
+    made.add_argument("--size", choices=sizes, default="default", help="model (default: 412 MiB of state)")
     made.add_argument("--rounds", type=int, default=3, help="turns of every contestant (default 3)")
     made.add_argument("--iterations", type=int, default=5, help="counted iterations with a checkpoint per turn")
     made.add_argument("--storage", nargs="+", choices=("disk", "memory"), default=["disk"], help="where to write")
@@ -64,17 +66,17 @@ def quiet() -> None:
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    config, batch = SIZES[options.size]
     torch.manual_seed(0)
+    module, batch = workload_of(options.size)
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        return _compare(options, Workload(config), batch, console)
+        return _compare(options, module, batch, console)
     finally:
         torch.set_num_threads(threads)
 
 
-def _compare(options: argparse.Namespace, module: Workload, batch: int, console: Console) -> int:
+def _compare(options: argparse.Namespace, module: Model, batch: int, console: Console) -> int:
     """Measure on each storage, show, and keep what was asked for; the exit code."""
     runs: dict[str, tuple[list[report.Row], Measurements]] = {}
     for storage in options.storage:
@@ -88,7 +90,7 @@ def _compare(options: argparse.Namespace, module: Workload, batch: int, console:
 
 
 def _on(
-    storage: str, options: argparse.Namespace, module: Workload, batch: int, console: Console
+    storage: str, options: argparse.Namespace, module: Model, batch: int, console: Console
 ) -> tuple[list[report.Row], Measurements]:
     """All contestants on one storage. The JSON is written after each fit; the table is shown however it ends."""
     batch = options.batch or batch

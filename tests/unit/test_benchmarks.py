@@ -77,6 +77,18 @@ def test_stall_runs_and_finds_what_was_written(tmp_path, capfd):
     assert "moe_ckpt MoC" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_stall_measures_models_so_small_that_only_python_counts(tmp_path, monkeypatch, listed):
+    monkeypatch.setitem(stall.SHAPES, "48x128", (2, 4, listed))
+    out = tmp_path / "out"
+    options = f"--size 48x128 --iterations 1 --rounds 1 --write --dir {tmp_path} --out {out}".split()
+    assert stall.main([*options, "--only", "moe_ckpt Dense, async", "AsyncCheckpointIO"]) == 0
+    found = json.loads((out / "stall_disk.json").read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert len(rows) == 2
+    assert all(row["saved"] == 1.0 and row["hook"] > 0 for row in rows.values())
+
+
 class CannotWrite(Contestant):
     """Fails as torch.distributed.checkpoint does on a full disk: with what is no ``Exception``."""
 

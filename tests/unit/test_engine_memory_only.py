@@ -83,7 +83,7 @@ def test_a_life_comes_back_to_a_step_that_storage_never_had(where):
         assert (restored.manifest.step, restored.plain["step"]) == (6, 6)
         assert_state(second, at(6))
         assert fault.lost_tokens == 0
-        assert restored.place == "memory and step_00000001"
+        assert restored.place == "memory"
         assert set(restored.plan.from_source(restored.plan.sources[0])) == set(ALL), "from this node"
         assert second.session.completed(StepRecord(6)).memory_step == 6, "a failure now would come back to it again"
         assert second.session.run_ledger.ledger.at_risk_plt == 0, "all of the checkpoint on storage is of one step"
@@ -512,7 +512,7 @@ def test_as_many_nodes_as_there_are_copies_may_be_lost(where, tmp_path, count, r
     for number in lost:
         lose(nodes[number])
     again = replicated(where, nodes, replicas, again=True, steps=2)
-    assert again == dict.fromkeys(range(count), (6, "memory and step_00000001", 0))
+    assert again == dict.fromkeys(range(count), (6, "memory", 0))
     for number in lost:
         lose(nodes[number])
     assert replicated(where, nodes, replicas, again=True, steps=1)[0][0] == 8, "copies were made anew"
@@ -525,7 +525,7 @@ def test_the_ranks_of_a_node_fetch_what_they_all_need_once(where, tmp_path):
     lose(nodes[3])
     with counted_swaps() as swaps:
         again = replicated(where, nodes, again=True, steps=1)
-    assert again == dict.fromkeys(range(4), (6, "memory and step_00000001", 0))
+    assert again == dict.fromkeys(range(4), (6, "memory", 0))
     between = sum(nbytes for source, target, nbytes in swaps if nodes[source] != nodes[target])
     within = sum(nbytes for source, target, nbytes in swaps if nodes[source] == nodes[target])
     both_want = sum(tensor.local.nbytes for tensor in Life(LocalStorage(where[0])).state.held.values())
@@ -567,7 +567,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy(where, tmp_path, caplog):
             raw[len(raw) // 3] ^= 4
             data.write_bytes(raw)
     again = replicated(where, nodes, again=True, steps=1)
-    assert again == dict.fromkeys(range(2), (6, "memory and step_00000001", 0))
+    assert again == dict.fromkeys(range(2), (6, "memory", 0))
     assert "is damaged: it is set aside" in caplog.text
 
 

@@ -9,17 +9,27 @@ from typing import Any
 
 import pytest
 
+from moe_ckpt import Memory
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
+from moe_ckpt.core.plan import Tier
 from moe_ckpt.driver import messages
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
-from tests.unit.engine_parts import ThreadCommunicator
+from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, run_threads
+from tests.unit.test_engine_host_tier import come_back
 from tests.unit.test_engine_memory_only import (
+    RARELY,
+    life,
     lose,
     make_nodes,
     no_memory_of_other_tests,  # noqa: F401 - a fixture
     replicated,
+    wait_for_copies,
     where,  # noqa: F401 - a fixture
 )
 
@@ -60,7 +70,7 @@ def test_from_memory_of_their_own_ranks_wait_five_times_for_one_another(where, t
         place = (tmp_path / f"store_{each}", where[1])
         replicated(place, nodes)
         rounds.clear()
-        assert replicated(place, nodes, again=True, steps=1)[0][1] == "memory and step_00000001"
+        assert replicated(place, nodes, again=True, steps=1)[0][1] == "memory"
         assert {name: times for name, times in rounds.items() if times} == {"everyone": 2, "agree": 3}
 
 
@@ -69,8 +79,47 @@ def test_bytes_of_other_nodes_take_two_rounds_more(where, tmp_path, rounds):  # 
     replicated(where, nodes)
     lose(nodes[1])
     rounds.clear()
-    assert replicated(where, nodes, again=True, steps=1)[0][1] == "memory and step_00000001"
+    assert replicated(where, nodes, again=True, steps=1)[0][1] == "memory"
     assert {name: times for name, times in rounds.items() if times} == {"everyone": 3, "agree": 3, "swap": 1}
+
+
+def test_storage_is_named_only_where_something_comes_from_it(where):  # noqa: F811
+    with life(where, MoC(k=1)) as first:
+        first.go(2, settle=True)
+    with life(where, MoC(k=1)) as second:
+        restored, _ = come_back(second)
+        tiers = [row.source.tier for row in restored.plan.rows()]
+        assert (restored.place, tiers[-1]) == ("memory and step_00000001", Tier.STORAGE)
+
+
+def test_after_a_complete_checkpoint_peers_go_on_taking_copies(where, tmp_path):  # noqa: F811
+    """A complete checkpoint of a step that had a partial one, as an evaluation asks for: later ones have copies, too."""
+    nodes = make_nodes(tmp_path, 2)
+
+    def body(comm):
+        memory = Memory(directory=nodes[comm.rank], replicas=1)
+        with Life(LocalStorage(where[0]), policy=MoC(k=1), memory=memory, comm=comm) as each:
+            each.go(3, settle=True)
+            wait_for_copies(each)
+            each.session.save_complete(each.step, each.capture)
+            assert each.session.generation == 1, "the partial one has the name"
+            each.go(1, settle=True)
+            for _ in range(2):
+                wait_for_copies(each)
+                each.go(1, settle=True)
+            wait_for_copies(each)
+            largest(comm, [0])  # nobody ends while somebody sends
+            assert max(Slot.open(slot.path)[1].step for slot in each.session.tier.replicator.held.values()) == 6
+
+    def back(comm):
+        memory = Memory(directory=nodes[comm.rank], replicas=1)
+        with Life(LocalStorage(where[0]), policy=MoC(k=1), memory=memory, comm=comm) as each:
+            assert come_back(each)[0].manifest.step == 6
+
+    run_threads(ThreadRanks(2), body)
+    lose(nodes[1])
+    delete_tree(where[0] / "step_00000006_g1")
+    run_threads(ThreadRanks(2), back)
 
 
 def test_a_damaged_checkpoint_on_storage_costs_what_memory_is_laid_over_and_no_step(where, tmp_path):  # noqa: F811

@@ -81,9 +81,14 @@ class Restored:
         """Where it came from, for people."""
         if not self.from_memory:
             return self.manifest.directory
-        if self.beneath is None or self.manifest.window:
+        if self.beneath is None or self.manifest.window or not self._storage_has_part:
             return "memory"
         return f"memory and {self.beneath.directory}"
+
+    @property
+    def _storage_has_part(self) -> bool:
+        """False where every operator came from memory, although there is a checkpoint on storage beneath."""
+        return self.plan is None or any(row.source.tier is Tier.STORAGE for row in self.plan.rows())
 
     @property
     def going_on(self) -> dict[str, Any]:

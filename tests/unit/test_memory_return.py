@@ -23,7 +23,6 @@ from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back
 from tests.unit.test_engine_memory_only import (
-    RARELY,
     life,
     lose,
     make_nodes,
@@ -93,7 +92,7 @@ def test_storage_is_named_only_where_something_comes_from_it(where):  # noqa: F8
 
 
 def test_after_a_complete_checkpoint_peers_go_on_taking_copies(where, tmp_path):  # noqa: F811
-    """A complete checkpoint of a step that had a partial one, as an evaluation asks for: later ones have copies, too."""
+    """Of a step that had a partial one, as an evaluation asks for: those that follow have copies, too."""
     nodes = make_nodes(tmp_path, 2)
 
     def body(comm):

@@ -31,9 +31,10 @@ class TensorMeta:
 class TensorSpec:
     """One tensor of the training state as a whole, whichever ranks hold it.
 
-    key, parameter, mixes_rows: as in ``StateTensor``.
-    dtype: as named in headers (``format.dtypes``).
-    gradient: of a parameter, the type in which its optimizer consumes gradients; None where none updates it.
+    Attributes:
+        key, parameter, mixes_rows: As in ``StateTensor``.
+        dtype: As named in headers (``format.dtypes``).
+        gradient: Of a parameter, the type in which its optimizer consumes gradients; None where none updates it.
     """
 
     key: str
@@ -48,19 +49,20 @@ class TensorSpec:
 class StateTensor:
     """This rank's part of one tensor of the training state, as a live view: never a copy.
 
-    key: ``model/<fqn>`` or ``optim/<optimizer index>/<fqn>/<state name>``.
-    parameter: fqn of the parameter it belongs to.
-    local: a local block, at ``offsets`` of a tensor of ``global_shape``. A rank may hold several blocks of one.
-    replicated: True when all of this rank's peers (``core.placement``) hold this same block, so that one of them
-    may write it for all; False when the framework shards it and this rank holds a part.
-    duplicate: True when another rank holds this same part and writes it (HSDP): read into, never written.
-    writer: Of a duplicate, the rank that writes it, where this one knows.
-    on_param_device: False for state kept on the CPU though its parameter is not.
-    mixes_rows: True for a parameter whose optimizer lets its rows act on one another, or may do so: no row's update can
-        be repeated without the state of all. Said of the parameter itself, not of its optimizer state.
-    stored: Type in which it is saved, as named in headers, if another than its own, which loses nothing.
-    updated_here: False for a block of a parameter whose optimizer state only other ranks hold (Megatron's distributed
-        optimizer): what is stored of that state is theirs to verify and to read.
+    Attributes:
+        key: ``model/<fqn>`` or ``optim/<optimizer index>/<fqn>/<state name>``.
+        parameter: Fqn of the parameter it belongs to.
+        local: A local block, at ``offsets`` of a tensor of ``global_shape``. A rank may hold several blocks of one.
+        replicated: True when all of this rank's peers (``core.placement``) hold this same block, so that one of them
+            may write it for all; False when the framework shards it and this rank holds a part.
+        duplicate: True when another rank holds this same part and writes it (HSDP): read into, never written.
+        writer: Of a duplicate, the rank that writes it, where this one knows.
+        on_param_device: False for state kept on the CPU though its parameter is not.
+        mixes_rows: True for a parameter whose optimizer lets its rows act on one another, or may do so: no row's update
+            can be repeated without the state of all. Said of the parameter itself, not of its optimizer state.
+        stored: Type in which it is saved, as named in headers, if another than its own, which loses nothing.
+        updated_here: False for a block of a parameter whose optimizer state only other ranks hold (Megatron's
+            distributed optimizer): what is stored of that state is theirs to verify and to read.
     """
 
     key: str
@@ -109,8 +111,9 @@ class TrainingState(Protocol):
     def plain(self, *, described: bool = False) -> Mapping[str, Any]:
         """Everything else as a tree of plain data and tensors: buffers, param groups, scalar state.
 
-        described: ``tensors()`` was called just before, so that what there is need not be looked for again. (Looking
-            takes the training thread 20 ms for 25 000 modules.)
+        Args:
+            described: ``tensors()`` was called just before, so that what there is need not be looked for again.
+                (Looking takes the training thread 20 ms for 25 000 modules.)
 
         Keys ``buffers`` {fqn: tensor}, ``optimizers`` [{"param_groups": [...], "scalars": {...}}],
         ``extra_state`` {fqn: tree}. Long lists that stay the same (names of parameters) are
@@ -122,8 +125,11 @@ class TrainingState(Protocol):
     def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
         """Raise unless ``load_plain(plain)`` can follow and optimizer state is of this run's optimizers.
 
-        Called before a restore writes anything; changes nothing. plain: what ``plain()`` gave. keys: of the stored
-        tensors.
+        Called before a restore writes anything; changes nothing.
+
+        Args:
+            plain: What ``plain()`` gave.
+            keys: Of the stored tensors.
         """
         ...
 
@@ -143,9 +149,10 @@ class TrainingState(Protocol):
 class StepGradients:
     """What the optimizers of this rank consumed in one step.
 
-    tensors: Live gradients; key ``grad/<optimizer index>/<fqn>``, the rest as of the block that was updated.
-    plain: The updates, and the step counts after them, as a tree of plain data and tensors.
-    changed: Names of parameters whose gradients were written to since the update: they are not what it consumed.
+    Attributes:
+        tensors: Live gradients; key ``grad/<optimizer index>/<fqn>``, the rest as of the block that was updated.
+        plain: The updates, and the step counts after them, as a tree of plain data and tensors.
+        changed: Names of parameters whose gradients were written to since the update: they are not what it consumed.
     """
 
     tensors: Sequence[StateTensor]
@@ -157,7 +164,11 @@ class GradientRecord(Protocol):
     """Remembers what optimizers consume, for a policy that logs gradients. For the training thread only."""
 
     def step(self, tensors: Sequence[StateTensor]) -> StepGradients:
-        """What was consumed since ``forget``, by updates that have been made. tensors: Of ``TrainingState``."""
+        """What was consumed since ``forget``, by updates that have been made.
+
+        Args:
+            tensors: Of ``TrainingState``.
+        """
         ...
 
     def forget(self) -> None:
@@ -168,8 +179,9 @@ class GradientRecord(Protocol):
 class LoggedSteps(Protocol):
     """A gradient log from its oldest anchor to the step that is returned to, as this rank needs it; verified.
 
-    steps: Of its snapshots, ascending.
-    anchors: Operator -> the step that it is loaded as of.
+    Attributes:
+        steps: Of its snapshots, ascending.
+        anchors: Operator -> the step that it is loaded as of.
     """
 
     steps: Sequence[int]

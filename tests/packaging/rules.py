@@ -7,6 +7,7 @@ They read the syntax tree only, so an import hidden in a function, under ``TYPE_
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,6 +300,30 @@ def broad_except(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} catches everything without saying why on the same line"
 
 
+def google_docstrings(module: Module) -> Iterator[str]:
+    """What public functions and classes are given stands under ``Args:`` or ``Attributes:``, where tools find it."""
+    for node in _public(module.tree):
+        before = _SECTION.split(ast.get_docstring(node) or "", maxsplit=1)[0]
+        if isinstance(node, ast.ClassDef):
+            found = [s.target for s in node.body if isinstance(s, ast.AnnAssign)]
+            names = [target.id for target in found if isinstance(target, ast.Name)]
+        else:
+            names = [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)]
+        for name in names:
+            if re.search(rf"(?:^|[.;] ){name}: ", before, re.MULTILINE):
+                yield f"{module.name}:{node.lineno} tells of {name!r} outside of Args: or Attributes:"
+
+
+def _public(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node
+            yield from _public(node)
+
+
+_SECTION = re.compile(r"^(?:Args|Attributes|Returns|Raises):", re.MULTILINE)
+
+
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -317,4 +342,5 @@ RULES: tuple[Rule, ...] = (
     class_sizes,
     annotated,
     broad_except,
+    google_docstrings,
 )

@@ -32,6 +32,8 @@ SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"s
 @pytest.mark.parametrize(
     ("rule", "name", "source", "said"),
     [
+        (rules.google_docstrings, "x", 'def f(a):\n    """Does. a: what."""', "tells of 'a' outside"),
+        (rules.google_docstrings, "x", 'class C:\n    """a: what."""\n    a: int', "tells of 'a' outside"),
         (rules.direction, "core.plan", "from moe_ckpt.policies import MoC", "'core' may not import 'policies'"),
         (rules.direction, "core.plan", "from moe_ckpt import policies", "'core' may not import 'policies'"),
         (rules.direction, "core.plan", "import moe_ckpt.engine.worker", "'core' may not import 'engine'"),

@@ -82,7 +82,11 @@ class GradientLogConfig:
 
 @dataclass
 class AnyOfConfig:
-    """policies: by name, each of them a node with a ``_target_``, as that of a single policy."""
+    """Several policies in one.
+
+    Attributes:
+        policies: By name, each of them a node with a ``_target_``, as that of a single policy.
+    """
 
     _target_: str = "moe_ckpt.policies.AnyOf"
     _convert_: str = "all"  # in OmegaConf's own containers dataclasses, which policies are, become configs again
@@ -91,7 +95,12 @@ class AnyOfConfig:
 
 @dataclass
 class StoreConfig:
-    """dirpath: directory or fsspec URL, the same on every rank. timeout_secs: for ranks to answer each other."""
+    """Where checkpoints go.
+
+    Attributes:
+        dirpath: Directory or fsspec URL, the same on every rank.
+        timeout_secs: For ranks to answer each other.
+    """
 
     dirpath: Optional[str] = MISSING  # noqa: UP045
     timeout_secs: Union[float, int, str] = 600.0  # noqa: UP007

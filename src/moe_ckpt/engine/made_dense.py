@@ -88,7 +88,10 @@ def _write_shard(
 
 
 def state_without(raw: Chunk, key: str, path: str) -> bytes:
-    """Returns a state file without one part of the rank's state. path: for messages.
+    """Returns a state file without one part of the rank's state.
+
+    Args:
+        path: For messages.
 
     Raises:
         DamagedError: It is none.

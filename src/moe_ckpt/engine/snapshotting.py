@@ -119,7 +119,11 @@ class Snapshotter:
         return self.booking.anchors.since(sequence, anchored, gradients if self._leaves_out else None)
 
     def not_logged(self, *, updated: bool) -> None:
-        """No snapshot of this step began. updated: Weights changed in it."""
+        """No snapshot of this step began.
+
+        Args:
+            updated: Weights changed in it.
+        """
         if updated:
             self.booking.anchors.broken()
 

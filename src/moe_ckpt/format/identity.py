@@ -16,7 +16,12 @@ _FIELDS = record({"run_id": text, "fingerprint": text, "created_unix_secs": numb
 
 @dataclass(frozen=True)
 class Identity:
-    """run_id: random hex, one per store. fingerprint: ``Catalog.fingerprint`` of the model."""
+    """What tells a store from others.
+
+    Attributes:
+        run_id: Random hex, one per store.
+        fingerprint: ``Catalog.fingerprint`` of the model.
+    """
 
     run_id: str
     fingerprint: str

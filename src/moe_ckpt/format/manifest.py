@@ -140,7 +140,12 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """fingerprint: ``Catalog.fingerprint``. aliases: name of a tied tensor -> the name it is stored under."""
+    """The model that a checkpoint is of.
+
+    Attributes:
+        fingerprint: ``Catalog.fingerprint``.
+        aliases: Name of a tied tensor -> the name it is stored under.
+    """
 
     fingerprint: str
     layers: tuple[LayerRecord, ...] = ()

@@ -87,7 +87,12 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """layers: MoE layers. operators: in the order of the run's catalog."""
+    """The model that was trained.
+
+    Attributes:
+        layers: MoE layers.
+        operators: In the order of the run's catalog.
+    """
 
     layers: tuple[LayerRecord, ...]
     operators: tuple[OperatorRow, ...]
@@ -180,7 +185,13 @@ class Life:
 
 @dataclass(frozen=True)
 class Profile:
-    """fingerprint: ``Catalog.fingerprint``. model: None until its tensors were weighed. lives: oldest first."""
+    """What a run has measured of itself.
+
+    Attributes:
+        fingerprint: ``Catalog.fingerprint``.
+        model: None until its tensors were weighed.
+        lives: Oldest first.
+    """
 
     fingerprint: str
     model: ProfiledModel | None = None
@@ -209,7 +220,10 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def decode_profile(raw: bytes | bytearray, path: str) -> Profile:
-    """path: for messages.
+    """Returns the profile that ``raw`` is.
+
+    Args:
+        path: For messages.
 
     Raises:
         FormatVersionError: a version that is not known here.

@@ -41,7 +41,12 @@ Tell = Callable[[int, str], None]
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """One slice as of the step. entry: Without place and checksum. data: ``[nbytes]`` uint8 on the host."""
+    """One slice as of the step.
+
+    Attributes:
+        entry: Without place and checksum.
+        data: ``[nbytes]`` uint8 on the host.
+    """
 
     entry: SliceEntry
     data: torch.Tensor

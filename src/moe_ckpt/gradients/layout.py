@@ -75,7 +75,10 @@ class UpdateLayout:
 
     @classmethod
     def decoded(cls, told: Mapping[str, Any], path: str) -> UpdateLayout:
-        """Returns what ``encoded`` gave. path: for messages.
+        """Returns what ``encoded`` gave.
+
+        Args:
+            path: For messages.
 
         Raises:
             DamagedError: It is none.

@@ -161,8 +161,14 @@ def choose(path: str) -> tuple[str | None, str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """title: where the weights come from. tensors: how many. left: names of the model that kept what they were, unused:
-    names that the source has besides."""
+    """What was loaded.
+
+    Attributes:
+        title: Where the weights come from.
+        tensors: How many.
+        left: Names of the model that kept what they were.
+        unused: Names that the source has besides.
+    """
 
     title: str
     tensors: int

@@ -21,12 +21,15 @@ from moe_ckpt.recovery.reader import StoreReader
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """rank: whose plain state is taken. Made by ``whole``.
+    """A checkpoint as one process would have it. Made by ``whole``.
 
-    parameters: name in the model's ``state_dict()`` -> tensor key.
-    extras: the other entries of ``state_dict()``: buffers, extra state, states of metrics.
-    optimizers: per optimizer: param groups (with names for parameters), and per parameter the state that is
-    no tensor. optimizer_keys: per optimizer, parameter -> state name -> tensor key.
+    Attributes:
+        rank: Whose plain state is taken.
+        parameters: Name in the model's ``state_dict()`` -> tensor key.
+        extras: The other entries of ``state_dict()``: buffers, extra state, states of metrics.
+        optimizers: Per optimizer: param groups (with names for parameters), and per parameter the state that is no
+            tensor.
+        optimizer_keys: Per optimizer, parameter -> state name -> tensor key.
     """
 
     reader: StoreReader

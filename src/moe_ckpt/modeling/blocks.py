@@ -27,7 +27,12 @@ except ImportError:  # a torch built without distributed has no DTensors to meet
 
 @dataclass(frozen=True)
 class Block:
-    """local: live view, never a copy. replicated, duplicate, writer: as in ``ports.StateTensor``."""
+    """What this rank holds of a tensor, in one piece.
+
+    Attributes:
+        local: Live view, never a copy.
+        replicated, duplicate, writer: As in ``ports.StateTensor``.
+    """
 
     local: torch.Tensor
     offsets: tuple[int, ...]

@@ -31,7 +31,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Selection:
-    """stored: experts that go to storage. held: those that stay in host memory besides. Both layer by layer."""
+    """Experts that a checkpoint saves, layer by layer.
+
+    Attributes:
+        stored: They go to storage.
+        held: They stay in host memory besides.
+    """
 
     stored: tuple[Expert, ...]
     held: tuple[Expert, ...] = ()

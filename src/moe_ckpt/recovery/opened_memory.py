@@ -23,7 +23,8 @@ from moe_ckpt.recovery.slot_views import place_of
 class LeftMemory(Protocol):
     """Slots that earlier lives left (``engine.left_slots``).
 
-    checker: Has verified some of them.
+    Attributes:
+        checker: Has verified some of them.
     """
 
     checker: SlotChecker

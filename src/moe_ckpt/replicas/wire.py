@@ -60,7 +60,12 @@ class StaleHelloError(ConnectionError):
 
 @dataclass(frozen=True)
 class Link:
-    """Who is connected to whom, and in which life of the run. source: whose copies go over it; holder: to whom."""
+    """Who is connected to whom, and in which life of the run.
+
+    Attributes:
+        source: Whose copies go over it.
+        holder: To whom.
+    """
 
     generation: int
     source: int

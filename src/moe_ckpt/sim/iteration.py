@@ -32,17 +32,18 @@ MFU is counted (PaLM, appendix B)."""
 class Timing:
     """The group ``iteration``: what is given of an iteration, and what is assumed where it is estimated.
 
-    secs, update_secs, stage_secs: as in ``Iteration``; None: estimated. Where ``secs`` alone is given, the other two
-        keep the share of it that they have in the estimate.
-    frozen_saving: as in ``Iteration``.
-    overlap: portion of the gradients' all-reduce that backward hides. Half: they are complete in the last micro-batch
-        only, whose backward pass is all there is to hide behind.
-    gradient_bytes: per parameter, as all-reduced. 2: DeepSpeed reduces in the compute type (Megatron's fp32 is 4).
-    activation_bytes: per value sent between stages and to experts. 2: fp16, which stays so where matrices are FP8.
-    device_bytes_per_sec: of one GPU's memory, as the optimizer's update gets it. 1.5e12: three quarters of the 2.0e12
-        nominal of an A100 80 GB, what streaming kernels reach.
-    fp8_speedup: of all arithmetic where compute weights have 1 byte. 1.4: FP8 products run at twice the rate, and
-        about 60 % of the time is in them.
+    Attributes:
+        secs, update_secs, stage_secs: As in ``Iteration``; None: estimated. Where ``secs`` alone is given, the other
+            two keep the share of it that they have in the estimate.
+        frozen_saving: As in ``Iteration``.
+        overlap: Portion of the gradients' all-reduce that backward hides. Half: they are complete in the last
+            micro-batch only, whose backward pass is all there is to hide behind.
+        gradient_bytes: Per parameter, as all-reduced. 2: DeepSpeed reduces in the compute type (Megatron's fp32 is 4).
+        activation_bytes: Per value sent between stages and to experts. 2: fp16, which stays so where matrices are FP8.
+        device_bytes_per_sec: Of one GPU's memory, as the optimizer's update gets it. 1.5e12: three quarters of the
+            2.0e12 nominal of an A100 80 GB, what streaming kernels reach.
+        fp8_speedup: Of all arithmetic where compute weights have 1 byte. 1.4: FP8 products run at twice the rate, and
+            about 60 % of the time is in them.
     """
 
     secs: float | None = None
@@ -67,9 +68,12 @@ class Timing:
 class Breakdown:
     """Where an estimated iteration's time goes, in seconds.
 
-    compute_secs, exchange_secs, send_secs: of one micro-batch on the slowest stage, forward and backward: arithmetic,
-        all-to-alls, messages to neighbours. bubble_slots: micro-batches' worth of idle time.
-    sync_secs: of the gradients' all-reduce, what backward does not hide. update_secs: of the optimizer.
+    Attributes:
+        compute_secs, exchange_secs, send_secs: Of one micro-batch on the slowest stage, forward and backward:
+            arithmetic, all-to-alls, messages to neighbours.
+        bubble_slots: micro-batches' worth of idle time.
+        sync_secs: Of the gradients' all-reduce, what backward does not hide.
+        update_secs: Of the optimizer.
     """
 
     compute_secs: float

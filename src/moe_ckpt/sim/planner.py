@@ -24,10 +24,12 @@ from moe_ckpt.sim.system import System
 class Candidate:
     """One system with its settings, and what it is predicted to do. Figures are means over the seeds.
 
-    margin: of ``ettr``, with 99 % confidence, where it was not simulated to the end: it is then what those who were
-        came to, and how far it was behind or ahead of them.
-    simulated_secs: all seeds together.
-    refused: why it cannot be used here; empty if it can. use: None where it could not even be simulated.
+    Attributes:
+        margin: Of ``ettr``, with 99 % confidence, where it was not simulated to the end: it is then what those who were
+            came to, and how far it was behind or ahead of them.
+        simulated_secs: All seeds together.
+        refused: Why it cannot be used here; empty if it can.
+        use: None where it could not even be simulated.
     """
 
     system: System
@@ -48,9 +50,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``recommend`` found. candidates: best first. recommended: None where none can be used.
+    """What ``recommend`` found.
 
-    best: of all, also of those that only the simulator has.
+    Attributes:
+        candidates: Best first.
+        recommended: None where none can be used.
+        best: Of all, also of those that only the simulator has.
     """
 
     candidates: tuple[Candidate, ...]
@@ -61,7 +66,8 @@ class Plan:
 def trainer_systems(scenario: Scenario, most_plt: float = 0.05) -> list[System]:
     """What a Trainer can run today, with settings that fit the scenario: all on storage, rolled back as a whole.
 
-    most_plt: as in ``recommend``; MoC's budget, which it does without where nothing or everything may be lost.
+    Args:
+        most_plt: As in ``recommend``; MoC's budget, which it does without where nothing or everything may be lost.
     """
     portion("plan", most_plt=most_plt)
     budget = most_plt if 0 < most_plt < 1 else None
@@ -104,7 +110,9 @@ def recommend(
 
     All are simulated for a part of the time; only those whose lead over others is not certain yet go on.
 
-    scenario: its own system does not matter. most_plt: portion of tokens that may be lost.
+    Args:
+        scenario: Its own system does not matter.
+        most_plt: Portion of tokens that may be lost.
 
     Raises:
         ConfigError: no systems, or settings that make no sense.
@@ -168,7 +176,8 @@ def memory_overrides(system: System) -> str:
 def overrides(policy: Policy, defaults: Mapping[str, Any] | None = None) -> str:
     """The Hydra overrides that make ``policy`` in an app with the group ``moe_ckpt/policy``.
 
-    defaults: settings that need not be said, since the group's own are the same.
+    Args:
+        defaults: Settings that need not be said, since the group's own are the same.
 
     Raises:
         ConfigError: the policy is in no config group.

@@ -56,7 +56,11 @@ def read_profile(path: str | os.PathLike[str]) -> RunProfile:
 
 @dataclass(frozen=True)
 class RunProfile:
-    """path: for messages. What changes between lives is that of the newest life that tells it."""
+    """What a profile tells a simulation. What changes between lives is that of the newest life that tells it.
+
+    Attributes:
+        path: For messages.
+    """
 
     path: str
     profile: Profile

@@ -19,13 +19,16 @@ DRAGGED = 0.05
 class Use:
     """Of one system, while nothing fails.
 
-    utilisation: of each resource, the portion of its time (or bytes) that is used; ``compute`` is 1 where nothing makes
-        training wait. Above 1: more is asked of it than it can do in an iteration.
-    copied_bytes: into host memory, of the rank that has most, per iteration. sent_bytes: to peers, likewise.
-    stored_bytes: to storage, of all ranks, per iteration. host_bytes: of one node.
-    log_bytes: of one rank, of an upstream log that reaches back as far as a recovery may; 0 where none is kept.
-    drag: portion that iterations take longer though they wait for no link, since snapshots are begun on the training
-        thread and copied and written beside it; from a profile only.
+    Attributes:
+        utilisation: Of each resource, the portion of its time (or bytes) that is used; ``compute`` is 1 where nothing
+            makes training wait. Above 1: more is asked of it than it can do in an iteration.
+        copied_bytes: Into host memory, of the rank that has most, per iteration.
+        sent_bytes: To peers, likewise.
+        stored_bytes: To storage, of all ranks, per iteration.
+        host_bytes: Of one node.
+        log_bytes: Of one rank, of an upstream log that reaches back as far as a recovery may; 0 where none is kept.
+        drag: Portion that iterations take longer though they wait for no link, since snapshots are begun on the
+            training thread and copied and written beside it; from a profile only.
     """
 
     utilisation: dict[str, float]

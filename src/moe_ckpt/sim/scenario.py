@@ -157,16 +157,25 @@ class Sample:
 class Outcome:
     """What came of a run.
 
-    ettr: useful time over all time. steps: iterations done at the end. iteration_secs: of one, without stalls.
-    advances: False where training never got beyond a failure: the run was cut off, and ``verdict`` says why.
-    interval: iterations between checkpoints, the newest; None for windows. window: W of the newest window.
-    mean_stall_secs: per iteration. rank_bytes_per_step, total_bytes_per_step: of snapshots, mean over all iterations,
-        on the rank that has most, and on all. sent_bytes_per_step: of what of them leaves that rank, one copy of it.
-        heaviest_bytes: of one snapshot, on one rank.
-    fallbacks: recoveries that could not return to the newest checkpoint. recovered: recoveries by the farthest tier
-        that some rank loaded from: "host", its own memory; "peer"; "storage".
-    lost_tokens, plt: over all failures. reorders: windows in another order than the one before.
-    plans: how often the policy was asked. Not part of what is predicted: a measure of the simulation's own work.
+    Attributes:
+        ettr: Useful time over all time.
+        steps: Iterations done at the end.
+        iteration_secs: Of one, without stalls.
+        advances: False where training never got beyond a failure: the run was cut off, and ``verdict`` says why.
+        interval: Iterations between checkpoints, the newest; None for windows.
+        window: W of the newest window.
+        mean_stall_secs: Per iteration.
+        rank_bytes_per_step, total_bytes_per_step: Of snapshots, mean over all iterations, on the rank that has
+            most, and on all.
+        sent_bytes_per_step: Of what of them leaves that rank, one copy of it.
+        heaviest_bytes: Of one snapshot, on one rank.
+        fallbacks: Recoveries that could not return to the newest checkpoint.
+        recovered: Recoveries by the farthest tier that some rank loaded from: "host", its own memory; "peer";
+            "storage".
+        lost_tokens, plt: Over all failures.
+        reorders: Windows in another order than the one before.
+        plans: How often the policy was asked. Not part of what is predicted: a measure of the simulation's own
+            work.
     """
 
     system: str

@@ -18,18 +18,19 @@ INTERVALS = ("policy", "young", "daly", "oracle")
 class System:
     """One system to simulate.
 
-    policy: decides what to save, at each step. The very object that a Trainer would be given.
-    durable: where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
-        process, or in that of ``replicas`` "peers" besides.
-    storage_every_n_steps, storage_every_secs: which of those in memory go on to storage, for when memory is lost
-        (``core.cadence``); both None: none, and training then begins anew.
-    when_busy, max_in_flight: as ``engine.settings.Settings``.
-    rollback: who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages keep
-        what they sent each other, upstream logging, MoEvement, section 3.4).
-    freeze: replay leaves out the weight gradients and updates of operators that are not anchored yet.
-    interval: who chooses the interval of a policy that has ``every_n_steps``: the "policy" itself, "young" or "daly" by
-        their formulas, or an "oracle" that tries them all on the same failures.
-    max_overhead: None, or the portion of training time that an interval from a formula may cost at most.
+    Attributes:
+        policy: Decides what to save, at each step. The very object that a Trainer would be given.
+        durable: Where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
+            process, or in that of ``replicas`` "peers" besides.
+        storage_every_n_steps, storage_every_secs: Which of those in memory go on to storage, for when memory is lost
+            (``core.cadence``); both None: none, and training then begins anew.
+        when_busy, max_in_flight: As ``engine.settings.Settings``.
+        rollback: Who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages
+            keep what they sent each other, upstream logging, MoEvement, section 3.4).
+        freeze: Replay leaves out the weight gradients and updates of operators that are not anchored yet.
+        interval: Who chooses the interval of a policy that has ``every_n_steps``: the "policy" itself, "young" or
+            "daly" by their formulas, or an "oracle" that tries them all on the same failures.
+        max_overhead: None, or the portion of training time that an interval from a formula may cost at most.
     """
 
     name: str
@@ -120,8 +121,10 @@ class System:
 class MemoryTier:
     """The group ``memory``: memory as a Trainer has it by ``moe_ckpt.Memory``, in place of what the system says itself.
 
-    durable, replicas: as in ``System``. storage_every_n_steps, storage_every_secs: as in ``moe_ckpt.Memory``; with both
-        None each checkpoint goes on to storage.
+    Attributes:
+        durable, replicas: As in ``System``.
+        storage_every_n_steps, storage_every_secs: As in ``moe_ckpt.Memory``; with both None each checkpoint goes on to
+            storage.
     """
 
     durable: str

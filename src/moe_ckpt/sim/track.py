@@ -134,8 +134,13 @@ def _later(anchored_at: Counts | None, steps: int) -> Counts | None:
 
 @dataclass
 class UnderWay:
-    """ready_secs: when it is durable. flush_secs: what writing it to storage then takes, if it goes there.
-    anchored_at: as ``Durable``'s."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        ready_secs: When it is durable.
+        flush_secs: What writing it to storage then takes, if it goes there.
+        anchored_at: As ``Durable``'s.
+    """
 
     sequence: int
     pending: Pending

@@ -36,14 +36,16 @@ class Batch:
 class Iteration:
     """One iteration without checkpointing, in seconds.
 
-    secs: all of it. update_secs: of the optimizer, in which tensors change and no copy may run.
-    stage_secs: of forward and backward of all micro-batches of a stage, bubbles left out: what one stage alone
-        needs to compute the iteration again from its neighbours' logs.
-    drag_secs_per_byte: what training takes longer for each byte that a rank saves, beside waiting for copies: a
-        snapshot is begun on the training thread, and the threads that copy and write it take time from that.
-    frozen_saving: portion of forward and backward that is weight gradients, which frozen operators do without (a third,
-        MoEvement, section 3.5).
-    boundary_bytes: what the rank with most of it sends to other pipeline stages: activations and their gradients.
+    Attributes:
+        secs: All of it.
+        update_secs: Of the optimizer, in which tensors change and no copy may run.
+        stage_secs: Of forward and backward of all micro-batches of a stage, bubbles left out: what one stage alone
+            needs to compute the iteration again from its neighbours' logs.
+        drag_secs_per_byte: What training takes longer for each byte that a rank saves, beside waiting for copies: a
+            snapshot is begun on the training thread, and the threads that copy and write it take time from that.
+        frozen_saving: Portion of forward and backward that is weight gradients, which frozen operators do without (a
+            third, MoEvement, section 3.5).
+        boundary_bytes: What the rank with most of it sends to other pipeline stages: activations and their gradients.
     """
 
     secs: float

@@ -311,8 +311,8 @@ _NAMES = {
     "dense": "dense, every {interval}",
 }
 _COLUMNS = (
-    *("", "bytes per parameter and step", "formula", "stall", "slowdown", "computed again, mean (most)"),
-    *("back after a kill", "of that loading", "memory held per parameter"),
+    *("", "bytes per parameter and step", "formula", "stall", "slowdown (least to most)"),
+    *("computed again, mean (most)", "back after a kill", "of that loading", "memory held per parameter"),
 )
 
 
@@ -329,7 +329,7 @@ def rows(told: Mapping[str, Any]) -> list[list[str]]:
                 f"{mean(nbytes):.2f}" if nbytes else "-",
                 f"{formula(kind, told['order']):.2f}",
                 f"{each['stall_secs'] / base:.1%}",
-                f"{median(each['slower']) - 1:.0%}",
+                f"{median(each['slower']) - 1:.0%} ({min(each['slower']) - 1:.0%} to {max(each['slower']) - 1:.0%})",
                 f"{mean(each['again']):.1f} ({max(each['again'])})",
                 f"{median(each['back_secs']) / base:.1f} iterations",
                 f"{median(each['loading_secs']) / base:.1f}",

@@ -276,9 +276,6 @@ class ReplicaStore:
 def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) -> SlotHeader:
     """A header that a source sent.
 
-    A complete checkpoint of a step that had a partial one counts its generation on, and so does all that follows in the
-    same life, so that a later generation than that of the connection is as good.
-
     Raises:
         DamagedError: It is not as it was written, or not of this run, this rank and this step, or of an older life. A
             complete checkpoint beside a partial one of the same step counts as of a later one.

@@ -83,6 +83,7 @@ class Run:
     to_storage: every so many steps a checkpoint goes on from there to storage.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
     sharded: several ranks divide all tensors by FSDP2; else DDP.
+    fixed_buckets: DDP does not rearrange its buckets after a process's first step.
     watched: each shard of the store that a process opens to read is noted in ``<log>.opened``; and in the log what the
     process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
@@ -112,6 +113,7 @@ class Run:
     hashes: bool = False
     slow_copy_secs: float = 0.0
     sharded: bool = False
+    fixed_buckets: bool = False
     watched: bool = False
     sabotage: str = ""
 
@@ -348,7 +350,7 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     if run.ranks > 1:
         options["use_distributed_sampler"] = False
-        options["strategy"] = DDPStrategy(process_group_backend="gloo")
+        options["strategy"] = DDPStrategy(process_group_backend="gloo", find_unused_parameters=run.fixed_buckets)
     if run.sharded:
         options["strategy"] = ModelParallelStrategy(run.ranks, 1, process_group_backend="gloo")
     pl.seed_everything(11, verbose=False)

@@ -9,16 +9,20 @@ import json
 import random
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from moe_ckpt.testing import Kill, KillSchedule
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
+    KILLED,
     assert_promises_kept,
     assert_same_run,
     assert_store_sound,
     events,
+    live_ranks,
+    output,
     place,  # noqa: F401 - a fixture
     placed,
     split_lives,
@@ -66,6 +70,21 @@ def test_dense_loses_nothing(place):  # noqa: F811
     """Comes back in the middle of the second epoch, under a sampler that must be told so in time."""
     run = killed(placed(replace(DENSE, sampler="plain"), place), (Kill(8, 1, "write"),), warm.python())
     _check_dense(run, most_lives=2)
+
+
+@pytest.mark.parametrize("fixed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_three_ranks(fixed, place):  # noqa: F811
+    """With buckets as they are at first the sum over three ranks is the same; else the callback warns, as it must."""
+    run = placed(replace(DENSE, ranks=3, fixed_buckets=fixed), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 7)))
+    assert live_ranks(run) == [0, 0, 0], output(run)
+    warned = "adds up the gradients of 3 ranks in another order" in Path(f"{run.log}.txt").read_text()
+    assert warned == (not fixed)
+    if fixed:
+        _check_dense(run, most_lives=2)
+    else:
+        with pytest.raises(AssertionError, match="differ"):
+            assert_same_run(run)
 
 
 def test_moc_loses_what_it_says(place):  # noqa: F811

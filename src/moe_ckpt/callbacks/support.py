@@ -99,6 +99,7 @@ def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
     Called once per fit, when the loaders exist, to warn before a failure.
     """
     found = [] if isolate_validation else list(_shifted_by_validation(trainer))
+    found += _added_up_otherwise(trainer)
     for loader in trainer.fit_loop._combined_loader.flattened:
         name = type(loader).__name__
         unknown = why_unknown(trainer, loader)
@@ -121,6 +122,23 @@ def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append("Lightning does not bring back the metrics that ReduceLROnPlateau looks at")
     return found
+
+
+def _added_up_otherwise(trainer: Any) -> Iterator[str]:
+    """Yields why gradients of a process's first step may differ in their last bits.
+
+    DDP sets its buckets up anew after the first step of a process, and a sum of three terms or more depends on where
+    in a bucket they lie.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or trainer.world_size < 3:
+        return
+    if not getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters", False):
+        yield (
+            f"DDP adds up the gradients of {trainer.world_size} ranks in another order in the first step of a process "
+            "than later, when it has set up its buckets anew (give DDPStrategy find_unused_parameters=True, which "
+            "leaves them as they are)"
+        )
 
 
 def _samplers(loader: object) -> Iterator[object]:

@@ -136,7 +136,7 @@ def test_what_an_exact_return_needs(wrong, place):  # noqa: F811
 def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
     run = logged(LOG, place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
-    newest = max(Path(run.memory).rglob("*.data"), key=lambda path: header_of(path).sequence)
+    newest = max(sealed(run), key=lambda path: header_of(path).sequence)
     spoil(newest, "gradient")
     assert live(run) == 0, output(run)
     assert "is damaged: it is set aside" in output(run)
@@ -148,7 +148,7 @@ def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
 def test_a_damaged_anchor_costs_all_steps_that_need_it(place):  # noqa: F811
     run = logged(replace(LOG, to_storage=6), place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
-    dense = [path for path in Path(run.memory).rglob("*.data") if header_of(path).facts.since is None]
+    dense = [path for path in sealed(run) if header_of(path).facts.since is None]
     spoil(max(dense, key=lambda path: header_of(path).sequence), "expert")
     assert live(run) == 0, output(run)
     assert "is damaged: it is set aside" in output(run)
@@ -195,6 +195,11 @@ def test_what_cannot_be_logged_is_refused_by_name(run, said, place):  # noqa: F8
 def test_without_memory_the_policy_is_refused():
     with pytest.raises(ConfigError, match=r"give memory=moe_ckpt.Memory"):
         build(replace(LOG, store="nowhere"))
+
+
+def sealed(run: Run) -> list[Path]:
+    """Bytes of the slots that may be read."""
+    return [path.with_suffix(".data") for path in Path(run.memory).rglob("*.head")]
 
 
 def header_of(data: Path) -> SlotHeader:

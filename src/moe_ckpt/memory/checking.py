@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import xxhash
 
+from moe_ckpt.core.survivors import STATE
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.memory.files import FoundSlot
 
@@ -111,7 +112,7 @@ def newest_of(slots: Sequence[FoundSlot], rank: int) -> list[FoundSlot]:
         slots: That earlier lives left, the newest step first.
         rank: That goes on.
     """
-    own = [found for found in slots if found.header.rank == rank]
+    own = [found for found in slots if found.header.rank == rank and found.header.only != STATE]  # which is small
     found: list[FoundSlot] = []
     for _ in range(_MOST_SNAPSHOTS):
         newest = next((each for each in own if each not in found), None)

@@ -32,7 +32,12 @@ FSDP2 = replace(DDP, sharded=True)
         pytest.param(DDP, (0,), id="ddp"),
         # Two ranks: with more DDP itself adds up in another order in a process's first step, whatever is restored.
         pytest.param(replace(DDP, kind="no-moe"), (0,), id="ddp-dense", marks=pytest.mark.slow),
-        pytest.param(replace(DDP, trainer={"accumulate_grad_batches": 3}, epochs=8), (0,), id="ddp-accumulated"),
+        pytest.param(
+            replace(DDP, trainer={"accumulate_grad_batches": 3}, epochs=8),
+            (0,),
+            id="ddp-accumulated",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(FSDP2, (), id="fsdp2"),
         pytest.param(replace(FSDP2, ranks=3, epochs=5), (), id="fsdp2-3", marks=pytest.mark.slow),
         pytest.param(replace(FSDP2, kind="no-moe"), (), id="fsdp2-dense", marks=pytest.mark.slow),

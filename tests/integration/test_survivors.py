@@ -43,7 +43,8 @@ POLICIES = {
     "moetion": replace(DENSE, policy=("moetion", 1), options={"experts": 1}, to_storage=RARELY),
     "moevement": replace(WINDOWS, to_storage=RARELY),
 }
-every_policy = pytest.mark.parametrize("policy", POLICIES)
+SLOW_TOO = [pytest.param(policy, marks=pytest.mark.slow) if policy == "moetion" else policy for policy in POLICIES]
+every_policy = pytest.mark.parametrize("policy", SLOW_TOO)
 
 
 def said(run: Run) -> str:
@@ -110,7 +111,7 @@ def lose(run: Run, victim: int, n: int | None = None, secs: float = 0.0) -> list
 
 
 @pytest.mark.parametrize("n", [9, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", POLICIES)
+@every_policy
 def test_nothing_is_lost_that_a_data_parallel_rank_has(policy, n, place):  # noqa: F811
     """MoC saves one expert of four at each step, the rare dense policy nothing: the rank that lives on seals what both
     write, and the other one has sealed its plain state."""
@@ -124,6 +125,7 @@ def test_nothing_is_lost_that_a_data_parallel_rank_has(policy, n, place):  # noq
     assert left(run) == []
 
 
+@pytest.mark.slow
 def test_where_tensors_are_divided_nobody_lends_them(place):  # noqa: F811
     """FSDP2: what the dead rank had of the newest step nobody else has."""
     run = in_memory(replace(POLICIES["dense rarely"], ranks=2, sharded=True), place)

@@ -193,7 +193,10 @@ class Recovery:
     def _return_along_log(self, opened: OpenedMemory, received: int) -> Restored:
         """The same of a step of a gradient log: anchors, and the updates since, made once more."""
         comm, state, manifest = self.comm, self.state, opened.manifest
-        restored, source = together(comm, lambda: opening(self, opened.reader, manifest))
+        here = together(comm, lambda: self._log_source(opened))
+        if any(largest(comm, [here is None])) or here is None:
+            return self._return_by_dense(opened)
+        restored, source = here
         log_here = together(
             comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank, opened.chained)
         )
@@ -224,6 +227,15 @@ class Recovery:
             beneath=opened.beneath,
             plan=plan,
         )
+
+    def _log_source(self, opened: OpenedMemory) -> tuple[Restored, StorageSource] | None:
+        """Opens a step of a gradient log; None if parallel degrees differ, with which only a dense one goes on."""
+        try:
+            return opening(self, opened.reader, opened.manifest)
+        except OtherLayoutError:
+            if self.make_dense is None:
+                raise
+            return None
 
     def _return_by_dense(self, opened: OpenedMemory) -> Restored:
         """The same of a log that was written in another layout."""

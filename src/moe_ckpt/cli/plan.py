@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def memory_systems(scenario: Scenario) -> list[System]:
-    """With checkpoints in the memory of peers; the papers' one of MoEvement, is for pipelines."""
+    """With checkpoints in the memory of peers; the papers' one of MoEvement is for pipelines."""
     from moe_ckpt.policies import Gemini, GradientLog, MoEtion, MoEvement
     from moe_ckpt.sim.system import System
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,21 @@ def prepare(out: Path) -> None:
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).touch()
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as Ctrl-C does: processes are ended and directories removed. Main thread only."""
+
+    def leave(signum: int, _frame: object) -> None:
+        signal.signal(signum, signal.SIG_IGN)  # a second one must not interrupt the cleanup
+        sys.exit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from recipes.demonstrating import KillNews, ended, last_words, prepare  # noqa: E402
+from recipes.demonstrating import KillNews, ended, last_words, prepare, stopped_by_sigterm  # noqa: E402
 from recipes.gpt_moe_lightning import at_scale, recoveries  # noqa: E402
 from recipes.gpt_moe_lightning.at_scale import AtScale  # noqa: E402
 from recipes.gpt_moe_lightning.heat import heat_text  # noqa: E402
@@ -306,4 +306,5 @@ def parse(argv: Sequence[str] | None) -> Settings:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with stopped_by_sigterm():
+        sys.exit(main())

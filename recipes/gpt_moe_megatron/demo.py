@@ -23,7 +23,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from recipes.demonstrating import KillNews, ended, last_words, prepare  # noqa: E402
+from recipes.demonstrating import KillNews, ended, last_words, prepare, stopped_by_sigterm  # noqa: E402
 from recipes.gpt_moe_megatron.summary import ROWS, RunSummary, summarise, table_cells, verdicts  # noqa: E402
 
 WINDOWS = ("moe_ckpt/policy=moevement", "moe_ckpt.policy.window=3")
@@ -148,4 +148,5 @@ def parse(argv: Sequence[str] | None) -> Settings:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with stopped_by_sigterm():
+        sys.exit(main())

@@ -245,14 +245,19 @@ class SaveFailedError(StoreError, RuntimeError):
         self.causes = causes
 
 
+_CAUSE_CHARACTERS = 160
+"""Of the cause that a message repeats. gloo's are longer, and say what a user can do nothing about."""
+
+
 class PeerLostError(StoreError, RuntimeError):
     """Another rank did not come, or did not answer, within the timeout."""
 
     def __init__(self, rank: int, waited_for: str, timeout_secs: float, cause: str, hint: str = "") -> None:
+        short = cause if len(cause) <= _CAUSE_CHARACTERS else f"{cause[:_CAUSE_CHARACTERS]} (...)"
         super().__init__(
-            f"rank {rank} waited for {waited_for}, in vain: {cause}. Look for the first error in the other ranks' "
-            "output: one of them has probably ended, or hangs. If it was only slow (a large store, a busy disk), give "
-            f"more time than timeout_secs={timeout_secs:g}" + (f". {hint}" if hint else "")
+            f"rank {rank} waited for {waited_for}, in vain: {short}. The first error in the other ranks' "
+            f"output says why. If a rank was only slow, raise timeout_secs={timeout_secs:g}"
+            + (f". {hint}" if hint else "")
         )
         self.rank = rank
         self.waited_for = waited_for

@@ -5,6 +5,9 @@ from __future__ import annotations
 import html
 import json
 import re
+import signal
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -414,6 +417,25 @@ def test_the_demo_empties_only_what_it_made(tmp_path):
     (tmp_path / "own" / "x").touch()
     prepare(tmp_path / "own")
     assert [p.name for p in (tmp_path / "own").iterdir()] == [MARKER]
+
+
+def test_sigterm_ends_the_processes_of_a_demo_and_removes_its_directory(tmp_path):
+    script = (
+        "import subprocess, sys, tempfile\n"
+        "from recipes.demonstrating import ended, stopped_by_sigterm\n"
+        f"with stopped_by_sigterm(), tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):\n"
+        "    with ended(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])) as process:\n"
+        "        print(process.pid, flush=True)\n"
+        "        process.wait()\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=demo.ROOT, stdout=subprocess.PIPE, text=True) as running:
+        child = int(running.stdout.readline())
+        assert list(tmp_path.iterdir())
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.slow

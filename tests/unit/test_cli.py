@@ -123,7 +123,7 @@ def test_verify_exit_codes_and_names(run, tmp_path, capsys):
     assert code == 1
     assert f"damaged: {STEP}/rank_00001_expert.safetensors, step 3, rank 1: slice" in out
     assert f"needed by {STEP}" in out
-    assert "2 of 3 steps undamaged; newest undamaged: step_00000002" in out
+    assert "1 damaged place; 2 of 3 steps undamaged; newest undamaged: step_00000002" in out
     code, out, _ = call(capsys, "verify", run.root, "--json")
     facts = json.loads(out)
     assert (code, facts["usable"]) == (1, ["step_00000002", "step_00000001"])

@@ -241,6 +241,7 @@ def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
 
     run_threads(ThreadRanks(2), begin)
     assert "there is no such directory" in str(raised[1])
+    assert f"mkdir -p {tmp_path / 'nowhere'}" in str(raised[1])
     assert "rank 1 could not open its memory directory" in str(raised[0])
     assert files(memory) == []
 

@@ -57,7 +57,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"damaged: {damage} ({hit})")
     if damages:
         newest = f"; newest undamaged: {usable[0]}" if usable else ""
-        print(f"{len(damages)} damages; {len(usable)} of {len(checked)} steps undamaged{newest}")
+        found = "1 damaged place" if len(damages) == 1 else f"{len(damages)} damaged places"
+        print(f"{found}; {len(usable)} of {len(checked)} steps undamaged{newest}")
         return 1
-    print(f"{len(checked)} steps undamaged" if checked else "the store has no committed step yet", file=sys.stdout)
+    steps_checked = "1 step" if len(checked) == 1 else f"{len(checked)} steps"
+    print(f"{steps_checked} undamaged" if checked else "the store has no committed step yet", file=sys.stdout)
     return 0

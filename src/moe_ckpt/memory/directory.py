@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
 import stat
 import struct
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.logs import is_log
+from moe_ckpt.memory.options import DEFAULT_ROOT
 from moe_ckpt.memory.slot import DATA_SUFFIX, HEADER_SUFFIX, STARTS_SUFFIX
 from moe_ckpt.storage.access import PRIVATE
 from moe_ckpt.storage.local import make_directories
@@ -222,7 +224,10 @@ def user_directory(root: str) -> Path:
         ConfigError: ``root`` is no directory, or another user has taken the name.
     """
     if not os.path.isdir(root):
-        raise ConfigError(f"Memory(directory={root!r}): there is no such directory on {socket.gethostname()}")
+        raise ConfigError(
+            f"Memory(directory={root!r}): there is no such directory on {socket.gethostname()}. Make it on every node "
+            f"before the run (mkdir -p {shlex.quote(root)}), or give a tmpfs that is there, such as {DEFAULT_ROOT}"
+        )
     path = Path(root, f"moe_ckpt-{os.geteuid()}")  # it is never removed: another user could take the name
     with contextlib.suppress(FileExistsError):
         PRIVATE.make_directory(str(path))

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.gradients import capture_gradients
@@ -74,6 +75,7 @@ class Fit:
         self.driver = Driver(self.host, options, "step", _ADVICE)
         self._policy = type(options.policy).__name__
         self._isolate_validation = isolate_validation
+        self.buckets = BucketOrder.of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
         shape = len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0)
         ports = boost_ports(layers, boost_refusal(trainer.strategy))
@@ -144,6 +146,7 @@ class Fit:
         given: Mapping[str, Any] | None,
         run_ledger: Mapping[str, Any] | None,
         data: DataPosition,
+        bucket_order: str | None,
         ours: Collection[Callback],
     ) -> None:
         """Training begins.
@@ -152,6 +155,7 @@ class Fit:
             given: The ``RESUME_KEY`` entry of the step that Lightning loaded; None if it loaded none of ours.
             run_ledger: State of ``MoECheckpoint`` in a checkpoint of another kind that was loaded.
             data: Data positions of the checkpoint.
+            bucket_order: Of DDP's buckets, as the checkpoint has it.
             ours: Callbacks that do not read gradients.
         """
         driver, host = self.driver, self.host
@@ -162,9 +166,12 @@ class Fit:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
         self._watch.begin(host.step)
         if host.windows is not None:
-            host.windows.check(self._policy, self._isolate_validation, driver.replaying)
-        for reason in inexact(host.trainer, self._isolate_validation) if host.trainer.is_global_zero else ():
+            host.windows.check(self._policy, self._isolate_validation, driver.replaying, self.buckets)
+        reasons = inexact(host.trainer, self._isolate_validation, self.buckets) if host.trainer.is_global_zero else ()
+        for reason in reasons:
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
+        if self.buckets is not None and host.step > 0:
+            self.buckets.arrange(bucket_order)
         data.put_back(host.trainer, resumed=host.generators.due)
         host.generators.put_back()
         if host.windows is not None and driver.replaying is not None:
@@ -237,6 +244,8 @@ class Fit:
         began = time.perf_counter()
         driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
         self.host.generators.note()
+        if self.buckets is not None:
+            self.buckets.note()
         last_for_now = trainer.is_last_batch or validation_due(trainer)
         if last_for_now:
             driver.before_update(receive=False)  # what follows may swap or average weights

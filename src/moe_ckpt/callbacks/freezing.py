@@ -8,7 +8,8 @@ of experts is overwritten instead.
   anchored layer. Elsewhere anchored experts lie in the first layers too, and only weight gradients are skipped: where a
   layer's input required none, reentrant activation checkpointing would drop the gradients behind it.
 - DDP and FSDP2 reduce zeros in place of what is skipped, so that the rest lies where it did, and is added up in the
-  same order. DDP arranges its buckets by the first step of a process, in which nothing is skipped.
+  same order. On one or two ranks DDP arranges its buckets by the first step of a process, in which nothing is skipped;
+  on more, ``bucket_order`` has done so before.
 - Which parameters had no gradient is recorded, too: another one that has none ends the replay.
 - Nothing is skipped where others may read gradients: manual optimization, hooks of module or callbacks, a scaler.
 """
@@ -184,7 +185,8 @@ class _InBuckets(_Reducing):
 
     def __init__(self, model: DistributedDataParallel, module: nn.Module) -> None:
         self._model, self._module = model, module
-        self._arranged = model.find_unused_parameters  # then buckets stay as they are
+        # Else the next step lays them out, and all gradients are needed for that.
+        self._arranged = model.find_unused_parameters or model._has_rebuilt_buckets
         self._handle: RemovableHandle | None = None
 
     def spares(self, frozen: Sequence[nn.Parameter]) -> bool:

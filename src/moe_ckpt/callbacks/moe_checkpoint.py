@@ -26,6 +26,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from moe_ckpt.callbacks.bucket_order import BUCKETS_KEY
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, load_steps_into_shards
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.first_callback import FirstCallback
@@ -115,6 +116,7 @@ class MoECheckpoint(_Unranked):
         self._first = FirstCallback()
         self._fit: Fit | None = None
         self._data = DataPosition()
+        self._bucket_order: str | None = None
         self._step_log = StepLog()
         self._given: Mapping[str, Any] | None = None
         self._saved_ledger: Mapping[str, Any] | None = None
@@ -174,7 +176,7 @@ class MoECheckpoint(_Unranked):
         if self._fit is None:
             return
         given, run_ledger, self._given, self._saved_ledger = self._given, self._saved_ledger, None, None
-        self._fit.begin(given, run_ledger, self._data, (self, self._first))
+        self._fit.begin(given, run_ledger, self._data, self._bucket_order, (self, self._first))
         if given is not None:
             self.restored_step, self.recovery_plan = self._fit.driver.restored_step, None
 
@@ -242,6 +244,8 @@ class MoECheckpoint(_Unranked):
     ) -> None:
         self._data.save(trainer, checkpoint)
         fit = self._fit
+        if fit is not None and fit.buckets is not None and fit.buckets.recorded is not None:
+            self._bucket_order = checkpoint[BUCKETS_KEY] = fit.buckets.recorded
         if fit is not None and fit.host.windows is not None and fit.driver.replaying is not None:
             fit.host.windows.strip_optimizer_state(checkpoint, fit.driver.replaying)
 
@@ -249,4 +253,5 @@ class MoECheckpoint(_Unranked):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._data.load(checkpoint)
+        self._bucket_order = checkpoint.pop(BUCKETS_KEY, None)
         self._given = checkpoint.pop(RESUME_KEY, None)

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
+from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import ConfigError, UnsupportedError
 
@@ -93,13 +94,23 @@ def boost_refusal(strategy: Any) -> str | None:
     return None
 
 
-def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
+def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None) -> list[str]:
     """Returns why a resume in mid-epoch would not be exact; [] if it would.
 
     Called once per fit, when the loaders exist, to warn before a failure.
+
+    Args:
+        trainer: Of the fit.
+        isolate_validation: The option.
+        buckets: Of DDP, where their order matters.
     """
     found = [] if isolate_validation else list(_shifted_by_validation(trainer))
-    found += _added_up_otherwise(trainer)
+    if buckets is not None and buckets.why_not is not None:
+        found.append(
+            f"DDP adds up the gradients of {trainer.world_size} ranks in another order in the first step of a process "
+            f"than later, and with {buckets.why_not} its buckets cannot be laid out beforehand (give DDPStrategy "
+            "find_unused_parameters=True, which leaves them as they are)"
+        )
     for loader in trainer.fit_loop._combined_loader.flattened:
         name = type(loader).__name__
         unknown = why_unknown(trainer, loader)
@@ -122,23 +133,6 @@ def inexact(trainer: Any, isolate_validation: bool) -> list[str]:
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append("Lightning does not bring back the metrics that ReduceLROnPlateau looks at")
     return found
-
-
-def _added_up_otherwise(trainer: Any) -> Iterator[str]:
-    """Yields why gradients of a process's first step may differ in their last bits.
-
-    DDP sets its buckets up anew after the first step of a process, and a sum of three terms or more depends on where
-    in a bucket they lie.
-    """
-    strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy) or trainer.world_size < 3:
-        return
-    if not getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters", False):
-        yield (
-            f"DDP adds up the gradients of {trainer.world_size} ranks in another order in the first step of a process "
-            "than later, when it has set up its buckets anew (give DDPStrategy find_unused_parameters=True, which "
-            "leaves them as they are)"
-        )
 
 
 def _samplers(loader: object) -> Iterator[object]:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.callbacks.support import inexact
 from moe_ckpt.comm.communicator import largest
@@ -46,15 +47,18 @@ class Windows:
         self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
         self._probed = 0
 
-    def check(self, policy: str, isolate_validation: bool, replaying: Replaying | None) -> None:
+    def check(
+        self, policy: str, isolate_validation: bool, replaying: Replaying | None, buckets: BucketOrder | None
+    ) -> None:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
 
         Args:
             policy: Name of its class.
             isolate_validation: The option.
             replaying: The window that is replayed.
+            buckets: Of DDP, where their order matters.
         """
-        reasons = inexact(self._trainer, isolate_validation)
+        reasons = inexact(self._trainer, isolate_validation, buckets)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
             reasons.append("an update of LBFGS joins all parameters, those that are not there yet too")
         if replaying is not None:

@@ -1,0 +1,166 @@
+"""DDP's buckets, laid out alike in every process of a run: without that, a resume is not exact on three ranks or more.
+
+DDP adds up gradients bucket by bucket, and where in a bucket a gradient lies decides in which order the terms of the
+ranks are added. A process begins with buckets in the reverse order of the parameters, and after its first backward pass
+lays them out anew, once, in the order in which gradients became ready. The first step of a resumed process would
+therefore round otherwise than the same step of a run that was never interrupted. So each checkpoint records the order,
+and a resumed process lays its buckets out before its first step, by a backward pass of zeros in that order.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+log = logging.getLogger("moe_ckpt")
+
+BUCKETS_KEY = "moe_ckpt_ddp_buckets"
+"""In a Lightning checkpoint: the order, as ``BucketOrder.recorded``."""
+_REBUILT = "rebuilt_per_bucket_param_indices"
+"""In what DDP logs: indices of parameters, separated by blanks, and by commas where a bucket ends."""
+_LEAST_RANKS = 3
+"""The sum of two terms is the same in either order."""
+
+
+class BucketOrder:
+    """The order of parameters in the buckets of one ``DistributedDataParallel``. For the training thread.
+
+    Args:
+        model: Of the fit, before its first step.
+        hooked: Its strategy has a communication hook.
+    """
+
+    def __init__(self, model: DistributedDataParallel, *, hooked: bool) -> None:
+        self._model = model
+        self._hooked = hooked or bool(model._comm_hooks)
+        self._recorded: str | None = None
+        self._settled = False  # what is recorded is how the buckets of this process lie
+
+    @classmethod
+    def of(cls, trainer: Any) -> BucketOrder | None:
+        """Returns that of the trainer's model; None where the order never changes, or does not matter."""
+        strategy = trainer.strategy
+        model = getattr(strategy, "model", None)
+        if trainer.world_size < _LEAST_RANKS or not isinstance(strategy, DDPStrategy):
+            return None
+        if not isinstance(model, DistributedDataParallel):
+            return None
+        if model.find_unused_parameters and not model.static_graph:
+            return None  # DDP then leaves the buckets as they are at first
+        return cls(model, hooked=strategy._ddp_comm_hook is not None)
+
+    @property
+    def why_not(self) -> str | None:
+        """What keeps the buckets from being laid out by a backward pass of zeros; None if nothing does."""
+        model = self._model
+        parameters = self._parameters()
+        if model.static_graph:
+            return "static_graph=True"
+        if self._hooked:
+            return "a communication hook"
+        if model.mixed_precision is not None:
+            return "DDP's own mixed precision"
+        if model._use_python_reducer or model._delay_all_reduce_params:
+            return "a reducer of another kind"
+        if any(getattr(module, "sparse", False) for module in model.modules()):
+            return "sparse gradients"
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
+            return "hooks on parameters, which would see the zeros"
+        if any(hasattr(each, "_in_backward_optimizers") for each in parameters):
+            return "updates in the backward pass"
+        return None
+
+    @property
+    def recorded(self) -> str | None:
+        """The order, for a checkpoint; None before the first step of a run."""
+        return self._recorded
+
+    def arrange(self, recorded: str | None) -> None:
+        """Lays the buckets out before the first step of a resumed process. A collective, of all gradients' bytes.
+
+        Args:
+            recorded: ``recorded`` of the run's checkpoint; None where it has none.
+        """
+        if self.why_not is not None:
+            return
+        parameters = self._parameters()
+        order = None if recorded is None else decoded(recorded, len(parameters))
+        if order is None:
+            log.warning(
+                "the checkpoint does not say how DDP's buckets were laid out%s, so the gradients of the first step of "
+                "this process may differ in their last bits from those of a run that was not interrupted",
+                "" if recorded is None else f" for the {len(parameters)} parameters of this model",
+            )
+            return
+        _backward_of_zeros(self._model, [parameters[index] for index in order])
+        self._recorded = recorded
+
+    def note(self) -> None:
+        """Records the order once it is known: after the first backward pass. A collective then, like DDP's own."""
+        if self._settled:
+            return
+        self._model._has_rebuilt_buckets |= self._model.reducer._rebuild_buckets()
+        logger: Any = self._model.logger
+        logger.set_runtime_stats_and_log()
+        found = logger._get_ddp_logging_data().strs_map.get(_REBUILT)
+        if not found:
+            return
+        self._settled = True
+        order = encoded([int(index) for bucket in found.split(",") for index in bucket.split()])
+        if self._recorded not in (None, order):
+            log.warning(
+                "DDP's buckets are not laid out as they were before: the gradients of steps may differ in their last "
+                "bits from those of a run that was not interrupted"
+            )
+        self._recorded = order
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those that DDP reduces, in the order in which it numbers them."""
+        return [each for each in self._model._module_parameters if each.requires_grad]
+
+
+def _backward_of_zeros(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+    """Makes gradients ready in the order of ``parameters``, lays the buckets out by it, and puts gradients back."""
+    before = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = None
+    reducer = model.reducer
+    with torch.enable_grad():
+        reducer.prepare_for_backward([])
+        for each in parameters:
+            torch.autograd.backward(each, torch.zeros_like(each))
+    model._has_rebuilt_buckets |= reducer._rebuild_buckets()
+    for each, gradient in zip(parameters, before, strict=True):
+        each.grad = gradient
+
+
+def encoded(order: Sequence[int]) -> str:
+    """Returns the order as a short text, for differences repeat from layer to layer."""
+    differences = np.diff(np.asarray(order, dtype="<i4"), prepend=np.asarray([0], dtype="<i4"))
+    return base64.b64encode(zlib.compress(differences.tobytes())).decode("ascii")
+
+
+def decoded(text: str, parameters: int) -> list[int] | None:
+    """Returns the order that ``encoded`` made ``text`` of; None if it is not one of so many parameters."""
+    size = 4 * parameters
+    try:
+        packed = base64.b64decode(text, validate=True)
+        differences = zlib.decompressobj().decompress(packed, size + 1)
+    except (binascii.Error, zlib.error, ValueError):
+        return None
+    if len(differences) != size:
+        return None
+    order = np.cumsum(np.frombuffer(differences, dtype="<i4"), dtype=np.int64)
+    if not np.array_equal(np.sort(order), np.arange(parameters)):
+        return None
+    return [int(index) for index in order]

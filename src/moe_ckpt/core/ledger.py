@@ -1,8 +1,9 @@
 """Which version of every operator exists in which tier: the only place where that is booked.
 
-Missing, stale, unsaved, lost, oldest: all of it is computed here, for the trainer and the simulator, from what was
-recorded when a checkpoint was committed. Pure: arrays over the operators of one model, no I/O. ``core.recovery_plan``
-decides by the versions that sources tell after a failure; this ledger is what a run knows while it lives.
+Missing, stale, unsaved, lost, oldest: all of it is computed here and in ``core.versions``, for the trainer and the
+simulator, from what was recorded when a checkpoint was committed. Pure: arrays over the operators of one model, no I/O.
+``core.recovery_plan`` decides by the versions that sources tell after a failure; this ledger is what a run knows while
+it lives.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ import numpy.typing as npt
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord, TokenBook
-
-NEVER = -1
-"""Step of an operator that a tier does not hold."""
+from moe_ckpt.core.versions import NEVER, Versions
 
 
 class Ledger:
@@ -33,14 +32,10 @@ class Ledger:
         self.catalog = catalog
         self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
         self.at_risk = self._unsaved()
-        self._steps = self._nothing()
-        self._in_memory: dict[Tier, Counts] = {}
+        self._stored = Versions(catalog)
+        self._in_memory: dict[Tier, Versions] = {}
         self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
         self._owed: dict[str, int] = {}
-
-    def _nothing(self) -> Counts:
-        # One more than there are operators: the place -1 of an expert that a layer does not have.
-        return np.full(len(self.catalog.operators) + 1, NEVER, dtype=np.int64)
 
     # --- what is recorded ---
 
@@ -66,11 +61,7 @@ class Ledger:
             ValueError: A newer version is recorded; within a run versions only move forward.
         """
         places = self.catalog.places_of(operators)
-        newer = places[self._steps[places] > step]
-        if len(newer):
-            name, known = self.catalog.everything[newer[0]], self._steps[newer[0]]
-            raise ValueError(f"{name} is recorded at step {known}, cannot go back to step {step}")
-        self._steps[places] = step
+        self._stored.record(places, step)
         if whole:
             self._built_upon[places] = True
         experts = self._experts(places)
@@ -94,8 +85,9 @@ class Ledger:
             tier: This rank's memory, or that of peers.
         """
         places = self.catalog.places_of(operators)
-        known = self._in_memory.setdefault(tier, self._nothing())
-        known[places] = np.maximum(known[places], step)
+        if tier not in self._in_memory:
+            self._in_memory[tier] = Versions(self.catalog)
+        self._in_memory[tier].add(places, step)
         self.tokens.mark_saved(tier, self._experts(places), seen)
 
     def restore(self, steps: Mapping[str, int], seen: Counts, *, whole: bool) -> None:
@@ -107,7 +99,7 @@ class Ledger:
             whole: See ``record``.
         """
         places = self.catalog.places_of(tuple(steps))
-        self._steps[places] = list(steps.values())
+        self._stored.replace(places, list(steps.values()))
         if whole:
             self._built_upon[places] = True
         # Of experts that memory had newer than storage. What was routed since would be routed again.
@@ -115,7 +107,7 @@ class Ledger:
 
     def forget(self) -> None:
         """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
-        self._steps = self._nothing()
+        self._stored = Versions(self.catalog)
         self._in_memory.clear()
         self._built_upon[:] = False
         self.tokens.forget_saved()
@@ -147,9 +139,9 @@ class Ledger:
     def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
         """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if
         ``tier`` says so; ``NEVER`` where there is none yet."""
-        steps = self._steps
+        steps = self._stored.numbers
         if tier in self._in_memory:
-            steps = np.maximum(steps, self._in_memory[tier])
+            steps = np.maximum(steps, self._in_memory[tier].numbers)
         found: Counts = steps[self.catalog.expert_places]
         return found
 
@@ -177,7 +169,7 @@ class Ledger:
         copied.tokens.saved = {tier: saved.copy() for tier, saved in self.tokens.saved.items()}
         copied.tokens.faults = list(self.tokens.faults)
         copied.at_risk = self.at_risk
-        copied._steps, copied._built_upon = self._steps.copy(), self._built_upon.copy()
+        copied._stored, copied._built_upon = self._stored.copy(), self._built_upon.copy()
         copied._owed = dict(self._owed)
         return copied
 
@@ -199,8 +191,8 @@ class Ledger:
         self.tokens.saved = {
             tier: saved if tier in resting else saved + routed for tier, saved in self.tokens.saved.items()
         }
-        self._steps = _later(self._steps, steps) if stored else self._steps
-        self._in_memory = {tier: _later(held, steps) for tier, held in self._in_memory.items()}
+        for versions in (*((self._stored,) if stored else ()), *self._in_memory.values()):
+            versions.move(steps)
 
     def _unsaved(self) -> AtRisk:
         return AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
@@ -208,7 +200,3 @@ class Ledger:
     def _experts(self, places: Counts) -> Counts:
         """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""
         return self.catalog.layer_and_expert[places[self.catalog.is_expert[places]]]
-
-
-def _later(held: Counts, steps: int) -> Counts:
-    return np.where(held == NEVER, NEVER, held + steps)

@@ -8,22 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-import numpy as np
-
 from moe_ckpt.core import freshness
+from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts, TokenBook
-from moe_ckpt.core.window import Window
+from moe_ckpt.core.versions import Versions
+from moe_ckpt.core.window import Window, operators_at_step
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.engine.view import PART, HeldPart, Names, Needed, Operators, View
+from moe_ckpt.engine.view import PART, Names, Needed, View, WrittenPart
 from moe_ckpt.engine.writing import Acknowledgement, names_in, write_named
 from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
-    KINDS,
     MANIFEST_NAME,
     PART_NAME,
     Manifest,
@@ -57,7 +56,7 @@ class _Slot:
 
     window: Window | None
     step: int
-    part: HeldPart
+    part: WrittenPart
     names: Names
 
     @property
@@ -73,19 +72,17 @@ class SavedOperators:
         # Encoded once, since partial checkpoints hold others each time.
         self._rows = [json.dumps(op).encode() + b"," for op in catalog.everything]
         self._claims: Claims | None = None
-        self._found: Callable[[tuple[str, ...]], tuple[Fragment, Operators]]
+        self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
 
-    def of(self, request: SnapshotRequest, claims: Claims) -> tuple[Fragment, Operators]:
-        """As a list of ids, for documents, and by kind. Found once for the newest few requests."""
+    def of(self, request: SnapshotRequest, claims: Claims) -> tuple[Fragment, Counts]:
+        """As a list of ids, for documents, and by place. Found once for the newest few requests."""
         if claims is not self._claims:
             self._claims, self._found = claims, Remembered(partial(self._find, claims.operators))
         return self._found(request.operators)
 
-    def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Operators]:
-        held, experts = claimed & self._catalog.bits_of(operators), self._catalog.expert_bits
-        by_kind = dict(zip(KINDS, (held & experts, held & ~experts), strict=True))
-        rows = b"".join(map(self._rows.__getitem__, self._catalog.places_in(held).tolist()))
-        return Fragment.of_rows(rows), {kind: bits for kind, bits in by_kind.items() if bits}
+    def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
+        saved = self._catalog.places_in(claimed & self._catalog.bits_of(operators))
+        return Fragment.of_rows(b"".join(map(self._rows.__getitem__, saved.tolist()))), saved
 
 
 @dataclass
@@ -93,7 +90,6 @@ class Committer:
     """What is committed so far, and how the next step joins it. Lives on rank 0's persist thread.
 
     Attributes:
-        saved: Per expert, the applied tokens that its committed copy has seen.
         parent: Directory of the checkpoint that this life of the run returned to; for a generation that was begun
             inside this life, of the newest checkpoint before it. Retention follows it.
         require_whole: Called with each manifest, and what it needs on storage, before it is written; raises if
@@ -105,29 +101,39 @@ class Committer:
     run_id: str
     world_size: int
     model: ModelRecord
-    saved: Counts
     parent: str | None = None
     passed_over: tuple[str, ...] = ()
     require_whole: Callable[[Manifest, Needed], None] = lambda manifest, needed: None
     _view: View = field(init=False)
+    _tokens: TokenBook = field(init=False)
     _slots: list[_Slot] = field(default_factory=list)
     _given_up: list[_Slot] = field(default_factory=list)
     _newest: Manifest | None = None
     _name_sets: dict[bytes, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._view = View(self.catalog)
+        self._forget()
+
+    @cached_property
+    def _nothing(self) -> View:
+        return View(Versions(self.catalog))
 
     @cached_property
     def _saved_operators(self) -> SavedOperators:
         return SavedOperators(self.catalog)
 
-    def resume_from(self, manifest: Manifest) -> None:
-        """Start from a restored checkpoint: partial checkpoints will refer to its files."""
-        self.parent, self._newest = manifest.directory, None
-        self.passed_over = manifest.passed_over
-        # What a window holds is of different steps: a partial checkpoint must not build on it.
-        self._view = View(self.catalog) if manifest.window else View.of(manifest, self.catalog)
+    def resume_from(self, ledger: Ledger, stored: Manifest | None) -> None:
+        """Start from what the run starts from.
+
+        Args:
+            ledger: Of the run, whose tokens are those of the checkpoint.
+            stored: What the store has of the checkpoint, to whose files partial ones will refer; None if nothing.
+        """
+        self._tokens.saved = {Tier.STORAGE: ledger.tokens.saved[Tier.STORAGE].copy()}
+        if stored is not None:
+            self.parent, self._newest, self.passed_over = stored.directory, None, stored.passed_over
+            # What a window holds is of different steps: a partial checkpoint must not build on it.
+            self._view = self._nothing if stored.window else View.of(stored, self.catalog)
 
     def commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Manifest | None:
         """Write the manifest of ``snapshot``; when it returns, the checkpoint exists.
@@ -159,20 +165,18 @@ class Committer:
         self._given_up += [slot for slot in self._slots if slot not in before]
         self._slots = before
         slot = self._write_part(snapshot, acknowledged)
-        view = View(self.catalog) if request.window else self._view
         if request.window is not None:
             self._slots = [*before, slot]
             if request.slot + 1 < request.window.size:
                 return None
-        for each in (*before, slot):
-            view = view.beneath(each.part)
-        missing = view.lacks(snapshot.plan.claims.operators)
+        view = (self._nothing if request.window else self._view).beneath(each.part for each in (*before, slot))
+        missing = view.versions.lacks(self.catalog.places_in(snapshot.plan.claims.operators))
         if missing:
             raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
-        saved = self._saved_after(request)
+        tokens = self._tokens_at(request)
         if self._newest is not None and self._newest.generation != request.generation:
             self.parent = self._newest.directory
-        manifest = self._manifest(request, view, saved, before)
+        manifest = self._manifest(request, view, tokens, before)
         try:
             self.require_whole(manifest, view.needed() | {each.directory: dict(each.names) for each in (*before, slot)})
         except FilesGoneError:
@@ -180,14 +184,13 @@ class Committer:
             raise
         write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
         self._slots = []
-        self._view = View(self.catalog) if manifest.window else view
-        self.saved = saved
-        self._newest = manifest
+        self._view = self._nothing if manifest.window else view
+        self._tokens, self._newest = tokens, manifest
         return manifest
 
     def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> _Slot:
         request = snapshot.request
-        fragment, live = self._saved_operators.of(request, snapshot.plan.claims)
+        fragment, saved = self._saved_operators.of(request, snapshot.plan.claims)
         record, raw = encode_part(
             self.run_id,
             request.step,
@@ -199,7 +202,7 @@ class Committer:
         )
         write_named(self.storage, record.path, [raw])
         names = self._names(acknowledged)
-        return _Slot(request.window, request.step, HeldPart(record, names, live), {**names, **PART})
+        return _Slot(request.window, request.step, WrittenPart(record, names, saved), {**names, **PART})
 
     def _names(self, acknowledged: Acknowledgement) -> Names:
         """Of the ranks' files: the very sets of the step before where they are the same, which many ask."""
@@ -209,8 +212,8 @@ class Committer:
 
     def _forget(self) -> None:
         """Nothing on storage may be built upon any more."""
-        self._view, self.parent, self._newest = View(self.catalog), None, None
-        self.saved = np.zeros_like(self.saved)
+        self._view, self.parent, self._newest = self._nothing, None, None
+        self._tokens = Ledger(self.catalog).tokens
 
     @property
     def begun(self) -> Sequence[str]:
@@ -236,17 +239,16 @@ class Committer:
             raise SaveFailedError(request.step, ("an earlier step of its window was not saved",))
         return before
 
-    def _saved_after(self, request: SnapshotRequest) -> Counts:
-        book = TokenBook(*self.saved.shape)
-        book.saved[Tier.STORAGE] = self.saved.copy()
-        # Replay brings every expert of a window to its last step.
-        operators = request.operators if request.window is None else self.catalog.everything
-        book.mark_saved(Tier.STORAGE, places(self.catalog, operators), request.applied.result())
-        return book.saved[Tier.STORAGE]
+    def _tokens_at(self, request: SnapshotRequest) -> TokenBook:
+        """Returns the tokens as of the checkpoint, once it is committed."""
+        book = TokenBook(self._tokens.layers, self._tokens.experts)
+        book.applied, book.faults = request.applied.result(), list(request.faults)
+        book.saved = {Tier.STORAGE: self._tokens.saved[Tier.STORAGE].copy()}
+        operators = operators_at_step(request.operators, self.catalog.everything, request.window, request.slot)
+        book.mark_saved(Tier.STORAGE, places(self.catalog, operators), book.applied)
+        return book
 
-    def _manifest(self, request: SnapshotRequest, view: View, saved: Counts, before: Sequence[_Slot]) -> Manifest:
-        book = TokenBook(*saved.shape)
-        book.applied, book.saved, book.faults = request.applied.result(), {Tier.STORAGE: saved}, list(request.faults)
+    def _manifest(self, request: SnapshotRequest, view: View, tokens: TokenBook, before: Sequence[_Slot]) -> Manifest:
         return Manifest(
             run_id=self.run_id,
             step=request.step,
@@ -261,7 +263,7 @@ class Committer:
             parent=self.parent,
             policy=dict(request.policy),
             measured=dict(request.measured),
-            tokens=book.to_dict(Fragment.of_counts),
+            tokens=tokens.to_dict(Fragment.of_counts),
             window=tuple(SlotRecord(slot.step, ()) for slot in before),
             passed_over=self.passed_over,
             parts=tuple(part.record for part in view.parts),

@@ -16,7 +16,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
-from moe_ckpt.core.window import OperatorBytes, Window
+from moe_ckpt.core.window import OperatorBytes, Window, operators_at_step
 from moe_ckpt.engine.activity import RoutingActivity
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
@@ -60,7 +60,7 @@ class Pending:
     def operators_in(self, tier: Tier) -> tuple[str, ...]:
         """What memory holds of it in full, or that of peers, once it is a checkpoint there."""
         if self.window is not None:
-            return self.catalog.everything if self.is_checkpoint else ()
+            return operators_at_step((), self.catalog.everything, self.window, self.slot)
         if tier is Tier.PEER and not self.copied:
             return ()
         full = self._copied if tier is Tier.HOST or self.sends_held else self.operators
@@ -82,9 +82,12 @@ class Pending:
     @cached_property
     def experts(self) -> Counts:
         """``[n, 2]``: ``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
-        if self.window is None:
-            return places(self.catalog, self.operators)
-        return places(self.catalog, self.catalog.everything if self.is_checkpoint else ())
+        return places(self.catalog, self.stored_operators)
+
+    @property
+    def stored_operators(self) -> tuple[str, ...]:
+        """What storage has as of ``step``, once it is committed."""
+        return operators_at_step(self.operators, self.catalog.everything, self.window, self.slot)
 
 
 def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
@@ -258,10 +261,9 @@ class RunLedger:
         if not committed and pending.window is not None and pending.window == self.window:
             self.give_up_window()
         if committed and pending.is_checkpoint:
-            whole = pending.window is None
-            operators = pending.operators if whole else self.catalog.everything
             kept = None if self.outlives_process else pending.host_only
-            self.ledger.record(pending.step, operators, pending.applied, kept=kept, whole=whole)
+            whole = pending.window is None
+            self.ledger.record(pending.step, pending.stored_operators, pending.applied, kept=kept, whole=whole)
             self.ledger.pay(pending.relaid)
             self._is_void = self._is_void and not pending.is_complete
             self.committed_step = pending.step

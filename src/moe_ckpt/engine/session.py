@@ -19,7 +19,7 @@ from typing import Any
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement, everywhere
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.agreement import StepConsensus, StepTokens
 from moe_ckpt.engine.context import RunContext
@@ -111,7 +111,7 @@ class CheckpointSession:
                 thread runs then.
         """
         try:
-            pipeline = self._resources.open(self.run_ledger.tokens.saved[Tier.STORAGE].copy())
+            pipeline = self._resources.open()
             needs = needs_of(self._run.policy)
             if needs.windows or needs.gradients:  # minimum over ranks
                 [least] = largest(self.comm, [-pipeline.snapshot_bytes])
@@ -145,7 +145,7 @@ class CheckpointSession:
             manifest, same_store=same_store, tokens_from_host=tokens_from_host, beneath=beneath
         )
         if committer is not None:
-            committer.saved = self.run_ledger.tokens.saved[Tier.STORAGE].copy()
+            committer.resume_from(self.run_ledger.ledger, (beneath or manifest) if same_store else None)
         if manifest.world_size == self.comm.world_size:
             self._booking.meter.resume(manifest.measured)
         if same_store:
@@ -156,8 +156,6 @@ class CheckpointSession:
             if needs_of(self._run.policy).windows:
                 known = 0 if keeper is None else keeper.dense_step(stored)
                 [self._planner.dense_step] = largest(self.comm, [known])
-            if committer is not None:
-                committer.resume_from(stored)
         self._run.tell(Resumed(manifest.step))
         return fault
 
@@ -165,7 +163,7 @@ class CheckpointSession:
         """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
         self.run_ledger.continue_from(tokens, index)
         if self._resources.committer is not None:
-            self._resources.committer.saved = self.run_ledger.tokens.saved[Tier.STORAGE].copy()
+            self._resources.committer.resume_from(self.run_ledger.ledger, None)
 
     def training_begins(self) -> None:
         """The state is complete, and the loop is entered. No collective."""

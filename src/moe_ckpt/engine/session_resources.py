@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import logging
 
-from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import Closed, Opened
@@ -43,12 +42,8 @@ class SessionResources:
         self._phase = _Phase.MADE
         self._pipeline: Pipeline | None = None
 
-    def open(self, saved: Counts) -> Pipeline:
-        """Take possession of the store and start the threads. Where that fails, ``close`` must follow.
-
-        Args:
-            saved: ``[L, E]`` tokens of experts as they are on storage; becomes the committer's own.
-        """
+    def open(self) -> Pipeline:
+        """Take possession of the store and start the threads. Where that fails, ``close`` must follow."""
         run, settings = self._run, self._run.settings
         limits = settings.retention, settings.read_patience_secs
         opened = open_store(run.storage, run.catalog, run.comm, run.lock, *limits)
@@ -63,7 +58,6 @@ class SessionResources:
                 opened.run_id,
                 run.comm.world_size,
                 run.model,
-                saved,
                 require_whole=opened.keeper.require_whole,
             )
         pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer, self.keeper)

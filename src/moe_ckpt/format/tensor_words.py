@@ -25,6 +25,8 @@ _IS_READABLE = sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 an
 """``id`` is an address, and words are as wide as they are taken to be."""
 _TENSOR_WORDS, _STORAGE_WORDS = 24, 6
 """Of the C++ objects; what is looked for is within the first so many."""
+_SAMPLES = 8
+"""Tensors that are looked at to find the version counter."""
 _COUNT_AT = 16
 """Of a version counter: its count, in 32 bits, follows on the two words of every object that torch counts."""
 
@@ -156,22 +158,26 @@ def _layout() -> _Layout | None:
 def _found() -> _Layout:
     """Raises ``ValueError`` for a word that is not there."""
     base, other = torch.zeros(3, 50), torch.zeros(3, 50)
-    part, detached = base[1:, 7:], base.detach()
+    part = base[1:, 7:]
     tensor = _first(_words(id(base), torch.Tensor.__basicsize__ // WORD), base._cdata, at_least=2)
     _first(_words(id(other) + tensor, 1), other._cdata)
-    words = [_words(each._cdata, _TENSOR_WORDS) for each in (base, part, detached, other)]
-    storage = _first(words[0], base.untyped_storage()._cdata)
-    offset = _first(words[1], int(part.storage_offset()))
-    alike = [
-        WORD * at
-        for at, (one, two, three, another) in enumerate(zip(*words, strict=True))
-        if one == two == three != another and WORD * at != storage
-    ]
+    storage = _first(_words(base._cdata, _TENSOR_WORDS), base.untyped_storage()._cdata)
+    offset = _first(_words(part._cdata, _TENSOR_WORDS), int(part.storage_offset()))
+    # The last words may lie behind the object, where anything is: what is alike there by chance is not so each time.
+    samples = [(each, each[1:, 7:], each.detach()) for each in (torch.zeros(3, 50) for _ in range(_SAMPLES))]
+    alike = set.intersection(*map(_alike, samples, [*samples[1:], samples[0]])) - {storage}
     if len(alike) != 1:
         raise ValueError("no single pointer to a version counter")
-    found = _Layout(tensor, storage, offset, alike[0], _data_of(base))
+    found = _Layout(tensor, storage, offset, alike.pop(), _data_of(base))
     _require_counted(found, base, part, other)
     return found
+
+
+def _alike(sample: Sequence[torch.Tensor], another: Sequence[torch.Tensor]) -> set[int]:
+    """Where a tensor, a view of it and a detached one have one word, and another tensor has another."""
+    words = [_words(each._cdata, _TENSOR_WORDS) for each in (*sample, another[0])]
+    found = enumerate(zip(*words, strict=True))
+    return {WORD * at for at, (one, two, three, other) in found if one == two == three != other}
 
 
 def _data_of(base: torch.Tensor) -> int:

@@ -146,8 +146,8 @@ def test_the_run_goes_on_on_storage_where_that_stood(where):
         assert_state(third, at(8))
 
 
-def test_partial_steps_are_laid_over_storage_and_their_loss_is_counted(where):
-    """Memory has one expert per layer as of step 6; the others are as storage has them, since step 1."""
+def test_partial_steps_are_laid_over_older_ones_and_their_loss_is_counted(where):
+    """Of each layer memory has another expert as of each step: they take turns there, however old storage is."""
     policy = MoC(k=1)
     first = train_and_fail(where, policy=policy)
     with life(where, policy) as second:
@@ -156,10 +156,31 @@ def test_partial_steps_are_laid_over_storage_and_their_loss_is_counted(where):
         assert_state(second, versions)
         assert restored.manifest.step == 6
         experts = np.array([[versions[expert_id(layer, expert)] for expert in range(4)] for layer in range(2)])
-        assert set(experts.ravel()) == {1, 6}
-        assert (experts == 6).sum() == 2, "k=1 of each layer"
+        assert np.sort(experts).tolist() == [[3, 4, 5, 6]] * 2, "k=1 of each layer"
         assert fault.lost_tokens == ((6 - experts) * first.counts).sum()
         assert {step for op, step in versions.items() if not op.startswith("expert")} == {6}
+
+
+def test_partial_steps_are_laid_over_storage(where):
+    """Two steps have brought one expert each of a layer's four; the others are as storage has them, since step 1."""
+    policy = MoC(k=1)
+    train_and_fail(where, 3, policy=policy)
+    with life(where, policy) as second:
+        restored, _ = come_back(second)
+        versions = {op: record.step for op, record in restored.manifest.operators.items()}
+        assert_state(second, versions)
+        experts = np.array([[versions[expert_id(layer, expert)] for expert in range(4)] for layer in range(2)])
+        assert np.sort(experts).tolist() == [[1, 1, 2, 3]] * 2
+
+
+def test_what_goes_to_storage_now_and_then_takes_turns_there_too(where):
+    """Whatever turns memory takes in between. The first checkpoint, of step 1, is dense; then every third goes."""
+    policy = MoC(k=1)
+    train_and_fail(where, 12, policy=policy, every=3)
+    newest = manifests(where[0])[-1]
+    assert newest.step == 12
+    stored = [[newest.operators[expert_id(layer, expert)].step for expert in range(4)] for layer in range(2)]
+    assert np.sort(stored).tolist() == [[3, 6, 9, 12]] * 2
 
 
 def test_moc_holds_more_in_memory(where):
@@ -342,7 +363,7 @@ def test_a_clean_end_leaves_the_last_step_on_storage(where):
 
 def test_the_plan_is_said(where, caplog):
     policy = MoC(k=1)
-    train_and_fail(where, policy=policy)
+    train_and_fail(where, 3, policy=policy)
     with caplog.at_level(logging.INFO, "moe_ckpt"), life(where, policy) as second:
         come_back(second)
     assert "memory: this node" in caplog.text

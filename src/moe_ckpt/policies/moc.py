@@ -18,7 +18,7 @@ from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies.base import Needs, PolicyContext, interval_passed, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.expert_shares import stages_of
-from moe_ckpt.policies.selection import Expert, Request
+from moe_ckpt.policies.selection import Expert, Request, where_it_goes
 from moe_ckpt.policies.selectors import SELECTORS
 
 AUTO = "auto"
@@ -118,7 +118,7 @@ class MoC:
             return save_nothing(context.step)
         k, snapshot_k = self.levels(context)
         request = Request(k, snapshot_k, self.every_n_steps)
-        selection = SELECTORS[self.selector](context, request)
+        selection = SELECTORS[self.selector](where_it_goes(context, self.every_n_steps), request)
         catalog, budget = context.catalog, self.budget
         chosen = np.zeros(len(catalog.everything), dtype=bool)
         chosen[_places(catalog, selection.stored)] = True

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 
@@ -57,3 +58,23 @@ def experts_of(context: PolicyContext, operators: Iterable[str]) -> set[Expert]:
     """The experts among ``operators``, which are ids of the catalog."""
     at = context.catalog.expert_at
     return {at[op] for op in operators if op in at}
+
+
+def where_it_goes(context: PolicyContext, every_n_steps: int) -> PolicyContext:
+    """The context; of a checkpoint that only memory gets, with what memory lacks in the place of what storage lacks.
+
+    What storage has does not change before something is written there: by that alone, all checkpoints in between would
+    save the very same experts, and a failure would find the others in memory as old as on storage.
+
+    Args:
+        every_n_steps: Steps between checkpoints in memory. ``index`` counts those on storage.
+    """
+    memory = context.memory
+    if memory is None or memory.storage_due or Tier.HOST not in memory.chosen_at:
+        return context
+    return replace(
+        context,
+        chosen_at=memory.chosen_at[Tier.HOST],
+        expected_unsaved=memory.expected_unsaved[Tier.HOST],
+        index=context.step // every_n_steps,
+    )

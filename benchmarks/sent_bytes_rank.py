@@ -67,7 +67,7 @@ class _Count:
 
     def step_ended(self, session: CheckpointSession, step: int) -> None:
         """step: from 1."""
-        replicator: Replicator = session.tier.replicator  # type: ignore[union-attr,assignment]
+        replicator: Replicator = session.tier.replicator  # type: ignore[assignment]
         session.drain(step)
         until = time.monotonic() + _TIMEOUT_SECS
         while replicator.lag_steps:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.recovery.localized import LocalPart
 
 
 def note_replayed(session: CheckpointSession, *, equal: bool) -> None:
     """A step was computed again, ``equal`` to the first time: the slots it began from are not what is wrong."""
-    if isinstance(session.tier, MemoryTier):
+    if session.tier.left is not None:
         session.tier.left.step_replayed(equal=equal)
 
 

@@ -26,7 +26,6 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Observer, StepReplayed, all_of
 from moe_ckpt.engine.finishing import read_finished, write_finished
-from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
@@ -270,7 +269,7 @@ class Driver:
             if finished is not None:
                 goes_on, besides = self._host.go_on_from_end(manifest, finished, changes, plt)
             if not goes_on:
-                if isinstance(self.session.tier, MemoryTier):  # of a rank that died after the end had been noted
+                if self.session.tier.left is not None:  # of a rank that died after the end had been noted
                     self.session.tier.left.remove()
                 return
             messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,14 +26,16 @@ import torch
 import xxhash
 
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
-from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import Checksums, SliceEntry, in_a_row, with_checksums
 from moe_ckpt.memory.directory import RankDirectory
+from moe_ckpt.replicas.replication import Replicator
 from moe_ckpt.slices.cuts import Slices
 from moe_ckpt.storage import open_storage
 
@@ -130,20 +132,24 @@ class HostTier:
         rank: This process's.
         run_id: Of the store.
         pool: That the buffers come from.
-        kept: What an earlier life left.
+        left: By an earlier life.
     """
 
-    def __init__(
-        self, rank: int, run_id: str, pool: HostBufferPool, kept: tuple[HeldCheckpoint, ...] = ()
-    ) -> None:
+    outlives_process = False
+    replicator: Replicator | None = None
+    left: LeftSlots | None = None
+    kept = 0
+    paths: Sequence[Path] = ()
+
+    def __init__(self, rank: int, run_id: str, pool: HostBufferPool, left: tuple[HeldCheckpoint, ...] = ()) -> None:
         self.rank = rank
         self._run_id = run_id
         self._pool = pool
-        self._kept = kept
+        self._kept = left
         self._offered: HeldCheckpoint | None = None
         self._retired = False
         self._lock = threading.Lock()
-        for held in kept:
+        for held in left:
             pool.adopt(held.buffer)
 
     def retire(self, *, keep: bool) -> None:
@@ -228,7 +234,7 @@ class _Registered:
 
     root: str
     run_id: str
-    tier: HostTier | MemoryTier
+    tier: BufferTier
     in_use: bool = True
     passed_over: bool = False
     nbytes: int = 0
@@ -263,7 +269,7 @@ def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
     return tier
 
 
-def register(root: str, run_id: str, tier: MemoryTier) -> None:
+def register(root: str, run_id: str, tier: BufferTier) -> None:
     """The same for a session whose snapshots lie in slots: what earlier ones left is found in their files."""
     with _registry_lock:
         for registered in [r for r in _left_by(root, run_id) if r.tier.rank == tier.rank]:
@@ -290,7 +296,7 @@ def _forget(is_over: Callable[[_Registered], bool]) -> list[_Registered]:
     return freed
 
 
-def leave(tier: HostTier | MemoryTier, *, keep: bool) -> None:
+def leave(tier: BufferTier, *, keep: bool) -> None:
     """The session of ``tier`` ends.
 
     Args:
@@ -299,7 +305,7 @@ def leave(tier: HostTier | MemoryTier, *, keep: bool) -> None:
     A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
     last one: what was left before this session began, by a run that was not started again, is freed.
     """
-    nbytes, paths = tier.nbytes, tier.files.paths if isinstance(tier, MemoryTier) else ()
+    nbytes, paths = tier.nbytes, tuple(tier.paths)
     keep = keep and nbytes > 0
     tier.retire(keep=keep)
     with _registry_lock:

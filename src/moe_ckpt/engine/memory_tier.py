@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from moe_ckpt.core.freshness import CAUSE, STALE, UNKNOWN
@@ -96,6 +97,8 @@ class MemoryTier:
             None before the first, and where this rank needed the room.
         complete_since: The first step of the newest one of this life, if that is a sparse window; else its only step.
     """
+
+    outlives_process = True
 
     def __init__(
         self,
@@ -228,7 +231,7 @@ class MemoryTier:
             states = [*(entry.state for entry in entries), *[NOT_YET] * filler]
             return [*states, *(entry.freshness for entry in entries), *[UNKNOWN] * filler]
 
-    def settle(self, told: Sequence[int]) -> list[Settled]:
+    def settle(self, reduced: Sequence[int]) -> list[Settled]:
         """Take in what is true of all ranks, of the snapshots that ``reports`` was about when it was sent.
 
         Returns:
@@ -236,9 +239,12 @@ class MemoryTier:
         """
         with self._lock:
             asked, self._asked = self._asked, []
-            shown = told[2 * _REPORTED :]
-            found = zip(asked, told, shown, strict=False)
-            ended = {sequence: self._judged(sequence, *each) for sequence, *each in found if each[0] != NOT_YET}
+            found = list(zip(asked, reduced, reduced[2 * _REPORTED :], strict=False))
+            ended = {sequence: _judged(*each) for sequence, *each in found if each[0] != NOT_YET}
+            for sequence, state, freshness in found:
+                if freshness == STALE and state not in (NOT_YET, FAILED) and self.rank == 0:
+                    step = self._entries[sequence].training_step
+                    log.warning("memory does not hold the checkpoint of step %d: %s", step, CAUSE)
             for sequence, state in ended.items():
                 entry = self._entries[sequence]
                 entry.step = replace(entry.step, complete=state != FAILED, copied=state == SEALED)
@@ -256,15 +262,6 @@ class MemoryTier:
         if self.replicator is not None and ended:
             self.replicator.release_except(kept | spare, spare)
         return [Settled(each, state != FAILED, state == SEALED) for each, state in sorted(ended.items())]
-
-    def _judged(self, sequence: int, state: int, freshness: int) -> int:
-        """The state of a snapshot, which is ``FAILED`` if it is stale."""
-        if state == FAILED or freshness != STALE:
-            return state
-        if self.rank == 0:
-            step = self._entries[sequence].training_step
-            log.warning("memory does not hold the checkpoint of step %d: %s", step, CAUSE)
-        return FAILED
 
     def _release_unneeded(self) -> None:
         steps = [entry.step for entry in self._entries.values()]
@@ -330,6 +327,11 @@ class MemoryTier:
             return len(self._superseded())
 
     @property
+    def paths(self) -> Sequence[Path]:
+        """Directories of the slots, this life's first."""
+        return self.files.paths
+
+    @property
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free, and that nobody will miss."""
         with self._lock:
@@ -361,3 +363,8 @@ class MemoryTier:
             self._open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)
+
+
+def _judged(state: int, freshness: int) -> int:
+    """Returns the state of a snapshot, which is ``FAILED`` if it is stale."""
+    return FAILED if freshness == STALE else state

@@ -18,11 +18,10 @@ from moe_ckpt.core.coverage import prove_cover
 from moe_ckpt.engine.commit import Abandoned, Committer, CoverDiffersError
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
-from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import FailureCount, Outcome, Resolution, Superseded
 from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
 from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, SaveFailedError
 from moe_ckpt.format.manifest import group_path
@@ -54,7 +53,7 @@ class SnapshotResolver:
         run_id: str,
         committer: Committer | None,
         keeper: StoreKeeper | None,
-        tier: HostTier | MemoryTier,
+        tier: BufferTier,
     ) -> None:
         self._storage = run.storage
         self._comm = run.comm

@@ -6,10 +6,9 @@ import logging
 import time
 
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
-from moe_ckpt.engine.host_tier import HostTier
-from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.stages import Stages
+from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -33,7 +32,7 @@ class Room:
     def __init__(
         self,
         pool: HostBufferPool,
-        tier: HostTier | MemoryTier,
+        tier: BufferTier,
         stages: Stages,
         settings: Settings,
         rank: int,
@@ -56,7 +55,7 @@ class Room:
     @property
     def copies_behind(self) -> bool:
         """True if peers have so many copies to take still that those of another checkpoint would only wait."""
-        replicator = self._tier.replicator if isinstance(self._tier, MemoryTier) else None
+        replicator = self._tier.replicator
         most = (self._settings.max_in_flight - 1) * self._window_size
         return replicator is not None and replicator.in_flight > most
 
@@ -83,7 +82,7 @@ class Room:
                 buffer = self._pool.acquire(max(nbytes, 1))
             if buffer is not None:
                 return buffer, waited
-            if isinstance(self._tier, MemoryTier) and not self._stages.in_flight:
+            if self._tier.outlives_process and not self._stages.in_flight:
                 logged = request.since is not None and not self._pool.is_making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
                     return None, waited
@@ -111,23 +110,18 @@ class Room:
         self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Only memory that
         # outlives the process keeps those.
-        again = isinstance(self._tier, MemoryTier) and self._snapshots > 0 and not self._partial_nbytes
+        again = self._tier.outlives_process and self._snapshots > 0 and not self._partial_nbytes
         self._snapshots += 1
         more = self._pool.expect(nbytes) if partial or again else False
-        return more or (partial and self._kept > 0)
+        return more or (partial and self._tier.kept > 0)
 
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
         try:
-            return self._pool.top_up(self._buffers + self._kept)
+            return self._pool.top_up(self._buffers + self._tier.kept)
         except RuntimeError as error:
             log.warning("no further host buffer could be made ahead of time, snapshots will try again: %s", error)
             return False
-
-    @property
-    def _kept(self) -> int:
-        """Buffers that memory keeps of older snapshots, and that no next one gets."""
-        return self._tier.kept if isinstance(self._tier, MemoryTier) else 0
 
     @property
     def _buffers(self) -> int:
@@ -135,7 +129,7 @@ class Room:
 
         Only memory that outlives the process keeps windows.
         """
-        windows = 2 * (self._window_size - 1) if isinstance(self._tier, MemoryTier) else 0
+        windows = 2 * (self._window_size - 1) if self._tier.outlives_process else 0
         return self._settings.max_in_flight + 1 + windows
 
     def _require_two(self, request: SnapshotRequest, nbytes: int) -> None:

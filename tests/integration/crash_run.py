@@ -467,6 +467,11 @@ def main(run: Run) -> None:
         note_shards(str(run.store), f"{run.log}.opened")
     rank = int(os.environ.get("RANK", "0"))
     trainer, module, _ = build(run, rank)
+    train(run, rank, trainer, module)
+
+
+def train(run: Run, rank: int, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Trains to the end, and saves what came out."""
     trainer.fit(module, *loaders(run))
     if run.out is not None:
         torch.save(final_state(trainer, module), run.out + (f".{rank}" if rank else ""))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,20 +13,11 @@ import torch
 
 from moe_ckpt import inprocess
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
-from tests.integration.lives import free_port
 from tests.megatron.exactness import differing, uninterrupted
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED
+from tests.support.inprocess_job import launch, lines, logs, needs_extension, require_one_process
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import EXACT
-
-LIFE_SECS = 240.0
-needs_extension = pytest.mark.skipif(
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "import nvidia_resiliency_ext.inprocess"], capture_output=True
-    ).returncode
-    != 0,
-    reason="nvidia-resiliency-ext is not installed: pip install 'moe_ckpt[inprocess]'",
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,6 @@ def start(job: Job, directory: Path) -> list[int]:
     memory = directory / "memory"
     memory.mkdir(parents=True, exist_ok=True)
     told = {
-        "journal": str(directory / "journal"),
         "out": str(directory / "out"),
         "store": str(directory / "store"),
         "memory": str(memory),
@@ -61,30 +48,7 @@ def start(job: Job, directory: Path) -> list[int]:
         "steps": job.steps,
         "kills": job.kills,
     }
-    world, port = job.ranks + job.spares, free_port()
-    processes = []
-    for rank in range(world):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.support.inprocess_run", json.dumps(told)]
-        with open(directory / f"log{rank}", "a") as log:
-            started = subprocess.Popen(command, stdout=log, stderr=log, env={**environment, **job.environment})
-        processes.append(started)
-    until = time.monotonic() + LIFE_SECS
-    try:
-        return [process.wait(max(1.0, until - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def logs(directory: Path) -> str:
-    return "\n".join(path.read_text()[-3000:] for path in sorted(directory.glob("log*")))
-
-
-def lines(directory: Path, rank: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(f"{directory}/journal.{rank}").read_text().splitlines()]
+    return launch("tests.support.inprocess_run", told, job.ranks + job.spares, directory, job.environment)
 
 
 def require_exact(job: Job, directory: Path) -> None:
@@ -112,16 +76,8 @@ def test_survivors_go_on_in_their_processes(name, tmp_path):
     killed = {rank for rank, _, _ in job.kills}
     assert [code != 0 for code in codes] == [rank in killed for rank in range(len(codes))], logs(tmp_path)
     require_exact(job, tmp_path)
-    kept = lines(tmp_path, 0)
-    assert len({line["pid"] for line in kept}) == 1
-    calls = [line for line in kept if "call" in line]
-    assert [line["rank"] for line in calls] == [0] * (1 + len(job.kills)), "survivors stay in their places"
-    at = 0
-    for line in kept:
-        if "call" in line:
-            lost = at - line["resumed"]
-            assert lost <= (1 if job.policy[0] == "Dense" else 2 * job.policy[1]["window"])
-        at = line.get("iteration", at)
+    most_lost = 1 if job.policy[0] == "Dense" else 2 * job.policy[1]["window"]
+    require_one_process(lines(tmp_path, 0), 1 + len(job.kills), most_lost)
 
 
 @needs_extension
@@ -145,13 +101,9 @@ def test_what_the_user_must_mend_is_not_tried_again(tmp_path):
         assert len(lines(tmp_path, rank)) == 1, "its function was called once"
 
 
-def test_a_lightning_callback_is_refused(tmp_path):
-    from types import SimpleNamespace
-
-    from moe_ckpt.callbacks import MoECheckpoint
-
+def test_what_is_no_checkpoint_is_refused():
     restart = inprocess.Restart(SimpleNamespace(iteration=0))
-    with pytest.raises(UnsupportedError, match="Trainer"), restart.keeping(MoECheckpoint(dirpath=tmp_path)):
+    with pytest.raises(UnsupportedError, match=r"object.*MoECheckpoint callback"), restart.keeping(object()):
         pass
 
 

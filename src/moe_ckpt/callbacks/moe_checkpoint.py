@@ -34,7 +34,7 @@ from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
-from moe_ckpt.driver.surviving import Moment
+from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.options import OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError
@@ -60,6 +60,40 @@ class _Unranked(Checkpoint):
         self.best_k_models: dict[str, torch.Tensor] = {}
 
 
+class KeptFit:
+    """A callback's fit as ``inprocess.Restart.keeping`` takes it. The Trainer itself ends it, well or by an exception.
+
+    Args:
+        callback: Whose present fit it is.
+    """
+
+    def __init__(self, callback: MoECheckpoint) -> None:
+        self._callback = callback
+
+    @property
+    def surviving(self) -> Surviving | None:
+        """Seals the newest step; None before a fit."""
+        fit = self._callback._fit
+        return None if fit is None else fit.driver.surviving
+
+    def finish(self) -> None:
+        """Does nothing: the callback has finished the run in ``on_train_end``."""
+
+    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
+        """Releases what an exception in the Trainer's own clean-up may have left.
+
+        Args:
+            timeout_secs: The longest that checkpoints under way are waited for.
+            failure: Why training stops, if not because it has ended.
+        """
+        fit = self._callback._fit
+        if fit is None:
+            return
+        if failure is not None:
+            fit.driver.survive(failure)
+        fit.close(timeout_secs)
+
+
 class MoECheckpoint(_Unranked):
     """Checkpoints a Mixture-of-Experts model while it trains, and resumes automatically after a failure.
 
@@ -82,6 +116,7 @@ class MoECheckpoint(_Unranked):
         restored_step: Step of the checkpoint that training resumed from; None before, and for a new run.
         recovery_plan: Where each operator of that checkpoint came from, memory of this node, of others, or storage, as
             this rank sees it. None, too, where ``fit(ckpt_path=...)`` was given.
+        kept: What ``inprocess.Restart.keeping`` takes of the callback.
 
     Raises:
         ConfigError: An unknown option, or an impossible value.
@@ -113,6 +148,7 @@ class MoECheckpoint(_Unranked):
         self.policy, self.dirpath = self.options.policy, self.options.dirpath
         self.restored_step: int | None = None
         self.recovery_plan: RecoveryPlan | None = None
+        self.kept = KeptFit(self)
         self._first = FirstCallback()
         self._fit: Fit | None = None
         self._data = DataPosition()

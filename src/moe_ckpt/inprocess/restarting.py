@@ -44,9 +44,11 @@ _PATIENCE_SECS = 5.0
 
 
 class Kept(Protocol):
-    """A checkpoint of a training loop, such as ``megatron.attach`` returns."""
+    """A checkpoint of a training loop, such as ``megatron.attach`` returns, or of a Trainer."""
 
-    surviving: Surviving
+    @property
+    def surviving(self) -> Surviving | None:
+        """Seals the newest step; None while nothing trains."""
 
     def finish(self) -> None:
         """Training ended well."""
@@ -94,31 +96,32 @@ class Restart:
         )
 
     @contextlib.contextmanager
-    def keeping(self, checkpoint: Kept) -> Iterator[None]:
-        """Instead of ``with checkpoint:``: after a failure the newest step is sealed, and everything let go.
+    def keeping(self, checkpoint: object) -> Iterator[None]:
+        """Seals the newest step after a failure, and lets everything go. Instead of ``with checkpoint:``.
 
         Args:
-            checkpoint: What ``megatron.attach`` returned.
+            checkpoint: What ``megatron.attach`` returned, or the ``MoECheckpoint`` of a Trainer that fits in here.
 
         Raises:
             UnsupportedError: It is something else.
         """
-        if not isinstance(getattr(checkpoint, "surviving", None), Surviving):
+        kept: Any = getattr(checkpoint, "kept", checkpoint)
+        if not all(hasattr(kept, name) for name in ("surviving", "finish", "close")):
             raise UnsupportedError(
-                f"restart.keeping({type(checkpoint).__name__}): it takes what megatron.attach returned. Lightning's "
-                "Trainer and Megatron-LM's own loop make process groups and handle exceptions by themselves: start "
-                "those by torchrun or a scheduler, without inprocess.restartable"
+                f"restart.keeping({type(checkpoint).__name__}): it takes what megatron.attach returned, or a "
+                "MoECheckpoint callback. Megatron-LM's own loop makes process groups and handles exceptions by itself: "
+                "start it by torchrun or a scheduler, without inprocess.restartable"
             )
-        self._kept = checkpoint
+        self._kept = kept
         try:
             yield
-            checkpoint.finish()
+            kept.finish()
         except BaseException as error:
-            self._close(checkpoint, error)
+            self._close(kept, error)
             raise
         finally:
             self._kept = None
-        checkpoint.close(_CLOSE_SECS)
+        kept.close(_CLOSE_SECS)
 
     def _close(self, checkpoint: Kept, error: BaseException) -> None:
         try:
@@ -131,13 +134,13 @@ class Restart:
 
     def survive(self) -> None:
         """The processes are set back: seals the newest step. On the monitor thread."""
-        kept = self._kept
-        if kept is None:
+        surviving = None if self._kept is None else self._kept.surviving
+        if surviving is None:
             return
         until = time.monotonic() + _PATIENCE_SECS
-        while not kept.surviving.is_whole and kept.surviving.ends_soon and time.monotonic() < until:
+        while not surviving.is_whole and surviving.ends_soon and time.monotonic() < until:
             time.sleep(0.01)
-        kept.surviving.survive("the failure of another rank")
+        surviving.survive("the failure of another rank")
 
 
 def restartable(

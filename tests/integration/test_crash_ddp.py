@@ -92,9 +92,10 @@ def test_three_ranks(run, crash, place):  # noqa: F811
     _check_dense(run, most_lives=2)
 
 
-def test_moc_loses_what_it_says(place):  # noqa: F811
-    """In fresh interpreters, as users start them."""
-    run = killed(placed(MOC, place), (Kill(9, 0, "manifest"),))
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_moc_loses_what_it_says(fresh, place):  # noqa: F811
+    """fresh: in interpreters of their own, as users start them."""
+    run = killed(placed(MOC, place), (Kill(9, 0, "manifest"),), sys.executable if fresh else warm.python())
     recount = _check_moc(run)
     assert recount.lost > 0
 

@@ -13,6 +13,7 @@ from tests.integration.lives import (
     place,  # noqa: F401 - a fixture
 )
 from tests.integration.test_memory_kills import in_memory
+from tests.support import warm
 from tests.support.inprocess_job import launch, lines, logs, needs_extension, require_one_process
 
 DDP = Run(None, policy=("dense", 1), epochs=4, ranks=2, to_storage=1000, callback={"timeout_secs": 12.0})
@@ -32,7 +33,7 @@ FSDP2 = replace(DDP, sharded=True)
 def test_survivors_fit_on_in_their_processes(run, kills, spares, most_lost, place: Path):  # noqa: F811
     run = in_memory(run, place)
     told = {"run": asdict(run), "ranks": run.ranks, "kills": kills}
-    codes = launch("tests.support.inprocess_lightning", told, run.ranks + spares, place)
+    codes = launch("tests.support.inprocess_lightning", told, run.ranks + spares, place, warm.python())
     killed = {rank for rank, _, _ in kills}
     assert [code != 0 for code in codes] == [rank in killed for rank in range(len(codes))], logs(place)
     assert_same_run(run)

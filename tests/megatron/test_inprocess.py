@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from moe_ckpt import inprocess
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
 from tests.megatron.exactness import differing, uninterrupted
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED
+from tests.support import warm
 from tests.support.inprocess_job import launch, lines, logs, needs_extension, require_one_process
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import EXACT
@@ -30,7 +31,6 @@ class Job:
     kills: tuple[tuple[int, int, int], ...]
     policy: tuple[str, dict[str, Any]] = ("Dense", {"every_n_steps": 1})
     steps: int = 8
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 def start(job: Job, directory: Path) -> list[int]:
@@ -48,7 +48,7 @@ def start(job: Job, directory: Path) -> list[int]:
         "steps": job.steps,
         "kills": job.kills,
     }
-    return launch("tests.support.inprocess_run", told, job.ranks + job.spares, directory, job.environment)
+    return launch("tests.support.inprocess_run", told, job.ranks + job.spares, directory, warm.python(warm.MEGATRON))
 
 
 def require_exact(job: Job, directory: Path) -> None:

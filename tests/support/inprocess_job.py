@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,13 @@ from tests.integration.lives import free_port
 
 LIFE_SECS = 240.0
 needs_extension = pytest.mark.skipif(
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "import nvidia_resiliency_ext.inprocess"], capture_output=True
-    ).returncode
-    != 0,
+    None in map(find_spec, ("nvidia_resiliency_ext", "defusedxml", "pynvml")),
     reason="nvidia-resiliency-ext is not installed: pip install 'moe_ckpt[inprocess]'",
 )
 
 
 def launch(
-    program: str, told: Mapping[str, Any], world: int, directory: Path, environment: Mapping[str, str] | None = None
+    program: str, told: Mapping[str, Any], world: int, directory: Path, python: str = sys.executable
 ) -> list[int]:
     """Exit codes of ``world`` processes of the module ``program``, by the rank that each began as.
 
@@ -38,10 +36,9 @@ def launch(
     for rank in range(world):
         own = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         own |= {"LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, "-W", "ignore", "-m", program, text]
+        command = [python, "-W", "ignore", "-m", program, text]
         with open(directory / f"log{rank}", "a") as log:
-            more = {**os.environ, **own, **(environment or {})}
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=more))
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **own}))
     until = time.monotonic() + LIFE_SECS
     try:
         return [process.wait(max(1.0, until - time.monotonic())) for process in processes]

@@ -165,7 +165,7 @@ class Others:
         dealt = self._sharder.deal(frozenset(operators), self._state.tensors(), frozenset(frozen), {})
         shared: dict[str, set[int]] = {}
         for (op, _), parts in dealt.shares.parts.items():
-            shared.setdefault(op, set()).update(dealt.peers[part.rank] for part in parts)
+            shared.setdefault(op, set()).update(part.rank for part in parts)  # all ranks are peers
         writers = {op: sorted(ranks) for op, ranks in shared.items()} | {op: [r] for op, r in dealt.owners.items()}
         full, light = ([list[str]() for _ in range(self._ranks)] for _ in range(2))
         for given, by_rank in ((operators, full), (frozen, light)):

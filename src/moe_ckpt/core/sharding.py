@@ -61,6 +61,11 @@ class Unit:
     def nbytes(self) -> int:
         return (self.stop - self.start) * self.row_bytes + self.whole_bytes
 
+    @cached_property
+    def whole_on(self) -> dict[int, tuple[Part, ...]]:
+        """Rank -> the parts where it writes all of it, made when first asked for: most units are never split."""
+        return _OnRank(self)
+
     @property
     def least_bytes(self) -> int:
         """What cannot be split any further, at the end that has the state without rows."""
@@ -76,6 +81,16 @@ class Part:
     stop: int
 
 
+class _OnRank(dict[int, tuple[Part, ...]]):
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self._start, self._stop = unit.start, unit.stop
+
+    def __missing__(self, rank: int) -> tuple[Part, ...]:
+        found = self[rank] = (Part(rank, self._start, self._stop),)
+        return found
+
+
 Parts = Mapping[Name, tuple[Part, ...]]
 """Unit -> its parts in row order, which tile its rows."""
 
@@ -85,12 +100,18 @@ class Shares:
     """The answer for one checkpoint.
 
     Attributes:
-        parts: Of each unit.
+        units: Of the checkpoint.
+        dealt: The parts of each.
         loads: ``[R]`` bytes that each rank writes, experts included.
     """
 
-    parts: Parts
+    units: tuple[Unit, ...]
+    dealt: tuple[tuple[Part, ...], ...]
     loads: tuple[int, ...]
+
+    @cached_property
+    def parts(self) -> Parts:
+        return {unit.name: parts for unit, parts in zip(self.units, self.dealt, strict=True)}
 
     @property
     def peak_bytes(self) -> int:
@@ -104,7 +125,7 @@ def in_dealing_order(units: Iterable[Unit]) -> list[Unit]:
 
 def parts_none(units: Iterable[Unit]) -> Parts:
     """Rank 0 writes every unit, in one copy."""
-    return {unit.name: (Part(0, unit.start, unit.stop),) for unit in units}
+    return {unit.name: unit.whole_on[0] for unit in units}
 
 
 def parts_equal(ordered: Sequence[Unit], ranks: int) -> Parts:
@@ -112,17 +133,17 @@ def parts_equal(ordered: Sequence[Unit], ranks: int) -> Parts:
 
     The peak, experts left out, is within 4/3 of the best that whole tensors allow (Graham 1969).
     """
-    return _fill(ordered, [0] * ranks, 0, sum(unit.nbytes for unit in ordered))
+    dealt = _fill(ordered, [0] * ranks, 0, sum(unit.nbytes for unit in ordered))
+    return {unit.name: parts for unit, parts in zip(ordered, dealt, strict=True)}
 
 
 def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) -> Shares:
     """``parts``, each a whole unit, of those ``units`` that a checkpoint holds, and the loads that follow."""
-    loads = list(preload)
-    chosen = {}
-    for unit in units:
-        chosen[unit.name] = (part,) = parts[unit.name]
+    chosen, loads = tuple(units), list(preload)
+    dealt = tuple(parts[unit.name] for unit in chosen)
+    for unit, (part,) in zip(chosen, dealt, strict=True):
         loads[part.rank] += unit.nbytes
-    return Shares(chosen, tuple(loads))
+    return Shares(chosen, dealt, tuple(loads))
 
 
 def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
@@ -148,8 +169,8 @@ def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes
     """
     level = water_level(preload, sum(unit.nbytes for unit in ordered))
     loads = list(preload)
-    parts = _fill(ordered, loads, level, grain_bytes)
-    return Shares(parts, tuple(loads))
+    dealt = _fill(ordered, loads, level, grain_bytes)
+    return Shares(tuple(ordered), dealt, tuple(loads))
 
 
 def water_level(preload: Sequence[int], nbytes: int) -> int:
@@ -164,17 +185,24 @@ def water_level(preload: Sequence[int], nbytes: int) -> int:
     raise ValueError("preload: there must be at least one rank")
 
 
-def _fill(ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: int) -> Parts:
+def _fill(
+    ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: int
+) -> tuple[tuple[Part, ...], ...]:
     """Give each unit to the rank with the least bytes, splitting what would rise above ``level``; adds to ``loads``.
 
     Each split fills a rank, so there are about R of them, however many units.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    found: dict[Name, tuple[Part, ...]] = {}
+    found: list[tuple[Part, ...]] = []
     for unit in ordered:
-        parts = []
-        start, left = unit.start, unit.nbytes
+        left = unit.nbytes
+        load, rank = heap[0]
+        if left <= grain_bytes or left <= level - load:
+            heapq.heapreplace(heap, (load + left, rank))
+            found.append(unit.whole_on[rank])
+            continue
+        parts, start = [], unit.start
         while True:
             load, rank = heap[0]
             stop, nbytes = unit.stop, left
@@ -185,10 +213,10 @@ def _fill(ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: in
             start, left = stop, left - nbytes
             if stop == unit.stop:
                 break
-        found[unit.name] = tuple(parts)
+        found.append(tuple(parts))
     for load, rank in heap:
         loads[rank] = load
-    return found
+    return tuple(found)
 
 
 def _first_rows(unit: Unit, start: int, left: int, room: int) -> tuple[int, int]:

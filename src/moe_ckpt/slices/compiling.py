@@ -319,7 +319,7 @@ class PlanCompiler:
     ) -> CompiledPlan:
         """With this rank's share of the gradients, behind the rest of its share."""
         operators = request.gradients
-        dealt = self._sharder.deal(frozenset(operators), self._tensors)
+        dealt = self._sharder.deal(operators, self._tensors)
         by_kind = {GRADIENTS: cut(LocalState(self._catalog, gradients), operators, dealt, self._rank)}
         if request.copied:
             by_kind |= self.mirrors.cuts_of_gradients(operators, gradients, dealt)
@@ -339,13 +339,12 @@ class PlanCompiler:
         if self._local.is_crowded:
             self._local = LocalState(self._catalog, self._tensors)
             self._newest.clear()
-        chosen, frozen = frozenset(request.operators), frozenset(request.compute_only)
-        copied = chosen | frozenset(request.host_only)
-        dealt = self._sharder.deal(copied, self._tensors, frozen, request.compute_types)
-        found = cut(self._local, (*request.operators, *request.host_only), dealt, self._rank)
+        frozen, types = request.compute_only, request.compute_types
+        copied = (*request.operators, *request.host_only) if request.host_only else request.operators
+        dealt = self._sharder.deal(copied, self._tensors, frozen, types)
+        found = cut(self._local, copied, dealt, self._rank)
         if request.window is not None:
-            types = request.compute_types
-            found += cut_replay(self._local, chosen, request.compute_only, dealt, self._rank, types)
+            found += cut_replay(self._local, request.operators, frozen, dealt, self._rank, types)
         return found, dealt
 
     def _part(self, kind: str, cuts: Sequence[Cut], side: Sequence[SliceEntry]) -> CompiledPart:

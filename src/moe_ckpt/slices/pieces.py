@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from itertools import repeat
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
@@ -15,7 +16,7 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.cuts import Cut, Shelf, SliceSource
-from moe_ckpt.slices.shares import ComputeTypes, WriteAssignment, has_rows, holders, is_weight
+from moe_ckpt.slices.shares import ComputeTypes, Given, WriteAssignment, has_rows, holders, is_weight, places_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _REMEMBERED = 1 << 14
 """Slices described once and then looked up: those of operators that peers share by rows are described for each plan."""
 
-_UNKNOWN = Cut("", Shelf(), 0, 0)
 _COUNT: Callable[[Cut], int] = attrgetter("count")
 
 Held: TypeAlias = tuple[int, int]
@@ -52,13 +52,8 @@ class LocalState:
         """State without rows of parameters that others than its home have a share in, with its home."""
         self._shelf = Shelf()
         self._places = {key: at for at, key in enumerate(sorted(tensor.key for tensor in tensors))}
-        self._own: dict[tuple[str, bool | None], Cut] = {}
-        self._own_light: dict[tuple[str, bool | None], Cut] = {}
         self._own_scattered: dict[str, Cut] = {}
-        self._known: dict[str, Cut] = {}
-        self._known_light: dict[str, Cut] = {}
-        self._writers: Mapping[str, frozenset[int]] | None = None
-        self._rank = -1
+        self._full, self._light = _Known(), _Known()
         self._compute: ComputeTypes = {}
         # Narrowing a tensor that autograd watches is slow. No other object where it does not: there are thousands.
         local = (tensor.local for tensor in tensors)
@@ -71,6 +66,8 @@ class LocalState:
                     self.held.setdefault(operator.id, []).append((number, place))
                 if shared and not is_weight(tensor) and not has_rows(catalog, tensor):
                     self.scattered.append((operator, span, tensor))
+        self._held_here = np.zeros(len(catalog.operators), dtype=bool)
+        self._held_here[places_of(catalog, self.held.keys())] = True
 
     @property
     def is_crowded(self) -> bool:
@@ -82,24 +79,38 @@ class LocalState:
     ) -> list[Cut]:
         """What ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types ``compute``.
 
-        Of an operator the very same cut again, unless peers share in it by rows. As long as the same ranks write what
-        is no expert, they are looked up without bytecode for each.
+        Of an operator the very same cuts again, but of units that peers share by rows. What other ranks hold costs no
+        bytecode, nor do experts that are known.
         """
         if compute is not None and compute is not self._compute:
-            self._own_light, self._known_light, self._compute = {}, {}, compute
-        if rank != self._rank or (dealt.writers is not self._writers and dealt.writers != self._writers):
-            self._known, self._known_light, self._writers, self._rank = {}, {}, dealt.writers, rank
-        own, known = (self._own, self._known) if compute is None else (self._own_light, self._known_light)
-        found = list(map(known.get, operators, repeat(_UNKNOWN)))
-        for at, operator in enumerate(operators) if _UNKNOWN in found else ():
-            if found[at] is _UNKNOWN:
-                whole = dealt.writes_whole(operator, rank)
-                found[at] = own.get((operator, whole)) or self._describe(operator, dealt, rank, compute)
-                if whole is None:
-                    self._shelf.transient += found[at].count
-                else:
-                    own[operator, whole] = known[operator] = found[at]
+            self._light, self._compute = _Known(), compute
+        catalog, known = self.catalog, self._full if compute is None else self._light
+        known.begin(rank, len(self._held_here))
+        places = places_of(catalog, operators)
+        places = places[self._held_here[places]]
+        for at in places[~known.is_there[places]].tolist():
+            operator = catalog.everything[at]
+            writes = dealt.owners.get(operator) == rank
+            before = known.apart.get((at, writes))
+            known.cuts[at] = known.apart[at, writes] = before or self._describe(operator, writes, compute)
+            known.is_there[at] = True
+        found = list(map(known.cuts.__getitem__, places.tolist()))
+        given = dealt.given(rank)
+        for at in places[~catalog.is_expert[places]].tolist():
+            operator = catalog.everything[at]
+            found += [self._unit(operator, each, known, compute) for each in given.get(operator, ())]
         return list(filter(_COUNT, found))
+
+    def _unit(self, operator: str, given: Given, known: _Known, compute: ComputeTypes | None) -> Cut:
+        """What is replicated of one unit, as far as it was given to the rank."""
+        found = known.units.get((operator, given))
+        if found is None:
+            found = self._describe(operator, given, compute)
+            if given.rows is given.span:
+                known.units[operator, given] = found
+            else:
+                self._shelf.transient += found.count
+        return found
 
     def scattered_cut(self, home: Operator, span: Span, tensor: StateTensor) -> Cut:
         """State without rows, to be written once more though its home is not."""
@@ -110,18 +121,60 @@ class LocalState:
             self._own_scattered[tensor.key] = found
         return found
 
-    def _describe(self, operator: str, dealt: WriteAssignment, rank: int, compute: ComputeTypes | None) -> Cut:
-        op, prefix, types = self.catalog.by_id[operator], "" if compute is None else REPLAY, compute or {}
+    def _describe(self, operator: str, given: Given | bool, compute: ComputeTypes | None) -> Cut:
+        """Describe an operator.
+
+        Args:
+            given: One unit alone, and what of it; else whether what is replicated is in it beside what is not.
+        """
+        prefix, types = "" if compute is None else REPLAY, compute or {}
         pieces = []
         for number, place in self.held.get(operator, ()):
             tensor, block = self.tensors[number], self._blocks[number]
             if compute is not None and not is_weight(tensor):
                 continue
             _, span = holders(self.catalog, tensor)[place]
-            for rows in dealt.rows(op, span, tensor, rank) if tensor.replicated else (span,):
+            rows: Span | None = span
+            if isinstance(given, Given):
+                rows = self._rows(tensor, span, given)
+            elif tensor.replicated and not given:
+                rows = None
+            piece = None
+            if rows is not None:
                 piece = _piece(operator, rows, tensor, block, prefix, types.get(tensor.parameter, tensor.stored))
-                pieces += [] if piece is None else [piece]
+            pieces += [] if piece is None else [piece]
         return self._shelf.add(operator, pieces, self._places)
+
+    def _rows(self, tensor: StateTensor, span: Span, given: Given) -> Span | None:
+        """Those that were given of a tensor with the operator's rows ``span``; None for none."""
+        if not tensor.replicated or span != given.span:
+            return None
+        if given.rows is given.span or has_rows(self.catalog, tensor):
+            return given.rows
+        return span if given.first else None
+
+
+class _Known:
+    """What was described of operators.
+
+    Attributes:
+        apart: By place of the operator, and whether the writer writes what is replicated of it: all but ``units``.
+        units: Of operators that are no experts, what is replicated of one unit.
+        is_there: Of each place, whether ``cuts`` has it.
+        cuts: Of ``apart``, what the newest rank writes.
+    """
+
+    def __init__(self) -> None:
+        self.apart: dict[tuple[int, bool], Cut] = {}
+        self.units: dict[tuple[str, Given], Cut] = {}
+        self.is_there = np.zeros(0, dtype=bool)
+        self.cuts: dict[int, Cut] = {}
+        self._rank: int | None = None
+
+    def begin(self, rank: int, operators: int) -> None:
+        """``rank`` is asked about, of a catalog of so many operators."""
+        if rank != self._rank:
+            self.is_there, self.cuts, self._rank = np.zeros(operators, dtype=bool), {}, rank
 
 
 def cut(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[Cut]:

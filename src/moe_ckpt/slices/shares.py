@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 from operator import is_
+from typing import NamedTuple
+
+import numpy as np
 
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.sharding import (
     Name,
+    Part,
     Parts,
     Shares,
     Unit,
@@ -23,10 +27,18 @@ from moe_ckpt.core.sharding import (
 )
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.format.dtypes import itemsize
+from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.ports import StateTensor, TensorSpec
 
 ComputeTypes = Mapping[str, str]
 """Parameter -> type (as named in headers) in which kernels read it, where that is not its own."""
+
+
+def places_of(catalog: Catalog, operators: Collection[str]) -> Numbers:
+    """Of operators in the catalog: what is known of a tuple is not worked out again."""
+    if isinstance(operators, tuple):
+        return catalog.places_of(operators)
+    return np.fromiter(map(catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
 
 
 def has_rows(catalog: Catalog, tensor: StateTensor | TensorSpec) -> bool:
@@ -143,47 +155,59 @@ def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, i
         yield Unit(op, span, start, stop, of_rows.get(name, 0), whole.get(name, 0))
 
 
+class Given(NamedTuple):
+    """What one rank writes of a unit.
+
+    Attributes:
+        span: Of the unit.
+        rows: Those that the rank writes; ``span`` where it writes all.
+        first: They are the first ones, with which state without rows goes.
+    """
+
+    span: Span
+    rows: Span
+    first: bool
+
+
 @dataclass(frozen=True)
 class WriteAssignment:
     """Who writes what of one checkpoint's replicated state: experts by their owners, the rest by ``parts``.
 
     Attributes:
-        peers: The ranks that ``parts`` counts from 0.
-        parts: Of the checkpoint's units at least.
-        writers: Ranks that write something of each operator that is no expert.
+        owners: Expert -> the rank that writes it.
+        given: Rank -> operator that is no expert -> what the rank writes of it; of the checkpoint's operators at least.
         weigh: Gives the checkpoint's own units with the bytes of each rank, where nobody needs them to divide it.
     """
 
-    catalog: Catalog
     owners: Mapping[str, int]
-    peers: tuple[int, ...]
-    parts: Parts
-    writers: Mapping[str, frozenset[int]]
+    given: Callable[[int], Mapping[str, Sequence[Given]]]
     weigh: Callable[[], Shares]
 
     @cached_property
     def shares(self) -> Shares:
         return self.weigh()
 
-    def writes_whole(self, operator: str, rank: int) -> bool | None:
-        """True if ``rank`` writes all that is replicated of the operator, False if none, None if it shares in it."""
-        owner = self.owners.get(operator)
-        if owner is not None:
-            return owner == rank
-        writers = self.writers.get(operator, frozenset())
-        if rank not in writers:
-            return False
-        return True if len(writers) == 1 else None
 
-    def rows(self, op: Operator, span: Span, tensor: StateTensor, rank: int) -> Sequence[Span]:
-        """What ``rank`` writes of the rows ``span`` that ``op`` holds of a replicated tensor."""
-        owner = self.owners.get(op.id)
-        if owner is not None:
-            return (span,) if owner == rank else ()
-        parts = self.parts[op.id, span]
-        if len(parts) == 1 or not has_rows(self.catalog, tensor):
-            return (span,) if self.peers[parts[0].rank] == rank else ()
-        return [Span(tensor.parameter, part.start, part.stop) for part in parts if self.peers[part.rank] == rank]
+def _nothing(rank: int) -> Mapping[str, Sequence[Given]]:
+    """What ``rank`` writes before anything was weighed."""
+    return {}
+
+
+def _given(
+    dealt: Iterable[tuple[Unit, Sequence[Part]]], peers: Mapping[int, int], rank: int
+) -> Mapping[str, Sequence[Given]]:
+    """See ``WriteAssignment.given``; peers: rank -> its number in the parts."""
+    number, found = peers.get(rank, -1), dict[str, list[Given]]()
+    for unit, parts in dealt:
+        if len(parts) == 1:
+            if parts[0].rank == number:
+                found.setdefault(unit.operator, []).append(Given(unit.span, unit.span, first=True))
+            continue
+        for at, part in enumerate(parts):
+            if part.rank == number:
+                rows = Span(unit.span.parameter, part.start, part.stop)
+                found.setdefault(unit.operator, []).append(Given(unit.span, rows, first=not at))
+    return found
 
 
 class Sharder:
@@ -204,8 +228,9 @@ class Sharder:
         self._weights = Weights((), {})
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
+        self._in_array: dict[int, tuple[Mapping[str, int], Numbers]] = {}
         self._fixed: Parts = {}
-        self._fixed_writers: Mapping[str, frozenset[int]] = {}
+        self._fixed_given: Callable[[int], Mapping[str, Sequence[Given]]] = _nothing
 
     def deal(
         self,
@@ -220,52 +245,67 @@ class Sharder:
             frozen: Operators of which only compute weights are saved, in the types ``compute``.
         """
         weights = self._weigh(tensors)
-        given = self._catalog, self._owners, self._peers
-        divide = partial(self._divide, weights, operators, tensors, frozen, compute or {})
+        places, resting = places_of(self._catalog, operators), places_of(self._catalog, frozen)
+        divide = partial(self._divide, weights, places, tensors, resting, compute or {})
         if self._sharding == "adaptive" and len(self._peers) > 1 and weights.units:
             shares = divide()
-            return WriteAssignment(*given, shares.parts, self._writers_of(shares.parts), lambda: shares)
-        return WriteAssignment(*given, self._fixed, self._fixed_writers, divide)
+            given = partial(_given, tuple(zip(shares.units, shares.dealt, strict=True)), self._number)
+            return WriteAssignment(self._owners, lru_cache(given), lambda: shares)
+        return WriteAssignment(self._owners, self._fixed_given, divide)
 
     def _divide(
         self,
         weights: Weights,
-        operators: Collection[str],
+        places: Numbers,
         tensors: Sequence[StateTensor],
-        frozen: Collection[str],
+        resting: Numbers,
         compute: ComputeTypes,
     ) -> Shares:
-        """For arguments see ``deal``; weights: of ``tensors``."""
-        units = [unit for unit in weights.units if unit.operator in operators]
+        """For arguments see ``deal``; weights: of ``tensors``. places, resting: of operators and frozen ones."""
+        units = self._chosen(weights.units, places)
         preload = [0] * len(self._peers)
         if weights.experts:
-            self._preload(preload, weights.experts, operators)
-        if frozen:
+            self._preload(preload, weights.experts, places)
+        if len(resting):
             light = self._weigh_compute(tensors, compute)
-            units += [unit for unit in light.units if unit.operator in frozen]
-            self._preload(preload, light.experts, frozen)
+            units += self._chosen(light.units, resting)
+            self._preload(preload, light.experts, resting)
             units = in_dealing_order(units)
         if self._sharding == "adaptive" and len(self._peers) > 1:
             return shares_adaptive(units, preload)
         return shares_fixed(self._fixed, units, preload)
 
-    def _writers_of(self, parts: Parts) -> Mapping[str, frozenset[int]]:
-        """See ``WriteAssignment.writers``."""
-        found: dict[str, set[int]] = {}
-        for (operator, _), those in parts.items():
-            found.setdefault(operator, set()).update(self._peers[part.rank] for part in those)
-        return {operator: frozenset(ranks) for operator, ranks in found.items()}
+    def _chosen(self, units: Sequence[Unit], places: Numbers) -> list[Unit]:
+        """Those of the operators at ``places``."""
+        everything = self._catalog.everything
+        chosen = {everything[at] for at in places[~self._catalog.is_expert[places]].tolist()}
+        return [unit for unit in units if unit.operator in chosen]
 
-    def _preload(self, preload: list[int], experts: Mapping[str, int], operators: Collection[str]) -> None:
+    def _preload(self, preload: list[int], experts: Mapping[str, int], places: Numbers) -> None:
         """Add the experts' bytes to what their owners write, those of peers too."""
-        if len(self._peers) == 1 and not self._apart:
-            preload[0] += sum([experts[op] for op in operators if op in experts])
-            return
-        for op in operators:
-            if op in experts:
-                at = self._number.get(self._owners[op])
-                if at is not None:
-                    preload[at] += experts[op]
+        nbytes, at = self._expert_bytes(experts)[places], self._peer_of_expert[places]
+        there = at >= 0
+        loads = np.array(preload, dtype=np.int64)
+        np.add.at(loads, at[there], nbytes[there])
+        preload[:] = loads.tolist()
+
+    @cached_property
+    def _peer_of_expert(self) -> Numbers:
+        """Of each operator: its owner's number among the peers; -1 where that is no peer, or it is no expert."""
+        alone = len(self._peers) == 1 and not self._apart
+        found = np.full(len(self._catalog.operators), -1, dtype=np.int64)
+        for op, rank in self._owners.items():
+            found[self._catalog.place[op]] = 0 if alone else self._number.get(rank, -1)
+        return found
+
+    def _expert_bytes(self, experts: Mapping[str, int]) -> Numbers:
+        """Of each operator; 0 where none are known. Made once for the very same ``experts``."""
+        known = self._in_array.get(id(experts))
+        if known is None or known[0] is not experts:
+            found = np.zeros(len(self._catalog.operators), dtype=np.int64)
+            found[places_of(self._catalog, experts.keys())] = list(experts.values())
+            known = self._in_array[id(experts)] = experts, found
+        return known[1]
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighed anew when a tensor is another one than last time; plain tensors rarely are."""
@@ -275,12 +315,14 @@ class Sharder:
         ):
             self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
             self._compute_weights = None
+            self._in_array.clear()
             self._weighed = tuple(tensors)
             if self._sharding == "equal":
                 self._fixed = parts_equal(self._weights.units, len(self._peers))
             else:
                 self._fixed = parts_none(self._weights.units)
-            self._fixed_writers = self._writers_of(self._fixed)
+            dealt = tuple((unit, self._fixed[unit.name]) for unit in self._weights.units)
+            self._fixed_given = lru_cache(partial(_given, dealt, self._number))
         return self._weights
 
     def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:

@@ -199,8 +199,8 @@ class GlooCommunicator:
         def gather() -> list[bytes]:
             with self._agreement("all ranks to tell what they have"):
                 columns = self._combine(self._agreeing, [struct.pack("<Q", len(payload)), payload], "found")
-                told = b"" if columns is None else b"".join(columns)
-                whole = self._announce(self._agreeing, told, "what all ranks found")
+                message = b"" if columns is None else b"".join(columns)
+                whole = self._announce(self._agreeing, message, "what all ranks found")
             sizes = struct.unpack_from(f"<{self.world_size}Q", whole)
             ends = (np.cumsum(sizes) + 8 * self.world_size).tolist()
             return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]

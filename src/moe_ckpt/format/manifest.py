@@ -259,7 +259,7 @@ class Manifest:
             step=step,
             states=states,
             files=tuple(self.files[i] for i in places),
-            operators={op: records[id(held)] for op, held in self.operators.items() if held.step == step},
+            operators={op: records[id(record)] for op, record in self.operators.items() if record.step == step},
             window=(),
         )
 
@@ -443,12 +443,12 @@ def _wrong_parts(body: Mapping[str, Any]) -> str:
 
 def _wrong_operators(body: Mapping[str, Any]) -> str:
     model = _model_of(body)
-    for op, held in body.get("operators", {}).items():
-        if len(held) < 2:
-            return f".operators[{op!r}] is {held}, but must be a version and at least one file"
-        if held[0] > body["step"]:
-            return f".operators: {op} is of step {held[0]}, which is after the checkpoint's own"
-        if max(held[1:]) >= len(body.get("files", ())):
+    for op, numbers in body.get("operators", {}).items():
+        if len(numbers) < 2:
+            return f".operators[{op!r}] is {numbers}, but must be a version and at least one file"
+        if numbers[0] > body["step"]:
+            return f".operators: {op} is of step {numbers[0]}, which is after the checkpoint's own"
+        if max(numbers[1:]) >= len(body.get("files", ())):
             return f".operators: {op} names a file that is not listed"
         if model.lacks(op):
             return f".operators: {op} {NOT_OF_MODEL}"

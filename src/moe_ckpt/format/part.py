@@ -137,8 +137,8 @@ def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
         for number, each in enumerate(part.files, start=len(files)):
             by_kind[each.kind].append(number)
         files += part.files
-        held = {kind: OperatorRecord(part.step, tuple(numbers)) for kind, numbers in by_kind.items()}
-        operators |= {op: held[kind_of(op)] for op in part.operators}
+        records = {kind: OperatorRecord(part.step, tuple(numbers)) for kind, numbers in by_kind.items()}
+        operators |= {op: records[kind_of(op)] for op in part.operators}
     slots = {part.step: part.states for part in parts[: 1 + len(manifest.window)]}
     # Side tensors lie in the slots' own shards, and what only replay needs, even where no operator does.
     own = {part.directory for part in parts[: len(slots)]}
@@ -168,14 +168,14 @@ def _require_fitting(manifest: Manifest, part: Part, named: PartRecord) -> None:
 
 def pruned(view: Manifest, files: Sequence[FileRecord], own: Collection[str]) -> Manifest:
     """With those of ``files`` that hold an operator's newest version, or lie in a directory of ``own``."""
-    needed = {number for held in view.distinct_records for number in held.files}
+    needed = {number for record in view.distinct_records for number in record.files}
     needed.update(number for number, each in enumerate(files) if each.path.partition("/")[0] in own)
     places = {number: place for place, number in enumerate(sorted(needed))}
     records = {
-        id(held): OperatorRecord(held.step, tuple(places[number] for number in held.files))
-        for held in view.distinct_records
+        id(record): OperatorRecord(record.step, tuple(places[number] for number in record.files))
+        for record in view.distinct_records
     }
-    operators = {op: records[id(held)] for op, held in view.operators.items()}
+    operators = {op: records[id(record)] for op, record in view.operators.items()}
     return replace(view, files=tuple(files[number] for number in places), operators=operators)
 
 

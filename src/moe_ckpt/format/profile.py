@@ -48,7 +48,7 @@ class OperatorRow:
         full_bytes: one's weights and optimizer state, of all ranks together.
         compute_bytes: What forward and backward read of one.
         stage: Pipeline stage that holds it.
-        gradient_bytes: What the optimizer consumes of one in an update; None where nobody told.
+        gradient_bytes: What the optimizer consumes of one in an update; None if unknown.
         weight_bytes: Of ``full_bytes``, the model's own weights.
     """
 
@@ -100,7 +100,7 @@ class ProfiledModel:
 
 @dataclass(frozen=True)
 class Life:
-    """One life of a run: from the start of its processes to its end or to the last that was heard of it.
+    """One life of a run: from the start of its processes to its end or its last record.
 
     Attributes:
         run_id, generation: Of the store.

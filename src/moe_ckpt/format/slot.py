@@ -141,20 +141,20 @@ class StepFacts:
         }
 
     @classmethod
-    def decoded(cls, told: Mapping[str, Any]) -> StepFacts:
+    def decoded(cls, body: Mapping[str, Any]) -> StepFacts:
         """What ``encoded`` gave, of a document that fits the schema."""
-        window = told["window"]
+        window = body["window"]
         return cls(
-            told["index"],
-            told["base"],
-            tuple(told["operators"]),
+            body["index"],
+            body["base"],
+            tuple(body["operators"]),
             None if window is None else WindowPlace(**window),
-            np.asarray(told["applied"], dtype=np.int64),
-            tuple(faults_in(told)),
-            told["policy"],
-            told["measured"],
-            told.get("since"),
-            tuple(told.get("gradients", ())),
+            np.asarray(body["applied"], dtype=np.int64),
+            tuple(faults_in(body)),
+            body["policy"],
+            body["measured"],
+            body.get("since"),
+            tuple(body.get("gradients", ())),
         )
 
 
@@ -254,9 +254,9 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
     body = unseal(raw[_LENGTH_NBYTES:end], path)
     require(_BODY, body, path, _NOT_OURS)
     pieces = []
-    for told, most in [(body["state"], MAX_SEALED_BYTES), *((part, MAX_HEADER_BYTES) for part in body["parts"])]:
-        begin, end = end, end + told["nbytes"]
-        if told["nbytes"] > most or digest(raw[begin:end]) != told["xxh3_128"]:
+    for section, most in [(body["state"], MAX_SEALED_BYTES), *((part, MAX_HEADER_BYTES) for part in body["parts"])]:
+        begin, end = end, end + section["nbytes"]
+        if section["nbytes"] > most or digest(raw[begin:end]) != section["xxh3_128"]:
             raise DamagedError(path, "checksum mismatch in the header of a part", step=body["step"], rank=body["rank"])
         pieces.append(raw[begin:end])
     if end != len(raw):
@@ -267,7 +267,7 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         facts=StepFacts.decoded(body["facts"]),
         state=state,
         parts=tuple(
-            SlotPart(told["kind"], told["begin"], piece) for told, piece in zip(body["parts"], headers, strict=True)
+            SlotPart(part["kind"], part["begin"], piece) for part, piece in zip(body["parts"], headers, strict=True)
         ),
         sent=body.get("sent", False),
         only=body.get("only", ""),

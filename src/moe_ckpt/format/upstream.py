@@ -160,17 +160,17 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
     """
     body = unseal(raw, path)
     require(_BODY, body, path, _NOT_OURS)
-    channels = [Channel(told["kind"], tuple(told["ranks"])) for told in body["channels"]]
+    channels = [Channel(entry["kind"], tuple(entry["ranks"])) for entry in body["channels"]]
     messages: list[Message] = []
     end = 0
-    for told in body["messages"]:
-        shape = tuple(told["shape"])
-        fits = told["channel"] < len(channels) and told["begin"] == end
-        if not fits or told["nbytes"] != math.prod(shape) * TORCH_DTYPES[told["dtype"]].itemsize:
+    for entry in body["messages"]:
+        shape = tuple(entry["shape"])
+        fits = entry["channel"] < len(channels) and entry["begin"] == end
+        if not fits or entry["nbytes"] != math.prod(shape) * TORCH_DTYPES[entry["dtype"]].itemsize:
             raise DamagedError(path, f"{_NOT_OURS}message {len(messages)} does not fit")
-        end += told["nbytes"]
-        channel = channels[told["channel"]]
-        messages.append(Message(channel, told["dtype"], shape, told["begin"], told["nbytes"], told["xxh3_64"]))
+        end += entry["nbytes"]
+        channel = channels[entry["channel"]]
+        messages.append(Message(channel, entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]))
     if end != body["nbytes"]:
         raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, and it speaks of {body['nbytes']:,}")
     return LogHeader(**{name: body[name] for name in _SCALARS}, messages=tuple(messages))

@@ -113,7 +113,7 @@ def _write(storage: Storage, densifier: Densifier, device: torch.device, tell: T
     ranks = range(manifest.world_size)
     total, done = densifier.nbytes(ranks), 0
 
-    def told(nbytes: int, what: str) -> None:
+    def report(nbytes: int, what: str) -> None:
         nonlocal done
         done += nbytes
         tell(done, total, what)
@@ -122,7 +122,7 @@ def _write(storage: Storage, densifier: Densifier, device: torch.device, tell: T
     try:
         here = Device.of(device)
         for rank in ranks:
-            share = densifier.write(storage, rank, device, told)
+            share = densifier.write(storage, rank, device, report)
             rows.append(share.rows)
             nbytes += share.nbytes
     finally:

@@ -77,8 +77,8 @@ class Densifier:
     def _layout(self, rank: int) -> UpdateLayout:
         snapshot = self._opened.logged[-1].manifest
         path = state_path(snapshot.directory, rank)
-        told = plain_of(self._reader, snapshot, rank)
-        if "layout" not in told:
+        recorded = plain_of(self._reader, snapshot, rank)
+        if "layout" not in recorded:
             raise CoverageError(
                 f"gradient log of {snapshot.directory}",
                 (
@@ -86,7 +86,7 @@ class Densifier:
                     "the run again, with the ranks and the layout that it had, to go on from memory",
                 ),
             )
-        return UpdateLayout.decoded(told["layout"], path)
+        return UpdateLayout.decoded(recorded["layout"], path)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -412,7 +412,7 @@ class _RankLog(LoggedSteps):
     ) -> None:
         self.steps, self.anchors = sorted(plain), of.anchors
         self._of, self._share, self._replay, self._layout, self._tell = of, share, replay, layout, tell
-        self._plain = {step: self._ours(told) for step, told in plain.items()}
+        self._plain = {step: self._ours(recorded) for step, recorded in plain.items()}
         for stored in share.anchors:
             key = split_key(stored.entry.key)
             if key.state is not None and not of.is_shaped(stored.entry.key):
@@ -422,13 +422,13 @@ class _RankLog(LoggedSteps):
                     where = tensor.device if stored.entry.on_param_device else torch.device("cpu")
                     replay.state_of(number, unit.name).setdefault(key.state, empty.to(where))
 
-    def _ours(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is told of units that are not here is left out."""
+    def _ours(self, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the plain state without entries of units that this rank does not hold."""
         counts = []
-        for each in told["counts"]:
+        for each in recorded["counts"]:
             here = [at for at, name in enumerate(each["units"]) if (each["optimizer"], name) in self._replay.tensors]
             counts.append({**each, "units": [each["units"][at] for at in here], "values": each["values"][here]})
-        return {**told, "counts": counts}
+        return {**recorded, "counts": counts}
 
     def plain(self, step: int) -> Mapping[str, Any]:
         return self._plain[step]
@@ -446,7 +446,7 @@ class _RankLog(LoggedSteps):
         for stored, values in self._of.read(due):
             if self._of.is_shaped(stored.entry.key):
                 self._replay.load(step, self._blocks(stored.entry, values))
-            elif stored.entry.shape:  # factors; step counts are told by the log
+            elif stored.entry.shape:  # factors; step counts are in the log's plain state
                 self._load_factors(stored.entry, values)
             self._tell(stored.nbytes, f"loading the anchors of step {step}")
 

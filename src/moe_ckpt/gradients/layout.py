@@ -74,7 +74,7 @@ class UpdateLayout:
         }
 
     @classmethod
-    def decoded(cls, told: Mapping[str, Any], path: str) -> UpdateLayout:
+    def decoded(cls, body: Mapping[str, Any], path: str) -> UpdateLayout:
         """Returns what ``encoded`` gave.
 
         Args:
@@ -84,9 +84,9 @@ class UpdateLayout:
             DamagedError: It is none.
         """
         try:
-            device = Device(str(told["device"]["type"]), str(told["device"]["name"]), int(told["device"]["threads"]))
-            units = tuple(_unit(json.loads(row)) for row in told["units"])
-            return cls(tuple(map(str, told["classes"])), tuple(map(int, told["keys"])), units, device)
+            device = Device(str(body["device"]["type"]), str(body["device"]["name"]), int(body["device"]["threads"]))
+            units = tuple(_unit(json.loads(row)) for row in body["units"])
+            return cls(tuple(map(str, body["classes"])), tuple(map(int, body["keys"])), units, device)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(path, f"its layout of updates is none of this format ({error!r})") from error
 

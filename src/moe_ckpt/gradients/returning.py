@@ -56,12 +56,12 @@ class LogReplayer(UpdateReplayer):
 
     def fits(self, log: LoggedSteps) -> bool:
         """See ``ports.UpdateReplayer``."""
-        told = log.plain(log.steps[-1]).get("layout")
+        recorded = log.plain(log.steps[-1]).get("layout")
         if any(_differing(self._optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
             return False
-        if told is None:  # of an earlier release
+        if recorded is None:  # of an earlier release
             return True
-        return set(UpdateLayout.decoded(told, "the log").units) == set(self._opened().units)
+        return set(UpdateLayout.decoded(recorded, "the log").units) == set(self._opened().units)
 
     def check(self, log: LoggedSteps) -> None:
         """See ``ports.UpdateReplayer``.
@@ -132,9 +132,9 @@ class LogReplayer(UpdateReplayer):
         self, log: LoggedSteps, step: int, replay: OptimizerReplay, stepped: set[tuple[int, str]] | frozenset[Any]
     ) -> None:
         """Step counts become those of ``step``; those of ``stepped`` units must have come to them by themselves."""
-        for told in log.plain(step)["counts"]:
-            number, kind = int(told["optimizer"]), str(told["state"])
-            for name, value in zip(told["units"], told["values"].unbind(), strict=True):
+        for recorded in log.plain(step)["counts"]:
+            number, kind = int(recorded["optimizer"]), str(recorded["state"])
+            for name, value in zip(recorded["units"], recorded["values"].unbind(), strict=True):
                 state = self._optimizers[number].state[replay.tensors[number, name]]
                 there = state.get(kind)
                 if there is None:
@@ -146,10 +146,10 @@ class LogReplayer(UpdateReplayer):
 
 
 def _updates(log: LoggedSteps, step: int) -> Iterator[Update]:
-    for told in log.plain(step)["updates"]:
-        groups = tuple(dict(group) for group in told["groups"])
-        names = tuple(told["parameters"])
-        yield Update(int(told["optimizer"]), groups, names, told["grad_scale"], told["found_inf"])
+    for recorded in log.plain(step)["updates"]:
+        groups = tuple(dict(group) for group in recorded["groups"])
+        names = tuple(recorded["parameters"])
+        yield Update(int(recorded["optimizer"]), groups, names, recorded["grad_scale"], recorded["found_inf"])
 
 
 def _volumes(

@@ -80,15 +80,15 @@ def write_safetensors(
     total = sum(entry.nbytes for entry in (*model.values(), *rest.values()))
     done = 0
 
-    def told(nbytes: int) -> None:
+    def report(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         progress(done, total)
 
     for path, names in files.items():
-        _write_tensors(checkpoint, target / path, {name: model[name] for name in names}, told)
+        _write_tensors(checkpoint, target / path, {name: model[name] for name in names}, report)
     if rest:
-        _write_tensors(checkpoint, target / OTHER_NAME, rest, told)
+        _write_tensors(checkpoint, target / OTHER_NAME, rest, report)
     if len(files) > 1:
         weight_map = {name: path for path, names in files.items() for name in names}
         size = sum(entry.nbytes for entry in model.values())
@@ -163,7 +163,7 @@ def _split(model: Mapping[str, _Entry], max_file_bytes: int) -> dict[str, Iterab
 
 
 def _write_tensors(
-    checkpoint: WholeCheckpoint, path: Path, entries: Mapping[str, _Entry], told: Callable[[int], None]
+    checkpoint: WholeCheckpoint, path: Path, entries: Mapping[str, _Entry], report: Callable[[int], None]
 ) -> None:
     """One file, a tensor at a time. Widest types first, so that each lies at a multiple of its element size."""
     names = sorted(entries, key=lambda name: (-TORCH_DTYPES[entries[name].dtype].itemsize, name))
@@ -183,7 +183,7 @@ def _write_tensors(
             values = checkpoint.tensor(source) if isinstance(source, str) else source
             flat: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
             yield memoryview(flat)
-            told(values.nbytes)
+            report(values.nbytes)
 
     _write_file(path, chunks())
 

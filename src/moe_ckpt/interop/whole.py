@@ -80,7 +80,7 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
         if parts.optimizer is None or parts.state is None:
             parameters[parts.fqn] = key
             continue
-        while parts.optimizer >= len(keys):  # Megatron's groups are not told by parameter
+        while parts.optimizer >= len(keys):  # Megatron does not list its groups by parameter
             if state.get("framework") == "lightning":
                 path = state_path(manifest.directory, rank)
                 raise DamagedError(path, f"lacks optimizer {parts.optimizer}, whose {key} there is", step=manifest.step)

@@ -21,7 +21,7 @@ _IMPORTED_UNIX_SECS = time.time()
 def weighed(
     catalog: Catalog, placement: Placement, specs: Sequence[TensorSpec], compute: ComputeTypes
 ) -> ProfiledModel:
-    """What the operators weigh, as policies about windows are told it; neighbours that weigh the same in one row."""
+    """Bytes of each operator, in the form that window policies take; equal neighbours share a row."""
     sizes = operator_bytes(catalog, specs, compute)
     rows: list[OperatorRow] = []
     for op in catalog.operators:

@@ -270,8 +270,8 @@ def _loopback(nbytes: int, repeats: int) -> list[float]:
             except subprocess.TimeoutExpired as error:
                 raise StoreError(f"two local processes did not finish in {_PATIENCE_SECS:g} s") from error
             if any(process.returncode for process in processes):
-                told = b"\n".join(errors for _, errors in said).decode(errors="replace").strip().splitlines()
-                raise StoreError(f"two local processes could not talk to each other: {' '.join(told[-3:])}")
+                lines = b"\n".join(errors for _, errors in said).decode(errors="replace").strip().splitlines()
+                raise StoreError(f"two local processes could not talk to each other: {' '.join(lines[-3:])}")
     found: list[float] = json.loads(said[0][0])
     return found
 

@@ -50,18 +50,18 @@ def open_replication(
         PeerLostError: A peer did not come.
     """
     listener, trouble = None, ""
-    told: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
-    told["groups"] = [min(group) for group in groups]  # whose members all say so
-    told["secret"] = secrets.token_hex(SECRET_NBYTES)  # rank 0's counts
+    announced: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
+    announced["groups"] = [min(group) for group in groups]  # whose members all say so
+    announced["secret"] = secrets.token_hex(SECRET_NBYTES)  # rank 0's counts
     try:
-        told["node"] = node_of(memory.root)
+        announced["node"] = node_of(memory.root)
         if memory.replicas and comm.world_size > 1:
             listener = Listener(timeout_secs)
-            told["address"] = list(listener.address)
+            announced["address"] = list(listener.address)
     except OSError as error:
         trouble = f"rank {comm.rank} cannot take copies of peers: {error}"
     try:
-        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**told, "trouble": trouble}).encode())]
+        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**announced, "trouble": trouble}).encode())]
         placement = _placement(ranks)
     except BaseException:
         if listener is not None:

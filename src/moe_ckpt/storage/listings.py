@@ -67,9 +67,9 @@ class Listings:
         moved = self._has_moved()
         stamps = {each: self._stamp(each) for each in (*directories, *([] if latest is None else [latest]))}
         now = max((stamp.changed_unix_ns for stamp in stamps.values() if stamp is not None), default=0)
-        held = [each for each, seen in self._seen.items() if moved and seen.still_holds(stamps.get(each))]
-        checked = held[: self._calls % _CALLS_PER_CHECK == 0]
-        spared = set(held[len(checked) :])
+        unchanged = [each for each, seen in self._seen.items() if moved and seen.still_holds(stamps.get(each))]
+        checked = unchanged[: self._calls % _CALLS_PER_CHECK == 0]
+        spared = set(unchanged[len(checked) :])
         for directory, names in self._list([each for each in directories if each not in spared]).items():
             before = self._seen.pop(directory, None)
             if before is not None and before.names == names:

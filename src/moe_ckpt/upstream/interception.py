@@ -72,7 +72,7 @@ class Interception:
     """Replaces the functions of ``torch.distributed`` until ``close``; they act on this thread only.
 
     Args:
-        traffic: Is told, and may answer.
+        traffic: Called for each message; may answer in its place.
     """
 
     def __init__(self, traffic: Traffic) -> None:

@@ -104,7 +104,7 @@ class Fit:
             self._counter.close()
             raise
         if options.needs.windows:
-            self.host.windows = Windows(trainer, module, catalog)
+            self.host.windows = Windows(trainer, module, catalog, self.host.state)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
         self._watch = UpdateWatch(trainer, module, lambda: self.join(update=True), after_batch)
 
@@ -139,7 +139,7 @@ class Fit:
                 replayer=LogReplayer(host.trainer.optimizers, self.session.catalog, lambda: self._capture(Ignored()))
             )
         if driver.replaying is not None and host.windows is None:
-            host.windows = Windows(host.trainer, host.module, self.session.catalog)
+            host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state)
 
     def begin(
         self,

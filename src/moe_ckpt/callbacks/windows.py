@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,11 +27,12 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
-from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
+from moe_ckpt.modeling.training_state import TorchTrainingState
 
 log = logging.getLogger("moe_ckpt")
 
+_GRADIENT = attrgetter("grad")
 _PROBED_BATCHES = 4
 """An expert that no token of these reaches is saved in its own type."""
 
@@ -37,9 +40,12 @@ _PROBED_BATCHES = 4
 class Windows:
     """From ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one."""
 
-    def __init__(self, trainer: Any, module: pl.LightningModule, catalog: Catalog) -> None:
+    def __init__(
+        self, trainer: Any, module: pl.LightningModule, catalog: Catalog, state: TorchTrainingState
+    ) -> None:
         self._trainer = trainer
         self._module = module
+        self._state = state
         self._catalog = catalog
         self._norms = ClipNorms(trainer)
         self._without: list[str] = []
@@ -122,7 +128,10 @@ class Windows:
 
     def before_update(self) -> None:
         """Gradients of a step are final, before clipping."""
-        self._without = [name for name, each in parameters_of(self._module) if each.requires_grad and each.grad is None]
+        parameters = self._state.parameters()
+        # Of a thousand experts' parameters, only those without a gradient are looked at in bytecode.
+        bare = compress(parameters.items(), map(is_, map(_GRADIENT, parameters.values()), repeat(None)))
+        self._without = [name for name, parameter in bare if parameter.requires_grad]
 
     def recorded(self) -> Mapping[str, Any]:
         """Returns what a replay needs of this step besides, for its plain state."""

@@ -90,6 +90,10 @@ class TorchTrainingState:
         self._prepared = False
         return listing.tensors
 
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """The model's, by name, each once."""
+        return self._walked().parameters
+
     def specs(self) -> tuple[TensorSpec, ...]:
         """Alike on every rank, since all hold every tensor, or a part of it."""
         tensors = self.tensors() if self._listing is None or self._prepared else self._listing.tensors

@@ -17,7 +17,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling import registry
 from moe_ckpt.modeling.discover import find_moe_layers
 from moe_ckpt.modeling.registry import register_moe
-from moe_ckpt.modeling.routing import SOFT_UNIT, RoutingCounter
+from moe_ckpt.modeling.routing import SOFT_UNIT, RoutingCounter, count_assignments
 from tests.support.acted_gpu import CUDA, RUBBISH, ActedGPU
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of
 from tests.support.tiny_moe import WIDTH, TinyMoE
@@ -322,3 +322,16 @@ def test_counts_leave_a_real_device_without_a_wait():
 def test_soft_counts_are_only_taken_when_asked_for():
     model = family("Mixtral")
     assert RoutingCounter(model, find_moe_layers(model)).take().result().soft is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("shape", [(0,), (300,), (40, 3), (1, 1)])
+def test_indices_of_each_type_are_counted_and_others_are_dropped(dtype, shape):
+    experts = torch.randint(0 if dtype is torch.uint8 else -4, 12, shape).to(dtype)
+    strided = experts.t() if experts.ndim == 2 else experts
+    counts = torch.zeros(9, dtype=torch.int64)
+    for given in (experts, strided):
+        count_assignments(counts, given)
+    expected = torch.tensor([2 * int((experts == expert).sum()) for expert in range(8)])
+    assert torch.equal(counts[:-1], expected)
+    assert int(counts.sum()) == 2 * experts.numel()

@@ -9,6 +9,7 @@ On request the gate's weights are added up likewise (soft counts), where a modul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,17 @@ from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
 from moe_ckpt.modeling.registry import Assignments
 
 _NOT_IN_BACKWARD = -1
+_INDICES = (torch.int64, torch.int32)
+"""Types of tensors by which others are indexed; one of bytes would be a mask."""
 SOFT_UNIT = 1 << 16
 """Fixed-point scale of gate weights: soft counts are whole numbers, this many to one token."""
+
+
+@functools.cache
+def _one() -> torch.Tensor:
+    """A count, in host memory."""
+    with torch.device("cpu"):
+        return torch.ones((), dtype=torch.int64)
 
 
 def _entries(experts: torch.Tensor, entries: int) -> torch.Tensor:
@@ -38,6 +48,10 @@ def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
     """Add the indices ``experts`` (any shape) to ``counts`` [E + 1], whose last entry takes what is dropped."""
     if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
         return  # activation checkpointing runs the forward pass again, inside backward
+    if counts.is_cpu and experts.dtype in _INDICES:
+        # Two calls, one after the other on one core; -1 is the last entry. On a GPU this would sort the indices.
+        counts.index_put_((experts.clamp(-1, counts.shape[0] - 1),), _one(), accumulate=True)
+        return
     flat = _entries(experts, counts.shape[0])
     counts.scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -224,7 +238,8 @@ class RoutingCounter:
             else:
                 _require_integers(value, layer, name)
                 _count_assignments(self._table(at, value.device), value.detach())
-                self._weigh(at, value, (*args, *kwargs.values()))
+                if self._soft:
+                    self._weigh(at, value, (*args, *kwargs.values()))
 
         return hook
 
@@ -251,15 +266,14 @@ class RoutingCounter:
             if module.training:
                 experts = _by_itself(read)(module, args, kwargs, output)
                 _count_assignments(self._table(at, experts.device), experts.detach())
-                shown = output.values() if isinstance(output, Mapping) else output
-                self._weigh(at, experts, shown if isinstance(shown, (tuple, list)) else (shown,))
+                if self._soft:
+                    shown = output.values() if isinstance(output, Mapping) else output
+                    self._weigh(at, experts, shown if isinstance(shown, (tuple, list)) else (shown,))
 
         return hook
 
     def _weigh(self, at: int, experts: torch.Tensor, shown: Iterable[Any]) -> None:
-        """Add the weights that stand beside the indices, if soft counts are wanted and there are any."""
-        if not self._soft:
-            return
+        """Add the weights that stand beside the indices, if there are any."""
         for value in shown:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == experts.shape:
                 if self._soft[at].device != value.device:

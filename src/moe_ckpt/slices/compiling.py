@@ -86,11 +86,12 @@ class CompiledPart:
             numbers = np.concatenate([numbers, shelf.side_numbers(side)])
             table = np.concatenate([table, table_of_side(side)])
         order = sorted_rows(table)
-        table, numbers, copied = table[order], numbers[order], order < live
+        table, numbers = table[order], numbers[order]
         self.slices = Slices(shelf.entries, numbers)
         self.ends = np.cumsum(table[:, NBYTES])
         self.side = tuple(np.argsort(order)[live:].tolist()) if side else ()
         begins = self.ends - table[:, NBYTES]
+        copied = order < live if side else slice(None)
         self.copies = CopyProgram(shelf, numbers[copied], table[copied], begins[copied], at_once)
         self.nbytes = int(self.ends[-1]) if len(order) else 0
         self.frozen_nbytes = frozen_nbytes(table)

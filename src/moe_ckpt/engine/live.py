@@ -6,13 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
+
 from moe_ckpt.core.ledger import Ledger
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.layout import Layout
+from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
-from moe_ckpt.slices.shares import ComputeTypes, coupled_operators, operator_bytes
+from moe_ckpt.slices.shares import ComputeTypes, coupled_operators, operator_bytes, places_of
 
 _MANY = 4
 """Of so many operators one is many: to name the parameters of more takes longer than to look at all."""
@@ -44,9 +48,7 @@ class LiveState:
         self.sizes: Mapping[str, OperatorBytes] = {}
         self.coupled: tuple[frozenset[str], ...] = ()
         self._catalog = ledger.catalog
-        self._parameters = {op.id: {span.parameter for span in op.spans} for op in self._catalog.operators}
-        for parameter, home in self._catalog.home.items():
-            self._parameters[home].add(parameter)
+        self._here: _Here | None = None
         self._state = state
         self._gradient_dtype = gradient_dtype
         self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
@@ -64,15 +66,18 @@ class LiveState:
         """The same, where what the plan saves, or is owed, lies now."""
         listed = self._described is not None
         tensors = self._state.tensors(of=self._parameters_of(plan), listed=listed)
+        if self._here is None or self._here.tensors is not tensors:
+            self._here = _Here(self._catalog, tensors)
         self._described = tensors, self._state.specs()
         return self._described
 
     def _parameters_of(self, plan: SnapshotPlan) -> Collection[str] | None:
-        """Those of which the plan's operators have a part; None for all."""
+        """Those of which the plan's operators have a part, and this rank some tensor; None for all."""
         saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.owed
-        if sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
+        if self._here is None or sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
             return None
-        return set(chain.from_iterable(map(self._parameters.__getitem__, chain.from_iterable(saved))))
+        chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
+        return self._here.parameters_of(chosen)
 
     def forget(self) -> None:
         """The tensors that ``describe`` listed may be others from now on."""
@@ -102,3 +107,25 @@ class LiveState:
             self.sizes = operator_bytes(self._catalog, specs, self.compute_types, self._gradient_dtype)
             self.coupled = coupled_operators(self._catalog, specs)
         return self.layout.changes
+
+
+class _Here:
+    """Which operators this rank has a part of: those of most experts lie elsewhere, and nothing need be asked of them.
+
+    Args:
+        catalog: Of the model.
+        tensors: This rank's.
+    """
+
+    def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
+        self.tensors = tensors
+        held = {tensor.parameter for tensor in tensors}
+        self._parameters: list[set[str]] = [{span.parameter for span in op.spans} & held for op in catalog.operators]
+        for parameter in held:
+            self._parameters[catalog.place[catalog.home[parameter]]].add(parameter)
+        self._any = np.array(list(map(bool, self._parameters)), dtype=bool)
+
+    def parameters_of(self, places: Numbers) -> Collection[str]:
+        """Of the operators at ``places``."""
+        here = places[self._any[places]].tolist()
+        return set(chain.from_iterable(map(self._parameters.__getitem__, here)))

@@ -8,6 +8,8 @@ the describing, not the bytes.
 ours: ``MegatronCheckpoint.after_step`` until it returns: counting tokens, planning, describing, laying out, starting
 the copy. Not in it: agreeing with the peers (``agreement.py``), the copy, which is joined outside of the clock, and
 writing, which is waited for. Wall time; cpu is the processor time of the training thread, to judge a busy machine by.
+Where it goes is told in wall time: what follows on "start copy" shares Python's lock with the thread that copies.
+``step_scale.py`` measures "in hooks" under other conditions, and says why that is more.
 
 the peer: Megatron-Core's ``dist_checkpointing`` on the same model in the same process. ``megatron_peer.py`` says what
 of its work is included, and what a fake group leaves out, all of it in its favour. Its least ways of doing it are

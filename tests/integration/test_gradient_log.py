@@ -31,6 +31,7 @@ from tests.integration.lives import (
     recomputed,
     split_lives,
 )
+from tests.support.deleting import delete_tree
 from tests.support.processes import run_ranks
 
 LOG = Run(None, policy=("log", 3), to_storage=1000, callback={"when_busy": "wait"})
@@ -177,6 +178,34 @@ def test_killed_at_random_times(seed, place):  # noqa: F811
             break
     assert_same_run(run)
     assert max(recomputed(run)) <= 1
+
+
+SEVERAL = {
+    "ddp": replace(LOG, ranks=2),
+    "ddp-3": replace(LOG, ranks=3, epochs=3),
+    "fsdp2": replace(LOG, ranks=2, sharded=True),
+    "fsdp2-4": replace(LOG, ranks=4, sharded=True, epochs=4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_ranks_killed_at_random_times_and_their_nodes_lost(layout, seed, place):  # noqa: F811
+    """Ranks are nodes. One is killed, and the others with it; sometimes its node is lost, too."""
+    rng = random.Random(f"{layout} {seed}")
+    run = logged(replace(SEVERAL[layout], replicas=1, policy=("log", rng.randint(2, 5))), place)
+    for _ in range(7):
+        assert main(["memory", "retry", "--directory", run.memory]) == 0
+        rank = rng.randrange(run.ranks)
+        if KILLED not in live_ranks(run, (rank, rng.uniform(0.02, 0.6))):
+            break
+        if rng.random() < 0.3:
+            delete_tree(Path(run.memory, f"node_{rank}"))
+    else:
+        assert live_ranks(run) == [0] * run.ranks, output(run)
+    assert_same_run(run)
+    assert max(recomputed(run), default=0) <= 1
 
 
 @pytest.mark.parametrize(

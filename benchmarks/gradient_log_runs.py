@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -27,138 +23,18 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "benchmarks"
 
-import lightning.pytorch as pl
-import torch
 
 from benchmarks import report
-from benchmarks.windowed import batches, trainer, workload
+from benchmarks.killed_lives import Events, Life, iteration_secs, killed_at, lives_of, reached_in, restarts_in
+from benchmarks.windowed import workload
 from benchmarks.workload import SIZES
-from moe_ckpt import Memory
-from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core.rolling import bytes_per_parameter
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.policies import Dense, GradientLog
-from moe_ckpt.policies.base import Policy
-from moe_ckpt.policies.moevement import MoEvement
 
 _EXAMPLE = "example: python benchmarks/gradient_log_runs.py --size small --kills 4 --write"
-_PATIENCE_SECS = 600.0
-_RARELY = 1_000_000
-"""Steps between two checkpoints on storage: memory alone is measured."""
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["benchmarks.gradient_log_runs"])
-
-
-@dataclass(frozen=True)
-class Life:
-    """What one life is told. policy: "none", "log", "log, bf16", "windows" or "dense", and W or the interval."""
-
-    policy: tuple[str, int]
-    home: str
-    size: str
-    batch: int
-    threads: int
-
-    @property
-    def log(self) -> str:
-        return f"{self.home}/log.jsonl"
-
-    @property
-    def memory(self) -> str:
-        return f"{self.home}/memory"
-
-    def made(self) -> Policy:
-        kind, number = self.policy
-        if kind == "dense":
-            return Dense(every_n_steps=number)
-        if kind == "windows":
-            return MoEvement(window=number)
-        return GradientLog(window=number, grad_dtype="bf16" if kind == "log, bf16" else "as_consumed")
-
-
-class _Noting(pl.Callback):
-    """One line per event, in the file before anything else happens: a kill takes nothing of it away."""
-
-    def __init__(self, path: str, ours: MoECheckpoint | None) -> None:
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - until the process is killed
-        self._ours = ours
-
-    def note(self, event: str, step: int = 0, **facts: float) -> None:
-        self._file.write(json.dumps({"event": event, "step": step, "at": time.monotonic(), **facts}) + "\n")
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.note("loaded", trainer.global_step)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        last = None if self._ours is None else self._ours.last
-        facts = {} if last is None else {"stall": last.stall_secs, "held": float(last.memory_nbytes)}
-        self.note("step", trainer.global_step, **facts)
-
-
-def _live(life: Life, steps: int) -> None:
-    """One life, in a process of its own. From its first line on the clock of its restart runs."""
-    output = os.open(f"{life.log}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    torch.set_num_threads(life.threads)
-    config, _ = SIZES[life.size]
-    ours = None
-    if life.policy[0] != "none":
-        memory = Memory(directory=life.memory, storage_every_n_steps=_RARELY)
-        ours = MoECheckpoint(life.made(), f"{life.home}/store", save_last=False, when_busy="wait", memory=memory)
-    log = _Noting(life.log, ours)
-    log.note("begin")
-    callbacks = [log] if ours is None else [log, ours]
-    trainer(steps, Path(life.home), *callbacks).fit(workload(config), batches(config, life.batch))
-
 
 Left = Mapping[int, tuple[int, int | None]]
 """Step -> bytes of the slices in its slot, and the first step of the window that it is of."""
-
-
-def _events(path: str) -> list[dict[str, Any]]:
-    try:
-        lines = Path(path).read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _reached(path: str) -> int:
-    return max((line["step"] for line in _events(path)), default=0)
-
-
-def lives_of(path: str) -> list[list[dict[str, Any]]]:
-    """The events of each life."""
-    found: list[list[dict[str, Any]]] = []
-    for line in _events(path):
-        if line["event"] == "begin":
-            found.append([])
-        found[-1].append(line)
-    return found
-
-
-def _killed_at(life: Life, step: int, after_secs: float) -> None:
-    """Let it live until it has made step ``step`` and ``after_secs`` more, then ``kill -9``."""
-    process = _context.Process(target=_live, args=(life, step + 1000))
-    process.start()
-    try:
-        deadline = time.monotonic() + _PATIENCE_SECS
-        while _reached(life.log) < step:
-            if not process.is_alive() or time.monotonic() > deadline:
-                words = Path(f"{life.log}.txt").read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"{life.policy} did not come to step {step}; its last words:\n{words}")
-            time.sleep(0.01)
-        time.sleep(after_secs)
-        process.kill()
-        process.join()
-        if process.exitcode != -signal.SIGKILL:
-            raise RuntimeError(f"{life.policy} ended before it was killed, exit code {process.exitcode}")
-    finally:
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
 
 
 def left_bytes(memory: str) -> Left:
@@ -191,29 +67,20 @@ def chains(
             home = f"{next(iter(lives.values())).home}_none_{number}"
             os.makedirs(home)
             alone = replace(next(iter(lives.values())), policy=("none", 0), home=home)
-            _killed_at(alone, step - last, 0.0)
-            bare.append(_iteration_secs(lives_of(alone.log)))
+            killed_at(alone, step - last, 0.0)
+            bare.append(iteration_secs(lives_of(alone.log)))
             last = step
         for name, life in lives.items():
             tell(f"{name}: life {number + 1} of {len(kills) + 1}")
-            _killed_at(life, max(step, _reached(life.log) + 1), bare[-1] * part)
+            killed_at(life, max(step, reached_in(life.log) + 1), bare[-1] * part)
             if step:
                 weights[name].append(left_bytes(life.memory))
     found = {name: facts(lives_of(life.log), weights[name], life.policy, bare) for name, life in lives.items()}
     return {"none": {"iteration_secs": median(bare)}, **found}
 
 
-def _iteration_secs(lives: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    taken, reached = [], 0
-    for life in lives:
-        steps = [line for line in life if line["event"] == "step"]
-        taken += [b["at"] - a["at"] for a, b in pairwise(steps) if a["step"] > reached]
-        reached = max([reached, *(line["step"] for line in steps)])
-    return median(taken) if taken else 0.1
-
-
 def facts(
-    lives: Sequence[Sequence[Mapping[str, Any]]],
+    lives: Sequence[Events],
     weights: Sequence[Left],
     policy: tuple[str, int],
     bare: Sequence[float],
@@ -226,27 +93,21 @@ def facts(
         policy: Of ``Life``.
         bare: Seconds of an iteration without checkpoints, before each of these.
     """
-    slower = [_iteration_secs(lives[at : at + 1]) / secs for at, secs in enumerate(bare)]
-    again, secs, loading, stalls, held, reached = [], [], [], [], [], 0
-    for number, life in enumerate(lives):
+    slower = [iteration_secs(lives[at : at + 1]) / secs for at, secs in enumerate(bare)]
+    stalls, held, reached = [], [], 0
+    for life in lives:
         steps = {line["step"]: line for line in life if line["event"] == "step"}
-        loaded = next(line for line in life if line["event"] == "loaded")
-        if number:
-            begin = life[0]["at"]
-            back = steps[reached]["at"] if loaded["step"] < reached else loaded["at"]
-            again.append(reached - loaded["step"])
-            secs.append(back - begin)
-            loading.append(loaded["at"] - begin)
         stalls += [line["stall"] for step, line in steps.items() if "stall" in line and step > reached + 2]
         held += [line["held"] for line in steps.values() if "held" in line]
         reached = max([reached, *steps])
+    restarts = restarts_in(lives)
     kind, number = policy
     steady = [per_step(kind, number, each) for each in weights]
     return {
-        "again": again,
-        "back_secs": secs,
-        "loading_secs": loading,
-        "iteration_secs": _iteration_secs(lives),
+        "again": [each.recomputed for each in restarts],
+        "back_secs": [each.secs for each in restarts],
+        "loading_secs": [each.loading_secs for each in restarts],
+        "iteration_secs": iteration_secs(lives),
         "slower": slower,
         "stall_secs": mean(stalls) if stalls else 0.0,
         "held_bytes": max(held, default=0.0),
@@ -281,7 +142,7 @@ def measure(order: argparse.Namespace, home: Path, tell: Callable[[str], None]) 
         where = home / kind.replace(", ", "_")
         where.joinpath("memory").mkdir(parents=True)
         number = order.interval if kind == "dense" else order.window
-        lives[kind] = Life((kind, number), str(where), order.size, order.batch or batch, order.threads)
+        lives[kind] = Life((kind, number), str(where), order.size, order.batch or batch, order.threads, in_memory=True)
     found = chains(lives, kills, tell)
     told = {name: getattr(order, name) for name in ("size", "batch", "window", "interval", "seed", "threads")}
     return {"machine": report.machine(), "order": told, "kills": kills, "parameters": parameters, "found": found}

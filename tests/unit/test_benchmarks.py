@@ -236,7 +236,7 @@ def test_moevement_goes_on_without_what_fails(tmp_path, capfd, monkeypatch):
         return real(name, *args)
 
     monkeypatch.setattr(moevement.windows_cost, "run_once", run_once)
-    monkeypatch.setattr(moevement.windows_recovery, "_killed_at", lambda *args: 1 / 0)
+    monkeypatch.setattr(moevement.windows_recovery.killed_lives, "killed_at", lambda *args: 1 / 0)
     options = f"--size tiny --only cost recovery --rounds 1 --iterations 1 --threads 1 --dir {tmp_path} --write"
     assert moevement.main([*options.split(), "--out", str(tmp_path / "out")]) == 1
     found = json.loads((tmp_path / "out" / "moevement.json").read_text())

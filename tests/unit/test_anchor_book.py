@@ -6,7 +6,7 @@ import random
 
 from moe_ckpt.core.anchor_book import AnchorBook
 from moe_ckpt.core.freshness import STALE
-from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint
+from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint
 from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
 
 ALL = ("a", "b", "c")
@@ -60,7 +60,7 @@ def test_the_oldest_anchor_is_that_of_a_recount():
 
 
 def held(sequence, since=None, **more):
-    return HeldStep(sequence, since=since, **{"complete": True, **more})
+    return MemoryStep(sequence, since=since, **{"complete": True, **more})
 
 
 def test_what_the_newest_complete_step_needs_stays():

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moe_ckpt.engine import buffers
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_bytes
-from moe_ckpt.engine.host_tier import HeldCheckpoint, HostTier
+from moe_ckpt.engine.host_tier import HostTier, KeptCheckpoint
 from moe_ckpt.errors import HostMemoryError
 
 BUDGET = 10_000
@@ -200,7 +200,7 @@ class Roles(RuleBasedStateMachine):
     @rule()
     def write(self):
         number, buffer = self.snapshots[0]
-        self.tier.hold(HeldCheckpoint("run", number, 0, (), buffer))
+        self.tier.hold(KeptCheckpoint("run", number, 0, (), buffer))
         self.offered = True
 
     @precondition(lambda self: self.snapshots)

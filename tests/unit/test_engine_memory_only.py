@@ -15,7 +15,7 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.memory_retention import HeldStep, needed
+from moe_ckpt.core.memory_retention import MemoryStep, needed
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.record import StepRecord
@@ -602,16 +602,16 @@ def test_copies_do_not_pile_up(where, tmp_path):
 
 
 def dense(sequence, complete=True):
-    return HeldStep(sequence, complete=complete)
+    return MemoryStep(sequence, complete=complete)
 
 
 def slot(sequence, window, place, size=3, complete=True, copied=True):
-    return HeldStep(sequence, window, place, size, complete, copied)
+    return MemoryStep(sequence, window, place, size, complete, copied)
 
 
 def alone(sequence, complete=True):
     """Without copies on peers."""
-    return HeldStep(sequence, complete=complete, copied=False)
+    return MemoryStep(sequence, complete=complete, copied=False)
 
 
 @pytest.mark.parametrize(

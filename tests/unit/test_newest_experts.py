@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.memory_retention import HeldStep, with_newest_experts
+from moe_ckpt.core.memory_retention import MemoryStep, with_newest_experts
 
 EXPERTS = 6
 
 
 @st.composite
-def held(draw: st.DrawFn) -> list[HeldStep]:
+def held(draw: st.DrawFn) -> list[MemoryStep]:
     found = []
     for sequence in range(draw(st.integers(0, 10))):
         experts = draw(st.integers(0, (1 << EXPERTS) - 1))
         found.append(
-            HeldStep(
+            MemoryStep(
                 sequence,
                 complete=draw(st.sampled_from([True, True, False, None])),
                 copied=draw(st.booleans()),
@@ -29,7 +29,7 @@ def held(draw: st.DrawFn) -> list[HeldStep]:
 
 
 @given(held())
-def test_the_newest_version_of_every_expert_stays_in_each_memory(steps: list[HeldStep]):
+def test_the_newest_version_of_every_expert_stays_in_each_memory(steps: list[MemoryStep]):
     kept = set(with_newest_experts(steps))
     needed = set()
     for peers in (False, True):
@@ -48,9 +48,9 @@ def test_the_newest_version_of_every_expert_stays_in_each_memory(steps: list[Hel
 def test_turns_are_kept_for_a_round_and_no_longer():
     """Two of six experts at each step: three snapshots have all, and peers get one of six, which takes six."""
     steps = [
-        HeldStep(at, complete=True, experts=1 << at % 6 | 1 << (at + 1) % 6, sent=1 << at % 6) for at in range(20)
+        MemoryStep(at, complete=True, experts=1 << at % 6 | 1 << (at + 1) % 6, sent=1 << at % 6) for at in range(20)
     ]
     assert with_newest_experts(steps) == (14, 15, 16, 17, 18, 19)
-    alone = [HeldStep(at, complete=True, copied=False, experts=3 << 2 * at % 6) for at in range(20)]
+    alone = [MemoryStep(at, complete=True, copied=False, experts=3 << 2 * at % 6) for at in range(20)]
     assert with_newest_experts(alone) == (17, 18, 19)
-    assert with_newest_experts([HeldStep(0, complete=True, experts=63), *alone[1:]]) == (17, 18, 19)
+    assert with_newest_experts([MemoryStep(0, complete=True, experts=63), *alone[1:]]) == (17, 18, 19)

@@ -18,12 +18,12 @@ _NONE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """What is held of one step.
+    """What the log has of one step.
 
     Attributes:
         updated: Operators that an optimizer updated. A step that is not logged may have updated any.
-        gradients: Operators whose consumed gradients are held.
-        anchored: Operators that are held in full, as they were after the step.
+        gradients: Operators whose consumed gradients it has.
+        anchored: Operators that it has in full, as they were after the step.
     """
 
     updated: frozenset[str] = _NONE
@@ -32,7 +32,7 @@ class LoggedStep:
 
 
 Log = Mapping[int, LoggedStep]
-"""Step -> what is held of it."""
+"""Step -> what the log has of it."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def chain(log: Log, operator: str, step: int) -> Chain:
     """
     gradients: list[int] = []
     for at in range(step, min(log, default=step) - 1, -1):
-        held = log.get(at)
-        if held is None:
+        logged = log.get(at)
+        if logged is None:
             raise GradientGapError(operator, at, step, "what that step updated is not known")
-        if operator in held.anchored:
+        if operator in logged.anchored:
             return Chain(operator, at, tuple(reversed(gradients)))
-        if operator in held.updated:
-            if operator not in held.gradients:
+        if operator in logged.updated:
+            if operator not in logged.gradients:
                 raise GradientGapError(operator, at, step, "its gradient is missing")
             gradients.append(at)
     raise GradientGapError(operator, min(log, default=step), step, "there is no anchor so old")
@@ -78,11 +78,11 @@ def newest_reachable(log: Log, operators: Collection[str]) -> int | None:
     reached: set[str] = set()
     newest, before = None, None
     for step in sorted(log):
-        held = log[step]
+        logged = log[step]
         if before is not None and step != before + 1:
             reached.clear()
-        reached -= held.updated - held.gradients
-        reached |= held.anchored
+        reached -= logged.updated - logged.gradients
+        reached |= logged.anchored
         before = step
         if reached.issuperset(operators):
             newest = step
@@ -92,17 +92,17 @@ def newest_reachable(log: Log, operators: Collection[str]) -> int | None:
 def anchors(log: Log) -> dict[str, int]:
     """Returns operator -> step of the anchor from which it comes to the newest step; no operator that does not.
 
-    Takes time in proportion to what is held.
+    Takes time in proportion to the log.
     """
     found: dict[str, int] = {}
     before = None
     for step in sorted(log):
-        held = log[step]
+        logged = log[step]
         if before is not None and step != before + 1:
             found.clear()
-        for operator in held.updated - held.gradients:
+        for operator in logged.updated - logged.gradients:
             found.pop(operator, None)
-        found.update(dict.fromkeys(held.anchored, step))
+        found.update(dict.fromkeys(logged.anchored, step))
         before = step
     return found
 
@@ -128,11 +128,11 @@ def without_garbage(log: Log, operators: Iterable[str], step: int) -> dict[int, 
     oldest = min(anchor_of.values(), default=step)
     return {
         at: LoggedStep(
-            held.updated,
-            frozenset(op for op in held.gradients if op in anchor_of and at > anchor_of[op]),
-            frozenset(op for op in held.anchored if op in anchor_of and at >= anchor_of[op]),
+            logged.updated,
+            frozenset(op for op in logged.gradients if op in anchor_of and at > anchor_of[op]),
+            frozenset(op for op in logged.anchored if op in anchor_of and at >= anchor_of[op]),
         )
-        for at, held in log.items()
+        for at, logged in log.items()
         if at >= oldest
     }
 
@@ -153,7 +153,7 @@ class Follower:
         return self._reached.get(operator)
 
     def length(self, operator: str) -> int:
-        """Returns how many gradients are held beyond the operator's anchor."""
+        """Returns how many gradients there are beyond the operator's anchor."""
         return self._length.get(operator, 0)
 
     def anchor(self, operator: str, step: int) -> None:
@@ -164,13 +164,13 @@ class Follower:
         """The gradient of ``step`` was received; the operator's update, or anchor, before it is of step ``previous``.
 
         Raises:
-            GradientGapError: The operator is not held as of ``previous``. From here on it must be sent in full.
+            GradientGapError: The operator is not there as of ``previous``. From here on it must be sent in full.
         """
-        held = self._reached.get(operator)
-        if held != previous or step <= previous:
+        known = self._reached.get(operator)
+        if known != previous or step <= previous:
             self._reached.pop(operator, None)
             self._length.pop(operator, None)
-            found = "no anchor of it is held" if held is None else f"it is held as of step {held}"
+            found = "no anchor of it is held" if known is None else f"it is held as of step {known}"
             raise GradientGapError(operator, previous, step, found)
         self._reached[operator] = step
         self._length[operator] += 1

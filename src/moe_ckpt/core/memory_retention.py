@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class HeldStep:
+class MemoryStep:
     """A snapshot in memory.
 
     Attributes:
@@ -45,17 +45,17 @@ class HeldStep:
     since: int | None = None
 
 
-def with_newest_experts(held: Iterable[HeldStep]) -> tuple[int, ...]:
+def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
     """Sequences of those that hold some expert's newest version in this memory, or in that of peers; ascending.
 
     Not those that storage has, and the newest version of an expert in one that storage has is not looked for further.
     """
-    steps = sorted((step for step in held if step.complete), key=lambda step: -step.sequence)
+    steps = sorted((step for step in in_memory if step.complete), key=lambda step: -step.sequence)
     own = _newest_versions((step, step.experts) for step in steps)
     return tuple(sorted(own | _newest_versions((step, step.sent) for step in steps if step.copied)))
 
 
-def _newest_versions(steps: Iterable[tuple[HeldStep, int]]) -> set[int]:
+def _newest_versions(steps: Iterable[tuple[MemoryStep, int]]) -> set[int]:
     """Of (snapshot, experts), newest first, those with experts that none before has."""
     found, seen = set(), 0
     for step, experts in steps:
@@ -65,13 +65,13 @@ def _newest_versions(steps: Iterable[tuple[HeldStep, int]]) -> set[int]:
     return found
 
 
-def needed(held: Iterable[HeldStep]) -> frozenset[int]:
-    """The sequences that must stay, of those that are held."""
-    steps = sorted((step for step in held if step.complete is not False), key=lambda step: step.sequence)
+def needed(in_memory: Iterable[MemoryStep]) -> frozenset[int]:
+    """The sequences that must stay, of those in memory."""
+    steps = sorted((step for step in in_memory if step.complete is not False), key=lambda step: step.sequence)
     return _newest_and_after(steps) | _newest_and_after([step for step in steps if step.copied])
 
 
-def _newest_and_after(steps: Sequence[HeldStep]) -> frozenset[int]:
+def _newest_and_after(steps: Sequence[MemoryStep]) -> frozenset[int]:
     """The newest checkpoint among ``steps``, in order, and what may become the next one."""
     newest = newest_checkpoint(steps)
     last = newest[-1].sequence if newest else -1
@@ -83,9 +83,9 @@ def _newest_and_after(steps: Sequence[HeldStep]) -> frozenset[int]:
     return frozenset(step.sequence for step in (*newest, *kept))
 
 
-def newest_checkpoint(held: Iterable[HeldStep]) -> list[HeldStep]:
+def newest_checkpoint(in_memory: Iterable[MemoryStep]) -> list[MemoryStep]:
     """The snapshots of the newest checkpoint that is complete, in order; none if there is none."""
-    steps = sorted(held, key=lambda step: step.sequence)
+    steps = sorted(in_memory, key=lambda step: step.sequence)
     for step in reversed(steps):
         if not step.complete or step.slot + 1 < step.size:
             continue

@@ -42,8 +42,8 @@ from moe_ckpt.storage import open_storage
 log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True, eq=False)
-class HeldPart:
-    """One part of a held checkpoint, from byte ``base`` of its buffer on.
+class KeptPart:
+    """One part of a kept checkpoint, from byte ``base`` of its buffer on.
 
     Nothing of the plan that it was copied by: that leads to the live tensors, which must go with the run that failed.
 
@@ -65,7 +65,7 @@ class HeldPart:
 
 
 @dataclass(frozen=True, eq=False)
-class HeldCheckpoint:
+class KeptCheckpoint:
     """One rank's share of one checkpoint in host memory, which nobody writes to any more.
 
     Attributes:
@@ -80,7 +80,7 @@ class HeldCheckpoint:
     run_id: str
     step: int
     generation: int
-    parts: tuple[HeldPart, ...]
+    parts: tuple[KeptPart, ...]
     buffer: HostBuffer
     state_digest: str = ""
 
@@ -108,14 +108,14 @@ def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
     return data.view(dtype).view(entry.shape)
 
 
-def hold(snapshot: Snapshot, run_id: str, share: SealedShare) -> HeldCheckpoint:
+def hold(snapshot: Snapshot, run_id: str, share: SealedShare) -> KeptCheckpoint:
     """What a written snapshot leaves in memory."""
     parts = [
-        HeldPart(each.begin, each.part.is_written, partial(_listed, each.part.slices, each.checksums))
+        KeptPart(each.begin, each.part.is_written, partial(_listed, each.part.slices, each.checksums))
         for each in share.parts
     ]
     step, generation = snapshot.request.step, snapshot.request.generation
-    return HeldCheckpoint(run_id, step, generation, tuple(parts), snapshot.buffer, digest(share.state))
+    return KeptCheckpoint(run_id, step, generation, tuple(parts), snapshot.buffer, digest(share.state))
 
 
 def _listed(slices: Slices, checksums: Checksums) -> tuple[SliceEntry, ...]:
@@ -141,38 +141,38 @@ class HostTier:
     kept = 0
     paths: Sequence[Path] = ()
 
-    def __init__(self, rank: int, run_id: str, pool: HostBufferPool, left: tuple[HeldCheckpoint, ...] = ()) -> None:
+    def __init__(self, rank: int, run_id: str, pool: HostBufferPool, left: tuple[KeptCheckpoint, ...] = ()) -> None:
         self.rank = rank
         self._run_id = run_id
         self._pool = pool
         self._kept = left
-        self._offered: HeldCheckpoint | None = None
+        self._offered: KeptCheckpoint | None = None
         self._retired = False
         self._lock = threading.Lock()
-        for held in left:
-            pool.adopt(held.buffer)
+        for checkpoint in left:
+            pool.adopt(checkpoint.buffer)
 
     def retire(self, *, keep: bool) -> None:
-        """The session ended: of all its buffers only those held here outlive it, if they are to be kept."""
+        """The session ended: of all its buffers only those kept here outlive it, if they are to be kept."""
         with self._lock:
             self._retired = True
             self._pool.retire()
 
-    def surrender(self) -> tuple[HeldCheckpoint, ...]:
-        """Hand over everything held. A thread of the old session that is still at work cannot touch it any more."""
+    def surrender(self) -> tuple[KeptCheckpoint, ...]:
+        """Hand over all that is kept. A thread of the old session that is still at work cannot touch it any more."""
         with self._lock:
-            held, self._kept, self._offered = self._holds(), (), None
-            return held
+            every, self._kept, self._offered = self._holds(), (), None
+            return every
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
         """This rank's share is written and will be acknowledged next."""
         if snapshot.keep:
             self.hold(hold(snapshot, self._run_id, share))
 
-    def hold(self, held: HeldCheckpoint) -> None:
+    def hold(self, checkpoint: KeptCheckpoint) -> None:
         """From here on it may become committed."""
         with self._lock:
-            self._offered = held
+            self._offered = checkpoint
 
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
         """The outcome of a snapshot was announced."""
@@ -189,7 +189,7 @@ class HostTier:
             offered, self._offered = self._offered, None
             free = [buffer]
             if committed:
-                free = [held.buffer for held in self._kept] + ([] if offered else [buffer])
+                free = [checkpoint.buffer for checkpoint in self._kept] + ([] if offered else [buffer])
                 self._kept = (offered,) if offered else ()
             for each in free:
                 self._pool.give_back(each)
@@ -202,30 +202,30 @@ class HostTier:
         """
         with self._lock:
             kept, self._kept = self._kept, ()
-            for held in kept:
-                self._pool.give_back(held.buffer)
+            for checkpoint in kept:
+                self._pool.give_back(checkpoint.buffer)
             return bool(kept)
 
-    def find(self, run_id: str, step: int, generation: int) -> tuple[HeldCheckpoint, ...]:
-        """What is held of exactly this checkpoint: at most one share, or those of several ranks that are gone."""
+    def find(self, run_id: str, step: int, generation: int) -> tuple[KeptCheckpoint, ...]:
+        """What is kept of exactly this checkpoint: at most one share, or those of several ranks that are gone."""
         with self._lock:
             wanted = (run_id, step, generation)
-            return tuple(held for held in self._holds() if (held.run_id, held.step, held.generation) == wanted)
+            return tuple(each for each in self._holds() if (each.run_id, each.step, each.generation) == wanted)
 
-    def _holds(self) -> tuple[HeldCheckpoint, ...]:
+    def _holds(self) -> tuple[KeptCheckpoint, ...]:
         return self._kept if self._offered is None else (*self._kept, self._offered)
 
     @property
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free."""
         with self._lock:
-            return sum(held.buffer.nbytes for held in self._kept)
+            return sum(checkpoint.buffer.nbytes for checkpoint in self._kept)
 
     @property
     def nbytes(self) -> int:
         """Host memory that survives a fault here."""
         with self._lock:
-            return sum(held.buffer.nbytes for held in self._holds())
+            return sum(checkpoint.buffer.nbytes for checkpoint in self._holds())
 
 
 @dataclass(eq=False)
@@ -259,7 +259,7 @@ def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
     """
     with _registry_lock:
         left = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
-        kept: tuple[HeldCheckpoint, ...] = ()
+        kept: tuple[KeptCheckpoint, ...] = ()
         if left:
             found = min(left, key=lambda r: r.tier.rank != rank)  # of several, where ranks are threads
             _registry.remove(found)
@@ -300,7 +300,7 @@ def leave(tier: BufferTier, *, keep: bool) -> None:
     """The session of ``tier`` ends.
 
     Args:
-        keep: It failed, so that what is held may be needed again.
+        keep: It failed, so that what is kept may be needed again.
 
     A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
     last one: what was left before this session began, by a run that was not started again, is freed.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_ckpt.core.freshness import CAUSE, STALE, UNKNOWN
-from moe_ckpt.core.memory_retention import HeldStep, needed, newest_checkpoint, with_newest_experts
+from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint, with_newest_experts
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
@@ -67,16 +67,16 @@ class _Entry:
         to_storage: It is to be written from the buffer still.
         state: Of this rank's share.
         freshness: What its checksums show.
-        told: The other ranks were told that it is sealed.
+        reported: The other ranks know that it is sealed.
     """
 
-    step: HeldStep
+    step: MemoryStep
     training_step: int
     buffer: HostBuffer | None
     to_storage: bool
     state: int = NOT_YET
     freshness: int = UNKNOWN
-    told: bool = False
+    reported: bool = False
 
 
 class MemoryTier:
@@ -170,7 +170,7 @@ class MemoryTier:
         """A snapshot's buffer is being copied into."""
         request = snapshot.request
         window = request.window
-        step = HeldStep(
+        step = MemoryStep(
             snapshot.memory_sequence,
             None if window is None else window.start,
             request.slot,
@@ -226,7 +226,7 @@ class MemoryTier:
             self._asked = [*copied[:_REPORTED], *alone[:_REPORTED]]
             entries = [self._entries[sequence] for sequence in self._asked]
             for entry in entries:
-                entry.told = entry.state in _SAFE
+                entry.reported = entry.state in _SAFE
             filler = 2 * _REPORTED - len(entries)
             states = [*(entry.state for entry in entries), *[NOT_YET] * filler]
             return [*states, *(entry.freshness for entry in entries), *[UNKNOWN] * filler]
@@ -295,7 +295,7 @@ class MemoryTier:
             idle = [entry for entry in self._entries.values() if not entry.to_storage and entry.state in _SAFE]
             logged = self._logged()
             for going in (
-                [entry for entry in idle if entry.step.complete is None and not entry.told and entry not in logged],
+                [entry for entry in idle if entry.step.complete is None and not entry.reported and entry not in logged],
                 [entry for entry in idle if entry.step.complete and entry.step.on_storage and entry not in logged],
                 [entry for entry in idle if entry in logged] if chain else [],
             ):
@@ -342,7 +342,7 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is held."""
+        """Memory of what is kept."""
         with self._lock:
             buffers = [entry.buffer for entry in self._entries.values()]
             copies = 0 if self.replicator is None else self.replicator.held_bytes

@@ -105,9 +105,9 @@ def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
     if not moved:
         return plan
     left = tuple(op for op in plan.gradients if op not in operators)
-    held = plan.operators(Tier.HOST)
+    host_only = plan.operators(Tier.HOST)
     return save_logged(
-        plan.step, (*plan.operators(), *moved), left, host_only=held, k=plan.k, sends_held=plan.sends_held
+        plan.step, (*plan.operators(), *moved), left, host_only=host_only, k=plan.k, sends_held=plan.sends_held
     )
 
 

@@ -343,10 +343,10 @@ class RunLedger:
         expected, chosen_at = {}, {}
         for tier in (Tier.HOST, Tier.PEER):
             found = [each for each in under_way if tier is Tier.HOST or each.copied]
-            held = [(places(self.catalog, each.operators_in(tier)), each) for each in found]
-            expected[tier] = self.tokens.expecting(((experts, each.applied) for experts, each in held), tier)
+            arriving = [(places(self.catalog, each.operators_in(tier)), each) for each in found]
+            expected[tier] = self.tokens.expecting(((experts, each.applied) for experts, each in arriving), tier)
             chosen_at[tier] = self.ledger.expert_steps(tier)
-            for experts, each in held:
+            for experts, each in arriving:
                 chosen_at[tier][tuple(experts.T)] = each.step
         return MemoryFacts(expected_unsaved=expected, chosen_at=chosen_at)
 

@@ -65,7 +65,8 @@ class View:
             names.setdefault(directory, {}).setdefault(record.kind, set()).add(name)
         numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=_OLD + 1)}
         versions = Versions(catalog)
-        found = (numbers.get(_directory(manifest.files[held.files[0]]), _OLD) for held in manifest.operators.values())
+        first = (manifest.files[record.files[0]] for record in manifest.operators.values())
+        found = (numbers.get(_directory(file), _OLD) for file in first)
         versions.replace(catalog.places_of(tuple(manifest.operators)), list(found))
         parts = {
             number: WrittenPart(part, _frozen(names[part.directory]), versions.places_of(number))
@@ -121,7 +122,7 @@ def _pruned(manifest: Manifest, versions: Versions) -> Manifest | None:
     """Returns what of ``manifest`` was written before there were parts and has newest versions; None without any."""
     everything = versions.catalog.everything
     old = {everything[at] for at in versions.places_of(_OLD).tolist()}
-    left = {op: held for op, held in manifest.operators.items() if op in old}
+    left = {op: record for op, record in manifest.operators.items() if op in old}
     return pruned(replace(manifest, operators=left), manifest.files, ()) if left else None
 
 

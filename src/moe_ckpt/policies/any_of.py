@@ -105,14 +105,14 @@ class AnyOf:
                     "AnyOf: a policy that does not say Needs(windows=True) plans a slot of a sparse window at step "
                     f"{context.step}; use it by itself"
                 )
-        stored, held, sent = (_together(context, plans, tier) for tier in (Tier.STORAGE, Tier.HOST, Tier.PEER))
+        stored, in_memory, sent = (_together(context, plans, tier) for tier in (Tier.STORAGE, Tier.HOST, Tier.PEER))
         there = set(stored)  # what goes to storage passes through host memory anyway
         ks = [plan.k for plan in plans if plan.k is not None]
         budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
         plan = save_full(
             context.step,
             stored,
-            host_only=tuple(op for op in held if op not in there),
+            host_only=tuple(op for op in in_memory if op not in there),
             wait=any(plan.wait for plan in plans),
             k=max(ks, default=None),
             plt_budget=min(budgets, default=None),

@@ -25,7 +25,7 @@ from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.recovery_plan import ABSENT, Inventory
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.host_tier import HeldCheckpoint, HostTier, as_values, checksum
+from moe_ckpt.engine.host_tier import HostTier, KeptCheckpoint, as_values, checksum
 from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.shard import SliceEntry
@@ -74,14 +74,14 @@ class MemorySource:
         self._own: dict[str, tuple[SliceEntry, torch.Tensor]] = {}
         self._offers: dict[str, list[Offer]] = {}
         found = () if tier is None else tier.find(manifest.run_id, manifest.step, manifest.generation)
-        held = [each for each in found if _is_of(each, manifest, index)]
-        if len(held) < len(found):
+        kept = [each for each in found if _is_of(each, manifest, index)]
+        if len(kept) < len(found):
             log.warning("what host memory holds of %s is not what storage holds; it is not used", manifest.directory)
-        [survived] = largest(comm, [len(held)])
+        [survived] = largest(comm, [len(kept)])
         if not survived:
             return
         wanted = blocks_of(index, self._stale)
-        for each in held:
+        for each in kept:
             self._own |= _verified(each, wanted, index)
         self._offers = _complete(wanted, _exchange(comm, self._own))
 
@@ -175,16 +175,16 @@ def stale_experts(manifest: Manifest) -> dict[str, Expert]:
     }
 
 
-def _is_of(held: HeldCheckpoint, manifest: Manifest, index: TensorIndex) -> bool:
+def _is_of(kept: KeptCheckpoint, manifest: Manifest, index: TensorIndex) -> bool:
     """Returns whether what was written from this buffer is what the manifest names.
 
     Their checksums tell, and that of the state file, which every rank writes; the bytes themselves are verified when
     they are offered.
     """
-    if held.state_digest not in {record.digest for record in manifest.states}:
+    if kept.state_digest not in {record.digest for record in manifest.states}:
         return False
     try:
-        entries = [entry for part in held.parts if part.is_written for entry in part.entries if entry.operator]
+        entries = [entry for part in kept.parts if part.is_written for entry in part.entries if entry.operator]
     except DamagedError as error:
         log.warning("%s", error)
         return False
@@ -201,10 +201,10 @@ def _anywhere(comm: Communicator, here: bool) -> bool:
     return bool(largest(comm, [here])[0])
 
 
-def _verified(held: HeldCheckpoint, wanted: Wanted, index: TensorIndex) -> dict[str, tuple[SliceEntry, torch.Tensor]]:
+def _verified(kept: KeptCheckpoint, wanted: Wanted, index: TensorIndex) -> dict[str, tuple[SliceEntry, torch.Tensor]]:
     """Returns name -> (slice, bytes) of what this rank has of ``wanted``, undamaged and of the restored tensors."""
     found = {}
-    for entry, data in held.slices():
+    for entry, data in kept.slices():
         if entry.key not in wanted.get(entry.operator, {}):
             continue
         meta = index.meta(entry.key)
@@ -217,7 +217,7 @@ def _verified(held: HeldCheckpoint, wanted: Wanted, index: TensorIndex) -> dict[
                 "slice %s of %s, held in host memory since step %d, is damaged; storage's copy is taken",
                 entry.name,
                 entry.operator,
-                held.step,
+                kept.step,
             )
     return found
 

@@ -63,10 +63,10 @@ class Costs:
 
     def of_plan(self, plan: SnapshotPlan) -> Snapshot:
         """A plan without a window, as it is copied: what then stays in host memory with it."""
-        held = plan.operators(Tier.HOST)
+        host_only = plan.operators(Tier.HOST)
         if plan.gradients:
-            return self._logged(plan.operators() + held, plan.gradients)
-        return self._partial(plan.operators() + held) if held else self.stored(plan)
+            return self._logged(plan.operators() + host_only, plan.gradients)
+        return self._partial(plan.operators() + host_only) if host_only else self.stored(plan)
 
     def stored(self, plan: SnapshotPlan) -> Snapshot:
         """A plan without a window, as it goes on to storage or peers."""

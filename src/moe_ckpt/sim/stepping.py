@@ -263,8 +263,8 @@ class Stepper:
         if rescued:  # as an engine adds what only slots of the life before have
             wanted = rescued.union(plan.operators())
             operators = tuple(op for op in self._catalog.everything if op in wanted)
-            held = tuple(op for op in plan.operators(Tier.HOST) if op not in wanted)
-            plan = save_full(plan.step, operators, host_only=held, k=plan.k, sends_held=plan.sends_held)
+            host_only = tuple(op for op in plan.operators(Tier.HOST) if op not in wanted)
+            plan = save_full(plan.step, operators, host_only=host_only, k=plan.k, sends_held=plan.sends_held)
         copied, sent = costs.of_plan(plan), costs.of_plan(plan) if plan.sends_held else costs.stored(plan)
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None

@@ -214,13 +214,18 @@ class Track:
         return found
 
     def begin(
-        self, step: int, operators: tuple[str, ...], held: tuple[str, ...], ready_secs: float, window: Window | None
+        self,
+        step: int,
+        operators: tuple[str, ...],
+        host_only: tuple[str, ...],
+        ready_secs: float,
+        window: Window | None,
     ) -> None:
         """A snapshot of ``step`` begins; of a window, only its last slot is told, which makes it a checkpoint."""
         self._sequence += 1
         slot = window.size - 1 if window else 0
         applied = self.run_ledger.tokens.applied.copy()
-        pending = Pending(self._catalog, step, self._generation, operators, held, applied, {}, window, slot)
+        pending = Pending(self._catalog, step, self._generation, operators, host_only, applied, {}, window, slot)
         self.under_way.append(UnderWay(self._sequence, pending, ready_secs, self.run_ledger.index))
         self.run_ledger.begun(self._sequence, pending)
 
@@ -231,11 +236,11 @@ class Track:
             flush_secs: None where storage is not due.
         """
         self._sequence += 1
-        held = plan.operators(Tier.HOST)
+        host_only = plan.operators(Tier.HOST)
         operators = plan.operators()
         stored, applied = flush_secs is not None, self.run_ledger.tokens.applied.copy()
         pending = Pending(
-            *(self._catalog, plan.step, self._generation, operators, held, applied, {}),
+            *(self._catalog, plan.step, self._generation, operators, host_only, applied, {}),
             stored=stored,
             copied=self._copied,
             sends_held=plan.sends_held,
@@ -364,7 +369,7 @@ class Track:
         """Alike at two decisions if the run repeats itself."""
         pending = tuple((step - one.pending.step, one.ready_secs - now_secs) for one in self.under_way)
         chosen = b"".join(one.pending.experts.tobytes() for one in self.under_way)
-        held = tuple(one.pending.host_only for one in self.under_way)
+        host_only = tuple(one.pending.host_only for one in self.under_way)
         moving = tuple(ready - now_secs for ready in self.moving)
         idle = max(self.mover_free_secs - now_secs, 0.0)
         window = None if self.run_ledger.window is None else self.order_of(self.run_ledger.window)
@@ -373,4 +378,4 @@ class Track:
         anchors = np.where(self.anchored_at < 0, -1, step - self.anchored_at).tobytes()
         stored = tuple(one.flush_secs for one in self.under_way)
         books = anchors, stored, *self.run_ledger.pattern(step)
-        return (*books, chosen, pending, held, moving, idle, window, behind, last)
+        return (*books, chosen, pending, host_only, moving, idle, window, behind, last)

@@ -153,7 +153,7 @@ class Catalog:
         return {op: at for at, op in enumerate(self.everything)}
 
     @cached_property
-    def places_of(self) -> Callable[[tuple[str, ...]], npt.NDArray[np.int64]]:
+    def places_of(self) -> Remembered[tuple[str, ...], npt.NDArray[np.int64]]:
         """Operator ids -> their places. Remembers the newest few, since what is saved is asked about several times."""
         return Remembered(self._places_of)
 

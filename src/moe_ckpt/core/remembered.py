@@ -31,7 +31,11 @@ class Remembered(Generic[_Given, _Found]):
         if known is not None and known[0] is given:
             return known[1]
         found = self._find(given)
+        self.note(given, found)
+        return found
+
+    def note(self, given: _Given, found: _Found) -> None:
+        """What is found for ``given`` is known already."""
         if len(self._known) >= self._most:
             self._known.clear()
         self._known[id(given)] = given, found
-        return found

@@ -18,6 +18,7 @@ from operator import attrgetter, is_
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, save_slot
 
@@ -94,6 +95,20 @@ class Window:
     @cached_property
     def _frozen(self) -> dict[int, tuple[str, ...]]:
         return {}
+
+    def note_places(self, slot: int, catalog: Catalog) -> None:
+        """Let the catalog know the places of what ``slot`` saves: all names are looked up once for a window."""
+        if not self._places or self._places[0][0] is not catalog:
+            self._places[:] = [(catalog, catalog.places_of(self.order))]
+        [(_, places)] = self._places
+        begin = sum(map(len, self.slots[:slot]))
+        end = begin + len(self.slots[slot])
+        catalog.places_of.note(self.slots[slot], places[begin:end])
+        catalog.places_of.note(self.frozen(slot), places[end:])
+
+    @cached_property
+    def _places(self) -> list[tuple[Catalog, npt.NDArray[np.int64]]]:
+        return []
 
 
 def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:

@@ -21,11 +21,15 @@ class RoutingActivity:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.newest: Counts = np.zeros(shape, dtype=np.int64)
         self._decayed = np.zeros(shape)
+        # Never written to; where tables are large, others at each step would be fresh memory each time.
+        self._nothing = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+        for table in self._nothing:
+            table.setflags(write=False)
         self.begin_window()
 
     def begin_window(self) -> None:
         """What is counted since a window's first slot begins anew."""
-        self._hard, self._soft = np.zeros_like(self.newest), np.zeros(self.newest.shape)
+        self._hard, self._soft = self._nothing
 
     def add(self, routed: Counts, soft: Counts | None = None) -> None:
         """One step.

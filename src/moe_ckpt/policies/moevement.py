@@ -133,12 +133,13 @@ class MoEvement:
             )
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        window = _under_way(context)
-        if window is not None:
-            return slot_plan(window, context.next_slot, context.step)
-        if self._waits(context):
-            return save_nothing(context.step)
-        return slot_plan(self._begin(context), 0, context.step)
+        window, slot = _under_way(context), context.next_slot
+        if window is None:
+            if self._waits(context):
+                return save_nothing(context.step)
+            window, slot = self._begin(context), 0
+        window.note_places(slot, context.catalog)
+        return slot_plan(window, slot, context.step)
 
     def explain(self, context: PolicyContext) -> WindowReport:
         """The window that ``context.step`` belongs to, or that would begin at it, with its costs.

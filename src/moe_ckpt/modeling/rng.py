@@ -28,10 +28,13 @@ class _PythonState:
 
     def __init__(self) -> None:
         self._known: tuple[object, object, bytes, Any] | None = None
+        self._memory: tuple[object, Bytes | None] = None, None
 
     def read(self) -> Any:
         generator = getattr(random.getstate, "__self__", None)
-        memory = _memory_of(generator)
+        if generator is not self._memory[0]:
+            self._memory = generator, _memory_of(generator)
+        memory = self._memory[1]
         if memory is None or generator is None:
             return random.getstate()
         now, gauss = memory.tobytes(), generator.gauss_next

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,24 +16,24 @@ import torch
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Span
 from moe_ckpt.engine.made_dense import WrittenShare, state_without, write_made_share
-from moe_ckpt.errors import CoverageError, NoCheckpointError
+from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.gradients.detached import OptimizerKind, detached
 from moe_ckpt.gradients.layout import Device, UpdateLayout
+from moe_ckpt.gradients.log_content import LogContent
 from moe_ckpt.gradients.replay import OptimizerReplay
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Piece, Unit
 from moe_ckpt.gradients.updates import WEIGHT, Block
 from moe_ckpt.ports import LoggedSteps
-from moe_ckpt.recovery.gradient_log import PLAIN, anchors_of, parameter_of, plain_of
-from moe_ckpt.recovery.index import StateKey, StoredSlice, TensorIndex, overlapping, split_key
+from moe_ckpt.recovery.gradient_log import PLAIN
+from moe_ckpt.recovery.index import StateKey, StoredSlice, split_key
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.slices import block, find_damage
 from moe_ckpt.storage.base import Storage
 
-_MODEL = "model/"
 Tell = Callable[[int, str], None]
 """(bytes read or made, what is being done) -> None."""
 
@@ -66,45 +65,18 @@ class Densifier:
 
     def __init__(self, opened: OpenedMemory) -> None:
         self._opened, self._reader, self.manifest = opened, opened.reader, opened.manifest
-        self._index: TensorIndex = opened.reader.index(opened.manifest)
-        self.anchors = anchors_of(opened.manifest, opened.chained)
-        _require_reached(opened)
-        ranks = range(self.manifest.world_size)
-        self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []
+        self._log = LogContent(opened)
         self._shares: dict[int, _RankShare] = {}
-        self._updated = {p.parameter for layout in self.layouts for unit in layout.units for p in unit.pieces}
-
-    def _layout(self, rank: int) -> UpdateLayout:
-        snapshot = self._opened.logged[-1].manifest
-        path = state_path(snapshot.directory, rank)
-        recorded = plain_of(self._reader, snapshot, rank)
-        if "layout" not in recorded:
-            raise CoverageError(
-                f"gradient log of {snapshot.directory}",
-                (
-                    f"{path} tells nothing of what the optimizers update: it was written by an older release. Start "
-                    "the run again, with the ranks and the layout that it had, to go on from memory",
-                ),
-            )
-        return UpdateLayout.decoded(recorded["layout"], path)
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """On which updates were made, each once."""
-        return tuple(dict.fromkeys(layout.device for layout in self.layouts))
+        return tuple(dict.fromkeys(layout.device for layout in self._log.layouts))
 
     @property
     def updates(self) -> int:
         """Steps whose updates are made once more."""
         return max(0, len(self._opened.logged) - 1)
-
-    @cached_property
-    def _written(self) -> Mapping[int, Sequence[StoredSlice]]:
-        """Rank -> the slices that are its own, each element of each tensor once."""
-        found: dict[int, list[StoredSlice]] = defaultdict(list)
-        for stored in self._index.live:
-            found[stored.file.rank].append(stored)
-        return found
 
     def nbytes(self, ranks: Iterable[int]) -> int:
         """Returns how many bytes ``share`` of these ranks will tell of."""
@@ -157,9 +129,9 @@ class Densifier:
         """
         slices = [(made.entry, made.data) for made in self.share(rank, device, tell)]
         prefix = f"side/{rank}/"
-        side = {key: stored for key, stored in self._index.side.items() if key.startswith(prefix)}
+        side = {key: stored for key, stored in self._log.side.items() if key.startswith(prefix)}
         kept = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
-        slices += [(_unplaced(stored.entry), _bytes_of(values)) for stored, values in self.read(kept)]
+        slices += [(_unplaced(stored.entry), _bytes_of(values)) for stored, values in self._log.read(kept)]
         path = state_path(self.manifest.directory, rank)
         state = state_without(self._reader.storage.read(path), PLAIN, path)
         return write_made_share(storage, self.manifest, rank, slices, state)
@@ -184,102 +156,13 @@ class Densifier:
 
     def _rank(self, rank: int) -> _RankShare:
         if rank not in self._shares:
-            self._shares[rank] = _RankShare(self, rank, self._written.get(rank, ()))
+            self._shares[rank] = _RankShare(self._log, rank, self._log.written.get(rank, ()))
         return self._shares[rank]
-
-    # --- for ``_RankShare`` ---
-
-    def is_updated(self, parameter: str) -> bool:
-        """Whether an optimizer of any rank updates it."""
-        return parameter in self._updated
-
-    def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
-        """Yields all anchors of these blocks: weights, and optimizer state of them."""
-        for key, group in self._index.tensors.items():
-            fqn = split_key(key).fqn
-            if fqn not in parameters:
-                continue
-            if self.is_shaped(key):
-                yield from dict.fromkeys(s for box in parameters[fqn] for s, _ in overlapping(group, box))
-            else:
-                yield from group
-
-    def is_shaped(self, key: str) -> bool:
-        """Whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of one.)"""
-        shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
-        return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
-
-    def gradients_of(self, parameters: Mapping[str, Sequence[Box]]) -> Mapping[int, Sequence[StoredSlice]]:
-        """Returns step -> the gradients that these blocks consumed since their operators' anchors."""
-        found: dict[int, list[StoredSlice]] = {}
-        for snapshot in self._opened.logged:
-            step = snapshot.manifest.step
-            found[step] = [
-                stored
-                for stored in snapshot.gradients
-                if self.anchors[stored.entry.operator] < step
-                and any(stored.entry.box.overlap(box) for box in parameters.get(parameter_of(stored.entry.key), ()))
-            ]
-        return found
-
-    def plain(self, rank: int) -> Mapping[int, Mapping[str, Any]]:
-        """Returns step -> what a rank recorded of its updates."""
-        return {each.manifest.step: plain_of(self._reader, each.manifest, rank) for each in self._opened.logged}
-
-    def read(self, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-        """Yields slices with their values."""
-        return self._reader.read_many(wanted)
-
-    def spans(self) -> Mapping[str, Sequence[Span]]:
-        """Returns operator -> its rows of parameters."""
-        return self._spans
-
-    @cached_property
-    def _spans(self) -> Mapping[str, Sequence[Span]]:
-        rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
-        for key, group in self._index.tensors.items():
-            for stored in group if key.startswith(_MODEL) else ():
-                box = stored.entry.box
-                of = rows[stored.entry.operator][split_key(key).fqn]
-                if box.volume:
-                    of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
-        return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
-
-
-def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:
-    """Yields ranges of rows that do not touch."""
-    if None in rows:
-        yield Span(parameter)
-        return
-    run: tuple[int, int] | None = None
-    for first, stop in sorted(each for each in rows if each is not None):
-        if run is not None and first <= run[1]:
-            run = run[0], max(run[1], stop)
-        else:
-            if run is not None:
-                yield Span(parameter, *run)
-            run = first, stop
-    if run is not None:
-        yield Span(parameter, *run)
-
-
-def _require_reached(opened: OpenedMemory) -> None:
-    manifest = opened.manifest
-    behind = {op: rec.step for op, rec in manifest.operators.items() if op not in opened.chained}
-    behind = {op: step for op, step in behind.items() if step != manifest.step}
-    if behind:
-        shown = ", ".join(f"{op} (step {step})" for op, step in list(behind.items())[:4])
-        more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
-        raise NoCheckpointError(
-            f"step {manifest.step} cannot be made: its policy did not log every operator. {shown}{more} are older, and "
-            "no gradients bring them to it"
-        )
-
 
 class _RankShare:
     """The share of one rank, with all that it follows from."""
 
-    def __init__(self, of: Densifier, rank: int, slices: Sequence[StoredSlice]) -> None:
+    def __init__(self, of: LogContent, rank: int, slices: Sequence[StoredSlice]) -> None:
         self._of, self._rank, self._slices = of, rank, slices
         needed = {split_key(stored.entry.key).fqn for stored in slices}
         layout = of.layouts[rank] if of.layouts else None
@@ -311,7 +194,7 @@ class _RankShare:
         replay = detached(_kinds(self._layout, plain, torch.device(device)), self.units, device)
         if self._layout is not None:
             log = _RankLog(self._of, self, replay, self._layout, plain, tell)
-            replayer = _DetachedReplayer(replay, self._of.spans())
+            replayer = _DetachedReplayer(replay, self._of.spans)
             replayer.check(log)
             replayer.replay(log)
         found = []
@@ -403,7 +286,7 @@ class _RankLog(LoggedSteps):
 
     def __init__(
         self,
-        of: Densifier,
+        of: LogContent,
         share: _RankShare,
         replay: OptimizerReplay,
         layout: UpdateLayout,

@@ -1,0 +1,159 @@
+"""What a gradient log has, on storage and in memory, for those who step it without a model.
+
+Nothing is verified here: see ``gradients.densifying``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from moe_ckpt.core.coverage import Box
+from moe_ckpt.core.operators import Span
+from moe_ckpt.errors import CoverageError, NoCheckpointError
+from moe_ckpt.format.manifest import state_path
+from moe_ckpt.gradients.layout import UpdateLayout
+from moe_ckpt.recovery.gradient_log import anchors_of, parameter_of, plain_of
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, overlapping, split_key
+from moe_ckpt.recovery.opened_memory import OpenedMemory
+
+_MODEL = "model/"
+
+class LogContent:
+    """Slices, rows of operators and plain state of a log, as far as they lead to its last step.
+
+    Args:
+        opened: The log, or a checkpoint that stands by itself.
+
+    Attributes:
+        anchors: Operator -> step of the anchor that its last step is made from.
+        layouts: Of each rank's updates; none where nothing was logged.
+
+    Raises:
+        NoCheckpointError: An operator does not reach the step.
+        CoverageError: The log tells nothing of what it was written from.
+        DamagedError: What it tells is damaged.
+    """
+
+    def __init__(self, opened: OpenedMemory) -> None:
+        self._opened, self._reader = opened, opened.reader
+        self._index: TensorIndex = opened.reader.index(opened.manifest)
+        self.anchors = anchors_of(opened.manifest, opened.chained)
+        _require_reached(opened)
+        ranks = range(opened.manifest.world_size)
+        self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []
+        self._updated = {p.parameter for layout in self.layouts for unit in layout.units for p in unit.pieces}
+
+    def _layout(self, rank: int) -> UpdateLayout:
+        snapshot = self._opened.logged[-1].manifest
+        path = state_path(snapshot.directory, rank)
+        recorded = plain_of(self._reader, snapshot, rank)
+        if "layout" not in recorded:
+            raise CoverageError(
+                f"gradient log of {snapshot.directory}",
+                (
+                    f"{path} tells nothing of what the optimizers update: it was written by an older release. Start "
+                    "the run again, with the ranks and the layout that it had, to go on from memory",
+                ),
+            )
+        return UpdateLayout.decoded(recorded["layout"], path)
+
+    @property
+    def side(self) -> Mapping[str, StoredSlice]:
+        """Key -> tensor of the ranks' plain state."""
+        return self._index.side
+
+    @cached_property
+    def written(self) -> Mapping[int, Sequence[StoredSlice]]:
+        """Rank -> the slices that are its own, each element of each tensor once."""
+        found: dict[int, list[StoredSlice]] = defaultdict(list)
+        for stored in self._index.live:
+            found[stored.file.rank].append(stored)
+        return found
+
+    def is_updated(self, parameter: str) -> bool:
+        """Whether an optimizer of any rank updates it."""
+        return parameter in self._updated
+
+    def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
+        """Yields all anchors of these blocks: weights, and optimizer state of them."""
+        for key, group in self._index.tensors.items():
+            fqn = split_key(key).fqn
+            if fqn not in parameters:
+                continue
+            if self.is_shaped(key):
+                yield from dict.fromkeys(s for box in parameters[fqn] for s, _ in overlapping(group, box))
+            else:
+                yield from group
+
+    def is_shaped(self, key: str) -> bool:
+        """Whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of one.)"""
+        shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
+        return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
+
+    def gradients_of(self, parameters: Mapping[str, Sequence[Box]]) -> Mapping[int, Sequence[StoredSlice]]:
+        """Returns step -> the gradients that these blocks consumed since their operators' anchors."""
+        found: dict[int, list[StoredSlice]] = {}
+        for snapshot in self._opened.logged:
+            step = snapshot.manifest.step
+            found[step] = [
+                stored
+                for stored in snapshot.gradients
+                if self.anchors[stored.entry.operator] < step
+                and any(stored.entry.box.overlap(box) for box in parameters.get(parameter_of(stored.entry.key), ()))
+            ]
+        return found
+
+    def plain(self, rank: int) -> Mapping[int, Mapping[str, Any]]:
+        """Returns step -> what a rank recorded of its updates."""
+        return {each.manifest.step: plain_of(self._reader, each.manifest, rank) for each in self._opened.logged}
+
+    def read(self, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+        """Yields slices with their values."""
+        return self._reader.read_many(wanted)
+
+    @cached_property
+    def spans(self) -> Mapping[str, Sequence[Span]]:
+        """Operator -> its rows of parameters."""
+        rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
+        for key, group in self._index.tensors.items():
+            for stored in group if key.startswith(_MODEL) else ():
+                box = stored.entry.box
+                of = rows[stored.entry.operator][split_key(key).fqn]
+                if box.volume:
+                    of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
+        return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
+
+
+def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:
+    """Yields ranges of rows that do not touch."""
+    if None in rows:
+        yield Span(parameter)
+        return
+    run: tuple[int, int] | None = None
+    for first, stop in sorted(each for each in rows if each is not None):
+        if run is not None and first <= run[1]:
+            run = run[0], max(run[1], stop)
+        else:
+            if run is not None:
+                yield Span(parameter, *run)
+            run = first, stop
+    if run is not None:
+        yield Span(parameter, *run)
+
+
+def _require_reached(opened: OpenedMemory) -> None:
+    manifest = opened.manifest
+    behind = {op: rec.step for op, rec in manifest.operators.items() if op not in opened.chained}
+    behind = {op: step for op, step in behind.items() if step != manifest.step}
+    if behind:
+        shown = ", ".join(f"{op} (step {step})" for op, step in list(behind.items())[:4])
+        more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
+        raise NoCheckpointError(
+            f"step {manifest.step} cannot be made: its policy did not log every operator. {shown}{more} are older, and "
+            "no gradients bring them to it"
+        )

@@ -277,7 +277,8 @@ def _spared_told() -> None:
     def told(self: SparingRecompute) -> None:
         found = [self._parameters[name].grad for name in sorted(self._frozen)]
         spared = sum(each is None or not each.count_nonzero() for each in map(_local, found))
-        print(f"rank {os.environ.get('RANK', 0)} spared {spared} of {len(found)}", flush=True)
+        line = f"rank {os.environ.get('RANK', 0)} spared {spared} of {len(found)}\n"
+        os.write(1, line.encode())  # whole: ranks share the file
         clear(self)
 
     SparingRecompute.before_update = told  # type: ignore[method-assign]

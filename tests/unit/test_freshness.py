@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN, Checksums, of_all
+from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.slices.compiling import GRADIENTS
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads, told
 from tests.unit.test_engine_host_tier import assert_state, come_back
@@ -54,6 +58,22 @@ def test_a_slice_is_compared_with_the_last_time_that_it_was_saved():
     one = np.ones(1, dtype=np.uint64)
     shown = [checksums.seal(np.array([number]), one, updates) for number, updates in ((0, 1), (1, 2), (0, 3))]
     assert shown == [UNKNOWN, UNKNOWN, STALE]
+
+
+def _part(kind: str, key: str, digest: int) -> SimpleNamespace:
+    numbers, entries = np.zeros(1, dtype=np.int64), [SimpleNamespace(key=key)]
+    part = SimpleNamespace(kind=kind, cuts=(1,), slices=SimpleNamespace(entries=entries, numbers=numbers))
+    return SimpleNamespace(part=part, checksums=np.asarray([digest], dtype=np.uint64))
+
+
+@pytest.mark.parametrize(("logged", "shows"), [(False, STALE), (True, UNKNOWN)])
+def test_an_optimizer_that_rests_is_not_stale_where_another_one_consumes_gradients(logged, shows):
+    watch, anchors = FreshnessWatch(), _part("expert", "optim/0/state/w/exp_avg", 7)
+    parts = [anchors, *([_part(GRADIENTS, "grad/0/v", 1)] if logged else [])]
+    snapshot = SimpleNamespace(request=SimpleNamespace(updates=1))
+    assert watch.seen(snapshot, parts) == UNKNOWN, "nothing was sealed before"
+    snapshot.request.updates = 2
+    assert watch.seen(snapshot, parts) == shows
 
 
 def test_one_rank_that_saw_a_change_is_enough():

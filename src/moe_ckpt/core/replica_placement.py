@@ -91,7 +91,7 @@ def place_replicas(
     if replicas > others:
         raise ConfigError(
             f"Memory(replicas={replicas}): a copy lies on another node, and beside its own a rank of this run has "
-            f"{others} ({world.nodes} in all)"
+            f"{others} ({world.nodes} in all). Give at most replicas={others}, or start the run on more nodes"
         )
     if len(world.domains) == 1:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_ckpt.core.freshness import Checksums, of_all
+from moe_ckpt.core.freshness import STALE, UNKNOWN, Checksums, of_all
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart
 from moe_ckpt.format.shard import SliceEntry
@@ -19,9 +19,15 @@ class FreshnessWatch:
         self._checksums = Checksums()
 
     def seen(self, snapshot: Snapshot, parts: Sequence[SealedPart]) -> int:
-        """What the checksums of a snapshot's parts show. Gradients say nothing of the state."""
+        """Returns what the checksums of a snapshot's parts show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
+
+        Of a logged step the operators saved in full may all be of an optimizer that rested. Gradients that another one
+        consumed prove that training goes on, though their checksums say nothing of the state.
+        """
         updates = snapshot.request.updates
-        return of_all(self._of(each, updates) for each in parts if each.part.cuts and each.part.kind != GRADIENTS)
+        found = of_all(self._of(each, updates) for each in parts if each.part.cuts and each.part.kind != GRADIENTS)
+        consumed = any(each.part.cuts for each in parts if each.part.kind == GRADIENTS)
+        return UNKNOWN if consumed and found == STALE else found
 
     def _of(self, sealed: SealedPart, updates: int) -> int:
         slices = sealed.part.slices

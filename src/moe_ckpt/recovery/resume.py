@@ -229,8 +229,8 @@ def other_ranks(manifest: Manifest, world_size: int) -> str | None:
         taken = f"random numbers and data positions of {_ranks(saved, world_size)} are those of others, too"
     return (
         f"checkpoint {manifest.directory} was written by {saved} ranks, and {world_size} go on from it. Parameters and "
-        f"optimizer state are exact; what follows is not: {taken}, and a step trains on {world_size} batches instead "
-        f"of {saved}. Samples are dealt anew, none twice and none left out, by "
+        f"optimizer state are exact; what follows is not: {taken}, and a step trains on {world_size} instead of "
+        f"{saved} batches. Samples are dealt anew, none twice and none left out, by "
         "moe_ckpt.data.RecoverableDistributedSampler only"
     )
 

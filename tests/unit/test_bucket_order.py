@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ckpt.callbacks import bucket_order
 from moe_ckpt.callbacks.bucket_order import BucketOrder, decoded, encoded
 
 
@@ -115,6 +116,20 @@ def test_a_checkpoint_without_it_is_told_of(group, caplog):
     assert ["10 parameters" in each.message for each in caplog.records] == [False, True]
     assert all("last bits" in each.message for each in caplog.records)
     assert not model._has_rebuilt_buckets
+
+
+def test_where_torch_does_not_tell_the_order_a_warning_comes_once(group, caplog, monkeypatch):
+    monkeypatch.setattr(bucket_order, "_REBUILT", "of another release")
+    model = _ddp()
+    order = BucketOrder(model, hooked=False)
+    with caplog.at_level(logging.WARNING, "moe_ckpt"):
+        order.note()
+        assert not caplog.records, "nothing was reduced yet"
+        for _ in range(3):
+            _step(model)
+            order.note()
+    assert ["does not say how DDP lays out" in each.message for each in caplog.records] == [True]
+    assert order.recorded is None
 
 
 def test_another_layout_than_recorded_is_told(group, caplog):

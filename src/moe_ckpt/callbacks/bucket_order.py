@@ -118,6 +118,13 @@ class BucketOrder:
         logger.set_runtime_stats_and_log()
         found = logger._get_ddp_logging_data().strs_map.get(_REBUILT)
         if not found:
+            if self._recorded is None and self._model._has_rebuilt_buckets:  # else no pass has been reduced yet
+                self._settled = True
+                log.warning(
+                    "torch %s does not say how DDP lays out its buckets, so a resume may differ in the last bits of "
+                    "its first step (give DDPStrategy find_unused_parameters=True)",
+                    torch.__version__,
+                )
             return
         self._settled = True
         order = encoded([int(index) for bucket in found.split(",") for index in bucket.split()])

@@ -72,7 +72,8 @@ def _fit(
     if log is not None:
         policy = GradientLog(window=log)
         Path(root, "memory").mkdir(parents=True, exist_ok=True)
-        beside["memory"] = Memory(directory=f"{root}/memory", storage_every_n_steps=1000)
+        # Both processes live on when training stops, and would seal all of it: there would be no update to make again.
+        beside["memory"] = Memory(directory=f"{root}/memory", storage_every_n_steps=1000, survivor_secs=0)
     checkpoint = MoECheckpoint(policy, f"{root}/store", when_busy="wait", **beside)
     chosen = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),

@@ -76,7 +76,7 @@ def live(rank: int, world_size: int, life: Life) -> None:
     if life.line is not None:
         before, call, after = source.rpartition("    pretrain(\n")
         assert call, "pretrain_gpt.py calls pretrain() in another way than it did"
-        adopted = "    from moe_ckpt import megatron; from moe_ckpt.policies import *; "  # what a user adds
+        adopted = "    from moe_ckpt import Memory, megatron; from moe_ckpt.policies import *; "  # what a user adds
         source = f"{before}{adopted}megatron.install({life.line})\n{call}{after}"
     sys.argv = [str(script), *life.arguments.split()]
     code = 0

@@ -104,6 +104,7 @@ class MegatronCheckpoint:
         recovery_plan: Where each operator of the checkpoint came from that training resumed from: memory of this node,
             of others, or storage, as this rank sees it; None before, and for a new run.
         surviving: Seals the newest iteration when training stops.
+        upstream: Logs what crosses the boundaries of this rank's stage; None without ``Memory(upstream_bytes=...)``.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class MegatronCheckpoint:
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
         self._log = GradientLogging(inventory, optimizer, chunks, options, lambda: self._driver.session)
         upstream_bytes = upstream_budget(options, world.stages, chunks)
-        self._upstream: PipelineStage | None = None
+        self.upstream: PipelineStage | None = None
         try:
             self._driver.open(
                 comm,
@@ -152,7 +153,7 @@ class MegatronCheckpoint:
             )
             if upstream_bytes is not None:
                 degrees = json.dumps(layout(chunks), sort_keys=True)
-                self._upstream = PipelineStage(upstream_bytes, world.stages, self._driver, degrees)
+                self.upstream = PipelineStage(upstream_bytes, world.stages, self._driver, degrees)
         except BaseException:
             self._counter.close()  # a caller may catch this and train without checkpoints
             self._driver.close(0.0)
@@ -227,12 +228,12 @@ class MegatronCheckpoint:
         self._driver.resume(
             None if otherwise is None else functools.partial(begin, otherwise),
             replayer=replayer,
-            logs=None if self._upstream is None else self._upstream.kept,
+            logs=None if self.upstream is None else self.upstream.kept,
         )
         if self._driver.replaying is not None:
             self._driver.replaying.beside = self._host.spares.source()
-        if self._upstream is not None:
-            self._upstream.resumed(self.iteration)
+        if self.upstream is not None:
+            self.upstream.resumed(self.iteration)
         self.recovery_plan = self._driver.recovery_plan
         self._first = FirstForward(self._chunks, self.begin_training)
         return loop.begun_at
@@ -252,8 +253,8 @@ class MegatronCheckpoint:
         lifecycle.require(Event.BEGIN, "begin_training()")
         if self._first is not None:
             self._first.close()
-        if self._upstream is not None:
-            self._upstream.begin()
+        if self.upstream is not None:
+            self.upstream.begin()
         if self._driver.replaying is not None and self._driver.local is None:
             self._driver.replaying.begin(Recompute())
         generators.put_back()
@@ -325,11 +326,11 @@ class MegatronCheckpoint:
         updated = self._watch.updated is not False if updated is None else updated
         tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
         tokens = self._host.boosting.step_ends(tokens, applied=updated)
-        if self._upstream is not None:
-            self._upstream.step_ends()  # before anything may end the process, or raise
+        if self.upstream is not None:
+            self.upstream.step_ends()  # before anything may end the process, or raise
         record = self._driver.after_update(began, tokens, updated=updated)
-        if self._upstream is not None:
-            self._upstream.step_begins(iteration + 1)
+        if self.upstream is not None:
+            self.upstream.step_begins(iteration + 1)
         return record
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
@@ -351,8 +352,8 @@ class MegatronCheckpoint:
             self._driver.replaying.skip(iteration)
         self._host.loop.skip(iteration, consumed_samples, counters)
         self._host.generators.note()
-        if self._upstream is not None:
-            self._upstream.step_begins(iteration + 1)
+        if self.upstream is not None:
+            self.upstream.step_begins(iteration + 1)
 
     def discard_tokens(self) -> None:
         """Forgets the tokens routed since the last iteration; the rerun machine runs the forward pass again."""
@@ -391,9 +392,9 @@ class MegatronCheckpoint:
         """
         if self._driver.lifecycle.state is State.ENDED:
             return
-        if self._upstream is not None:
-            self._upstream.begin()  # others may have to compute steps again, though this rank has none left
-            self._upstream.close()
+        if self.upstream is not None:
+            self.upstream.begin()  # others may have to compute steps again, though this rank has none left
+            self.upstream.close()
         halted = self.last is not None and self.last.halt is not None
         try:
             self._driver.catch_up()
@@ -412,8 +413,8 @@ class MegatronCheckpoint:
             self._first.close()
         if self._pipeline is not None:
             self._pipeline.close()
-        if self._upstream is not None:
-            self._upstream.close()
+        if self.upstream is not None:
+            self.upstream.close()
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.

@@ -9,7 +9,9 @@ other by name, so some of them are replaced by functions that call the original 
                                           from training's
     train_step, dummy_train_step          begin training before the first; count the tokens of a rerun forward pass
                                           once; record an iteration without an update
-    checkpoint_and_decide_exit            after_step, when the iteration is counted and validated
+    checkpoint_and_decide_exit            after_step, when the iteration is counted and validated; no more than that
+                                          while some stages compute iterations again alone
+    training_log                          with an upstream log: at the same iterations on all stages
     save_checkpoint                       write no checkpoint of Megatron's during a replay
     train                                 finish, also on ``sys.exit``
 """
@@ -22,7 +24,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +60,8 @@ REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "save_checkpoint": ("save_checkpoint_and_time", ("iteration",)),
 }
 """Replaced function of ``TRAINING`` -> (its caller, the parameters that are used)."""
+REPLACED_WITH_LOG = {**REPLACED, "training_log": ("train", ("is_first_iteration",))}
+"""The same with ``Memory(upstream_bytes=...)``."""
 
 USED = (
     ("megatron.training.global_vars", "get_args"),
@@ -104,20 +108,16 @@ def install(
     """
     global _installed
     chosen = make_options("megatron.install", policy, dirpath, options, ("stateful",))
-    if chosen.memory is not None and chosen.memory.upstream_bytes is not None:
-        raise UnsupportedError(
-            "megatron.install(memory=Memory(upstream_bytes=...)): Megatron-LM's loop talks over all stages after an "
-            "iteration, too, where a stage that comes up to the others would be missed. Leave it out, or train with "
-            "megatron.attach in a loop of your own"
-        )
     if _installed is not None:
         raise ConfigError(
             f"megatron.install() was called twice in this process, for {_installed.options.dirpath} and for "
             f"{chosen.dirpath}: call it once, before pretrain()"
         )
-    training = find_training()
+    logs_messages = chosen.memory is not None and chosen.memory.upstream_bytes is not None
+    replaced = REPLACED_WITH_LOG if logs_messages else REPLACED
+    training = find_training(replaced)
     attach_to = functools.partial(attach, policy=policy, dirpath=dirpath, stateful=stateful, **options)
-    _installed = MegatronLM(training, chosen, attach_to)
+    _installed = MegatronLM(training, chosen, attach_to, tuple(replaced))
     atexit.register(_say_unused, _installed)
     return _installed
 
@@ -133,8 +133,12 @@ def _say_unused(installed: MegatronLM) -> None:
         )
 
 
-def find_training() -> Any:
-    """Returns the module ``megatron.training.training``, checked. Raises as ``install``."""
+def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]] = REPLACED) -> Any:
+    """Returns the module ``megatron.training.training``, checked. Raises as ``install``.
+
+    Args:
+        replaced: What will be, as ``REPLACED``.
+    """
     try:
         training = importlib.import_module(TRAINING)
     except ImportError as error:
@@ -143,7 +147,7 @@ def find_training() -> Any:
             "tree, not in the package megatron-core. Put that tree on PYTHONPATH, or, in a training loop of your own, "
             "use megatron.attach"
         ) from error
-    moved = list(_moved_names(training))
+    moved = list(_moved_names(training, replaced))
     if moved:
         raise _moved(", no ".join(moved))
     for module, name in USED:
@@ -151,9 +155,9 @@ def find_training() -> Any:
     return training
 
 
-def _moved_names(training: Any) -> Iterator[str]:
-    """Yields what of ``REPLACED`` this version lacks."""
-    for name, (caller, parameters) in REPLACED.items():
+def _moved_names(training: Any, replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """Yields what of ``replaced`` this version lacks."""
+    for name, (caller, parameters) in replaced.items():
         absent = [each for each in (name, caller) if not callable(getattr(training, each, None))]
         if absent:
             yield from (f"{TRAINING}.{each}" for each in absent)
@@ -181,7 +185,11 @@ class MegatronLM:
     """
 
     def __init__(
-        self, training: Any, options: Options, attach_to: Callable[[Any, Any, Any], MegatronCheckpoint]
+        self,
+        training: Any,
+        options: Options,
+        attach_to: Callable[[Any, Any, Any], MegatronCheckpoint],
+        replaced: Sequence[str] = tuple(REPLACED),
     ) -> None:
         self.checkpoint: MegatronCheckpoint | None = None
         self.options = options
@@ -189,8 +197,8 @@ class MegatronLM:
         self._attach = attach_to
         self._updated, self._leaving = True, False  # the newest step updated weights; all ranks will exit
         self._floating_point_operations: Any = 0
-        self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in REPLACED}
-        for name in REPLACED:
+        self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in replaced}
+        for name in replaced:
             setattr(training, name, getattr(self, f"_{name}"))
 
     def remove(self) -> None:
@@ -343,6 +351,8 @@ class MegatronLM:
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
         ckpt = self._running
         ckpt.begin_training()
+        if ckpt.upstream is not None:
+            ckpt.upstream.begin()
         name = "forward_backward_func"
         inner = self._arguments("train_step", args, kwargs)[name]
 
@@ -379,12 +389,18 @@ class MegatronLM:
         given = self._arguments("checkpoint_and_decide_exit", args, kwargs)
         iteration = given["iteration"]
         self._floating_point_operations = given["num_floating_point_operations_so_far"]
+        is_alone = ckpt.upstream is not None and ckpt.upstream.is_alone
         record = ckpt.after_step(
             iteration,
             consumed_samples=settings.consumed_train_samples,
             updated=self._updated,
             counters=self._counters(settings, self._floating_point_operations),
         )
+        if ckpt.upstream is not None:
+            ckpt.upstream.rest()
+        if is_alone:  # all ranks saved and decided when the iteration was computed first
+            self._leaving = False
+            return False
         interval = getattr(settings, "save_interval", None)
         if interval and iteration % interval == 0:
             ckpt.save(wait=False)
@@ -396,6 +412,12 @@ class MegatronLM:
             say_halted("iteration", iteration, record.halt, 0)
         self._leaving = leave or record.halt is not None
         return self._leaving
+
+    def _training_log(self, *args: Any, **kwargs: Any) -> Any:
+        """Logs the first iteration of a start, at which stages may stand at different ones, as it does any other."""
+        given = inspect.signature(self._original["training_log"]).bind(*args, **kwargs)
+        given.arguments["is_first_iteration"] = False
+        return self._original["training_log"](*given.args, **given.kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Saves Megatron's own checkpoint, or ours if it has no directory; in a replay none."""

@@ -105,9 +105,21 @@ class PipelineStage:
         self._boundary.before_first(lambda: self._begin(iteration))
         self._interception = Interception(self._boundary)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this stage computes a step again that the others are done with."""
+        return self._boundary.is_alone
+
     def begin(self) -> None:
-        """The first step begins, unless a message has begun it."""
+        """A step begins, unless a message has begun it."""
         self._boundary.begin()
+
+    def rest(self) -> None:
+        """After a step, for a loop whose stages talk before the next: until ``begin`` that belongs to no step.
+
+        Such a loop leaves it out after a step for which ``is_alone`` was true.
+        """
+        self._boundary.rest()
 
     def _begin(self, iteration: int) -> None:
         driver = self._driver

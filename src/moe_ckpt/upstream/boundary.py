@@ -27,6 +27,12 @@ class Boundary(Traffic):
         self._alone: frozenset[int] = frozenset()
         self._came_up: int | None = None
         self._answers: Answers | None = None
+        self._resting = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank's stage computes a step again, to which others do not answer."""
+        return self._answers is not None
 
     def before_first(self, call: Callable[[], None]) -> None:
         """Before the first message is sent or awaited, ``call`` runs."""
@@ -34,9 +40,14 @@ class Boundary(Traffic):
 
     def begin(self) -> None:
         """A step begins, which sends or awaits nothing first."""
+        self._resting = False
         first, self._first = self._first, None
         if first is not None:
             first()
+
+    def rest(self) -> None:
+        """Until the next step begins, what crosses belongs to no step: stages that compute a step again leave it out."""
+        self._resting = True
 
     def go_alone(self, ranks: Collection[int], answers: Answers) -> None:
         """The next step is computed by ``ranks``, of which this is one; ``answers`` has what the others sent."""
@@ -82,6 +93,10 @@ class Boundary(Traffic):
         return True
 
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
+        if self._resting and self._came_up is not None:
+            raise ReplayDivergedError(
+                self._came_up, f"{channel} is needed right after it, which ranks that kept their state do not take part in"
+            )
         if self._answers is None or self._alone.issuperset(channel.ranks):
             return False
         for result in results:
@@ -97,6 +112,6 @@ class Boundary(Traffic):
             self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not named")
 
     def _keep(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
-        if self._log is not None:
+        if self._log is not None and not self._resting:
             for tensor in tensors:
                 self._log.append(channel, tensor)

@@ -1,15 +1,17 @@
 """Sees what this rank sends and receives by ``torch.distributed``, and may answer in its place.
 
 Frameworks have no hook for that: Megatron's schedules, gradient reductions and optimizers call functions of the module,
-which are replaced here until ``close``. Calls within one stage, and of other threads than training's, pass as they are;
+which are replaced here until ``close``, also where another module has imported them by name. Calls within one stage, and of other threads than training's, pass as they are;
 that costs one look into a dictionary.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +85,7 @@ class Interception:
         self._rank = dist.get_rank()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._open = True
+        self._holders = list(_modules_of_others())
         for name in ("isend", "send"):
             self._replace(name, self._sending)
         for name in ("irecv", "recv"):
@@ -99,6 +102,10 @@ class Interception:
         ours = functools.wraps(original)(kind(name, original))
         for module in (dist, distributed_c10d):  # the latter's own functions find each other there
             if getattr(module, name, None) is original:
+                setattr(module, name, ours)
+                self._replaced.append((module, name, original, ours))
+        for module in self._holders:
+            for name in [name for name, value in vars(module).items() if value is original]:
                 setattr(module, name, ours)
                 self._replaced.append((module, name, original, ours))
 
@@ -219,6 +226,13 @@ class Interception:
             return call()
         finally:
             self._within = False
+
+
+def _modules_of_others() -> Iterator[ModuleType]:
+    """Yields loaded modules that may have imported a function by name, as Megatron's timers do; torch's own did not."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "torch" and isinstance(module, ModuleType):
+            yield module
 
 
 class Done:

@@ -13,12 +13,12 @@ def moved_names(rank: int, world_size: int, root: str) -> dict[str, Said]:
     """Megatron-LM in other versions: a function gone, no longer called by its name, or with other parameters."""
     import megatron.training.training as training
 
-    from moe_ckpt import megatron
-    from moe_ckpt.megatron.megatron_lm import REPLACED
+    from moe_ckpt import Memory, megatron
+    from moe_ckpt.megatron.megatron_lm import REPLACED_WITH_LOG
 
     found: dict[str, Said] = {}
-    install = functools.partial(megatron.install, dirpath=root)
-    for name, (caller, parameters) in REPLACED.items():
+    install = functools.partial(megatron.install, dirpath=root, memory=Memory(upstream_bytes="1MB"))
+    for name, (caller, parameters) in REPLACED_WITH_LOG.items():
         with changed(training, name, DELETED):
             found[f"{name} gone"] = said(install)
         with changed(training, caller, lambda: None):
@@ -26,7 +26,7 @@ def moved_names(rank: int, world_size: int, root: str) -> dict[str, Said]:
         for parameter in parameters:
             with changed(training, name, lambda *args, **kwargs: None):
                 found[f"{name}({parameter})"] = said(install)
-    found["untouched"] = (str([name for name in REPLACED if "moe_ckpt" in getattr(training, name).__module__]), "")
+    found["untouched"] = (str([name for name in REPLACED_WITH_LOG if "moe_ckpt" in getattr(training, name).__module__]), "")
     return found
 
 
@@ -34,11 +34,10 @@ def calls(rank: int, world_size: int, root: str) -> dict[str, Said]:
     """Settings that cannot be, and runs in which nothing could be checkpointed."""
     import megatron.training.training as training
 
-    from moe_ckpt import Memory, megatron
+    from moe_ckpt import megatron
     from moe_ckpt.megatron import megatron_lm
 
     found = {
-        "upstream": said(lambda: megatron.install(dirpath=root, memory=Memory(upstream_bytes=1))),
         "policy": said(lambda: megatron.install(policy="MoC", dirpath=root)),
         "option": said(lambda: megatron.install(dirpath=root, retntion=3)),
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -119,6 +121,35 @@ def train(
             found.append(alone(rank, ranks, built, back, end, losses, Path(root)))
         dist.barrier()
     return steps, sent, found
+
+
+def by_name(rank: int, world_size: int) -> list[str]:
+    """Returns what is seen of calls by a name that another module has imported: while it is replaced, and after."""
+
+    class Seen:
+        def __init__(self) -> None:
+            self.channels: list[str] = []
+
+        def crosses(self, ranks: tuple[int, ...]) -> bool:
+            return True
+
+        def answers(self, channel: Channel, results: Any) -> bool:
+            self.channels.append(channel.kind)
+            return True
+
+    loop = ModuleType("a_loop_of_a_user")
+    sys.modules[loop.__name__] = loop
+    exec("from torch.distributed import all_reduce as agree", vars(loop))
+    seen = Seen()
+    interception = Interception(seen)  # type: ignore[arg-type]
+    loop.agree(torch.zeros(1))
+    interception.close()
+    loop.agree(torch.zeros(1))
+    return [*seen.channels, "put back" if loop.agree is dist.all_reduce else "kept"]
+
+
+def test_functions_that_a_module_has_imported_by_name_are_seen():
+    assert run_ranks(by_name, 1) == [["all_reduce", "put back"]]
 
 
 def alone(

@@ -318,7 +318,7 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
         if one.refused:
             print(wrapped(f"{one.system.name} cannot be used: {one.refused}"))
     if any(not one.system.in_trainer for one in plan.candidates):
-        said = "only the failed stage goes back: Megatron pipelines by megatron.attach, with Memory(upstream_bytes=...)"
+        said = "only the failed stage goes back: Megatron pipelines, with Memory(upstream_bytes=...)"
         print(wrapped(f"{MARK} {said}"))
     if short := [one for one in plan.candidates if one.margin]:
         least, all_of_it = _span(min(one.simulated_secs for one in short)), _span(scenario.duration_secs)

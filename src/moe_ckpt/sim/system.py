@@ -113,7 +113,7 @@ class System:
 
     @property
     def in_trainer(self) -> bool:
-        """Whether every framework can run it: localized rollback is for Megatron pipelines, by ``megatron.attach``."""
+        """Whether every framework can run it: localized rollback is for Megatron pipelines."""
         return self.rollback == "global"
 
 

@@ -46,7 +46,7 @@ class Boundary(Traffic):
             first()
 
     def rest(self) -> None:
-        """Until the next step begins, what crosses belongs to no step: stages that compute a step again leave it out."""
+        """Until the next step begins, what crosses belongs to no step: stages that are alone leave it out."""
         self._resting = True
 
     def go_alone(self, ranks: Collection[int], answers: Answers) -> None:
@@ -95,7 +95,7 @@ class Boundary(Traffic):
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
         if self._resting and self._came_up is not None:
             raise ReplayDivergedError(
-                self._came_up, f"{channel} is needed right after it, which ranks that kept their state do not take part in"
+                self._came_up, f"{channel} is needed right after it, where ranks that kept their state have no part in it"
             )
         if self._answers is None or self._alone.issuperset(channel.ranks):
             return False

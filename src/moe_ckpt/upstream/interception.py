@@ -1,8 +1,8 @@
 """Sees what this rank sends and receives by ``torch.distributed``, and may answer in its place.
 
 Frameworks have no hook for that: Megatron's schedules, gradient reductions and optimizers call functions of the module,
-which are replaced here until ``close``, also where another module has imported them by name. Calls within one stage, and of other threads than training's, pass as they are;
-that costs one look into a dictionary.
+which are replaced here until ``close``, also where another module has imported one by name. Calls within one stage, and
+of other threads than training's, pass as they are; that costs one look into a dictionary.
 """
 
 from __future__ import annotations

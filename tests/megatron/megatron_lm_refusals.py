@@ -26,7 +26,8 @@ def moved_names(rank: int, world_size: int, root: str) -> dict[str, Said]:
         for parameter in parameters:
             with changed(training, name, lambda *args, **kwargs: None):
                 found[f"{name}({parameter})"] = said(install)
-    found["untouched"] = (str([name for name in REPLACED_WITH_LOG if "moe_ckpt" in getattr(training, name).__module__]), "")
+    replaced = [name for name in REPLACED_WITH_LOG if "moe_ckpt" in getattr(training, name).__module__]
+    found["untouched"] = (str(replaced), "")
     return found
 
 

@@ -95,7 +95,7 @@ class Boundary(Traffic):
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
         if self._resting and self._came_up is not None:
             raise ReplayDivergedError(
-                self._came_up, f"{channel} is needed right after it, where ranks that kept their state have no part in it"
+                self._came_up, f"{channel} is needed right after it, and ranks that kept their state take no part"
             )
         if self._answers is None or self._alone.issuperset(channel.ranks):
             return False

@@ -84,8 +84,8 @@ class Run:
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
     sharded: several ranks divide all tensors by FSDP2; else DDP.
     fixed_buckets: DDP does not rearrange its buckets after a process's first step.
-    watched: each shard of the store that a process opens to read is noted in ``<log>.opened``; and in the log what the
-    process takes of the system when training begins.
+    watched: each shard of the store that a process opens to read is noted (``lives.shards_read``); and in the log what
+    the process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     """
 
@@ -463,9 +463,9 @@ def main(run: Run) -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     sabotage.apply(run.sabotage)
-    if run.watched:
-        note_shards(str(run.store), f"{run.log}.opened")
     rank = int(os.environ.get("RANK", "0"))
+    if run.watched:
+        note_shards(str(run.store), f"{run.log}.opened", rank)
     trainer, module, _ = build(run, rank)
     train(run, rank, trainer, module)
 

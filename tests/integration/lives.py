@@ -32,6 +32,7 @@ from tests.integration import crash_run
 from tests.integration.crash_run import Run
 from tests.support import warm
 from tests.support.deleting import delete_tree
+from tests.support.opened import shards_opened
 
 KILLED = -signal.SIGKILL
 LIFE_SECS = 400.0
@@ -198,6 +199,11 @@ def events(run: Run, rank: int = 0) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def shards_read(run: Run) -> list[list[str]]:
+    """Shards of the store that each rank opened to read, in all lives; ``run`` is ``watched``."""
+    return shards_opened(f"{run.log}.opened", run.ranks)
 
 
 def split_lives(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -19,6 +19,7 @@ from tests.integration.lives import (
     live_ranks,
     output,
     place,  # noqa: F401 - a fixture
+    shards_read,
 )
 from tests.integration.test_memory_kills import DENSE, in_memory, left
 from tests.integration.test_memory_rarely_stored import RARELY, restored, stored
@@ -59,12 +60,13 @@ def ends_alike(run: Run) -> None:
 
 def test_a_lost_node_of_fsdp2_comes_back_from_its_peer(place):  # noqa: F811
     """Every tensor is divided: of what the lost rank had, the other one has nothing but the copy."""
-    run = in_memory(replace(FSDP2, to_storage=RARELY), place)
+    run = in_memory(replace(FSDP2, to_storage=RARELY, watched=True), place)
     assert KILLED in live_ranks(replace(run, crash=("compute", 7))), output(run)
     before = stored(run)
     lose(run, 1)
     ends_alike(run)
     assert restored(run) > before
+    assert shards_read(run) == [[], []]
 
 
 def test_what_a_rank_left_that_died_at_the_very_end_is_removed(place):  # noqa: F811
@@ -82,13 +84,15 @@ def test_what_a_rank_left_that_died_at_the_very_end_is_removed(place):  # noqa: 
 @pytest.mark.parametrize(("phase", "n"), IN_MEMORY, ids=[phase for phase, _ in IN_MEMORY])
 def test_killed_in_a_phase_of_memory(phase, n, lost, layout, place):  # noqa: F811
     """Both ranks reach it, and one dies; then its node may be lost, or the other one."""
-    run = in_memory(replace(layout, to_storage=RARELY), place)
+    run = in_memory(replace(layout, to_storage=RARELY, watched=True), place)
     assert KILLED in live_ranks(replace(run, crash=(phase, n))), output(run)
     before = before_of(run)
     if lost is not None:
         lose(run, lost)
     ends_alike(run)
-    assert phase == "reserve" or restored(run) > before, "storage has only what the first life began with"
+    if phase != "reserve":
+        assert restored(run) > before, "storage has only what the first life began with"
+        assert shards_read(run) == [[], []], "neither rank reads a tensor from there"
 
 
 @pytest.mark.slow

@@ -5,38 +5,42 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moe_ckpt.engine.settings import Settings
 from moe_ckpt.memory.directory import RankDirectory, boot_id, make_rank_directory
 from moe_ckpt.memory.slot import Slot
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
     assert_same_losses,
+    assert_same_run,
     assert_store_sound,
     events,
     live_ranks,
     output,
     place,  # noqa: F401 - a fixture
+    shards_read,
     split_lives,
     undisturbed,
 )
 from tests.integration.test_memory_kills import DENSE, in_memory
 from tests.integration.test_memory_layouts import DDP, FSDP2
 from tests.integration.test_memory_rarely_stored import RARELY
-from tests.support.opened import shards_opened
 
 STEPS_OF_EPOCH, STEPS_OF_LIFE = 10, 2
 STRANGER = 4321
 LAYOUTS = {"one": DENSE, "ddp": DDP, "fsdp2": FSDP2}
 SLACK = 4
-"""What is under way at the moment of a kill: a slot that is made, a header that is written, a thread that removes."""
-FAULT_NBYTES = 64
-"""Each header lists the recoveries of the run."""
+"""Of descriptors and threads: what is under way at the moment when they are counted."""
+HEADER_NBYTES, FAULT_NBYTES = 1 << 10, 64
+"""The most by which two headers differ but for the recoveries of the run, which they list; and for each of those."""
+SLOT, STATE_SLOT = "slot", "slot of plain state"
 SLACK_BYTES = 48 << 20
 """Of resident memory: libraries that one life happens to touch and another does not."""
 
@@ -83,27 +87,67 @@ def own(run: Run, told: Callable[[], dict[str, tuple[int, int, bytes]]]) -> list
     return [path for path in files if str(path) not in theirs and not any(name in path.parts for name in foreign)]
 
 
+def most_left(run: Run) -> Counter[str]:
+    """The most files, by their suffix, that a killed life may leave together with those before it, on all ranks.
+
+    A life ends in the step after ``STEPS_OF_LIFE`` and saves all at each step. So it has made
+
+    - a slot for each snapshot, or as many as the pool makes ahead of time: those in flight, and one more;
+    - a copy of each snapshot of each rank that sends here, of which there are as many as ``replicas``;
+    - under DDP, a small slot for the plain state of the newest step, beside that of the step before.
+
+    When it began, it removed what had no header, and kept what it went on from: one snapshot, and the copies of it. A
+    thread removes the others that were sealed, and may not have begun to when the process is killed.
+    """
+    kept = 1 + run.replicas
+    made = max(STEPS_OF_LIFE, Settings().max_in_flight + 1) + STEPS_OF_LIFE * run.replicas
+    slots, states = made + STEPS_OF_LIFE * kept + kept, 4 * (run.ranks > 1 and not run.sharded)
+    lives = 3  # this one, the one before it, and one that was gone on from twice, since the one before sealed nothing
+    being_sealed = kept + states // 4
+    most = {SLOT: slots, STATE_SLOT: states, ".head": slots + states, ".tmp": being_sealed, ".starts": kept}
+    return Counter({kind: number * run.ranks for kind, number in (most | {"lock": lives, "owner.json": lives}).items()})
+
+
+def kinds_of(sizes: dict[Path, int], slot_nbytes: int) -> Counter[str]:
+    """How many files there are, as ``most_left`` names them."""
+    slots = Counter(STATE_SLOT if 2 * sizes[path] < slot_nbytes else SLOT for path in sizes if path.suffix == ".data")
+    others = (path for path in sizes if path.suffix != ".data")
+    return slots + Counter(path.name if path.suffix in ("", ".json") else path.suffix for path in others)
+
+
+def assert_no_more_is_left(run: Run, found: list[dict[Path, int]]) -> None:
+    """Each round left no more files than ``most_left``, and no more bytes than those take.
+
+    Args:
+        found: Of each round, the size of each file.
+    """
+    slot_nbytes, most = max(found[0].values()), most_left(run)
+    headers = [max((sizes[path] for path in sizes if path.suffix == ".head"), default=0) for sizes in found]
+    header_nbytes = next(filter(None, headers)) + HEADER_NBYTES + FAULT_NBYTES * len(found)
+    most_nbytes = most[SLOT] * slot_nbytes + most[STATE_SLOT] * slot_nbytes // 2 + most[".head"] * header_nbytes
+    for number, sizes in enumerate(found):
+        assert kinds_of(sizes, slot_nbytes) <= most, f"files that round {number} left"
+        assert headers[number] <= header_nbytes, f"a header that round {number} left"
+        assert max(sizes.values()) <= slot_nbytes, f"a slot that round {number} left"
+        assert sum(sizes.values()) <= most_nbytes, f"bytes that round {number} left"
+
+
 def rounds(run: Run, place: Path, count: int) -> None:  # noqa: F811
     run = in_memory(replace(run, to_storage=RARELY, watched=True, epochs=count), place)
     run = replace(run, samples=STEPS_OF_EPOCH * 4 * run.ranks)
     root = Path(run.memory, "node_0") if run.replicas else Path(run.memory)
     root.mkdir(exist_ok=True)
     told = others(root, "c" * 32)
-    before, taken, sizes, restored = told(), list[dict[str, int]](), list[tuple[int, int, int]](), list[int]()
+    before, taken, found, restored = told(), list[dict[str, int]](), list[dict[Path, int]](), list[int]()
     for _ in range(count):
         assert KILLED in live_ranks(replace(run, crash=("compute", STEPS_OF_LIFE + 1))), output(run)
-        found = own(run, told)
-        nbytes = [path.stat().st_size for path in found]
-        sizes.append((len(found), sum(nbytes), max(nbytes, default=0)))
+        found.append({path: path.stat().st_size for path in own(run, told)})
         taken.append(split_lives(events(run))[-1][0]["resources"])
         restored.append(split_lives(events(run))[-1][0]["step"] or 0)
     assert restored == sorted(restored), "no life goes on from before the one before it"
     assert restored[-1] >= count // 4, "the newest step may still be on its way into memory when its process dies"
+    assert_no_more_is_left(run, found)
     early = slice(1, 1 + count // 3)
-    most, most_early = (tuple(map(max, zip(*part, strict=True))) for part in (sizes[1:], sizes[early]))
-    assert most[0] <= most_early[0] + SLACK, "files"
-    one_more_slot = most_early[2]  # which was being made when the process was killed
-    assert most[1] <= most_early[1] + one_more_slot + FAULT_NBYTES * count * most[0], "bytes"
     for what, slack in (("descriptors", SLACK), ("threads", SLACK), ("resident", SLACK_BYTES)):
         assert max(each[what] for each in taken[1:]) <= max(each[what] for each in taken[early]) + slack, what
     run = replace(run, epochs=-(-(restored[-1] + STEPS_OF_LIFE) // STEPS_OF_EPOCH) + 1)
@@ -112,7 +156,7 @@ def rounds(run: Run, place: Path, count: int) -> None:  # noqa: F811
     for rank, logged in enumerate(undisturbed(truth)[1]):
         assert_same_losses(events(run, rank), logged)
     assert_store_sound(run, ended=True)
-    assert shards_opened(f"{run.log}.opened") == [], "all tensors of all lives came from memory"
+    assert shards_read(run) == [[]] * run.ranks, "all tensors of all lives came from memory"
     assert own(run, told) == []
     assert told() == before
 
@@ -127,22 +171,27 @@ def test_three_hundred_rounds(layout, place):  # noqa: F811
     rounds(layout, place, 300)
 
 
-@pytest.mark.parametrize(
+every_layout = pytest.mark.parametrize(
     "layout",
     [pytest.param(layout, id=name, marks=[pytest.mark.slow] * (layout.ranks > 1)) for name, layout in LAYOUTS.items()],
 )
+
+
+@every_layout
 def test_after_kill_9_no_tensor_is_read_from_storage(layout, place):  # noqa: F811
-    """Every checkpoint is there, too: none of its shards is even opened."""
+    """Every checkpoint is there, too: no rank even opens one of its shards."""
     run = in_memory(replace(layout, watched=True), place)
     assert KILLED in live_ranks(replace(run, crash=("compute", 9))), output(run)
     assert live_ranks(run) == [0] * run.ranks, output(run)
     assert split_lives(events(run))[-1][0]["step"] >= 7
-    assert shards_opened(f"{run.log}.opened") == []
+    assert shards_read(run) == [[]] * run.ranks
+    assert_same_run(run)
 
 
-def test_without_memory_tensors_are_read_and_that_is_seen(place):  # noqa: F811
-    """So the tests above can fail."""
-    run = replace(in_memory(replace(DENSE, watched=True), place), memory=None)
+@every_layout
+def test_without_memory_tensors_are_read_and_that_is_seen(layout, place):  # noqa: F811
+    """So the tests above can fail, on every rank."""
+    run = replace(in_memory(replace(layout, watched=True), place), memory=None)
     assert KILLED in live_ranks(replace(run, crash=("compute", 9))), output(run)
-    assert live_ranks(run) == [0], output(run)
-    assert len(shards_opened(f"{run.log}.opened")) > 2
+    assert live_ranks(run) == [0] * run.ranks, output(run)
+    assert all(shards_read(run))

@@ -211,6 +211,10 @@ class UpdateReplayer(Protocol):
         """Whether this rank's optimizers update the very tensors that those of the log did, as far as it tells."""
         ...
 
+    def joined(self, operators: Collection[str]) -> frozenset[str]:
+        """Returns these operators, and all that must be loaded as of the same step as one of them."""
+        ...
+
     def check(self, log: LoggedSteps) -> None:
         """Raise unless ``replay`` can follow. Changes nothing."""
         ...

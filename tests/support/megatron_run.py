@@ -222,7 +222,7 @@ def _train(
     ckpt.finish()
     plan = ckpt.recovery_plan
     told |= {"losses": losses, "records": records, "progress": progress, "restored_step": ckpt.restored_step}
-    return told | {"remade": None if plan is None else plan.updates}
+    return told | {"remade": plan and plan.updates, "remaking": plan and plan.remaking}
 
 
 def draw(times: int) -> None:

@@ -231,6 +231,41 @@ def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) 
     return sorted(beneath, key=lambda each: (each.step, each.shares[0].sequence))
 
 
+def sealed_beside(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
+    """What survivors sealed of the very step of ``checkpoint``, which is a step of a gradient log; None if nothing.
+
+    Args:
+        checkpoint: Which stands by itself.
+        known: Of ``snapshots_of``.
+    """
+    last = checkpoint.shares[-1]
+    if not checkpoint.is_log or is_survivors(last.sequence):
+        return None
+    own = ((each, each.shares[0]) for each in known)
+    alike = (
+        each for each, one in own if is_survivors(one.sequence) and (one.life, one.step) == (last.life, checkpoint.step)
+    )
+    return next(alike, None)
+
+
+def newer_than_log(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBehind | None:
+    """What ranks that lived on sealed of a step after ``checkpoint``, to which its gradient log does not lead.
+
+    Returns:
+        The newest such step, and the ranks that sealed it; None if there is none, or ``checkpoint`` is none of a log.
+    """
+    last = checkpoint.shares[-1]
+    own = [
+        share
+        for share in shares
+        if is_survivors(share.sequence) and not (is_lent(share.sequence) or share.only) and share.life == last.life
+    ]
+    newest = max((share.step for share in own), default=checkpoint.step)
+    if not checkpoint.is_log or newest <= checkpoint.step:
+        return None
+    return LeftBehind(newest, tuple(sorted({share.writer for share in own if share.step == newest})))
+
+
 def fullest(shares: Sequence[Share]) -> Share:
     """One that has all that any of these shares of one writer has."""
     return min(shares, key=lambda share: share.sent)

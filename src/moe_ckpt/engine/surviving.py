@@ -22,6 +22,7 @@ from moe_ckpt.engine.snapshot import Encode, Snapshot
 from moe_ckpt.engine.snapshotting import Snapshotter
 from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.errors import MoECheckpointError
+from moe_ckpt.policies.base import needs_of
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,21 @@ class Survivor:
         begin = functools.partial(self._begin, step, until)
         if not whole:
             found.append(begin(save_full(step, catalog.everything), plain, rank))
-        lent = lends(rank, self._run.placement.expert_peers or self._run.placement.peers)
+        lent, logs = self._lends(rank), needs_of(self._run.policy).gradients
         if lent is not None and not whole:
-            every = catalog.everything if self._is_lent_whole else tuple(op.id for op in catalog.experts)
+            # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
+            every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
             found.append(begin(save_full(step, every), lambda **_: ({}, []), lent))
         self._wait(found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
+
+    def _lends(self, rank: int) -> int | None:
+        """Whose share this rank seals besides its own."""
+        placement = self._run.placement
+        found = lends(rank, placement.expert_peers or placement.peers)
+        if found is None and needs_of(self._run.policy).gradients:  # nobody has its experts, but some have the rest
+            return lends(rank, placement.peers)
+        return found
 
     def _begin(self, step: int, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
         sent, applied = self._snapshots.booking.applied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,22 @@ class LogReplayer(UpdateReplayer):
         if recorded is None:  # of an earlier release
             return True
         return set(UpdateLayout.decoded(recorded, "the log").units) == set(self._opened().units)
+
+    def joined(self, operators: Collection[str]) -> frozenset[str]:
+        """See ``ports.UpdateReplayer``: those that share a parameter whose rows the optimizer couples."""
+        found = set(operators)
+        replay = self._opened() if operators else None
+        if replay is None or not any(map(replay.coupled, range(len(self._optimizers)))):
+            return frozenset(found)
+        sharing: dict[tuple[int, str], set[str]] = defaultdict(set)
+        for operator, spans in self._spans.items():
+            for unit, _ in replay.pieces.of_operator(spans):
+                if replay.coupled(unit.optimizer):
+                    sharing[unit.optimizer, unit.name].add(operator)
+        groups = [group for group in sharing.values() if len(group) > 1]
+        while more := {op for group in groups if group & found for op in group} - found:
+            found |= more
+        return frozenset(found)
 
     def check(self, log: LoggedSteps) -> None:
         """See ``ports.UpdateReplayer``.

@@ -18,7 +18,8 @@ from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.gradient_log import StoredLog, anchors_of, needed_gradients
+from moe_ckpt.recovery.gradient_log import NOTHING, Kept, StoredLog, anchors_of, needed_gradients, since
+from moe_ckpt.recovery.kept_beside import kept_here, plan_along_log
 from moe_ckpt.recovery.log_of_others import MakeDense, made_dense
 from moe_ckpt.recovery.memory_source import MemorySource
 from moe_ckpt.recovery.opened_memory import OpenedMemory
@@ -166,12 +167,12 @@ class Recovery:
         Ranks wait for one another as seldom as can be, which is what a return from a rank's own memory takes.
         """
         comm, state, make = self.comm, self.state, opener()
-        (opened, spans), asked = together_or_any(comm, lambda: self._proven(make()))
+        (opened, spans, kept), asked = together_or_any(comm, lambda: self._proven(make()))
         if opened.logged and opened.manifest.world_size != comm.world_size:
             return self._return_by_dense(opened)
         received = opened.slots.fetch(spans) if asked else 0
         if opened.logged:
-            return self._return_along_log(opened, received)
+            return self._return_along_log(opened, received, kept)
         manifest = opened.manifest
         first = manifest.window[0].step if manifest.window else None
         operators = tuple(manifest.operators)
@@ -190,32 +191,36 @@ class Recovery:
         tokens = opened.tokens_from_memory(operators)
         return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath, plan=plan)
 
-    def _return_along_log(self, opened: OpenedMemory, received: int) -> Restored:
-        """The same of a step of a gradient log: anchors, and the updates since, made once more."""
+    def _return_along_log(self, opened: OpenedMemory, received: int, kept: Kept) -> Restored:
+        """The same of a step of a gradient log: anchors, and the updates since, made once more; or what survivors kept.
+        """
         comm, state, manifest = self.comm, self.state, opened.manifest
         here = together(comm, lambda: self._log_source(opened))
         if any(largest(comm, [here is None])) or here is None:
             return self._return_by_dense(opened)
         restored, source = here
         log_here = together(
-            comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank, opened.chained)
+            comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank, opened.chained, kept)
         )
         replayer = self.replayer
         if replayer is None:
             raise ConfigError(_NOBODY.format(manifest.directory))
         if any(largest(comm, [not replayer.fits(log_here)])):
             return self._return_by_dense(opened)
-        plan = plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), opened_inventories(opened))
-        plan = replace(plan, updates=(log_here.steps[0], manifest.step))
+        plan = plan_along_log(comm, opened, kept, log_here.steps[0])
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
         if comm.rank == 0:
             say_plan(plan)
         operators = tuple(manifest.operators)
-        together(comm, lambda: source.verify(operators, state))
+        if kept.spares_log:
+            opened.slots.check_only(stored.path for stored in kept.read)
+        from_log = [op for op in operators if op not in kept.operators]
+        together(comm, lambda: source.verify(from_log, state))
         together(comm, log_here.verify)
         together(comm, lambda: replayer.check(log_here))
         together(comm, lambda: source.prepare(state))
-        together(comm, lambda: replayer.replay(log_here))
+        made = together(comm, lambda: replayer.replay(log_here))
+        log.info("rank %d made %d updates once more", comm.rank, made)
         replayer.finish()
         records = dict(manifest.operators)
         records |= {op: replace(records[op], step=manifest.step) for op in opened.chained}
@@ -243,28 +248,37 @@ class Recovery:
             raise ConfigError(_NOBODY.format(opened.manifest.directory))
         return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense))
 
-    def _proven(self, opened: OpenedMemory) -> tuple[tuple[OpenedMemory, tuple[Span, ...]], bool]:
-        """What was opened, what this rank reads of it, and whether some of that lies on other nodes."""
+    def _proven(self, opened: OpenedMemory) -> tuple[tuple[OpenedMemory, tuple[Span, ...], Kept], bool]:
+        """What was opened, what this rank reads of it, what it takes from survivors; whether other nodes have some."""
         opened.reader.prove(opened.manifest)
         foreign = opened.logged and opened.manifest.world_size != self.comm.world_size
-        spans = () if foreign else tuple(self.spans(opened))
-        return (opened, spans), opened.slots.needs_others(spans)
+        kept = NOTHING if foreign else kept_here(opened, self.state, self.replayer)
+        spans = () if foreign else tuple(self.spans(opened, kept))
+        return (opened, spans, kept), opened.slots.needs_others(spans)
 
-    def spans(self, opened: OpenedMemory) -> Iterator[Span]:
-        """What this rank reads of the checkpoint."""
+    def spans(self, opened: OpenedMemory, kept: Kept = NOTHING) -> Iterator[Span]:
+        """What this rank reads of the checkpoint.
+
+        Args:
+            opened: The checkpoint.
+            kept: What this rank takes from survivors.
+        """
         reader, manifest = opened.reader, opened.manifest
         index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
-        slots = [each.manifest for each in opened.logged] or manifest.slots
+        anchors = anchors_of(manifest, opened.chained, kept)
+        logged = since(opened.logged, anchors, kept)
+        slots = [each.manifest for each in logged] or manifest.slots
         for slot in slots:
             path = state_path(slot.directory, rank)
             yield path, 0, next((record.nbytes for record in slot.states if record.rank == rank), 0)
         side = [stored for slot in slots for stored in reader.index(slot).side.values()]
         needed = [stored for stored in side if stored.file.rank == rank]
-        parameters, anchors = parameters_of(self.state), anchors_of(manifest, opened.chained)
-        for each in opened.logged:
+        parameters = parameters_of(self.state)
+        for each in logged:
             needed += needed_gradients(each, anchors, parameters)
         for stored_of in (index.tensors, *index.replay.values()):
-            needed += needed_slices(stored_of, parameters)
+            needed += (s for s in needed_slices(stored_of, parameters) if s.entry.operator not in kept.operators)
+        needed += kept.read
         for stored in needed:
             yield stored.path, stored.offset, stored.offset + stored.nbytes
 
@@ -338,8 +352,16 @@ def plan_text(plan: RecoveryPlan) -> str:
         first, last = plan.updates
         several = f"the {last - first} updates of steps {first + 1} to {last} are"
         said = several if last - first > 1 else f"the update of step {last} is"
-        table.append(f"then {said} made once more, from the gradients consumed")
+        by = "" if plan.remaking is None or len(plan.remaking) == plan.ranks else _remaking(plan)
+        table.append(f"then {said} made once more, from the gradients consumed{by}")
     return "\n  ".join([f"recovery plan for {plan.checkpoint}:", *table])
+
+
+def _remaking(plan: RecoveryPlan) -> str:
+    """Who makes updates once more, where others do not."""
+    ranks = [str(rank) for rank in plan.remaking or ()]
+    some = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+    return f", by {some} of {plan.ranks}; the others keep what they sealed of step {plan.step}"
 
 
 def _place(source: Inventory) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,37 @@ class LoggedSnapshot:
     gradients: tuple[StoredSlice, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What one rank takes from survivors.
+
+    Attributes:
+        operators: Which it takes from them, as of the log's last step.
+        lacking: Which it takes from the log instead. Of all others it holds nothing.
+        slices: What it reads of ``operators``, by key.
+        is_offered: Survivors sealed something of the step; alike on every rank.
+    """
+
+    operators: frozenset[str] = frozenset()
+    lacking: frozenset[str] = frozenset()
+    slices: Mapping[str, tuple[StoredSlice, ...]] = field(default_factory=dict)
+    is_offered: bool = False
+
+    @property
+    def read(self) -> Iterator[StoredSlice]:
+        """``slices``, one after the other."""
+        for group in self.slices.values():
+            yield from group
+
+    @property
+    def spares_log(self) -> bool:
+        """Whether this rank takes nothing from the log but what its plain state tells."""
+        return self.is_offered and not self.lacking
+
+
+NOTHING = Kept()
+
+
 class StoredLog(LoggedSteps):
     """See ``ports.LoggedSteps``. Made after what other nodes hold was fetched.
 
@@ -45,6 +76,7 @@ class StoredLog(LoggedSteps):
         state: Of this run.
         rank: This one.
         chained: Operators whose anchors gradients bring to the last step.
+        kept: What is taken from survivors instead, as if it were anchored at the last step.
     """
 
     def __init__(
@@ -55,9 +87,12 @@ class StoredLog(LoggedSteps):
         state: TrainingState,
         rank: int,
         chained: Collection[str],
+        kept: Kept = NOTHING,
     ) -> None:
+        self.anchors = anchors_of(manifest, chained, kept)
+        snapshots = since(snapshots, self.anchors, kept)
         self.steps = [each.manifest.step for each in snapshots]
-        self.anchors = anchors_of(manifest, chained)
+        self._kept = kept
         self._reader, self._index, self._state = reader, reader.index(manifest), state
         parameters = parameters_of(state)
         found = zip(self.steps, snapshots, strict=True)
@@ -66,7 +101,8 @@ class StoredLog(LoggedSteps):
 
     def verify(self) -> None:
         """Raises ``DamagedError`` if a gradient that this rank will read is damaged."""
-        for _, error in find_damage(self._reader.storage, [each for those in self._needed.values() for each in those]):
+        gradients = (each for those in self._needed.values() for each in those)
+        for _, error in find_damage(self._reader.storage, [*gradients, *self._kept.read]):
             if error is not None:
                 raise error
 
@@ -83,12 +119,20 @@ class StoredLog(LoggedSteps):
             yield stored.entry.key, stored.entry.offsets, values
 
     def load(self, step: int) -> None:
-        anchors = self.anchors
+        anchors, kept = self.anchors, self._kept
         those = {
             key: found
             for key, group in self._index.tensors.items()
-            if (found := tuple(stored for stored in group if anchors[stored.entry.operator] == step))
+            if (
+                found := tuple(
+                    stored
+                    for stored in group
+                    if anchors[stored.entry.operator] == step and stored.entry.operator not in kept.operators
+                )
+            )
         }
+        if step == self.steps[-1]:
+            those |= {key: (*those.get(key, ()), *group) for key, group in kept.slices.items()}
         copy_slices(self._reader, those, self._state.tensors())
 
 
@@ -106,9 +150,19 @@ def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str,
     return found
 
 
-def anchors_of(manifest: Manifest, chained: Collection[str]) -> dict[str, int]:
-    """Operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of."""
-    return {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
+def anchors_of(manifest: Manifest, chained: Collection[str], kept: Kept = NOTHING) -> dict[str, int]:
+    """Operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of, and so what
+    is taken from survivors."""
+    found = {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
+    return found | dict.fromkeys(kept.operators, manifest.step)
+
+
+def since(snapshots: Sequence[LoggedSnapshot], anchors: Mapping[str, int], kept: Kept) -> Sequence[LoggedSnapshot]:
+    """Those of a log that a rank needs which takes something from survivors: from its own oldest anchor on."""
+    if not kept.is_offered:
+        return snapshots
+    first = min((anchors[op] for op in kept.lacking), default=snapshots[-1].manifest.step)
+    return [each for each in snapshots if each.manifest.step >= first]
 
 
 def needed_gradients(

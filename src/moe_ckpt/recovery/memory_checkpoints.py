@@ -25,6 +25,8 @@ from moe_ckpt.core.memory_shares import (
     fullest,
     left_behind,
     nearest,
+    newer_than_log,
+    sealed_beside,
     snapshots_of,
 )
 from moe_ckpt.core.operators import EXPERT
@@ -41,6 +43,7 @@ from moe_ckpt.format.manifest import (
 )
 from moe_ckpt.format.part import pruned
 from moe_ckpt.format.slot import StepFacts
+from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
@@ -95,6 +98,7 @@ class MemoryCheckpoints:
         self.used: Mapping[str, Share] = {}
         self._given_up: set[str] = set()
         self._noted: set[int] = set()
+        self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._own = tier.left.found
         mine = [told_of(each, number) for number, each in enumerate(self._own)]
         answer = Answer.of(reader.directories if comm.rank == 0 else None)
@@ -132,6 +136,15 @@ class MemoryCheckpoints:
         candidates = [e for e in checkpoints_of(self.shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
         self._note_start(directory, checkpoint)
+        kept = newer_than_log(checkpoint, self.shares)
+        if kept and self._comm.rank == 0:
+            announce(
+                "ranks %s kept step %d when training stopped, but the others' gradients of it are nowhere: all ranks "
+                "come along the log to step %d",
+                ", ".join(map(str, kept.writers)),
+                kept.step,
+                checkpoint.step,
+            )
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
@@ -141,9 +154,11 @@ class MemoryCheckpoints:
         here = _readable(self._reader, names[:1])
         described, everywhere = self.describe([checkpoint], here is not None or not names)
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
-        described += self.describe(older)[0] if older else []
+        beside = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
+        told = [*older, beside] if beside is not None else older
+        described += self.describe(told)[0] if told else []
         beneath = here if everywhere else self._beneath(names)
-        return lambda: self._opened(checkpoint, older, described, beneath)
+        return lambda: self._opened(checkpoint, older, beside, described, beneath)
 
     def set_aside(self, directory: str, problem: Exception | None) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
@@ -184,7 +199,7 @@ class MemoryCheckpoints:
         Args:
             step: None if memory gave nothing.
         """
-        shares = () if step is None else self.used.values()
+        shares = () if step is None else set(self.used.values()) - self._passing
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         kept = [self._own[number] for number in sorted(numbers)]
         self._own = ()  # nobody but ``left`` knows what it lets go of
@@ -244,16 +259,17 @@ class MemoryCheckpoints:
         self,
         checkpoint: MemoryCheckpoint,
         older: Sequence[MemoryCheckpoint],
+        beside: MemoryCheckpoint | None,
         described: Sequence[SnapshotFacts],
         beneath: Manifest | None,
     ) -> OpenedMemory:
         directory = step_dir(checkpoint.step, checkpoint.generation)
-        logged, chained = tuple[LoggedSnapshot, ...](), frozenset[str]()
+        logged, chained, alive = tuple[LoggedSnapshot, ...](), frozenset[str](), list[SlotFiles]()
         count = len(checkpoint.snapshots)
         parts = self.parts(checkpoint, described[:count])
         layers = [
             Layer(self.parts(each, [facts], BESIDE if each.step == checkpoint.step else "")[0], each, facts)
-            for each, facts in zip(older, described[count:], strict=True)
+            for each, facts in zip(older, described[count : count + len(older)], strict=True)
         ]
         if beneath is not None and beneath.directory == directory and not checkpoint.is_window:
             [part] = parts
@@ -267,16 +283,19 @@ class MemoryCheckpoints:
             view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
+        self._passing = frozenset(() if beside is None else beside.shares)
         if checkpoint.is_log:
             found = zip(manifest.slots, parts, strict=True)
             logged = tuple(LoggedSnapshot(slot, part.gradients) for slot, part in found)
             manifest = replace(manifest, window=())
-            files |= {path: file for part in parts for path, file in part.files.items()}
+            alive += [] if beside is None else self.parts(beside, described[-1:], BESIDE)
+            files |= {path: file for part in (*parts, *alive) for path, file in part.files.items()}
         if checkpoint.is_log or checkpoint.is_window:
             chained = view.brought_to(described[count - 1].require_facts(checkpoint.step))
         self.used = {}
-        reader, slots = self.reading(manifest, files, [*parts, *(layer.part for layer in layers)])
-        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained)
+        reader, slots = self.reading(manifest, files, [*parts, *alive, *(layer.part for layer in layers)])
+        kept = tuple(stored for part in alive for stored in part.in_full)
+        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained, kept)
 
     def reading(
         self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]

@@ -15,6 +15,7 @@ from moe_ckpt.format.manifest import Manifest, ModelRecord
 from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
+from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_storage import SlotStorage
 from moe_ckpt.recovery.slot_views import place_of
@@ -88,6 +89,7 @@ class OpenedMemory:
             are experts.
         logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
         chained: Operators whose anchors gradients bring to its step. The others are as the manifest says.
+        kept: What ranks that lived on sealed of the last step of a gradient log.
     """
 
     reader: StoreReader
@@ -97,6 +99,7 @@ class OpenedMemory:
     fresh: Mapping[str, int]
     logged: tuple[LoggedSnapshot, ...] = ()
     chained: frozenset[str] = frozenset()
+    kept: tuple[StoredSlice, ...] = ()
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
         """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""

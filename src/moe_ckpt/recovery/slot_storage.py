@@ -137,6 +137,13 @@ class SlotStorage(ReadOnly):
         found = self.own[file.share.number]
         return found.header.parts[file.place].raw == file.header and self.checker.is_sound(found)
 
+    def check_only(self, paths: Iterable[str]) -> None:
+        """Of this rank's slots none but those of these files need be verified ahead of time: it reads no other."""
+        files = [self.files[path] for path in paths]
+        if self.checker is not None:
+            mine = {file.share.number for file in files if file.share.holder == self.comm.rank}
+            self.checker.only({self.own[number] for number in mine})
+
     def needs_others(self, wanted: Iterable[Span]) -> bool:
         """Whether something of it lies on other nodes only, so that all ranks must ``fetch``."""
         return any(True for _ in self._far(wanted))

@@ -152,6 +152,12 @@ class SlotFiles:
         return tuple(StoredSlice(entry, record) for record in records for entry in self.headers[record].slices)
 
     @property
+    def in_full(self) -> tuple[StoredSlice, ...]:
+        """What the slots hold of operators, but for consumed gradients."""
+        found = (record for kind, records in self.records.items() if kind != GRADIENTS for record in records)
+        return tuple(StoredSlice(e, record) for record in found for e in self.headers[record].slices if e.operator)
+
+    @property
     def kept(self) -> frozenset[str]:
         """Operators of which the slots hold something that this snapshot does not bring to storage."""
         return self.of_kind(HELD)

@@ -33,6 +33,7 @@ from moe_ckpt.recovery.gradient_log import StoredLog
 from moe_ckpt.recovery.index import TensorIndex
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.testing import kill_process
+from tests.support import counted_return
 from tests.support.tiny_moe import Router, TinyMoE
 
 
@@ -314,4 +315,5 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "killed while a log is made dense": _killed_while_a_log_is_made_dense,
     "newest update left out": _newest_update_left_out,
     "update fails": _update_fails,
+    "counted": counted_return.count,
 }

@@ -39,6 +39,7 @@ class Case:
     options: Of ``megatron.attach``.
     survives: See ``Life``.
     together: Likewise, in the first life.
+    digests: Likewise.
     """
 
     setup: Setup
@@ -52,6 +53,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     survives: bool = False
     together: tuple[int, ...] = ()
+    digests: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,14 @@ def kill(case: Case, directory: Path) -> None:
 
 def one_life(case: Case, directory: Path, number: int, lost: tuple[float, tuple[int, ...]]) -> list[Outcome]:
     """A life in which ranks are lost so many seconds after they have resumed, wherever they are; see ``Life``."""
-    life = replace(life_of(case, directory), lost=lost, seed=1 + number)
+    life = replace(life_of(case, directory), lost=lost, seed=1 + number * case.reseed, number=number)
     return start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM)
 
 
 def finish(case: Case, directory: Path, sabotage: Callable[[], None] | None = None) -> Ended:
     """The last life, which nobody kills. sabotage: see ``Life``."""
-    life = replace(life_of(case, directory), seed=1 + len(case.kills) * case.reseed, sabotage=sabotage)
+    number = len(case.kills)
+    life = replace(life_of(case, directory), seed=1 + number * case.reseed, sabotage=sabotage, number=number)
     results = run_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM)
     return Ended(results, split_lives(Journal(life.journal, case.ranks - 1).lines()))
 
@@ -131,7 +134,7 @@ def life_of(case: Case, directory: Path) -> Life:
     memory = str(directory / "memory") if case.memory else None
     store, journal = str(directory / "store"), str(directory / "journal")
     beside: dict[str, Any] = {"copies": dict(case.copies), "options": dict(case.options)}
-    beside |= {"journal": journal, "memory": memory, "survives": case.survives}
+    beside |= {"journal": journal, "memory": memory, "survives": case.survives, "digests": case.digests}
     return Life(store, case.steps, case.setup, policy, **beside)
 
 

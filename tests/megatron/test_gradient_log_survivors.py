@@ -64,8 +64,9 @@ def test_ranks_that_lived_on_make_no_update(name, tmp_path, capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ep2-dp2-sharded", "pp2-ep2"])
 def test_a_lost_node_alone_comes_along_the_log_of_its_peers(name, tmp_path, capfd):
-    """Ranks 0 and 1 die with the memory of their node."""
+    """Ranks 0 and 1 die with the memory of their node, and with it under a pipeline a whole stage."""
     case = survived(name, (0, 7, "forward"), together=(1,), copies=COPIES)
+    case = replace(case, setup=replace(case.setup, tied=False))
     kill(case, tmp_path)
     delete_tree(tmp_path / "memory" / "node_0")
     ended = finish(case, tmp_path, counted_return.count)

@@ -18,9 +18,9 @@ def count() -> None:
     from moe_ckpt.format.shard import GRADIENT
     from moe_ckpt.gradients.replay import OptimizerReplay
     from moe_ckpt.gradients.returning import LogReplayer
+    from moe_ckpt.recovery import gradient_log as logs
     from moe_ckpt.recovery import reader
     from moe_ckpt.recovery import restore as restoring
-    from moe_ckpt.recovery import gradient_log as logs
     from moe_ckpt.recovery.memory_checkpoints import BESIDE
 
     found: Counter[str] = Counter()

@@ -22,6 +22,7 @@ import torch
 from tests.integration import memory_phases
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
+from tests.support.megatron_log import digests
 
 _STORAGE_PHASES = ("write", "fsync", "rename", "manifest", "gc")
 
@@ -50,6 +51,8 @@ class Life:
     survives: a rank that hears of another one's death keeps its newest iteration, as under ``with``.
     together: ranks that die with that of ``kill``.
     lost: (seconds, ranks): those get a SIGKILL so long after they have resumed.
+    digests: the journal has those of ``megatron_log.digests`` at each state that a rank comes to.
+    number: of the life, for the journal.
     pause: (rank, iteration, seconds): a SIGSTOP at the begin of that iteration, and a SIGCONT so long afterwards.
     """
 
@@ -68,11 +71,14 @@ class Life:
     together: tuple[int, ...] = ()
     lost: tuple[float, tuple[int, ...]] | None = None
     pause: tuple[int, int, float] | None = None
+    digests: bool = False
+    number: int = 0
 
 
 class Journal:
     """JSON lines of one rank, of all lives: {"resumed": iteration, "restored_step"} and, for every iteration,
     {"iteration", "loss": hexadecimal or null} when it is computed and {"updated": iteration, "made", "replayed"} then.
+    With ``Life.digests`` also {"final": iteration, "digests"} in between, and "digests" and "lost" beside "resumed".
     """
 
     def __init__(self, path: str | None, rank: int) -> None:
@@ -182,7 +188,8 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         **{"when_busy": "wait", "timeout_secs": 60.0, **life.options},
     )
     progress = ckpt.resume()
-    journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step)
+    seen = {"digests": digests(built), "lost": ckpt.session.run_ledger.tokens.lost_tokens} if life.digests else {}
+    journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step, life=life.number, **seen)
     if life.lost is not None and rank in life.lost[1]:
         threading.Timer(life.lost[0], os.kill, (os.getpid(), signal.SIGKILL)).start()
     draw(3 if progress.restored else 1)
@@ -215,6 +222,8 @@ def _train(
             at["replayed"] += 1
             on_phase("replay")
         made, _ = megatron_gpt.update(built)
+        if life.digests:
+            journal.note(final=iteration + 1, digests=digests(built))
         record = ckpt.after_step(iteration + 1, consumed_samples=built.consumed_samples, updated=made)
         records[iteration + 1] = record
         journal.note(updated=iteration + 1, made=made, replayed=record.replayed)

@@ -18,7 +18,7 @@ from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.coupling import Coupling, coupling_of, register
 from moe_ckpt.gradients.detached import detached, kind_of
 from moe_ckpt.gradients.replay import OptimizerReplay, gradient_blocks, state_blocks
-from moe_ckpt.gradients.running import replay_chains
+from moe_ckpt.gradients.running import coupled_with, replay_chains
 from moe_ckpt.gradients.units import Pieces, whole_unit
 from moe_ckpt.gradients.updates import GRADIENT
 from tests.support.gradient_log import Copier, MemoryLog, copied, differing
@@ -382,6 +382,16 @@ def test_rows_of_a_coupled_parameter_anchored_at_different_steps():
         run.step(at)
     with pytest.raises(ConfigError, match="anchor them together"):
         run.log.replayed(6)
+
+
+def test_operators_that_share_a_coupled_parameter_are_taken_together(trained):
+    coupled = Run(replace(KINDS["adafactor-loop-bf16"], whole=False)).log
+    stacked = {f"expert/0/{expert}" for expert in range(EXPERTS)}
+    one = min(stacked)
+    for log, found in ((coupled, stacked), (trained.log, {one})):
+        replay = detached(log.kinds, log.units)
+        assert coupled_with(replay, log.spans, [one]) == found
+        assert coupled_with(replay, log.spans, []) == frozenset()
 
 
 def test_other_param_groups(trained):

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt import Memory
-from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
+from moe_ckpt.core.memory_shares import (
+    LeftBehind,
+    MemoryCheckpoint,
+    Share,
+    beneath_of,
+    checkpoints_of,
+    newer_than_log,
+    sealed_beside,
+    snapshots_of,
+)
 from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, lends, shared_sequence, survivor_sequence
 from moe_ckpt.errors import ConfigError
 
@@ -130,3 +139,40 @@ def test_a_time_beyond_the_launchers_patience(monkeypatch):
     with pytest.raises(ConfigError, match="torchrun kills ranks 30 s after"):
         Memory(survivor_secs="1min")
     assert Memory(survivor_secs=0).survivor_secs == 0
+
+
+def logged(rank: int, sequence: int, step: int) -> Share:
+    return due(rank, sequence=sequence, step=step, since=5)
+
+
+LOGGED = [logged(rank, sequence, 33 + sequence) for sequence in (5, 6, 7) for rank in (0, 1)]
+
+
+def of_log(shares: list[Share]) -> MemoryCheckpoint:
+    return next(each for each in checkpoints_of(shares) if each.is_log)
+
+
+def test_what_survivors_sealed_of_the_last_step_of_a_log_is_beside_it():
+    shares = [*LOGGED, own(0)]
+    found = sealed_beside(of_log(shares), snapshots_of(shares))
+    assert found is not None
+    assert found.shares == (own(0),)
+    assert newer_than_log(of_log(shares), shares) is None
+
+
+@pytest.mark.parametrize("other", [own(0, 39), own(0, 41), replace(own(0), life="another")])
+def test_what_survivors_sealed_of_another_step_or_life_is_not(other):
+    shares = [*LOGGED, other]
+    assert sealed_beside(of_log(shares), snapshots_of(shares)) is None
+
+
+def test_what_survivors_sealed_beside_other_policies_is_none_of_a_log():
+    shares = [due(0), due(1), own(0, 41)]
+    for checkpoint in checkpoints_of(shares):
+        assert sealed_beside(checkpoint, snapshots_of(shares)) is None
+        assert newer_than_log(checkpoint, shares) is None
+
+
+def test_ranks_that_sealed_a_newer_step_than_the_log_has():
+    shares = [*LOGGED, own(0, 41), own(1, 40), lent(1, 0, 41)]
+    assert newer_than_log(of_log(shares), shares) == LeftBehind(41, (0,))

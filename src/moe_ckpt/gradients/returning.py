@@ -16,7 +16,7 @@ from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.gradients.replay import OptimizerReplay
-from moe_ckpt.gradients.running import Spans, require_together
+from moe_ckpt.gradients.running import Spans, coupled_with, require_together
 from moe_ckpt.gradients.updates import GRADIENT, Block, Update
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import LoggedSteps, UpdateReplayer
@@ -64,20 +64,8 @@ class LogReplayer(UpdateReplayer):
         return set(UpdateLayout.decoded(recorded, "the log").units) == set(self._opened().units)
 
     def joined(self, operators: Collection[str]) -> frozenset[str]:
-        """See ``ports.UpdateReplayer``: those that share a parameter whose rows the optimizer couples."""
-        found = set(operators)
-        replay = self._opened() if operators else None
-        if replay is None or not any(map(replay.coupled, range(len(self._optimizers)))):
-            return frozenset(found)
-        sharing: dict[tuple[int, str], set[str]] = defaultdict(set)
-        for operator, spans in self._spans.items():
-            for unit, _ in replay.pieces.of_operator(spans):
-                if replay.coupled(unit.optimizer):
-                    sharing[unit.optimizer, unit.name].add(operator)
-        groups = [group for group in sharing.values() if len(group) > 1]
-        while more := {op for group in groups if group & found for op in group} - found:
-            found |= more
-        return frozenset(found)
+        """See ``ports.UpdateReplayer``."""
+        return coupled_with(self._opened(), self._spans, operators) if operators else frozenset()
 
     def check(self, log: LoggedSteps) -> None:
         """See ``ports.UpdateReplayer``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -133,3 +134,23 @@ def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, 
                     f"{operator} is anchored at step {step} and {other} at step {anchor}, but both have rows of "
                     f"{unit.name}, and the optimizer's update of a row depends on all rows: anchor them together"
                 )
+
+
+def coupled_with(replay: OptimizerReplay, spans: Spans, operators: Iterable[str]) -> frozenset[str]:
+    """Returns ``operators``, and all that must be anchored together with one of them (``require_together``).
+
+    Args:
+        replay: Of the optimizers.
+        spans: Of all operators.
+        operators: Some of them.
+    """
+    found = set(operators)
+    sharing: dict[tuple[int, str], set[str]] = defaultdict(set)
+    if any(map(replay.coupled, range(len(replay.optimizers)))):
+        for operator, rows in spans.items():
+            for unit, _ in replay.pieces.of_operator(rows):
+                if replay.coupled(unit.optimizer):
+                    sharing[unit.optimizer, unit.name].add(operator)
+    while more := {operator for group in sharing.values() if group & found for operator in group} - found:
+        found |= more
+    return frozenset(found)

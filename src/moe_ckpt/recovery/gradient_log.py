@@ -100,11 +100,13 @@ class StoredLog(LoggedSteps):
         self._plain = {each.manifest.step: dict(plain_of(reader, each.manifest, rank)) for each in snapshots}
 
     def verify(self) -> None:
-        """Raises ``DamagedError`` if a gradient that this rank will read is damaged."""
+        """Raises ``DamagedError`` if a gradient is damaged that this rank reads, or what it takes from survivors."""
         gradients = (each for those in self._needed.values() for each in those)
-        for _, error in find_damage(self._reader.storage, [*gradients, *self._kept.read]):
+        for stored, error in find_damage(self._reader.storage, [*gradients, *self._reader.unverified(self._kept.read)]):
             if error is not None:
                 raise error
+            if stored.entry.key in self._kept.slices:
+                self._reader.note_verified(stored)
 
     # --- ports.LoggedSteps ---
 

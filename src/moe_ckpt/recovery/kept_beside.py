@@ -56,8 +56,8 @@ def kept_here(opened: OpenedMemory, state: TrainingState, replayer: UpdateReplay
 def _wanted(index: TensorIndex, parameters: Sequence[StateTensor]) -> dict[str, dict[str, list[Box]]]:
     """Operator -> key -> the blocks that this rank loads, of each operator that it holds something of.
 
-    As ``restore.needed_slices`` has them, but without what follows: state of no dimension (step counts), which is in the
-    plain state of each logged step, and weights that another rank's masters give (``UpdateReplayer.finish``).
+    As ``restore.needed_slices`` has them, but without what follows: state of no dimension (step counts), which is in
+    the plain state of each logged step, and weights that another rank's masters give (``UpdateReplayer.finish``).
     """
     held: dict[str, list[Box]] = {}
     updated: dict[str, list[Box]] = {}
@@ -68,20 +68,20 @@ def _wanted(index: TensorIndex, parameters: Sequence[StateTensor]) -> dict[str, 
         if tensor.updated_here:
             updated.setdefault(fqn, []).append(box)
         shapes[fqn] = tuple(tensor.global_shape)
-    found: dict[str, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[Box]]] = {}
     for key, group in index.tensors.items():
         fqn, shape = split_key(key).fqn, group[0].entry.global_shape
         if fqn not in shapes:
             continue
         if key.startswith(_MODEL):
-            here = (stored for box in held[fqn] for stored, _ in overlapping(group, box))
-            found |= {stored.entry.operator: found[stored.entry.operator] for stored in here}
+            for stored in (stored for box in held[fqn] for stored, _ in overlapping(group, box)):
+                found.setdefault(stored.entry.operator, defaultdict(list))
         elif not shape:
             continue
         boxes = updated.get(fqn, []) if shape == shapes[fqn] else [Box((0,) * len(shape), shape)]
         for box in dict.fromkeys(boxes):  # of tied embeddings there are two alike
             for stored, common in overlapping(group, box):
-                found[stored.entry.operator][key].append(common)
+                found.setdefault(stored.entry.operator, defaultdict(list))[key].append(common)
     return found
 
 

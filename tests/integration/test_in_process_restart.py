@@ -14,6 +14,7 @@ from tests.integration.lives import (
     placed,
 )
 from tests.integration.recount import Recount
+from tests.support.tensor_reads import tensor_bytes_read
 
 RUN = Run(None, policy=("moc", 1), epochs=2, hashes=True, callback={"when_busy": "wait"})
 FAULT_AT = 7
@@ -110,3 +111,21 @@ def test_the_recovered_run_goes_on_as_if_nothing_had_happened(place):  # noqa: F
     _, _, events = fault_and_return(placed(run, place), keep=True)
     after = {e["index"]: e["loss"] for e in events if e["event"] == "batch"}
     assert after == {index: loss for index, loss in whole.items() if index >= FAULT_AT}
+
+
+@pytest.mark.parametrize("policy", [("dense", 1), ("moc", 4)], ids=["dense", "moc-all"])
+def test_a_policy_that_saves_everything_comes_back_without_storage(policy, place, caplog):  # noqa: F811
+    """Memory keeps the newest committed snapshot whatever it holds, so that no tensor is read."""
+    run = replace(RUN, policy=policy)
+    whole = {e["index"]: e["loss"] for e in life(placed(run, place, "whole")) if e["event"] == "batch"}
+    run = placed(run, place)
+    life(run, FAULT_AT)
+    with tensor_bytes_read() as read, caplog.at_level("INFO", "moe_ckpt"):
+        events = life(run)
+    assert read == []
+    [plan] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("recovery plan")]
+    assert plan.endswith(f"as of step {FAULT_AT} from memory: this job's processes")
+    after = {e["index"]: e["loss"] for e in events if e["event"] == "batch"}
+    assert after == {index: loss for index, loss in whole.items() if index >= FAULT_AT}
+    assert_store_sound(run, ended=True)
+    assert host_tier.release_host_memory() == 0

@@ -343,7 +343,7 @@ def test_a_budget_that_holds_no_partial_checkpoint_says_what_would_need_less(tmp
 
 
 def test_a_budget_that_nobody_gave_is_explained(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_memory, "default_budget_bytes", lambda local_ranks: 500)
+    monkeypatch.setattr(host_memory, "default_budget_bytes", lambda local_ranks, left_bytes=0: 500)
     with (
         Life(LocalStorage(tmp_path)) as life,
         pytest.raises(HostMemoryError, match=r"500 bytes\. That is half of what was free at the start.*Set host_"),

@@ -288,7 +288,7 @@ def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
 
     Args:
         local_ranks: How many they are.
-        left_bytes: What slots of earlier lives take on this host, which their buffers replace.
+        left_bytes: What snapshots of earlier lives take on this host, which their buffers replace.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup_free_bytes(left_bytes=left_bytes)

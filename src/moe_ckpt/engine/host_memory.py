@@ -50,7 +50,9 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     settings, memory = run.settings, run.settings.memory
     _require_on_all(run, memory)
     if memory is None:
-        budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks)
+        left_here = host_tier.claimable_bytes(run.storage.root, run_id, run.comm.rank)
+        ranks = settings.local_ranks
+        budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
     life = _agreed_life(run, memory)

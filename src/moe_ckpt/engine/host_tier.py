@@ -4,8 +4,10 @@ The buffer that a committed checkpoint was written from stays lent out, as the r
 next commit (MoC, section 3.2, "triple buffering" and "two-level PEC"). It holds what went to storage and, where the
 policy asked for it, further experts that storage has in older versions only. A fault that leaves the
 process alive (an exception; a dead peer, after which the survivors form a new process group) loses
-nothing of it: ``recovery.memory_source`` then takes what it holds from here. A process that dies takes its
-buffer with it. Memory that outlives the process is kept by ``engine.memory_tier`` instead.
+nothing of it: ``recovery.memory_source`` then takes what it holds from here, and storage's copy of that is not read. A
+process that dies takes its buffer with it. Memory that outlives the process is kept by ``engine.memory_tier`` instead.
+
+What storage has, too, is worth time only. So the recovery buffer is given up wherever a snapshot finds no other room.
 
 The buffers of all ranks are of one step: one becomes the recovery buffer when the commit is announced,
 which every rank hears. A checkpoint whose announcement got lost with a peer may be committed all the
@@ -87,6 +89,11 @@ class KeptCheckpoint:
     @property
     def directory(self) -> str:
         return step_dir(self.step, self.generation)
+
+    @property
+    def has_more(self) -> bool:
+        """Storage has some of it in older versions only."""
+        return not all(part.is_written for part in self.parts)
 
     def slices(self) -> Iterator[tuple[SliceEntry, torch.Tensor]]:
         """Each slice with its bytes (uint8, a view of the buffer). Not verified."""
@@ -182,8 +189,8 @@ class HostTier:
         """The outcome was announced. ``buffer`` is that of the snapshot, offered or not.
 
         Committed and offered, it becomes the recovery buffer and the former one is free. Committed, but not
-        offered (the checkpoint was complete), storage holds all there is, and memory nothing. Not
-        committed, the former recovery buffer stays what it is.
+        offered (a step of a sparse window), memory holds nothing. Not committed, the former recovery buffer stays what
+        it is.
         """
         with self._lock:
             offered, self._offered = self._offered, None
@@ -211,6 +218,12 @@ class HostTier:
         with self._lock:
             wanted = (run_id, step, generation)
             return tuple(each for each in self._holds() if (each.run_id, each.step, each.generation) == wanted)
+
+    @property
+    def has_more(self) -> bool:
+        """Something is kept that storage has in older versions only: without it a fault costs tokens."""
+        with self._lock:
+            return any(checkpoint.has_more for checkpoint in self._holds())
 
     def _holds(self) -> tuple[KeptCheckpoint, ...]:
         return self._kept if self._offered is None else (*self._kept, self._offered)
@@ -249,7 +262,7 @@ def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
     """The tier for a new session on the store at ``root``: what an earlier one left here, or an empty one.
 
     What is left of another run that once used the same directory can never be used again, and is freed. What is
-    left of other stores is passed over: see ``leave``.
+    left of other stores is passed over: see ``leave`` and ``claimable_bytes``.
 
     Args:
         root: Of the store.
@@ -258,15 +271,32 @@ def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
         pool: For the session's buffers.
     """
     with _registry_lock:
-        left = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
+        found = _claimable(root, run_id, rank)
         kept: tuple[KeptCheckpoint, ...] = ()
-        if left:
-            found = min(left, key=lambda r: r.tier.rank != rank)  # of several, where ranks are threads
+        if found is not None:
             _registry.remove(found)
             kept = found.tier.surrender() if isinstance(found.tier, HostTier) else ()
         tier = HostTier(rank, run_id, pool, kept)
         _registry.append(_Registered(root, run_id, tier))
     return tier
+
+
+def claimable_bytes(root: str, run_id: str, rank: int) -> int:
+    """What ``claim`` will take over, whose room the new session's buffers may have.
+
+    What runs on other stores left, and their storage has, too, is freed first: it is worth time to a run that may never
+    come back, and room to this one.
+    """
+    with _registry_lock:
+        _forget(lambda r: not r.in_use and r.root != root and not r.tier.has_more)
+        found = _claimable(root, run_id, rank)
+        return 0 if found is None else found.tier.nbytes
+
+
+def _claimable(root: str, run_id: str, rank: int) -> _Registered | None:
+    """What an earlier session left for this one; of several, where ranks are threads, that of this rank."""
+    left = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
+    return min(left, key=lambda r: r.tier.rank != rank, default=None)
 
 
 def register(root: str, run_id: str, tier: BufferTier) -> None:

@@ -99,6 +99,7 @@ class MemoryTier:
     """
 
     outlives_process = True
+    has_more = True
 
     def __init__(
         self,

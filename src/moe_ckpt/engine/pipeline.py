@@ -169,7 +169,6 @@ class Pipeline:
         jobs = [(part.copies, memory[base : base + part.nbytes]) for base, part in plan.parts]
         self.step_begins()
         self._copy = self._copier.start(jobs, on_device=on_device)
-        # A full snapshot in private memory is redundant: storage holds everything at this very version.
         partial = len(request.operators) < len(self._catalog.operators) and request.window is None
         snapshot = Snapshot(
             sequence=self._sequence,
@@ -179,7 +178,7 @@ class Pipeline:
             copy=self._copy,
             state=encoded,
             began_at=time.perf_counter(),
-            keep=partial,
+            keep=request.window is None,  # a window of private memory is of no use: one of its steps is no state
             waited=waited,
             refused=refused,
             memory_sequence=number,

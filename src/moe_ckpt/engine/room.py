@@ -77,9 +77,9 @@ class Room:
             waited = waited or self._stages.in_flight > left
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
-            buffer = self._pool.acquire(max(nbytes, 1))
+            buffer = self._acquire(nbytes)
             while buffer is None and self._give_up_recovery(nbytes, chain=not request.gradients):
-                buffer = self._pool.acquire(max(nbytes, 1))
+                buffer = self._acquire(nbytes)
             if buffer is not None:
                 return buffer, waited
             if self._tier.outlives_process and not self._stages.in_flight:
@@ -87,6 +87,15 @@ class Room:
                 if logged or not self._comes_back(until):
                     return None, waited
             left = max(0, min(left, self._stages.in_flight) - 1)
+
+    def _acquire(self, nbytes: int) -> HostBuffer | None:
+        """A buffer of the pool; None if there is none to be had before something is given up."""
+        try:
+            return self._pool.acquire(max(nbytes, 1))
+        except RuntimeError:  # the budget has room, but the machine no memory: what is only kept must go first
+            if not self._tier.droppable_bytes:
+                raise
+            return None
 
     def _comes_back(self, until: float) -> bool:
         """Wait for a buffer that storage is reading, or that is being made; False if none will come in time."""
@@ -108,8 +117,8 @@ class Room:
         """A snapshot of so many bytes began. Returns True if more buffers should be made ahead of time (``top_up``)."""
         self._last_nbytes = nbytes
         self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)
-        # The first one is full, whatever the policy; one that is full again shows that they all are. Only memory that
-        # outlives the process keeps those.
+        # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
+        # keeps one of them as long as nothing else needs the room: a third is not made ahead of time for that.
         again = self._tier.outlives_process and self._snapshots > 0 and not self._partial_nbytes
         self._snapshots += 1
         more = self._pool.expect(nbytes) if partial or again else False
@@ -163,8 +172,9 @@ class Room:
 
     def _give_up_recovery(self, nbytes: int, *, chain: bool) -> bool:
         """Make room by what only a fault would need; True if there was something to give up. chain: see ``drop``."""
+        costs_tokens = self._tier.has_more
         dropped = self._tier.drop(chain=chain)
-        if dropped and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
+        if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
             self._gave_up = True
             log.warning(
                 "host_memory_bytes=%s holds no %d snapshots of %s bytes on rank %d: the newest committed one is not "

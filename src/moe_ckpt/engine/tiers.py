@@ -70,6 +70,11 @@ class BufferTier(Protocol):
         ...
 
     @property
+    def has_more(self) -> bool:
+        """It keeps something that storage has in older versions only, or not at all."""
+        ...
+
+    @property
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free."""
         ...

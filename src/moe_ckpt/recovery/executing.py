@@ -21,7 +21,7 @@ from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.gradient_log import NOTHING, Kept, StoredLog, anchors_of, needed_gradients, since
 from moe_ckpt.recovery.kept_beside import kept_here, plan_along_log
 from moe_ckpt.recovery.log_of_others import MakeDense, made_dense
-from moe_ckpt.recovery.memory_source import MemorySource
+from moe_ckpt.recovery.memory_source import MemorySource, side_tensors
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
@@ -141,7 +141,7 @@ class Recovery:
 
     def _return_to(self, directory: str) -> Restored:
         comm, state = self.comm, self.state
-        restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
+        restored, storage = together(comm, lambda: self._opened(directory))
         manifest = restored.manifest
         window = restored.replay is not None
         memory = None if window else MemorySource(manifest, self.reader.index(manifest), comm, self.tier)
@@ -150,7 +150,7 @@ class Recovery:
         first = manifest.window[0].step if window else None
         plan = plan_recovery(directory, manifest.step, tuple(manifest.operators), inventories, first=first)
         if comm.rank == 0:
-            say_plan(plan)
+            say_plan(plan, from_directory=True)
         kept, stored = plan.from_source(inventories[0]), plan.from_source(inventories[-1])
         together(comm, lambda: storage.verify(stored, state))
         if memory is None or not kept:
@@ -160,6 +160,12 @@ class Recovery:
         lacking = frozenset(memory.write(kept, state))
         together(comm, lambda: storage.write((*stored, *lacking), state))
         return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]), plan=plan)
+
+    def _opened(self, directory: str) -> tuple[Restored, StorageSource]:
+        """Opens a checkpoint of storage; what this rank's plain state has in memory, too, is not read from there."""
+        manifest = self.reader.manifest(directory)
+        self.reader.at_hand = {} if self.tier is None else side_tensors(self.tier, manifest)
+        return opening(self, self.reader, manifest)
 
     def _return_to_memory(self, opener: Opener) -> Restored:
         """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store.
@@ -326,10 +332,16 @@ def rank_of_state(manifest: Manifest, rank: int) -> int:
     return rank % manifest.world_size
 
 
-def say_plan(plan: RecoveryPlan) -> None:
-    """Announces what comes from where; logs a plan with one source and one step, for "resumed at ..." says as much."""
-    many = len(list(plan.rows())) > 1 or plan.updates is not None
-    (announce if many else log.info)("%s", plan_text(plan))
+def say_plan(plan: RecoveryPlan, *, from_directory: bool = False) -> None:
+    """Announces what comes from where; logs a plan with one source and one step, for "resumed at ..." says as much.
+
+    Args:
+        plan: Of all ranks.
+        from_directory: "resumed at ..." will name the checkpoint's directory, whoever gives its bytes.
+    """
+    rows = list(plan.rows())
+    surprising = from_directory and any(row.source.tier is not Tier.STORAGE for row in rows)
+    (announce if len(rows) > 1 or plan.updates is not None or surprising else log.info)("%s", plan_text(plan))
 
 
 def plan_text(plan: RecoveryPlan) -> str:

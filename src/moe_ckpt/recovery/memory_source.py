@@ -1,22 +1,24 @@
-"""The memory of this job's processes as a source of a recovery (MoC, "two-level PEC").
+"""The memory of this job's processes as a source of a recovery (MoC, "two-level PEC" and "triple buffering").
 
-Storage may hold some experts of a checkpoint in versions older than its step. A rank that has such an expert in the
-recovery buffer of exactly this checkpoint offers it to all. Memory that outlived a process is another source
-(``memory_checkpoints``).
+A rank offers what it has in the recovery buffer of exactly this checkpoint. Of operators that storage has in the same
+version this saves reading them. Storage may also hold some experts in versions older than the checkpoint's step: then
+they come back newer. Memory that outlived a process is another source (``memory_checkpoints``).
 
-A slice is offered only after its checksum matched, and used only if all ranks received its expert whole. Bytes are sent
-only if some rank needs a slice that it does not have: with one process, or the same sharding as before, none are.
+A slice is offered only after its checksum matched, and used only if all ranks received its operator whole. Bytes are
+sent to the ranks that need a slice and do not have it: with one process, or the same sharding as before, to none.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_ckpt.comm.communicator import largest
@@ -30,16 +32,17 @@ from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
-from moe_ckpt.recovery.index import TensorIndex, blocks_of
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, blocks_of
 from moe_ckpt.recovery.restore import box_of
 from moe_ckpt.recovery.slices import block
 
 log = logging.getLogger("moe_ckpt")
 
 _BATCH_NBYTES = 64 << 20
-"""Experts are received and written in groups of this size, which bounds the memory for that."""
+"""A rank receives operators in groups of this size, and writes them, which bounds the memory for that."""
 
 Expert = tuple[int, int]
+Flags = npt.NDArray[np.bool_]
 Wanted = Mapping[str, Mapping[str, Sequence[Box]]]
 """operator -> key of a tensor -> the blocks of it that belong to the operator."""
 
@@ -53,7 +56,7 @@ class Offer:
 
 
 class MemorySource:
-    """The ``sources.Source`` of experts that the ranks' memory has newer than storage.
+    """The ``sources.Source`` of what the ranks' memory has, some of it newer than storage.
 
     The constructor is a collective of the training thread, one small agreement if nothing survived anywhere.
 
@@ -81,9 +84,13 @@ class MemorySource:
         if not survived:
             return
         wanted = blocks_of(index, self._stale)
+        shares = []
         for each in kept:
-            self._own |= _verified(each, wanted, index)
-        self._offers = _complete(wanted, _exchange(comm, self._own))
+            sound, damaged = _verified(each, wanted, index)
+            self._own |= sound
+            shares.append((_rank_of(each, manifest), damaged))
+        older, told = _exchange(comm, [offer for offer in self._own.values() if offer[0].operator in wanted], shares)
+        self._offers = {**_of_this_step(manifest, index, told), **_complete(wanted, older)}
 
     def inventory(self) -> Inventory:
         """Returns the operators that the ranks together have whole."""
@@ -95,7 +102,7 @@ class MemorySource:
             if offers:
                 steps[at] = self._manifest.step
                 nbytes[at] = sum(offer.entry.nbytes for offer in offers)
-        return Inventory(Tier.HOST, "memory", steps, nbytes)
+        return Inventory(Tier.HOST, "this job's processes", steps, nbytes)
 
     def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
         """Writes these operators into the live tensors of every rank. A collective.
@@ -113,34 +120,41 @@ class MemorySource:
         live: dict[str, list[StateTensor]] = {}
         for tensor in state.tensors():
             live.setdefault(tensor.key, []).append(tensor)
-        lacking = largest(self._comm, [entry.name not in self._own and any(_targets(live, entry)) for entry in every])
-        sent = {entry.name for entry, lacks in zip(every, lacking, strict=True) if lacks}
+        mine = [entry.name not in self._own and any(_targets(live, entry)) for entry in every]
+        lacking = np.stack([_unpacked(raw, len(every)) for raw in self._comm.everyone(np.packbits(mine).tobytes())])
         absent: list[str] = []
-        for batch in _batches(offers):
+        for batch, columns in _batches(offers, lacking):
             group = [offer for operator in batch for offer in offers[operator]]
-            received = self._receive([offer for offer in group if offer.entry.name in sent])
-            known = {offer.entry.name: offer.entry.checksum for offer in group}
-            if received and _anywhere(self._comm, any(checksum(data) != known[n] for n, data in received.items())):
-                log.warning("%s did not arrive whole everywhere, they stay as storage has them", ", ".join(batch))
-                absent += batch
-                continue
+            received = self._receive(group, lacking[:, columns])
+            if lacking[:, columns].any():
+                known = {offer.entry.name: offer.entry.checksum for offer in group}
+                if _anywhere(self._comm, any(checksum(data) != known[n] for n, data in received.items())):
+                    log.warning("%s did not arrive whole everywhere, they stay as storage has them", ", ".join(batch))
+                    absent += batch
+                    continue
             for entry in (offer.entry for offer in group):
                 self._copy(entry, received, _targets(live, entry))
         return tuple(absent)
 
-    def _receive(self, offers: Sequence[Offer]) -> dict[str, torch.Tensor]:
-        """Returns name -> bytes of these slices. Each source sends all of its slices at once, to all ranks."""
-        received: dict[str, torch.Tensor] = {}
-        for source in sorted({offer.source for offer in offers}):
-            entries = [offer.entry for offer in offers if offer.source == source]
-            payload = b""
-            if self._comm.rank == source:
-                payload = b"".join(self._own[entry.name][1].numpy().tobytes() for entry in entries)
-            whole = torch.frombuffer(bytearray(self._comm.share(payload, source)), dtype=torch.uint8)
-            at = 0
-            for entry in entries:
-                received[entry.name] = whole[at : at + entry.nbytes]
-                at += entry.nbytes
+    def _receive(self, offers: Sequence[Offer], lacking: Flags) -> dict[str, torch.Tensor]:
+        """Returns name -> bytes of the slices that this rank lacks, and sends what others do. A collective.
+
+        Args:
+            offers: Of some slices.
+            lacking: ``[ranks, slices]``, who needs each and does not have it.
+        """
+        rank, received = self._comm.rank, {}
+        given: dict[int, list[torch.Tensor]] = defaultdict(list)
+        expected: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for other, at in np.argwhere(lacking).tolist():
+            entry, source = offers[at].entry, offers[at].source
+            if other == rank:
+                received[entry.name] = torch.empty(entry.nbytes, dtype=torch.uint8)
+                expected[source].append(received[entry.name])
+            elif source == rank:
+                given[other].append(self._own[entry.name][1])
+        if lacking.any():
+            self._comm.swap(given, expected)
         return received
 
     @torch.no_grad()
@@ -192,7 +206,7 @@ def _is_of(kept: KeptCheckpoint, manifest: Manifest, index: TensorIndex) -> bool
         (stored.entry.name, stored.entry.checksum)
         for group in index.tensors.values()
         for stored in group
-        if stored.path.startswith(f"{manifest.directory}/")
+        if _is_own(stored, manifest)
     }
     return all((entry.name, entry.checksum) in written for entry in entries)
 
@@ -201,11 +215,19 @@ def _anywhere(comm: Communicator, here: bool) -> bool:
     return bool(largest(comm, [here])[0])
 
 
-def _verified(kept: KeptCheckpoint, wanted: Wanted, index: TensorIndex) -> dict[str, tuple[SliceEntry, torch.Tensor]]:
-    """Returns name -> (slice, bytes) of what this rank has of ``wanted``, undamaged and of the restored tensors."""
-    found = {}
+def _verified(
+    kept: KeptCheckpoint, wanted: Wanted, index: TensorIndex
+) -> tuple[dict[str, tuple[SliceEntry, torch.Tensor]], list[str]]:
+    """Returns (name -> (slice, bytes) of the restored tensors, undamaged; names of the damaged ones).
+
+    Args:
+        kept: By this process.
+        wanted: Operators that storage has in older versions. Of the others memory has what was written.
+        index: Of what storage has.
+    """
+    found, damaged = {}, []
     for entry, data in kept.slices():
-        if entry.key not in wanted.get(entry.operator, {}):
+        if entry.key not in index.tensors or (entry.operator in wanted and entry.key not in wanted[entry.operator]):
             continue
         meta = index.meta(entry.key)
         if (entry.dtype, entry.global_shape) != (meta.dtype, meta.global_shape):
@@ -213,24 +235,72 @@ def _verified(kept: KeptCheckpoint, wanted: Wanted, index: TensorIndex) -> dict[
         if checksum(data) == entry.checksum:
             found[entry.name] = (entry, data)
         else:
+            damaged.append(entry.name)
             log.warning(
                 "slice %s of %s, held in host memory since step %d, is damaged; storage's copy is taken",
                 entry.name,
                 entry.operator,
                 kept.step,
             )
-    return found
+    return found, damaged
 
 
-def _exchange(comm: Communicator, own: Mapping[str, tuple[SliceEntry, torch.Tensor]]) -> list[Offer]:
-    """Returns the offers of all ranks, in the same order on each; each slice once."""
-    mine = json.dumps([_encoded(entry) for entry, _ in own.values()]).encode()
+def _rank_of(kept: KeptCheckpoint, manifest: Manifest) -> int:
+    """Returns the rank whose share this is, which may have another number now."""
+    return next(record.rank for record in manifest.states if record.digest == kept.state_digest)
+
+
+def _exchange(
+    comm: Communicator, own: Iterable[tuple[SliceEntry, torch.Tensor]], shares: Sequence[tuple[int, Sequence[str]]]
+) -> tuple[list[Offer], dict[int, tuple[int, frozenset[str]]]]:
+    """Returns what all ranks have, in the same order on each.
+
+    Args:
+        comm: The ranks.
+        own: This rank's slices of operators that storage has in older versions.
+        shares: Whose shares this rank has, by the ranks of the life before, and what of each is damaged.
+
+    Returns:
+        The offers of ``own``, each slice once; rank of the life before -> (who has its share, what is damaged in it).
+    """
+    mine = json.dumps([[_encoded(entry) for entry, _ in own], shares]).encode()
     offers: dict[str, Offer] = {}
+    told: dict[int, tuple[int, frozenset[str]]] = {}
     for source in range(comm.world_size):
-        for fields in json.loads(comm.share(mine, source)):
+        listed, theirs = json.loads(comm.share(mine, source))
+        for fields in listed:
             entry = _decoded(fields)
             offers.setdefault(entry.name, Offer(entry, source))
-    return list(offers.values())
+        for rank, damaged in theirs:
+            told.setdefault(rank, (source, frozenset(damaged)))
+    return list(offers.values()), told
+
+
+def _of_this_step(
+    manifest: Manifest, index: TensorIndex, told: Mapping[int, tuple[int, frozenset[str]]]
+) -> dict[str, list[Offer]]:
+    """Returns operator -> its offers, of those whose every slice on storage was written from a buffer that is there.
+
+    Args:
+        manifest: Of the checkpoint.
+        index: Its slices on storage.
+        told: See ``_exchange``.
+    """
+    offers: dict[str, list[Offer]] = {}
+    absent: set[str] = set()
+    for stored in index.live:
+        operator = stored.entry.operator
+        source, damaged = told.get(stored.file.rank, (None, frozenset()))
+        if source is None or stored.entry.name in damaged or not _is_own(stored, manifest):
+            absent.add(operator)
+        else:
+            offers.setdefault(operator, []).append(Offer(stored.entry, source))
+    return {operator: group for operator, group in offers.items() if operator not in absent}
+
+
+def _is_own(stored: StoredSlice, manifest: Manifest) -> bool:
+    """Returns whether a slice was written for this very checkpoint."""
+    return stored.path.startswith(f"{manifest.directory}/")
 
 
 def _encoded(entry: SliceEntry) -> list[Any]:
@@ -266,16 +336,45 @@ def _targets(live: Mapping[str, Sequence[StateTensor]], entry: SliceEntry) -> It
             yield tensor, common
 
 
-def _batches(offers: Mapping[str, Sequence[Offer]]) -> Iterator[list[str]]:
-    """Yields whole operators, in groups of bounded size."""
+def _batches(offers: Mapping[str, Sequence[Offer]], lacking: Flags) -> Iterator[tuple[list[str], slice]]:
+    """Yields whole operators, in groups of which no rank lacks more than a bounded size, and their slices' places.
+
+    Args:
+        offers: Of operators.
+        lacking: ``[ranks, slices]``, who needs each and does not have it.
+    """
     batch: list[str] = []
-    nbytes = 0
+    nbytes = np.zeros(len(lacking), dtype=np.int64)
+    first = at = 0
     for operator, group in offers.items():
-        size = sum(offer.entry.nbytes for offer in group)
-        if batch and nbytes + size > _BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
+        sizes = np.array([offer.entry.nbytes for offer in group], dtype=np.int64)
+        more = lacking[:, at : at + len(group)] @ sizes
+        if batch and (nbytes + more).max() > _BATCH_NBYTES:
+            yield batch, slice(first, at)
+            batch, nbytes, first = [], np.zeros_like(nbytes), at
         batch.append(operator)
-        nbytes += size
+        nbytes += more
+        at += len(group)
     if batch:
-        yield batch
+        yield batch, slice(first, at)
+
+
+def _unpacked(raw: bytes, count: int) -> Flags:
+    """Returns a rank's row of what is lacking, ``[count]``."""
+    return np.unpackbits(np.frombuffer(raw, dtype=np.uint8), count=count).astype(np.bool_)
+
+
+def side_tensors(tier: HostTier, manifest: Manifest) -> dict[tuple[str, str], torch.Tensor]:
+    """Returns (name, checksum) -> values of what ranks keep beside operators, undamaged, as far as it is kept here."""
+    found = {}
+    for kept in tier.find(manifest.run_id, manifest.step, manifest.generation):
+        for part in kept.parts if kept.state_digest in {record.digest for record in manifest.states} else ():
+            try:
+                entries = [entry for entry in part.entries if not entry.operator]
+            except DamagedError:  # said where operators are looked for
+                continue
+            for entry in entries:
+                data = kept.buffer.memory[part.base + entry.begin : part.base + entry.end]
+                if checksum(data) == entry.checksum:
+                    found[entry.name, entry.checksum] = as_values(entry, data)
+    return found

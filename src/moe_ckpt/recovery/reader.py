@@ -60,12 +60,14 @@ class StoreReader:
     Attributes:
         identity_damage: What is wrong with ``store.json``, if ``identity`` did without it.
         verified: Slices that lie in memory, and need not be verified twice.
+        at_hand: (name, checksum) -> values, verified, of side tensors that need not be read.
     """
 
     def __init__(self, storage: Storage, patience_secs: float = PATIENCE_SECS) -> None:
         self.storage: Storage = PatientStorage(storage, patience_secs)
         self.identity_damage: DamagedError | None = None
         self.verified: set[StoredSlice] = set()
+        self.at_hand: Mapping[tuple[str, str], torch.Tensor] = {}
         self._in_memory: Collection[str] = ()
         self._is_sound: Callable[[str], bool] = lambda path: False
         self._identity: Identity | None = None
@@ -231,8 +233,11 @@ class StoreReader:
             raise CoverageError(f"checkpoint {manifest.directory}", (have,))
         body = self._state_body(manifest, record)
         prefix = f"side/{rank}/"
-        side = {key: stored for key, stored in self.index(manifest).side.items() if key.startswith(prefix)}
-        tensors = {stored.entry.key: values.clone() for stored, values in self.read_many(side.values())}
+        side = [stored for key, stored in self.index(manifest).side.items() if key.startswith(prefix)]
+        known = {each.entry.key: self.at_hand.get((each.entry.name, each.entry.checksum)) for each in side}
+        tensors = {key: values.clone() for key, values in known.items() if values is not None}
+        wanted = [stored for stored in side if stored.entry.key not in tensors]
+        tensors |= {stored.entry.key: values.clone() for stored, values in self.read_many(wanted)}
         try:
             state = decode_tree(body["state"], lambda name: tensors[prefix + name])
         except (KeyError, TypeError, ValueError) as error:

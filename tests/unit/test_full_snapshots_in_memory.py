@@ -1,0 +1,368 @@
+"""A committed snapshot that holds everything stays in memory, too: who comes back in this process reads no storage."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_ckpt.core.operators import expert_id
+from moe_ckpt.engine import host_memory, host_tier
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
+from moe_ckpt.recovery import memory_source
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.storage import LocalStorage
+from tests.support.tensor_reads import tensor_bytes_read
+from tests.unit.engine_parts import (
+    ALL,
+    GatedStorage,
+    Life,
+    ThreadRanks,
+    manifests,
+    run_threads,
+    steps_of_experts,
+)
+from tests.unit.test_engine_host_tier import LAYOUTS, assert_state, come_back, damage_expert, train_and_fail
+
+FULL = {
+    "dense": Dense(),
+    "moc-all": MoC(k=4),
+    "moc-two-level": MoC(k=1, snapshot_k=4),
+    "moetion-all": MoEtion(experts=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    host_tier.release_host_memory()
+    yield
+    host_tier.release_host_memory()
+
+
+SIDE_NBYTES = 12
+"""Of ``Life.capture``."""
+
+
+def nbytes_of(root, operators, suffix="") -> int:
+    """What storage has of these operators, in the newest checkpoint; of tensors whose keys end so."""
+    reader = StoreReader(LocalStorage(root))
+    live = reader.index(reader.manifest(reader.directories()[0])).live
+    return sum(s.nbytes for s in live if s.entry.operator in operators and s.entry.key.endswith(suffix))
+
+
+def recovery_plan(caplog) -> str:
+    return next(r.getMessage() for r in caplog.records if r.getMessage().startswith("recovery plan"))
+
+
+@pytest.mark.parametrize("policy", FULL.values(), ids=FULL)
+def test_after_a_fault_in_this_process_no_tensor_is_read_from_storage(tmp_path, policy, caplog):
+    train_and_fail(tmp_path, policy=policy)
+    with Life(LocalStorage(tmp_path), policy=policy) as life, caplog.at_level(logging.INFO, "moe_ckpt"):
+        with tensor_bytes_read() as read:
+            restored, fault = come_back(life)
+        assert read == []
+        assert restored.manifest.step == 6
+        assert fault.lost_tokens == 0
+        assert_state(life, dict.fromkeys(ALL, 6))
+        assert torch.equal(restored.plain["buffer"], torch.full((3,), 6.0))
+        assert recovery_plan(caplog).endswith("from memory: this job's processes"), recovery_plan(caplog)
+        life.go(2, settle=True)
+    assert manifests(tmp_path)[-1].step == 8
+
+
+def test_without_that_memory_storage_is_read(tmp_path, caplog):
+    """The count can fail."""
+    train_and_fail(tmp_path, policy=Dense())
+    host_tier.release_host_memory()
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life, caplog.at_level(logging.INFO, "moe_ckpt"):
+        with tensor_bytes_read() as read:
+            come_back(life)
+        assert sum(nbytes for _, nbytes in read) >= nbytes_of(tmp_path, ALL)
+        assert "from step_00000006" in recovery_plan(caplog)
+
+
+@pytest.mark.parametrize("policy", [MoC(k=1), MoC(k=2, selector="load_aware"), MoEtion(experts=2)])
+def test_of_a_partial_one_only_what_it_lacks_is_read(tmp_path, policy, caplog):
+    train_and_fail(tmp_path, policy=policy)
+    stored = {op: record.step for op, record in manifests(tmp_path)[-1].operators.items()}
+    stale = {op for op in stored if stored[op] < 6}
+    assert stale
+    with Life(LocalStorage(tmp_path), policy=policy) as life, caplog.at_level(logging.INFO, "moe_ckpt"):
+        with tensor_bytes_read() as read:
+            restored, fault = come_back(life)
+        assert sum(nbytes for _, nbytes in read) == 2 * nbytes_of(tmp_path, stale), "verified, and then read"
+        assert not [path for path, _ in read if path.startswith("step_00000006")]
+        assert restored.tokens_from_host is None
+        assert_state(life, stored)
+        assert fault.lost_tokens == ((6 - steps_of_experts(stored)) * life.counts).sum()
+        text = recovery_plan(caplog)
+        assert "memory: this job's processes" in text
+        assert "storage: step_00000006" in text
+
+
+@pytest.mark.parametrize("operator", ["expert/1/2", "gate/0"])
+def test_a_damaged_slice_is_read_from_storage_with_its_operator(tmp_path, caplog, operator):
+    train_and_fail(tmp_path, policy=Dense())
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life:
+        [kept] = life.session.tier._kept
+        next(data for entry, data in kept.slices() if entry.operator == operator)[0] ^= 1
+        with tensor_bytes_read() as read:
+            come_back(life)
+        assert sum(nbytes for _, nbytes in read) == 2 * nbytes_of(tmp_path, {operator})
+        assert_state(life, dict.fromkeys(ALL, 6))
+    assert "is damaged; storage's copy is taken" in caplog.text
+
+
+def test_a_damaged_side_tensor_is_read_from_storage(tmp_path):
+    train_and_fail(tmp_path, policy=Dense())
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life:
+        [kept] = life.session.tier._kept
+        for entry, data in kept.slices():
+            if not entry.operator and entry.nbytes:
+                data[0] ^= 1
+        with tensor_bytes_read() as read:
+            restored, _ = come_back(life)
+        assert len(read) == 1
+        assert torch.equal(restored.plain["buffer"], torch.full((3,), 6.0))
+
+
+def test_what_storage_lost_meanwhile_memory_still_gives(tmp_path):
+    """As with stale experts: what memory gives is not read, so its damage on storage is no reason to go back."""
+    train_and_fail(tmp_path, policy=Dense())
+    damage_expert(tmp_path, "expert/1/2")
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life:
+        restored, _ = come_back(life)
+        assert restored.manifest.step == 6
+        assert_state(life, dict.fromkeys(ALL, 6))
+
+
+def test_the_steps_of_a_window_are_not_kept(tmp_path):
+    """One of them is no state, and private memory has no rule for several."""
+    with Life(LocalStorage(tmp_path), policy=MoEvement(window=3)) as life:
+        seen = set()
+        for _ in range(8):
+            life.go(1, settle=True)
+            seen |= {held.step for held in life.session.tier._kept}
+    assert [m.step for m in manifests(tmp_path) if m.window], "there were some"
+    assert seen == {m.step for m in manifests(tmp_path) if not m.window}, "the dense one at the beginning"
+
+
+# --- what it costs ---
+
+
+def size_of(root, policy) -> int:
+    with Life(LocalStorage(root), policy=policy) as life:
+        life.go(1, settle=True)
+        return life.session.tier.nbytes
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoC(k=4)], ids=["dense", "moc-all"])
+@pytest.mark.parametrize("room", [1, 2, 3])
+@pytest.mark.parametrize("when_busy", ["skip", "wait"])
+def test_it_costs_no_checkpoint_and_no_wait(tmp_path, policy, room, when_busy, caplog):
+    """With room for one, two or three: what begins and what waits is what would without a recovery buffer."""
+    size = size_of(tmp_path / "probe", policy)
+    host_tier.release_host_memory()
+    seen = {}
+    for kept in (True, False):
+        storage = GatedStorage(tmp_path / str(kept))
+        budget = room * size + size // 2
+        with Life(storage, policy=policy, when_busy=when_busy, host_memory_bytes=budget) as life:
+            if not kept:
+                life.session.tier.offer = lambda snapshot, share: None
+            life.go(3, settle=True)
+            storage.gate.clear()
+            opener = threading.Timer(0.3, storage.gate.set)
+            if when_busy == "wait":  # or the training thread would wait for ever
+                opener.start()
+            life.go(4)
+            storage.gate.set()
+            life.settle()
+            assert life.session._resources.pipeline._pool.held_bytes <= budget
+            life.go(1, settle=True)
+            seen[kept] = [(r.begun, r.waited and when_busy == "skip") for r in life.records]
+            assert [held.step for held in life.session.tier._kept] == ([life.step] if kept else [])
+    assert seen[True] == seen[False]
+    assert "is not kept in memory" not in caplog.text, "no token is at stake"
+
+
+def test_it_goes_first_when_the_machine_has_less_memory_than_the_budget(tmp_path, monkeypatch):
+    """A data loader has taken it meanwhile: page-locked memory, for instance, cannot be had then."""
+    make, made = HostBufferPool._make, []
+
+    def one_only(self, size):
+        if made:
+            with self._lock:
+                self._making_bytes -= size
+            raise RuntimeError("cannot allocate memory")
+        made.append(size)
+        return make(self, size)
+
+    monkeypatch.setattr(HostBufferPool, "_make", one_only)
+    with Life(LocalStorage(tmp_path), policy=Dense(), when_busy="wait") as life:
+        life.go(3, settle=True)
+        assert [held.step for held in life.session.tier._kept] == [3]
+    assert [m.step for m in manifests(tmp_path)] == [1, 2, 3]
+
+
+def test_without_anything_to_give_up_that_is_an_error(tmp_path, monkeypatch):
+    def none(self, size):
+        with self._lock:
+            self._making_bytes -= size
+        raise RuntimeError("cannot allocate memory")
+
+    monkeypatch.setattr(HostBufferPool, "_make", none)
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life, pytest.raises(RuntimeError, match="cannot allocate"):
+        life.go(1)
+
+
+def test_the_next_life_has_as_much_room_as_the_one_before(tmp_path, monkeypatch):
+    """Half of what is free, to which what the life before left here counts: a run that fitted fits again."""
+    size = size_of(tmp_path, Dense())
+    host_tier.release_host_memory()
+    free = 2 * size + 64
+    asked = []
+
+    def half(local_ranks, left_bytes=0):
+        asked.append(left_bytes)
+        kept = sum(r.tier.nbytes for r in host_tier._registry)
+        return (free - kept + left_bytes) // 2 // local_ranks
+
+    monkeypatch.setattr(host_memory, "default_budget_bytes", half)
+    for _ in range(3):
+        with Life(LocalStorage(tmp_path), policy=Dense()) as life:
+            if manifests(tmp_path):
+                come_back(life)
+            life.go(2, settle=True)
+    assert asked == [0, size, size]
+    monkeypatch.setattr(host_memory, "default_budget_bytes", lambda ranks, left_bytes=0: (free - size) // 2)
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life, pytest.raises(HostMemoryError):  # noqa: PT012
+        come_back(life)
+        life.go(1)
+
+
+def test_a_run_on_another_store_gets_the_memory_of_what_its_storage_has_too(tmp_path):
+    train_and_fail(tmp_path / "dense", policy=Dense())
+    train_and_fail(tmp_path / "moc", policy=MoC(k=1, snapshot_k=4))
+    assert [r.root for r in host_tier._registry] == [str(tmp_path / "moc")]
+    with Life(LocalStorage(tmp_path / "third"), policy=Dense()):
+        assert [r.root for r in host_tier._registry if not r.in_use] == [str(tmp_path / "moc")], "it has what is lost"
+
+
+# --- several ranks ---
+
+
+@contextmanager
+def swapped(noted):
+    """Notes how many bytes each receives."""
+    receive = memory_source.MemorySource._receive
+
+    def noting(self, offers, lacking):
+        found = receive(self, offers, lacking)
+        noted.append(sum(data.numel() for data in found.values()))
+        return found
+
+    memory_source.MemorySource._receive = noting
+    try:
+        yield
+    finally:
+        memory_source.MemorySource._receive = receive
+
+
+def return_of(root, before, after, ranks, survivors, policy):
+    """Trains, and comes back. Returns (bytes of tensors read from storage, bytes sent, what each rank restored)."""
+    run_threads(
+        ThreadRanks(ranks[0]),
+        lambda comm: train_and_fail(root, policy=policy, comm=comm, change=LAYOUTS[before](comm.rank, ranks[0])),
+    )
+    host_tier._registry[:] = [r for r in host_tier._registry if r.tier.rank in survivors]
+
+    def return_(comm):
+        with Life(LocalStorage(root), policy=policy, comm=comm) as life:
+            if (change := LAYOUTS[after](comm.rank, ranks[1])) is not None:
+                life.state.change = change
+            restored, fault = come_back(life)
+            assert (restored.manifest.step, fault.lost_tokens) == (6, 0)
+            assert_state(life, dict.fromkeys(ALL, 6))
+            return restored.plan
+
+    sent: list[int] = []
+    with tensor_bytes_read() as read, swapped(sent):
+        plans = run_threads(ThreadRanks(ranks[1]), return_)
+    tables = {tuple((row.source.tier, row.operators, row.nbytes) for row in plan.rows()) for plan in plans}
+    assert len(tables) == 1, "all ranks decide alike"
+    return sum(nbytes for _, nbytes in read), sum(sent), plans[0]
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoC(k=1, snapshot_k=4)], ids=["dense", "moc"])
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 3)])
+def test_of_ranks_that_all_live_none_reads_storage(tmp_path, before, after, ranks, policy):
+    read, sent, plan = return_of(tmp_path, before, after, ranks, range(ranks[0]), policy)
+    assert ranks[1] > ranks[0] or read == 0
+    assert read <= ranks[1] * SIDE_NBYTES, "each thread may have taken over the share of another"
+    assert len(list(plan.rows())) == 1, "all from memory"
+    if before == after != "replicated" and ranks[0] == ranks[1]:
+        assert sent == nbytes_of(tmp_path, ALL, "/step"), "scalars, which one rank writes for all"
+
+
+def test_a_rank_gets_no_more_than_it_needs(tmp_path):
+    """Plain data parallelism: each lacks what the other wrote, once."""
+    _, sent, _ = return_of(tmp_path, "replicated", "replicated", (2, 2), (0, 1), Dense())
+    assert sent == nbytes_of(tmp_path, ALL)
+
+
+@pytest.mark.parametrize("survivor", [0, 1])
+def test_what_a_dead_rank_had_is_read_from_storage(tmp_path, survivor):
+    read, _, plan = return_of(tmp_path, "replicated", "replicated", (2, 2), (survivor,), Dense())
+    rows = list(plan.rows())
+    assert len(rows) == 2
+    owned = {expert_id(layer, e) for layer in range(2) for e in range(4) if e // 2 == survivor}
+    memory, storage = (set(plan.from_source(row.source)) for row in rows)
+    assert owned <= memory
+    assert owned.isdisjoint(storage)
+    assert 0 < read
+    assert nbytes_of(tmp_path, storage) + nbytes_of(tmp_path, memory) == nbytes_of(tmp_path, ALL)
+
+
+def test_what_arrives_damaged_is_read_from_storage_by_all(tmp_path, monkeypatch, caplog):
+    swap = type(ThreadRanks(1).comm(0)).swap
+
+    def flipping(self, given, expected):
+        swap(self, given, expected)
+        if self.rank == 1:
+            next(iter(next(iter(expected.values()))))[0] ^= 1
+
+    monkeypatch.setattr(type(ThreadRanks(1).comm(0)), "swap", flipping)
+    read, _, _ = return_of(tmp_path, "replicated", "replicated", (2, 2), (0, 1), Dense())
+    assert read > 0
+    assert "did not arrive whole" in caplog.text
+
+
+def test_memory_for_what_is_received_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_source, "_BATCH_NBYTES", 100)
+    sent: list[int] = []
+    with swapped(sent):
+        return_of(tmp_path, "replicated", "replicated", (2, 2), (0, 1), Dense())
+    assert len(sent) > 8
+    largest = max(nbytes_of(tmp_path, {op}) for op in ALL)
+    assert max(sent) <= max(100, largest)
+
+
+def test_a_share_of_another_life_is_not_taken_for_this_ones(tmp_path, caplog):
+    train_and_fail(tmp_path, policy=Dense())
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life:
+        tier = life.session.tier
+        [kept] = tier._kept
+        tier._kept = (replace(kept, state_digest="0" * 16),)
+        with tensor_bytes_read() as read:
+            come_back(life)
+        assert read
+    assert "is not what storage holds" in caplog.text

@@ -328,7 +328,7 @@ def test_what_a_dead_rank_had_is_read_from_storage(tmp_path, survivor):
     memory, storage = (set(plan.from_source(row.source)) for row in rows)
     assert owned <= memory
     assert owned.isdisjoint(storage)
-    assert 0 < read
+    assert read > 0
     assert nbytes_of(tmp_path, storage) + nbytes_of(tmp_path, memory) == nbytes_of(tmp_path, ALL)
 
 

@@ -110,7 +110,10 @@ class TokenBook:
     """Applied, saved and lost tokens of one run, surviving restarts through ``to_dict``.
 
     ``applied``: assignments whose optimizer update really happened, since the run began.
-    ``saved[tier]``: the value of ``applied`` that each expert's newest copy in that tier has seen.
+    ``saved[tier]``: the value of ``applied`` that each expert's newest copy in that tier has seen, what recoveries
+    after it have lost included: that is gone, whichever copy comes back.
+    ``lost_since``: ``[L, E]`` of the latter, what ``saved`` has of storage beside what the checkpoint says that the run
+    went on from, or that it was laid over.
     """
 
     layers: int
@@ -118,10 +121,12 @@ class TokenBook:
     applied: Counts = field(init=False)
     saved: dict[Tier, Counts] = field(init=False)
     faults: list[FaultRecord] = field(init=False, default_factory=list)
+    lost_since: Counts = field(init=False)
 
     def __post_init__(self) -> None:
         self.applied = self._zeros()
         self.saved = {Tier.STORAGE: self._zeros()}
+        self.lost_since = self._zeros()
 
     def _zeros(self) -> Counts:
         return np.zeros((self.layers, self.experts), dtype=np.int64)

@@ -181,11 +181,12 @@ class RunLedger:
         if same_store:
             stored = beneath or manifest
             self.committed_step = stored.step
+            book = TokenBook.from_dict(stored.tokens, tokens.layers, tokens.experts)
+            tokens.lost_since = tokens.saved[Tier.STORAGE] - book.saved[Tier.STORAGE]
             versions = {op: record.step for op, record in stored.operators.items()}
             if stored.window:
                 versions = dict.fromkeys(versions, stored.step)
-            seen = TokenBook.from_dict(stored.tokens, tokens.layers, tokens.experts).applied
-            self.ledger.restore(versions, seen, whole=not stored.window)
+            self.ledger.restore(versions, book.applied, whole=not stored.window)
         return fault
 
     def _newer(self, seen: Counts) -> frozenset[str]:

@@ -100,6 +100,7 @@ class MemorySealer:
                 window=None if window is None else WindowPlace(window.start, window.size, request.slot),
                 applied=request.applied.result(),
                 faults=request.faults,
+                lost=request.lost,
                 policy=request.policy,
                 measured=request.measured,
                 since=request.since,

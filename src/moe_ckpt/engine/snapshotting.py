@@ -313,6 +313,7 @@ class Snapshotter:
             policy=self._run.policy.describe(),
             measured=self.booking.meter.known,
             base=self.booking.committed_directory or "",
+            lost=run_ledger.tokens.lost_since if run_ledger.tokens.lost_since.any() else None,
             stored=ways.stored,
             copied=ways.copied,
             updates=self.updates,

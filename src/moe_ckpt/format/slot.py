@@ -37,18 +37,19 @@ def _raggedness(rows: list[list[int]]) -> str:
     return "" if len(set(map(len, rows))) < 2 else " has rows of different lengths"
 
 
+_TABLE = both(listing(listing(whole())), _raggedness)
 _FACTS = record(
     {
         "index": whole(),
         "base": text,
         "operators": listing(OPERATOR_ID),
         "window": maybe(_WINDOW),
-        "applied": both(listing(listing(whole())), _raggedness),
+        "applied": _TABLE,
         "faults": listing(listing(whole())),
         "policy": mapping(anything),
         "measured": mapping(number()),
     },
-    {"mlt": MLT_OF_FAULTS, "since": maybe(whole()), "gradients": listing(OPERATOR_ID)},
+    {"mlt": MLT_OF_FAULTS, "since": maybe(whole()), "gradients": listing(OPERATOR_ID), "lost": _TABLE},
 )
 _BODY = record(
     {
@@ -107,6 +108,8 @@ class StepFacts:
         window: Place in a sparse window; None for a checkpoint that stands by itself.
         applied: ``[L, E]`` tokens that experts had processed by the step.
         faults: Recoveries of the run so far.
+        lost: ``[L, E]`` tokens that those lost which ``base`` does not know of: no later one loses them again. None if
+            there are none.
         policy: ``Policy.describe()``.
         measured: As ``Manifest.measured``.
         since: Of a step of a gradient log, sequence of the snapshot with the oldest anchor that is needed: with all
@@ -124,6 +127,7 @@ class StepFacts:
     measured: Mapping[str, float] = field(default_factory=dict)
     since: int | None = None
     gradients: tuple[str, ...] = ()
+    lost: Counts | None = field(default=None, compare=False)
 
     def encoded(self) -> dict[str, Any]:
         """For a document."""
@@ -138,6 +142,7 @@ class StepFacts:
             "measured": dict(self.measured),
             "since": self.since,
             **({"gradients": list(self.gradients)} if self.gradients else {}),
+            **({} if self.lost is None else {"lost": Fragment.of_counts(self.lost)}),
         }
 
     @classmethod
@@ -155,6 +160,7 @@ class StepFacts:
             body["measured"],
             body.get("since"),
             tuple(body.get("gradients", ())),
+            np.asarray(body["lost"], dtype=np.int64) if "lost" in body else None,
         )
 
 

@@ -394,6 +394,8 @@ class MemoryCheckpoints:
     ) -> Manifest:
         """The manifest of a checkpoint, which lacks its files and the ranks' states."""
         book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *_grid(self._tier.model))
+        if facts.lost is not None and len(book.faults) < len(facts.faults):  # else it was written after all of them
+            book.saved[Tier.STORAGE] = book.saved[Tier.STORAGE] + facts.lost.reshape(book.applied.shape)
         book.applied = facts.applied.reshape(book.applied.shape).copy()
         book.faults = list(facts.faults)
         book.saved = {Tier.STORAGE: book.saved[Tier.STORAGE]}

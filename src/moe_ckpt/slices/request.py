@@ -31,6 +31,7 @@ class SnapshotRequest:
         applied: ``[L, E]`` tokens that experts had processed by ``step``, summed over ranks; to come, as long as the
             ranks are agreeing on them.
         faults: Recoveries of the run so far.
+        lost: ``TokenBook.lost_since``; None if nothing.
         policy: ``Policy.describe()``.
         measured: For ``Manifest.measured``.
         base: Directory of the newest checkpoint on storage; empty before the first.
@@ -61,6 +62,7 @@ class SnapshotRequest:
     policy: Mapping[str, Any]
     measured: Mapping[str, float]
     base: str = ""
+    lost: Counts | None = None
     stored: bool = True
     copied: bool = True
     updates: int = 0

@@ -1,0 +1,291 @@
+"""Runs whose memory has every checkpoint, and whose storage has few: the budget holds whatever fails.
+
+Beside the library's policies and ledgers each run keeps the tokens that every copy of every expert has really seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.moc_sim import catalog
+from moe_ckpt import Memory
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.run_ledger import Pending, RunLedger, places
+from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
+from moe_ckpt.policies import Guarded, MoC, MoEtion
+from moe_ckpt.policies.base import Measured
+from moe_ckpt.policies.selectors import SELECTORS
+from moe_ckpt.storage import LocalStorage
+from tests.unit.engine_parts import Life
+from tests.unit.test_engine_host_tier import come_back
+
+BUDGET = 0.05
+
+
+@dataclass
+class Saved:
+    """A checkpoint in memory or on storage. seen: ``[L, E]`` tokens that the copies in it really saw, 0 where none is.
+
+    applied, faults, lost: as the ledger had them. steps: of each expert's copy; -1 where none is.
+    """
+
+    generation: int
+    step: int
+    index: int
+    applied: Counts
+    faults: tuple[FaultRecord, ...]
+    lost: Counts
+    steps: Counts
+    seen: Counts
+    manifest: Manifest | None = None
+
+
+class Run:
+    """Memory gets every checkpoint, storage one in ``every`` steps. ``step`` trains; ``fail`` ends the process."""
+
+    def __init__(self, policy, model, every: int) -> None:
+        self.policy, self.model, self.every = policy, model, every
+        self.store: list[Saved] = []
+        self.memory: list[Saved] = []
+        self.generation = self.sequence = self.now = 0
+        self.ledger = RunLedger(model, outlives_process=True)
+        self.seen = np.zeros_like(self.ledger.tokens.applied)
+        self.writing: list[tuple[int, int, bool, Saved]] = []
+        self.stored_at: int | None = None
+
+    def step(self, counts: Counts, *, delay: int = 1, fails: bool = False, complete: bool = True) -> int:
+        """One step; returns how many experts its checkpoint holds. delay: steps until storage has it, if it is due."""
+        self.now += 1
+        self._settle()
+        self.ledger.routed(counts)
+        self.seen = self.seen + counts
+        due = self.stored_at is None or self.now >= self.stored_at + self.every
+        context = self.ledger.context(self.now, 1, counts, Measured())
+        context = replace(context, memory=replace(context.memory, storage_due=due))
+        plan = self.policy.plan(context)
+        if not plan:
+            return 0
+        chosen = self.ledger.rescued | set(plan.operators())
+        stored = tuple(op for op in self.model.everything if op in chosen)
+        held = tuple(op for op in plan.operators(Tier.HOST) if op not in chosen)
+        tokens, index = self.ledger.tokens, self.ledger.index
+        pending = Pending(self.model, self.now, self.generation, stored, held, tokens.applied.copy(), {}, stored=due)
+        self.sequence += 1
+        self.ledger.begun(self.sequence, pending, self.sequence)
+        saved = self._saved(pending.operators_in(Tier.HOST), index)
+        self.ledger.in_memory(self.sequence, complete=complete)
+        if complete:
+            self.memory = [*(each for each in self.memory if each.generation == self.generation), saved]
+        if due:
+            self.stored_at = None if fails else self.now
+            self.writing.append((self.now + delay, self.sequence, fails, self._saved(stored, index)))
+        return len(places(self.model, stored))
+
+    def _saved(self, operators, index) -> Saved:
+        tokens, at = self.ledger.tokens, tuple(places(self.model, operators).T)
+        steps, seen = np.full_like(self.seen, -1), np.zeros_like(self.seen)
+        steps[at], seen[at] = self.now, self.seen[at]
+        lost = tokens.lost_since.copy()
+        return Saved(
+            self.generation, self.now, index, tokens.applied.copy(), tuple(tokens.faults), lost, steps, seen
+        )
+
+    def _settle(self) -> None:
+        while self.writing and self.writing[0][0] <= self.now:
+            _, sequence, fails, saved = self.writing.pop(0)
+            if not fails:
+                self._commit(saved)
+            self.ledger.resolved(sequence, committed=not fails)
+
+    def _commit(self, saved: Saved) -> None:
+        """As ``engine.commit``: what it does not hold comes from the checkpoint before it."""
+        lacks = saved.steps < 0
+        book = TokenBook(*saved.applied.shape)
+        if self.store:
+            before = self.store[-1]
+            saved.steps[lacks], saved.seen[lacks] = before.steps[lacks], before.seen[lacks]
+            book = TokenBook.from_dict(before.manifest.tokens, *saved.applied.shape)
+            if len(before.faults) < len(saved.faults):
+                book.saved[Tier.STORAGE] = book.saved[Tier.STORAGE] + saved.lost
+        at = book.saved[Tier.STORAGE]
+        book.saved = {Tier.STORAGE: np.where(lacks, at, saved.applied)}
+        book.applied, book.faults = saved.applied, list(saved.faults)
+        saved.manifest = self._manifest(saved, book)
+        self.store.append(saved)
+
+    def _manifest(self, saved: Saved, book: TokenBook) -> Manifest:
+        record = OperatorRecord(saved.step, ())
+        return Manifest(
+            run_id="simulated",
+            step=saved.step,
+            generation=saved.generation,
+            world_size=1,
+            index=saved.index,
+            created_unix_secs=0.0,
+            model=ModelRecord(""),
+            files=(),
+            operators=dict.fromkeys(self.model.everything, record),
+            states=(),
+            tokens=book.to_dict(),
+        )
+
+    def fail(self, *, memory: bool, older: int = 99) -> FaultRecord | None:
+        """Kill the run; None if it begins anew.
+
+        memory: It outlives that, with ``older`` of its older snapshots at most.
+        """
+        self._settle()
+        self.writing.clear()
+        self.generation += 1
+        found = self.memory[-1 - older :] if memory else []
+        newest = self.store[-1] if self.store else None
+        self.memory = found
+        if found and (newest is None or (found[-1].generation, found[-1].step) >= (newest.generation, newest.step)):
+            return self._return_to_memory(found, newest)
+        self.memory = []
+        if newest is None:
+            self.__init__(self.policy, self.model, self.every)
+            return None
+        self.seen, self.now, self.stored_at = newest.seen.copy(), newest.step, newest.step
+        self.ledger = RunLedger(self.model, outlives_process=True)
+        return self.ledger.resume_from(newest.manifest, same_store=True, tokens_from_host=None)
+
+    def _return_to_memory(self, found: list[Saved], beneath: Saved | None) -> FaultRecord:
+        """As ``recovery.memory_checkpoints``: laid over what storage has."""
+        top = found[-1]
+        assert beneath is not None or (found[0].steps >= 0).all()
+        shape = top.applied.shape
+        book = TokenBook.from_dict({} if beneath is None else beneath.manifest.tokens, *shape)
+        if beneath is not None and len(beneath.faults) < len(top.faults):
+            book.saved[Tier.STORAGE] = book.saved[Tier.STORAGE] + top.lost
+        book.applied, book.faults = top.applied.copy(), list(top.faults)
+        steps = np.full(shape, -1) if beneath is None else beneath.steps
+        self.seen = np.zeros(shape, dtype=np.int64) if beneath is None else beneath.seen.copy()
+        held = np.zeros(shape, dtype=np.int64)
+        for each in found:  # oldest first
+            newer = each.steps > steps
+            held[newer], self.seen[newer] = each.applied[newer], each.seen[newer]
+        self.now, self.stored_at = top.step, None if beneath is None else beneath.step
+        self.ledger = RunLedger(self.model, outlives_process=True)
+        return self.ledger.resume_from(
+            self._manifest(top, book),
+            same_store=beneath is not None,
+            tokens_from_host=held,
+            beneath=None if beneath is None else beneath.manifest,
+        )
+
+    @property
+    def lost(self) -> int:
+        """Tokens that no live expert has seen, of all that were routed."""
+        return int((self.ledger.tokens.applied - self.seen).sum())
+
+
+def troubled(policy, seed, every, *, steps=120, older=99):
+    """Yields the run after every failure. Loads change; storage is late, and fails; memory outlives some failures."""
+    rng = np.random.default_rng(seed)
+    run = Run(policy, catalog(2, 8), every)
+    fault_rate, trouble, gone = rng.uniform(0.01, 0.3), rng.uniform(0, 0.3), rng.uniform(0, 1)
+    shares = rng.dirichlet(np.full(8, rng.uniform(0.05, 2)), size=2)
+    for _ in range(steps):
+        if rng.random() < 0.05:
+            shares = rng.dirichlet(np.full(8, rng.uniform(0.05, 2)), size=2)
+        counts = rng.multinomial(int(rng.integers(0, 2000)), shares)
+        run.step(
+            counts,
+            delay=int(rng.integers(0, 3)),
+            fails=bool(rng.random() < trouble),
+            complete=bool(rng.random() > trouble / 3) or not run.memory,
+        )
+        while rng.random() < fault_rate:
+            fault = run.fail(memory=bool(rng.random() > gone), older=int(rng.integers(0, older + 1)))
+            if fault is not None:
+                yield run, fault
+
+
+budgeted = st.builds(
+    MoC,
+    k=st.sampled_from([1, 2, 3]),
+    selector=st.sampled_from(sorted(SELECTORS)),
+    snapshot_k=st.sampled_from([None, 4]),
+    plt_budget=st.sampled_from([BUDGET, 0.01]),
+)
+guarded = st.builds(
+    Guarded,
+    policy=st.builds(MoC, k=st.sampled_from([1, 3]), selector=st.sampled_from(sorted(SELECTORS)))
+    | st.builds(MoEtion, experts=st.sampled_from([1, 3])),
+    budget=st.sampled_from([BUDGET, 0.01]),
+    action=st.sampled_from(["escalate", "dense"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=budgeted | guarded,
+    seed=st.integers(0, 2**32),
+    every=st.sampled_from([1, 5, 25, 1000]),
+    older=st.sampled_from([0, 2, 99]),
+)
+def test_no_sequence_of_faults_breaks_the_budget_with_memory_and_without(policy, seed, every, older):
+    """older: how many older snapshots memory has room for at most."""
+    budget = policy.budget if isinstance(policy, MoC) else policy.plt_budget
+    for run, fault in troubled(policy, seed, every, older=older):
+        assert run.ledger.tokens.lost_tokens == run.lost, "each token is lost once"
+        assert run.ledger.tokens.plt <= budget
+        assert fault.lost_tokens <= budget * fault.routed_tokens
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    policy=st.builds(MoC, k=st.sampled_from([1, 3]), selector=st.sampled_from(sorted(SELECTORS)))
+    | st.builds(MoEtion, experts=st.sampled_from([1, 3])),
+    seed=st.integers(0, 2**32),
+    every=st.sampled_from([1, 5, 25, 1000]),
+    older=st.sampled_from([0, 2, 99]),
+)
+def test_without_a_budget_lost_tokens_are_counted_once(policy, seed, every, older):
+    for run, _ in troubled(policy, seed, every, older=older):
+        assert run.ledger.tokens.lost_tokens == run.lost
+        assert run.ledger.tokens.plt <= 1
+
+
+def test_these_runs_lose_more_without_a_budget():
+    """They are hard enough: most break every budget where nobody keeps to one."""
+    worst = [max((run.ledger.tokens.plt for run, _ in troubled(MoC(), s, 25, older=2)), default=0) for s in range(12)]
+    assert sum(plt > 0.075 for plt in worst) > 6
+
+
+@pytest.fixture
+def no_memory_left():
+    yield
+    host_tier.release_host_memory()
+
+
+@pytest.mark.parametrize("every", [1000, 3])
+def test_real_lives_that_fail_one_after_the_other_lose_each_token_once(tmp_path: Path, every, no_memory_left):
+    """Storage has the first step only, or few, so that experts come from there several times."""
+    (tmp_path / "memory").mkdir()
+    chosen = Memory(directory=tmp_path / "memory", storage_every_n_steps=every)
+    seen = {(layer, e): frozenset[int]() for layer in range(2) for e in range(4)}
+    copies: dict[tuple[tuple[int, int], int], frozenset[int]] = {}
+    for steps in (3, 1, 1, 2, 1):
+        with Life(LocalStorage(tmp_path / "store"), policy=MoC(k=1), memory=chosen) as life:
+            if copies:
+                restored, _ = come_back(life)
+                versions = restored.manifest.operators
+                seen = {at: copies[at, versions[f"expert/{at[0]}/{at[1]}"].step] for at in seen}
+                lacking = sum((life.step - len(seen[at])) * int(life.counts[at]) for at in seen)
+                assert lacking > 0 or every < 1000
+                assert life.session.run_ledger.tokens.lost_tokens == lacking
+                assert life.session.run_ledger.tokens.plt < 1
+            for _ in range(steps):
+                life.go(1, settle=True)
+                seen = {at: seen[at] | {life.step} for at in seen}
+                copies |= {(at, life.step): seen[at] for at in seen}

@@ -47,9 +47,26 @@ class StopAt(pl.Callback):
             raise Stopped
 
 
-def train(dirpath, stop: StopAt | None = None, ckpt_path=None, policy=None, isolate_validation=True, **options):
+class Plateau(Validated):
+    """The learning rate falls at the end of each epoch whose validation was no better."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def train(
+    dirpath,
+    stop: StopAt | None = None,
+    ckpt_path=None,
+    policy=None,
+    isolate_validation=True,
+    kind: type[Validated] = Validated,
+    **options,
+):
     pl.seed_everything(7, verbose=False)
-    model = Validated()
+    model = kind()
     checkpoint = MoECheckpoint(policy or Dense(1), dirpath, when_busy="wait", isolate_validation=isolate_validation)
     trainer = pl.Trainer(
         callbacks=[checkpoint, *([stop] if stop else [])],
@@ -103,6 +120,12 @@ CASES = [
 ]
 
 
+UNVALIDATED = {"limit_train_batches": 5, "limit_val_batches": 0}
+CASES += [
+    (UNVALIDATED, 5, "batch"),  # an epoch that ends neither with the loader nor with a validation
+    ({**UNVALIDATED, "max_epochs": -1, "max_steps": 14}, 10, "batch"),
+    ({"limit_train_batches": 5, "check_val_every_n_epoch": 2}, 5, "batch"),
+]
 SHARED = [({"isolate_validation": False, **options}, step, where) for options, step, where in (CASES[2], CASES[4])]
 
 
@@ -113,6 +136,17 @@ def test_automatic_resume_is_exact(tmp_path, options, step, where):
     resumed = train(tmp_path / "broken", **options)
     assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize(("step", "where"), [(8, "batch"), (8, "validation"), (11, "batch"), (16, "validation")])
+def test_a_learning_rate_that_goes_by_validations_falls_as_if_nothing_had_happened(tmp_path, step, where):
+    """Lightning leaves plateau schedulers as they are at the end of an epoch that was resumed in its middle."""
+    reference = train(tmp_path / "whole", kind=Plateau)
+    assert reference[1].optimizers[0].param_groups[0]["lr"] < 0.01
+    before = train(tmp_path / "broken", StopAt(step, where), kind=Plateau)
+    resumed = train(tmp_path / "broken", kind=Plateau)
+    assert_same(reference, resumed, before)
+    assert resumed[1].optimizers[0].param_groups[0]["lr"] == reference[1].optimizers[0].param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("step", [8, 11])

@@ -85,7 +85,7 @@ def _load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
 
 def _resumed(reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
     resumed = {"root": reader.storage.root, "directory": manifest.directory, "rng": plain["rng"]}
-    return {RESUME_KEY: resumed | {"boost": plain.get("boost", {})}}
+    return {RESUME_KEY: resumed | {"boost": plain.get("boost", {}), "frozen": plain["plain"].get("frozen")}}
 
 
 class StoredOptimizer(dict[str, Any]):

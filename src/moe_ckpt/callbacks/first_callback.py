@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 
 from moe_ckpt.callbacks.fit import Fit
+from moe_ckpt.callbacks.loop_position import update_plateaus
 
 
 class FirstCallback(pl.Callback):
@@ -34,6 +35,8 @@ class FirstCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if self.fit is not None:
             self.fit.join(update=False)
+            if self.fit.driver.restored_step is not None:
+                update_plateaus(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if self.fit is not None:

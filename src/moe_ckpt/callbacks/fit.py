@@ -20,7 +20,8 @@ from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.gradients import capture_gradients
 from moe_ckpt.callbacks.host import LightningHost
-from moe_ckpt.callbacks.lightning_state import validation_due
+from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
+from moe_ckpt.callbacks.loop_position import end_whole_epoch
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import boost_refusal, inexact
 from moe_ckpt.callbacks.update_watch import UpdateWatch
@@ -162,6 +163,8 @@ class Fit:
         if given is not None:
             self._resume_from(given)
             host.generators.take(given["rng"])
+            host.state.freeze(given["frozen"])
+            go_on_finetuning(host.trainer)
         elif run_ledger is not None:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
         self._watch.begin(host.step)
@@ -173,6 +176,8 @@ class Fit:
         if self.buckets is not None and host.step > 0:
             self.buckets.arrange(bucket_order)
         data.put_back(host.trainer, resumed=host.generators.due)
+        if driver.restored_step is not None:
+            end_whole_epoch(host.trainer)
         host.generators.put_back()
         if host.windows is not None and driver.replaying is not None:
             driver.replaying.begin(host.windows.step_source(ours))

@@ -64,6 +64,8 @@ class LightningHost(Host):
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
         rank = rank_of_state(manifest, self.trainer.global_rank)
         check_state(self.trainer, plain, state_path(manifest.slots[0].directory, rank))
+        began = plain.get("configured", {}).get("optimizers", ())
+        self.state.take_added_groups(plain["plain"], [len(groups) for groups in began])
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain

@@ -14,12 +14,13 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import lightning
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from moe_ckpt.callbacks.lazy_checkpoint import LazyCheckpoint
 from moe_ckpt.callbacks.loop_position import interrupted
@@ -242,6 +243,7 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
     with handing_back(f"{type(module).__name__} (on_load_checkpoint)", path):
         module.on_load_checkpoint(checkpoint)
     _restore_callbacks(trainer, checkpoint, path)
+    go_on_finetuning(trainer)
     precision = trainer.precision_plugin
     with handing_back(f"the precision plugin {type(precision).__name__}", path):
         precision.on_load_checkpoint(checkpoint)
@@ -268,6 +270,21 @@ def _restore_callbacks(trainer: Any, checkpoint: dict[str, Any], path: str) -> N
         if callback.state_key in states:
             with handing_back(f"the callback {type(callback).__name__}", path):
                 callback.load_state_dict(deepcopy(states[callback.state_key]))
+
+
+def go_on_finetuning(trainer: Any) -> None:
+    """Brings what finetuning callbacks thawed in line with the parameters' flags, which are those of the checkpoint.
+
+    Such a callback has just frozen what it freezes before training, and would thaw it at the start of an epoch that is
+    over. The optimizers have the groups that it added.
+    """
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]
+    for callback in callbacks:
+        callback._restarting = False
+    for each in trainer.lightning_module.modules() if callbacks else ():
+        if isinstance(each, _BatchNorm) and each.running_mean is not None:
+            own = list(each.parameters(recurse=False))
+            each.track_running_stats |= bool(own) and all(parameter.requires_grad for parameter in own)
 
 
 def _go_on_averaging(trainer: Any) -> None:

@@ -1,4 +1,9 @@
-"""Lightning's batch count within an epoch, after a restart with another number of ranks.
+"""Where Lightning's loops go on after a restart: the end of an epoch, and the batch count with other ranks.
+
+Lightning counts an epoch that resumes as restarting until its end. Then it updates no plateau scheduler, and after an
+epoch's last batch it would train on what ``limit_train_batches`` left in the loader, unless a validation is due.
+
+With another number of ranks the batch count within an epoch is set anew.
 
 That count decides when the last batch, an accumulated step and a validation come. With another number of ranks the
 epoch has another number of batches, so the count is set to what a run of the new size has at this position: the batches
@@ -94,3 +99,32 @@ def interrupted(done: int) -> dict[str, int]:
 def _set_total(val_loop: Any, progress: Callable[[int], dict[str, int]]) -> None:
     total = val_loop.batch_progress.total
     total.load_state_dict(progress(total.completed))
+
+
+def end_whole_epoch(trainer: Any) -> None:
+    """Lets a resumed epoch end at once, if its last batch was the checkpoint's and no validation is due.
+
+    Called in ``on_train_start``, when the batch count is that of this run.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    over = loop.restarting and loop._num_ready_batches_reached() and not loop._is_validation_done
+    if not over or loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        return
+
+    def advance(*_: Any) -> None:
+        del loop.advance
+        raise StopIteration  # as if the loader had nothing left
+
+    loop.advance = advance
+
+
+def update_plateaus(trainer: Any) -> None:
+    """Lets Lightning update plateau schedulers at the end of a resumed epoch, as at that of any other.
+
+    It leaves that out because metrics are in no checkpoint; but those of a validation are there again by now.
+    Called in ``on_train_epoch_end``.
+    """
+    loop = trainer.fit_loop
+    monitored = [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    if loop.restarting and monitored and all(name in trainer.callback_metrics for name in monitored):
+        loop._restarting = False

@@ -131,7 +131,10 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
         elif sized_len(loader) is None:
             found.append(f"{name} has no length, so Lightning fetches one batch ahead and a resume loses that batch")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-        found.append("Lightning does not bring back the metrics that ReduceLROnPlateau looks at")
+        found.append(
+            "Lightning does not bring back the metrics of training that ReduceLROnPlateau may look at (those of a "
+            "validation at the end of the epoch are computed again)"
+        )
     return found
 
 

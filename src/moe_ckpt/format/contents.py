@@ -106,6 +106,7 @@ _PLAIN = record(
         "optimizers": listing(_OPTIMIZER),
         "extra_state": mapping(anything),
         "own_state": mapping(mapping(anything)),
+        "frozen": listing(text),
         "optimizer": record(
             {
                 "step": maybe(whole()),

@@ -78,6 +78,38 @@ def check(
             )
 
 
+def take_added(
+    optimizer: Optimizer,
+    began: int,
+    names: Mapping[int, str],
+    parameters: Mapping[str, torch.nn.Parameter],
+    stored: Sequence[Mapping[str, Any]],
+) -> None:
+    """Add the groups that training had added (``Optimizer.add_param_group``) when a checkpoint was taken.
+
+    Nothing is added where the groups that the script makes are others, or the parameters not the model's: ``check``
+    says what differs.
+
+    Args:
+        began: How many groups the script makes. What was added since is of another checkpoint, and is taken away.
+        names: Name of each parameter by its id.
+        parameters: The model's, by name.
+        stored: Groups of the checkpoint.
+    """
+    for group in optimizer.param_groups[began:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[began:]
+    own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    if any(set(here) != set(there["params"]) for here, there in zip(own, stored, strict=False)):
+        return
+    held = {name for group in own for name in group}
+    added = [name for group in stored[began:] for name in group["params"]]
+    if held.isdisjoint(added) and len({*added}) == len(added) and parameters.keys() >= {*added}:
+        for entry in stored[began:]:
+            optimizer.add_param_group({"params": [parameters[name] for name in entry["params"]]})
+
+
 def write(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> None:
     """Put the stored hyperparameters back, in place. ``check`` has passed."""
     for group, entry in zip(optimizer.param_groups, stored, strict=True):

@@ -21,6 +21,7 @@ from moe_ckpt.modeling import module_state, param_groups, pretrained
 from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of
 from moe_ckpt.modeling.held_state import HeldState, scalars_of
 from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
+from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.modeling.walk import Walk
 from moe_ckpt.modeling.watching import Memory
 from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
@@ -60,6 +61,8 @@ class TorchTrainingState:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
+        self._groups_at_first = [len(optimizer.param_groups) for optimizer in self._optimizers]
+        self._frozen = Frozen()
         self._mixed: set[str] = set()
         self._pretrained = pretrained.read(model)
         self._sharded_modules = tuple(fsdp_modules(model))
@@ -117,7 +120,22 @@ class TorchTrainingState:
             groups = param_groups.read(index, optimizer, held.groups)
             optimizers.append({"class": class_name(optimizer), "param_groups": groups, "scalars": scalars})
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
-        return {**module_state.read(self._model, walk), "optimizers": optimizers, **pretrained_models}
+        frozen = {"frozen": self._frozen.names(walk.parameters)}
+        return {**module_state.read(self._model, walk), "optimizers": optimizers, **frozen, **pretrained_models}
+
+    def take_added_groups(self, plain: Mapping[str, Any], began: Sequence[int]) -> None:
+        """Give the optimizers the param groups that training had added when ``plain`` was taken. Before a restore.
+
+        Args:
+            plain: What ``plain()`` gave.
+            began: How many groups each optimizer of that run had at first. Where the script has another number now,
+                what differs is not what training has added.
+        """
+        walk = self._walked()
+        for index, entry in enumerate(plain.get("optimizers", ())):
+            if index < len(self._optimizers) and began[index : index + 1] == self._groups_at_first[index : index + 1]:
+                optimizer, at_first = self._optimizers[index], self._groups_at_first[index]
+                param_groups.take_added(optimizer, at_first, walk.names, walk.parameters, entry["param_groups"])
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """Make the optimizers hold exactly the tensors that ``wanted`` names; new ones are zero.
@@ -145,10 +163,20 @@ class TorchTrainingState:
         self.require_loadable(plain, ())
         module_state.write(self._model, plain)
         _, states = self._refresh()
+        self.freeze(plain.get("frozen"))
         for optimizer, held, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
             param_groups.write(optimizer, entry["param_groups"])
             for name, parameter in held.parameters.items():
                 _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
+
+    def freeze(self, names: Collection[str] | None) -> None:
+        """Make the parameters of these names require no gradient, and all others one.
+
+        Args:
+            names: "frozen" in the result of ``plain()``; None in checkpoints of earlier releases, for no change.
+        """
+        if names is not None:
+            freeze(self._walked().parameters, names)
 
     def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
         """See ``ports.TrainingState``.

@@ -1,0 +1,42 @@
+"""Which parameters are trained: training may freeze and thaw some as it goes on, so that is state, too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import compress
+from operator import attrgetter, not_
+
+from torch import nn
+
+from moe_ckpt.format.fragment import FixedStrings
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class Frozen:
+    """Names of the parameters that require no gradient; the same object for as long as they are the same."""
+
+    def __init__(self) -> None:
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._trained: list[bool] = []
+        self._names = FixedStrings(())
+
+    def names(self, parameters: Mapping[str, nn.Parameter]) -> FixedStrings:
+        """Called at every snapshot: compares, at the speed of built-in functions.
+
+        Args:
+            parameters: The model's, by name; another object if there are others.
+        """
+        trained = list(map(_REQUIRES_GRAD, parameters.values()))
+        if parameters is not self._parameters or trained != self._trained:
+            self._parameters, self._trained = parameters, trained
+            self._names = FixedStrings(compress(parameters, map(not_, trained)))
+        return self._names
+
+
+def freeze(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:
+    """Make those of ``frozen`` require no gradient, and all others require one."""
+    names = frozenset(frozen)
+    for name, parameter in parameters.items():
+        if parameter.requires_grad == (name in names):
+            parameter.requires_grad_(name not in names)

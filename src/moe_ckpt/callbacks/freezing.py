@@ -11,6 +11,7 @@ of experts is overwritten instead.
   same order. On one or two ranks DDP arranges its buckets by the first step of a process, in which nothing is skipped;
   on more, ``bucket_order`` has done so before.
 - Which parameters had no gradient is recorded, too: another one that has none ends the replay.
+- Nothing is skipped where torch.compile was at work: without some gradients it makes another program.
 - Nothing is skipped where others may read gradients: manual optimization, hooks of module or callbacks, a scaler.
 """
 
@@ -34,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.errors import ReplayDivergedError
+from moe_ckpt.modeling.compiled import is_compiled
 from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.modeling.sparing import WithoutGradients, with_loss
 from moe_ckpt.recovery.replay import Replay
@@ -116,7 +118,8 @@ class SparingRecompute(StepSource):
             self._norms.given = list(facts["norms"])
             self._expected = frozenset(facts["without_gradient"]) if "without_gradient" in facts else None
         frozen = [self._parameters[name] for name in sorted(self._frozen) if self._parameters[name].requires_grad]
-        if self._reducing is not None and self._expected is not None and self._reducing.spares(frozen):
+        eager = not facts.get("compiled", False)
+        if self._reducing is not None and self._expected is not None and eager and self._reducing.spares(frozen):
             connected = self._has_experts or facts.get("reentrant", True)
             self._spared = WithoutGradients(self._module.modules(), frozen, connected=connected)
 
@@ -159,7 +162,7 @@ class _Reducing:
     def of(trainer: Any, module: pl.LightningModule) -> _Reducing | None:
         """Returns what knows the trainer's strategy; None where gradients are never left out."""
         strategy = trainer.strategy
-        if any(isinstance(each, torch._dynamo.eval_frame.OptimizedModule) for each in module.modules()):
+        if is_compiled(module):
             return None  # other gradients would be another program, with other roundings
         if isinstance(strategy, SingleDeviceStrategy):
             return _Reducing()

@@ -26,6 +26,7 @@ from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.modeling.compiled import has_compiled, is_compiled
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 from moe_ckpt.modeling.training_state import TorchTrainingState
@@ -135,7 +136,8 @@ class Windows:
 
     def recorded(self) -> Mapping[str, Any]:
         """Returns what a replay needs of this step besides, for its plain state."""
-        found = {"norms": list(self._norms.taken), "without_gradient": list(self._without)}
+        found: dict[str, Any] = {"norms": list(self._norms.taken), "without_gradient": list(self._without)}
+        found["compiled"] = has_compiled()
         return found if self._reentrant is None else found | {"reentrant": self._reentrant.seen}
 
     def step_ends(self, session: CheckpointSession) -> None:
@@ -162,9 +164,8 @@ class Windows:
 def _casts(trainer: Any, module: pl.LightningModule) -> bool:
     """Returns whether kernels may read weights in another type than their own, and it can be observed which.
 
-    Averaging callbacks read the weights themselves, also in a replay; a compiled model cannot be observed.
+    Averaging callbacks read the weights themselves, also in a replay; a model that is observed is not compiled.
     """
     averaged = any(isinstance(c, (WeightAveraging, StochasticWeightAveraging)) for c in trainer.callbacks)
-    compiled = any(isinstance(m, torch._dynamo.eval_frame.OptimizedModule) for m in module.modules())
     mixed = isinstance(trainer.precision_plugin, MixedPrecision)
-    return mixed and module.automatic_optimization and not averaged and not compiled
+    return mixed and module.automatic_optimization and not averaged and not is_compiled(module)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from itertools import compress
 from operator import attrgetter, not_
 
+import torch
 from torch import nn
 
 from moe_ckpt.format.fragment import FixedStrings
@@ -27,7 +28,8 @@ class Frozen:
         Args:
             parameters: The model's, by name; another object if there are others.
         """
-        trained = list(map(_REQUIRES_GRAD, parameters.values()))
+        with torch._C.DisableTorchFunction():  # a mode (torch.device) would be asked of each
+            trained = list(map(_REQUIRES_GRAD, parameters.values()))
         if parameters is not self._parameters or trained != self._trained:
             self._parameters, self._trained = parameters, trained
             self._names = FixedStrings(compress(parameters, map(not_, trained)))

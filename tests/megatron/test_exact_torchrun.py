@@ -39,7 +39,8 @@ def test_the_agent_starts_all_ranks_again(name, tmp_path):
     lives = split_lives(Journal(str(tmp_path / "journal"), case.ranks - 1).lines())
     assert len(lives) == len(case.kills) + 1, said[-6000:]
     assert said.count("exitcode: -9") >= len(case.kills), said[-6000:]
-    assert "Warning" not in said, said
+    warned = [line for line in said.splitlines() if "Warning" in line and "pynvml" not in line]  # which torch imports
+    assert warned == [], said
     for rank, (one, other) in enumerate(zip(expected, ended(tmp_path, case.ranks), strict=True)):
         for what, value in telling(one).items():
             assert differing(value, other[what]) == [], f"rank {rank}: {what}"

@@ -31,6 +31,8 @@ class Cluster:
         detect_secs: From a failure to its notice.
         restart_secs: From there to ranks that can load a checkpoint; a spare has taken the place of the dead node by
             then.
+        in_place_secs: The same where processes that live on train again without a new start (``moe_ckpt.inprocess``),
+            and a spare is there at once; None: every process is started anew.
         repair_secs: Until a dead node is a spare again; None for never.
         spare_nodes: At the start; None: there is always one, as the papers have it.
         nodes_per_domain: Neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie
@@ -51,6 +53,7 @@ class Cluster:
     host_memory_bytes: float = 880e9
     detect_secs: float = 0.0
     restart_secs: float = 15.0
+    in_place_secs: float | None = None
     repair_secs: float | None = 3600.0
     spare_nodes: int | None = None
     nodes_per_domain: int = 1
@@ -65,7 +68,7 @@ class Cluster:
         above_zero(owner, host_memory_bytes=self.host_memory_bytes)
         portion(owner, nic_share=self.nic_share, mfu=self.mfu)
         at_least(owner, 0, alpha_secs=self.alpha_secs, detect_secs=self.detect_secs, restart_secs=self.restart_secs)
-        at_least(owner, 0, **given(repair_secs=self.repair_secs))
+        at_least(owner, 0, **given(repair_secs=self.repair_secs, in_place_secs=self.in_place_secs))
 
     @property
     def gpus(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -19,6 +19,7 @@ from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Event
 from moe_ckpt.sim.recovery import Copies, Recoveries, Repair, host_nodes
 from moe_ckpt.sim.stepping import State
+from moe_ckpt.sim.surviving import Survivors
 from moe_ckpt.sim.track import Durable
 
 FUTILE_FAILURES = 100
@@ -136,6 +137,7 @@ class Failing:
         self._costs, self._recoveries, self._spares = costs, recoveries, spares
         self._layout, self._host_nodes = costs.layout, host_nodes(costs.layout)
         self._copies = Copies(costs.layout, costs.system.replicas if costs.system.durable == "peers" else 0)
+        self._survivors = Survivors(costs.layout, seal=costs.system.seals)
         self._upcoming = _failures(events, spares)
         self._next = next(self._upcoming, None)
         self.fallbacks = 0
@@ -151,6 +153,8 @@ class Failing:
     def recover(self, state: State, until: float) -> None:
         """The failure that comes at ``state.now``, and all that come before it is repaired, or before ``until``."""
         attempts, local, begun = list[_Attempt](), self._costs.system.rollback == "localized", 0
+        dead, seals = set[int](), self._costs.system.seals and state.step > 0
+        sealed = state.track.sealed(state.step) if seals else None
         while (failure := self._next) is not None and not self.hopeless:
             self._next = next(self._upcoming, None)
             state.failures += 1
@@ -159,7 +163,10 @@ class Failing:
             if self._costs.system.durable == "storage":  # host memory is private to the processes then
                 state.failed_nodes.update(failure.restarted)
             ready = self._ready(failure)
-            source, tier = self._source(state)
+            dead |= self._survivors.dead(failure.nodes, failure.restarted)
+            if failure.nodes or not self._survivors.have_everything(dead):
+                sealed = None
+            source, tier = self._source(state, sealed)
             local = local and source is not None and source.window is not None and tier is not Tier.STORAGE
             if local and source is not None and source.window is not None:
                 attempts = self._local(attempts, state, source, source.window, tier, failure, ready)
@@ -176,23 +183,34 @@ class Failing:
                 break
             begun = 0 if waits else begun
             self.hopeless = begun >= FUTILE_FAILURES
-        source, tier = self._source(state)
+        source, tier = self._source(state, sealed)
         self.recovered[tier] += source is not None
         if local:
             state.track.drop()
+        elif sealed is not None:
+            state.track.fail(sealed, self._survivors.experts(()), copied=False)
         else:
-            self._go_back(state, source, tier)
+            self._go_back(state, source, tier, dead)
 
     def _ready(self, failure: _Failure) -> tuple[tuple[str, float], ...]:
-        """From a failure to ranks that can load: noticed, spares found, restarted."""
+        """From a failure to ranks that can load: noticed, spares found, sealed by survivors, restarted."""
         cluster = self._layout.cluster
         detect_secs = on_clock(cluster.detect_secs)
         noticed = failure.at_secs + detect_secs
         there = self._spares.replace(failure.nodes, noticed)
-        return ("down", detect_secs), ("idle", there - noticed), ("down", on_clock(cluster.restart_secs))
+        in_place = cluster.in_place_secs is not None and there == noticed
+        restart_secs = cluster.in_place_secs if in_place else cluster.restart_secs
+        sealing_secs = self._costs.copy_secs(self._costs.dense) if self._costs.system.seals else 0.0
+        down = on_clock((restart_secs or 0.0) + sealing_secs)
+        return ("down", detect_secs), ("idle", there - noticed), ("down", down)
 
-    def _source(self, state: State) -> tuple[Durable | None, Tier]:
-        """What to go back to, and the farthest tier that some rank takes it from: own memory, a peer's, storage."""
+    def _source(self, state: State, sealed: Durable | None) -> tuple[Durable | None, Tier]:
+        """What to go back to, and the farthest tier that some rank takes it from: own memory, a peer's, storage.
+
+        sealed: by survivors, all of the newest step.
+        """
+        if sealed is not None:
+            return sealed, Tier.HOST
         newest = state.track.newest
         if self._costs.system.durable == "storage":
             return newest, Tier.STORAGE
@@ -238,7 +256,7 @@ class Failing:
             attempts = [*apart, _attempt(segment, at, ready, repair)]
         return attempts
 
-    def _go_back(self, state: State, source: Durable | None, tier: Tier) -> None:
+    def _go_back(self, state: State, source: Durable | None, tier: Tier, dead: Collection[int]) -> None:
         """All ranks: to the newest durable checkpoint whose copies are still there, or to the very beginning."""
         in_memory = tier is not Tier.STORAGE
         if source is not state.track.newest:
@@ -247,12 +265,14 @@ class Failing:
             state.failed_nodes.clear()
             state.memory_empty = True
         step = 0 if source is None else source.step
-        state.lost += (state.step - step) * self._costs.iteration.secs
-        state.step = step
+        again, state.step = state.step - step, step
+        state.lost += again * self._costs.iteration.secs
         # What a process kept in memory is there where its node is (two-level PEC).
         gone = np.isin(self._host_nodes, list(state.failed_nodes)).any(axis=2)
         kept = in_memory or self._costs.system.durable == "storage"
-        state.track.fail(source, np.logical_not(gone) if kept else None)
+        # Of the same step as what survivors sealed, their experts join it.
+        sealed = self._survivors.experts(dead) if in_memory and not again else None
+        state.track.fail(source, np.logical_not(gone) if kept else None, sealed)
 
 
 def _attempt(segment: Segment, at: float, ready: tuple[tuple[str, float], ...], repair: Repair) -> _Attempt:

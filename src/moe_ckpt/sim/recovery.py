@@ -15,6 +15,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.surviving import expert_ranks
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,5 @@ class Copies:
 
 def host_nodes(layout: Layout) -> Counts:
     """``[L, E, n]``: nodes whose ranks copy a part of the expert into their memory; padded with -1."""
-    placement, parallel = layout.placement, layout.parallel
-    most = max((len(owners) for owners in placement.owners), default=0)
-    copies = parallel.dp if placement.expert_ranks is not None or parallel.pp > 1 else 1
-    found = np.full((len(placement.owners), most, copies), -1, dtype=np.int64)
-    for row, owners in enumerate(placement.owners):
-        first = np.asarray(owners, dtype=np.int64)[:, None]
-        found[row, : len(owners)] = (first + parallel.ep * np.arange(copies)) // layout.cluster.gpus_per_node
-    return found
+    ranks = expert_ranks(layout)
+    return np.where(ranks < 0, -1, ranks // layout.cluster.gpus_per_node)

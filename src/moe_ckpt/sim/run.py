@@ -119,7 +119,7 @@ class Run:
         self._failing.recover(state, self._end)
         self._stepper.interrupted()
         self._sample(state)
-        before, self._kept = self._kept, 0 if state.track.newest is None else state.track.newest.step
+        before, self._kept = self._kept, state.step
         self._futile = 0 if self._kept > before else self._futile + 1
         if self._futile >= FUTILE_FAILURES or self._failing.hopeless:
             self._verdict = self._why_futile(state, max(self._futile, FUTILE_FAILURES))

@@ -55,7 +55,8 @@ class Scenario:
         whole("Scenario", 0, seed=self.seed)
         self._require_few()
         mean, cluster = self.failures.mean_secs, self.layout.cluster
-        down = cluster.detect_secs + cluster.restart_secs
+        restarts = cluster.restart_secs if cluster.in_place_secs is None else cluster.in_place_secs
+        down = cluster.detect_secs + min(restarts, cluster.restart_secs)
         if mean is not None and mean <= down:
             raise ConfigError(
                 f"failures: a mean of {mean:g} s between failures is below the {down:g} s that Cluster "

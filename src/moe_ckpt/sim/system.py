@@ -31,6 +31,8 @@ class System:
         interval: Who chooses the interval of a policy that has ``every_n_steps``: the "policy" itself, "young" or
             "daly" by their formulas, or an "oracle" that tries them all on the same failures.
         max_overhead: None, or the portion of training time that an interval from a formula may cost at most.
+        survivors: Ranks that live on seal the newest step in memory, as ``moe_ckpt.Memory(survivor_secs=...)`` has it;
+            the papers' systems do not.
     """
 
     name: str
@@ -45,6 +47,7 @@ class System:
     interval: str = "policy"
     max_overhead: float | None = None
     storage_every_n_steps: int | str | None = None
+    survivors: bool = False
 
     def __post_init__(self) -> None:
         owner = f"System {self.name!r}"
@@ -62,7 +65,7 @@ class System:
         except ConfigError as error:
             raise ConfigError(f"{owner}: {error}") from error
         portion(owner, **given(max_overhead=self.max_overhead))
-        flag(owner, freeze=self.freeze)
+        flag(owner, freeze=self.freeze, survivors=self.survivors)
         kept = self.replicas if self.durable == "peers" else 0
         if self.needs.replicas > kept:
             raise ConfigError(
@@ -112,6 +115,11 @@ class System:
         return self.needs.tiers and self.durable != "storage"
 
     @property
+    def seals(self) -> bool:
+        """Whether survivors seal anything: there must be memory that outlives their processes."""
+        return self.survivors and self.durable != "storage"
+
+    @property
     def in_trainer(self) -> bool:
         """Whether every framework can run it: localized rollback is for Megatron pipelines."""
         return self.rollback == "global"
@@ -125,12 +133,14 @@ class MemoryTier:
         durable, replicas: As in ``System``.
         storage_every_n_steps, storage_every_secs: As in ``moe_ckpt.Memory``; with both None each checkpoint goes on to
             storage.
+        survivors: As in ``System``; a Trainer's do by default.
     """
 
     durable: str
     replicas: int = 2
     storage_every_n_steps: int | str | None = None
     storage_every_secs: float | str | None = None
+    survivors: bool = True
 
     def applied_to(self, system: System) -> System:
         """The same system on this memory. Raises ``ConfigError`` where the two do not go together."""

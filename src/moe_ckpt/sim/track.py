@@ -41,13 +41,19 @@ class MovingRunLedger(RunLedger):
             return self.catalog.everything if self.last_step is None else ()
         return super()._missing(under_way)
 
-    def return_to(self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None) -> FaultRecord:
+    def return_to(
+        self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None, sealed: npt.NDArray[np.bool_] | None
+    ) -> FaultRecord:
         """As ``resume_from``, from a checkpoint that was never written.
 
         Args:
             alive: See ``Track.fail``.
+            sealed: Likewise.
         """
         self.ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
+        if sealed is not None:
+            self.tokens.mark_saved(Tier.HOST, np.argwhere(sealed), self.tokens.applied)
+            alive = sealed if alive is None else alive | sealed
         self.index, self.last_step = checkpoint.index + 1, checkpoint.step
         self.committed_step = checkpoint.step
         if not self.outlives_process:
@@ -337,19 +343,37 @@ class Track:
         self.backup_lost = self.backup_lost or self._backing is not None
         self.mover_free_secs, self._backing = 0.0, None
 
-    def fail(self, to: Durable | None, alive: npt.NDArray[np.bool_] | None = None) -> FaultRecord | None:
+    def sealed(self, step: int) -> Durable:
+        """What survivors have of ``step``, the newest one: everything, in memory of this node alone."""
+        ledger = self.run_ledger.ledger.as_of(self.run_ledger.tokens.applied)
+        every = np.ones(ledger.tokens.applied.shape, dtype=bool)
+        ledger.tokens.mark_saved(Tier.HOST, np.argwhere(every), ledger.tokens.applied)
+        return Durable(step, ledger, self.run_ledger.index, None)
+
+    def fail(
+        self,
+        to: Durable | None,
+        alive: npt.NDArray[np.bool_] | None = None,
+        sealed: npt.NDArray[np.bool_] | None = None,
+        *,
+        copied: bool = True,
+    ) -> FaultRecord | None:
         """The run goes back to ``to``, or to its very beginning where that is None.
 
         Args:
+            to: What it goes back to.
             alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
+            sealed: ``[L, E]`` whether survivors have sealed the expert as of this very step; None: none.
+            copied: ``to`` is where checkpoints are. What survivors sealed is not, so that the newest one stays what is
+                left when a node is lost next.
         """
         self.run_ledger = self._books()
         self.under_way.clear()
         self._stop_moving()
         self._generation += 1
-        self.newest = to
+        self.newest = to if copied else self.newest
         self.gap()  # a new life begins its log anew
-        return None if to is None else self.run_ledger.return_to(to, alive)
+        return None if to is None else self.run_ledger.return_to(to, alive, sealed)
 
     def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""

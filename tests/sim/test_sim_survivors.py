@@ -46,10 +46,12 @@ def test_sealing_takes_as_long_as_a_copy_of_everything():
 
 
 def test_a_node_takes_with_it_what_it_sealed():
-    assert run(Dense(50), Event(205.5, 0), durable="peers").history[0].useful_steps < 205
-    kept = run(Dense(50), killed(205.5), Event(212.0, 0), durable="peers", cluster={"nodes": 4})
-    assert kept.recovered["peer"] == 1
-    assert kept.steps < run(Dense(50), killed(205.5), durable="peers").steps, "the older checkpoint, that peers have"
+    alone = {"nodes": 8, "gpus_per_node": 1}
+    for cluster in ({}, alone):  # alone, too: what others lend lacks the plain state of its ranks
+        assert run(Dense(50), Event(205.5, 0), durable="peers", cluster=cluster).history[0].useful_steps == 200
+    kept = run(Dense(50), killed(205.5), Event(212.0, 0), durable="peers")
+    assert kept.recovered == {"host": 1, "peer": 1, "storage": 0}
+    assert [each.useful_steps for each in kept.history[:2]] == [205, 200], "the older checkpoint, that peers have"
 
 
 def test_a_node_that_is_lost_during_the_recovery():

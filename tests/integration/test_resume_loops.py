@@ -47,6 +47,13 @@ class StopAt(pl.Callback):
             raise Stopped
 
 
+class Accumulates(pl.callbacks.GradientAccumulationScheduler):
+    """Three batches to a step from the second epoch on."""
+
+    def __init__(self):
+        super().__init__({0: 1, 1: 3})
+
+
 class Plateau(Validated):
     """The learning rate falls at the end of each epoch whose validation was no better."""
 
@@ -63,13 +70,14 @@ def train(
     policy=None,
     isolate_validation=True,
     kind: type[Validated] = Validated,
+    beside=(),
     **options,
 ):
     pl.seed_everything(7, verbose=False)
     model = kind()
     checkpoint = MoECheckpoint(policy or Dense(1), dirpath, when_busy="wait", isolate_validation=isolate_validation)
     trainer = pl.Trainer(
-        callbacks=[checkpoint, *([stop] if stop else [])],
+        callbacks=[checkpoint, *beside, *([stop] if stop else [])],
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -134,6 +142,16 @@ def test_automatic_resume_is_exact(tmp_path, options, step, where):
     reference = train(tmp_path / "whole", **options)
     before = train(tmp_path / "broken", StopAt(step, where), **options)
     resumed = train(tmp_path / "broken", **options)
+    assert resumed[2].restored_step == step
+    assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize(("step", "where"), [(8, "batch"), (10, "batch"), (11, "batch")])
+def test_as_many_batches_are_accumulated_as_in_any_other_epoch(tmp_path, step, where):
+    """Lightning's callback says how many at the start of an epoch, which a run that resumes in its middle has not."""
+    reference = train(tmp_path / "whole", beside=[Accumulates()])
+    before = train(tmp_path / "broken", StopAt(step, where), beside=[Accumulates()])
+    resumed = train(tmp_path / "broken", beside=[Accumulates()])
     assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)
 

@@ -262,6 +262,33 @@ def test_registering_nonsense_is_refused(registrations):
         register_moe(OwnMoE, experts=())
 
 
+    with pytest.raises(ConfigError, match="name what holds"):
+        register_moe(OwnMoE, experts=3)
+    with pytest.raises(ConfigError, match="assignments='output'"):
+        register_moe(OwnMoE, assignments="output")
+
+
+@pytest.mark.parametrize("experts", [3, 8])
+def test_a_parameter_list_holds_one_expert_in_each_entry(registrations, experts):
+    """Also where there are as many experts as the matrices have rows."""
+
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, experts)
+            self.w_in = nn.ParameterList(nn.Parameter(torch.zeros(8, 16)) for _ in range(experts))
+            self.w_out = nn.ParameterList(nn.Parameter(torch.zeros(16, 8)) for _ in range(experts))
+
+    register_moe(Lists, experts=("w_in", "w_out"), assignments=lambda module, args, kwargs, output: output.argmax(-1))
+    catalog = build_catalog(Stack(Lists))
+    assert [layer.experts for layer in catalog.layers] == [experts, experts]
+    assert {(s.parameter, s.start, s.stop) for s in catalog.by_id["expert/0/2"].spans} == {
+        ("blocks.0.moe.w_in.2", None, None),
+        ("blocks.0.moe.w_out.2", None, None),
+    }
+    assert {s.parameter for s in catalog.by_id["gate/0"].spans} == {"blocks.0.moe.gate.weight", "blocks.0.moe.gate.bias"}
+
+
 def test_compiled_and_wrapped_models_share_the_catalog():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -21,7 +21,7 @@ from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.gradients import capture_gradients
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
-from moe_ckpt.callbacks.loop_position import end_whole_epoch
+from moe_ckpt.callbacks.loop_position import end_whole_epoch, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import boost_refusal, inexact
 from moe_ckpt.callbacks.update_watch import UpdateWatch
@@ -175,6 +175,8 @@ class Fit:
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
         if self.buckets is not None and host.step > 0:
             self.buckets.arrange(bucket_order)
+        if driver.restored_step is not None:
+            go_on_accumulating(host.trainer)
         data.put_back(host.trainer, resumed=host.generators.due)
         if driver.restored_step is not None:
             end_whole_epoch(host.trainer)

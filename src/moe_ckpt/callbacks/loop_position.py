@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[float, float]:
@@ -116,6 +117,16 @@ def end_whole_epoch(trainer: Any) -> None:
         raise StopIteration  # as if the loader had nothing left
 
     loop.advance = advance
+
+
+def go_on_accumulating(trainer: Any) -> None:
+    """Accumulates as many batches as ``GradientAccumulationScheduler`` says for this epoch.
+
+    It does so at the start of an epoch, a hook that Lightning does not call again when a run resumes midway.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
 
 def update_plateaus(trainer: Any) -> None:

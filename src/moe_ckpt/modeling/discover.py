@@ -175,12 +175,18 @@ def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, 
     who = f"{type(layer).__name__} at {name!r}"
     held = [_member(layer, path, who) for path in spec.experts]
     children = [structure.expert_children(m) if structure.is_container(m) else [] for m in held]
-    stacks = [_stacked(m) for m, kids in zip(held, children, strict=True) if not kids]
-    size = _registered_size(layer, held, children, [p for s in stacks for p in s], spec, who)
+    declared = _declared(layer, held)
+    listed = [structure.expert_parameters(m, declared) for m in held]
+    stacks = [_stacked(m) for m, kids, row in zip(held, children, listed, strict=True) if not kids and not row]
+    lengths = {len(each) for each in (*children, *listed) if each}
+    size = _registered_size(lengths, declared, [p for s in stacks for p in s], spec, who)
     spans: list[list[Span]] = [[] for _ in range(size)]
     for kids in filter(None, children):
         for expert, child in enumerate(kids):
             spans[expert].extend(Span(names[id(p)]) for p in child.parameters())
+    for row in filter(None, listed):
+        for expert, parameter in enumerate(row):
+            spans[expert].append(Span(names[id(parameter)]))
     for parameter in (p for s in stacks for p in s if not spec.flat or p.shape[0] % size == 0):
         width = parameter.shape[0] // size if spec.flat else 1
         if spec.flat or parameter.shape[0] == size:
@@ -214,20 +220,19 @@ def _stacked(held: nn.Module | nn.Parameter) -> list[nn.Parameter]:
     return [p for p in held.parameters() if p.ndim >= 2]
 
 
-def _registered_size(
-    layer: nn.Module,
-    held: Sequence[nn.Module | nn.Parameter],
-    children: Sequence[list[nn.Module]],
-    stacked: Sequence[nn.Parameter],
-    spec: MoESpec,
-    who: str,
-) -> int:
-    """E of a registered layer: what its attributes say, else the lengths it has."""
-    sizes = {len(kids) for kids in children if kids}
+def _declared(layer: nn.Module, held: Sequence[nn.Module | nn.Parameter]) -> int | None:
+    """E of a registered layer, if it or what holds the experts says so by an attribute."""
     owners = [m for m in held if isinstance(m, nn.Module)] + [layer]
-    declared = next((vars(m)["num_experts"] for m in owners if type(vars(m).get("num_experts")) is int), None)
+    found = (vars(m)["num_experts"] for m in owners if type(vars(m).get("num_experts")) is int)
+    return next(found, None)
+
+
+def _registered_size(
+    sizes: set[int], declared: int | None, stacked: Sequence[nn.Parameter], spec: MoESpec, who: str
+) -> int:
+    """E of a registered layer: the lengths that its lists of experts have, else what it says, else those of stacks."""
     if not sizes and declared is not None:
-        return int(declared)
+        return declared
     if not sizes and not spec.flat:
         sizes = {int(p.shape[0]) for p in stacked}
     if len(sizes) != 1:

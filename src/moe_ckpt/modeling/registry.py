@@ -8,7 +8,7 @@ One call per layer class, before training starts:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,8 +57,8 @@ def register_moe(
     Args:
         layer_class: Class of the MoE layer.
         experts: Names, relative to the layer, of what holds the experts: a ModuleList or ModuleDict with one submodule
-            per expert, a submodule with stacked parameters ``[E, ...]``, or such parameters themselves. Several names
-            when a layer keeps its experts in several places.
+            per expert, a ParameterList with one parameter per expert, a submodule with stacked parameters ``[E, ...]``,
+            or such parameters themselves. Several names when a layer keeps its experts in several places.
         router: Name of the submodule or parameter that routes, None if there is none; its parameters form the layer's
             gate operator.
         assignments: ``(module, args, kwargs, output)`` of one forward call -> integer tensor of the chosen experts, of
@@ -78,9 +78,14 @@ def register_moe(
     """
     if not (isinstance(layer_class, type) and issubclass(layer_class, nn.Module)):
         raise ConfigError(f"register_moe({layer_class!r}): give the class of the MoE layer, a torch.nn.Module")
-    names = (experts,) if isinstance(experts, str) else tuple(experts)
-    if not names or not all(names):
+    names = (experts,) if isinstance(experts, str) else tuple(experts) if isinstance(experts, Iterable) else ()
+    if not names or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"register_moe({layer_class.__name__}, experts={experts!r}): name what holds the experts")
+    if assignments is not None and not callable(assignments):
+        raise ConfigError(
+            f"register_moe({layer_class.__name__}, assignments={assignments!r}): give a function of (module, args, "
+            "kwargs, output) that returns the chosen experts, or None"
+        )
     if on not in ("router", "experts", "layer"):
         raise ConfigError(f"register_moe({layer_class.__name__}, on={on!r}): choose 'router', 'experts' or 'layer'")
     if on == "router" and router is None and assignments is not None:

@@ -40,6 +40,18 @@ def expert_children(module: nn.Module) -> list[nn.Module]:
     return children if all(_signature(child) == first for child in children[1:]) else []
 
 
+def expert_parameters(held: object, experts: int | None) -> list[nn.Parameter]:
+    """The entries of a ParameterList, if they are of one shape, two or more, and as many as there are experts; else [].
+
+    Args:
+        held: What a registration names.
+        experts: How many there are, if that is known.
+    """
+    entries = list(held.parameters()) if isinstance(held, nn.ParameterList) else []
+    alike = len(entries) > 1 and len({each.shape for each in entries}) == 1
+    return entries if alike and experts in (None, len(entries)) else []
+
+
 def _signature(module: nn.Module) -> tuple[object, ...]:
     return (type(module), *((name, tuple(p.shape)) for name, p in module.named_parameters()))
 

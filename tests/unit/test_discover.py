@@ -286,7 +286,8 @@ def test_a_parameter_list_holds_one_expert_in_each_entry(registrations, experts)
         ("blocks.0.moe.w_in.2", None, None),
         ("blocks.0.moe.w_out.2", None, None),
     }
-    assert {s.parameter for s in catalog.by_id["gate/0"].spans} == {"blocks.0.moe.gate.weight", "blocks.0.moe.gate.bias"}
+    gate = {s.parameter for s in catalog.by_id["gate/0"].spans}
+    assert gate == {"blocks.0.moe.gate.weight", "blocks.0.moe.gate.bias"}
 
 
 def test_compiled_and_wrapped_models_share_the_catalog():

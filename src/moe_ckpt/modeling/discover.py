@@ -178,7 +178,7 @@ def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, 
     declared = _declared(layer, held)
     listed = [structure.expert_parameters(m, declared) for m in held]
     stacks = [_stacked(m) for m, kids, row in zip(held, children, listed, strict=True) if not kids and not row]
-    lengths = {len(each) for each in (*children, *listed) if each}
+    lengths = {len(kids) for kids in children if kids} | {len(row) for row in listed if row}
     size = _registered_size(lengths, declared, [p for s in stacks for p in s], spec, who)
     spans: list[list[Span]] = [[] for _ in range(size)]
     for kids in filter(None, children):

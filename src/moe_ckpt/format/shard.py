@@ -82,7 +82,7 @@ class SliceEntry:
     def nbytes(self) -> int:
         return prod(self.shape) * itemsize(self.dtype)
 
-    @property
+    @cached_property
     def box(self) -> Box:
         return Box(self.offsets, self.shape)
 

@@ -21,7 +21,7 @@ from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
 from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, number, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
-from moe_ckpt.format.shard import MAX_HEADER_BYTES, SliceEntry, decode_header
+from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 
 SLOT_VERSION = 7
 _READ_VERSIONS = (3, 4, 5, 6, SLOT_VERSION)
@@ -86,6 +86,20 @@ class SlotPart:
     kind: str
     begin: int
     raw: bytes
+
+    def header(self, path: str) -> ShardHeader:
+        """``raw`` decoded, once: who verifies a slot and who reads it ask for the same.
+
+        Args:
+            path: For messages.
+
+        Raises:
+            DamagedError: It is no header of a shard.
+        """
+        known: ShardHeader | None = self.__dict__.get("_header")
+        if known is None:
+            known = self.__dict__["_header"] = decode_header(self.raw, path)
+        return known
 
 
 @dataclass(frozen=True)
@@ -211,7 +225,7 @@ class SlotHeader:
         Raises:
             DamagedError: The part's header is of another run, life, step or rank.
         """
-        header = decode_header(part.raw, path)
+        header = part.header(path)
         found = header.run_id, header.step, header.generation, header.rank
         if found != (self.run_id, self.step, self.generation, self.rank):
             raise DamagedError(path, f"{_NOT_OURS}a part is of {found}", step=self.step, rank=self.rank)

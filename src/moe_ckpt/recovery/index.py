@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from moe_ckpt.core.coverage import Box, prove_cover
@@ -26,6 +27,14 @@ class StoredSlice:
 
     entry: SliceEntry
     file: FileRecord
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of a few fields, and once: a recovery looks each slice up in several sets."""
+        return hash((self.file.path, self.entry.key, self.entry.offsets, self.entry.begin))
 
     @property
     def path(self) -> str:

@@ -341,7 +341,8 @@ class MemoryCheckpoints:
             for writer, shares in sorted(snapshot.items()):
                 full = [share for share in shares if share.sent == fullest(shares).sent]
                 near, own = (nearest(those, self._comm.rank, self._tier.node) for those in (shares, full))
-                part.add(writer, near, own, facts.writers[writer], state=writer not in checkpoint.states)
+                here = self._own[own.number].header.parts if own.holder == self._comm.rank else ()
+                part.add(writer, near, own, facts.writers[writer], state=writer not in checkpoint.states, here=here)
             for writer, shares in checkpoint.states.items():
                 near = nearest(shares, self._comm.rank, self._tier.node)
                 part.add(writer, near, near, facts.states[writer])

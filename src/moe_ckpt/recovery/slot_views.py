@@ -25,7 +25,7 @@ from moe_ckpt.format.manifest import (
 )
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
-from moe_ckpt.format.slot import SlotHeader, StepFacts
+from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.slot_storage import STATE, SlotFile
@@ -120,7 +120,16 @@ class SlotFiles:
         self.headers: dict[FileRecord, ShardHeader] = {}
         self.states: list[StateRecord] = []
 
-    def add(self, writer: int, share: Share, full: Share, described: Described, *, state: bool = True) -> None:
+    def add(
+        self,
+        writer: int,
+        share: Share,
+        full: Share,
+        described: Described,
+        *,
+        state: bool = True,
+        here: Sequence[SlotPart] = (),
+    ) -> None:
         """One writer's slot.
 
         Args:
@@ -129,6 +138,7 @@ class SlotFiles:
             full: The same of what was not sent to peers.
             described: The slot.
             state: With the plain state; False where that lies in another slot.
+            here: Parts of the slot, if this rank has it; their headers may be decoded already.
 
         Raises:
             DamagedError: A header is none.
@@ -139,7 +149,8 @@ class SlotFiles:
             self.files[path] = SlotFile(share, STATE, b"", 0, described.state[0])
         for place, (kind, begin, raw) in enumerate(described.parts):
             path = shard_path(self.directory, writer, kind)
-            header = decode_header(raw, path)
+            is_here = place < len(here) and here[place].raw == raw
+            header = here[place].header(path) if is_here else decode_header(raw, path)
             record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
             self.files[path] = SlotFile(full if kind == HELD else share, place, raw, begin, header.data_nbytes)
             self.records.setdefault(kind, []).append(record)

@@ -76,13 +76,18 @@ def test_a_killed_process_needs_no_spare():
 
 
 def test_what_is_complete_in_memory_lags_by_the_copy_and_by_the_replication():
-    """Of step 100, begun at 100 s: copied in ``copy``, on one peer ``send`` later, on three after three times that."""
+    """Of step 100, begun at 100 s: copied in ``copy``, which a killed process comes back to. On one peer it is ``send``
+    later, on three after three times that: which a lost node comes back to."""
     costs = costs_of(system=PEERS)
     copy, send = costs.dense.rank / 200e3, costs.dense.rank / 50e3
     assert 0.16 < copy < 0.17 < 0.65 < send < 0.66
-    for system, secs in ((LOCAL, copy), (PEERS, copy + send), ({**PEERS, "replicas": 3}, copy + 3 * send)):
-        assert step_after(killed(100 + secs - 0.01), system=system) == 90
-        assert step_after(killed(100 + secs + 0.01), system=system) == 100
+    three = {**PEERS, "replicas": 3}
+    for system in (LOCAL, PEERS, three):
+        assert step_after(killed(100 + copy - 0.01), system=system) == 90
+        assert step_after(killed(100 + copy + 0.01), system=system) == 100
+    for system, secs in ((PEERS, copy + send), (three, copy + 3 * send)):
+        assert step_after(Event(100 + secs - 0.01, 0), system=system) == 90
+        assert step_after(Event(100 + secs + 0.01, 0), system=system) == 100
 
 
 def test_a_second_kill_before_the_next_checkpoint_comes_back_likewise():

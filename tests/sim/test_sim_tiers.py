@@ -209,13 +209,19 @@ def test_when_memory_is_gone_a_dense_step_comes_from_storage_and_the_log_begins_
     assert plan.operators() == CATALOG.everything
 
 
-def test_behind_a_step_that_was_skipped_everything_is_saved():
+def test_a_log_that_peers_do_not_get_whole_is_no_way_back_for_a_lost_node():
+    """Memory has each step, so that a killed process comes back to the newest; a lost node to what peers have whole."""
     slow = {"cluster": {"pcie_bytes_per_sec": 30e3, "nic_bytes_per_sec": 10e3}}
     system = {**PEERS, "when_busy": "skip", "max_in_flight": 1}
-    _, _, seen = run(GradientLog(window=4), system=system, **slow)
-    gaps = [plan for (former, _), (later, plan) in pairwise(seen) if later.step > former.step + 1]
-    assert gaps
-    assert all(plan.operators() == CATALOG.everything for plan in gaps)
+    tried, outcome, seen = run(GradientLog(window=4), killed(45.6), system=system, **slow)
+    assert all(later.step == former.step + 1 for (former, _), (later, _) in pairwise(seen) if not later.faults)
+    sent = outcome.sent_bytes_per_step * (outcome.steps + 1)
+    assert 0 < sent < sum(costs_of(tried).stored(plan).sent for _, plan in seen)
+    assert outcome.recovered["host"] == 1
+    assert outcome.history[0].useful_steps > 40
+    _, lost, _ = run(GradientLog(window=4), Event(45.6, 0), system=system, **slow)
+    assert lost.recovered["peer"] == 1
+    assert lost.history[0].useful_steps == 1, "the snapshot of everything that the log begins with"
 
 
 def test_what_is_not_logged_would_be_lost():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from moe_ckpt.core.cadence import StorageFacts
+from moe_ckpt.core.peer_copies import goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.engine.agreement import StepConsensus
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
@@ -107,8 +108,7 @@ class StorageFlush:
 class PeerCopies:
     """Snapshots go to peers, where there are any, unless those have not taken the ones before. For the training thread.
 
-    A queue would hold ever more memory, and the newest step that peers have would fall ever further behind. So a slow
-    link costs copies of some steps: the next one that goes is the newest then.
+    By the rule in ``core.peer_copies``.
 
     Args:
         settings: The user's.
@@ -125,8 +125,7 @@ class PeerCopies:
         """Whether the snapshot of ``plan``, which begins now, goes to peers. Of a window all do, or none."""
         if plan.slot:
             return self._window_goes
-        must = self._waits or plan.wait or plan.halt is not None
-        self._window_goes = must or not consensus.copies_behind
+        self._window_goes = goes_to_peers(plan, behind=consensus.copies_behind, waits=self._waits)
         if not self._window_goes and not self._said and self._rank == 0:
             self._said = True
             log.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from moe_ckpt.core.peer_copies import are_behind
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.stages import Stages
@@ -56,8 +57,8 @@ class Room:
     def copies_behind(self) -> bool:
         """True if peers have so many copies to take still that those of another checkpoint would only wait."""
         replicator = self._tier.replicator
-        most = (self._settings.max_in_flight - 1) * self._window_size
-        return replicator is not None and replicator.in_flight > most
+        most = self._settings.max_in_flight
+        return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
 
     def find(self, request: SnapshotRequest, nbytes: int, patience_secs: float) -> tuple[HostBuffer | None, bool]:
         """(a buffer, or None if none became free in time; True if snapshots under way had to be waited for).

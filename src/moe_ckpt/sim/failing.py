@@ -160,6 +160,7 @@ class Failing:
             state.failures += 1
             begun += 1
             state.failed_nodes.update(failure.nodes)
+            state.failed_holders.update(failure.nodes)
             if self._costs.system.durable == "storage":  # host memory is private to the processes then
                 state.failed_nodes.update(failure.restarted)
             ready = self._ready(failure)
@@ -211,12 +212,17 @@ class Failing:
         """
         if sealed is not None:
             return sealed, Tier.HOST
-        newest = state.track.newest
+        newest, copied, backup = state.track.newest, state.track.copied, state.track.backup
         if self._costs.system.durable == "storage":
             return newest, Tier.STORAGE
-        if newest is None or state.memory_empty or self._copies.lost(state.failed_nodes):
-            return state.track.backup, Tier.STORAGE
-        return newest, Tier.PEER if state.failed_nodes else Tier.HOST
+        if newest is None or state.memory_empty:
+            return backup, Tier.STORAGE
+        if not state.failed_nodes:
+            return newest, Tier.HOST
+        if copied is None or self._copies.lost(state.failed_holders):
+            return backup, Tier.STORAGE
+        is_older = backup is not None and backup.step > copied.step
+        return (backup, Tier.STORAGE) if is_older else (copied, Tier.PEER)
 
     def _whole(
         self,
@@ -259,10 +265,11 @@ class Failing:
     def _go_back(self, state: State, source: Durable | None, tier: Tier, dead: Collection[int]) -> None:
         """All ranks: to the newest durable checkpoint whose copies are still there, or to the very beginning."""
         in_memory = tier is not Tier.STORAGE
-        if source is not state.track.newest:
+        if source is not state.track.newest and tier is Tier.STORAGE:
             self.fallbacks += 1
         if not in_memory and self._costs.system.durable != "storage":
             state.failed_nodes.clear()
+            state.failed_holders.clear()
             state.memory_empty = True
         step = 0 if source is None else source.step
         again, state.step = state.step - step, step

@@ -9,6 +9,7 @@ from math import ceil, inf
 import numpy as np
 import xxhash
 
+from moe_ckpt.core.peer_copies import are_behind, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
@@ -17,7 +18,7 @@ from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs, Snapshot
 from moe_ckpt.sim.flushing import Flushing
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.track import Track
+from moe_ckpt.sim.track import Track, When
 
 _WINDOWS_KEPT = 128
 
@@ -60,7 +61,9 @@ class State:
     round_steps: int | None = None
     failures: int = 0
     failed_nodes: set[int] = field(default_factory=set)
-    """Since something last became durable: what they held for others is not there again before."""
+    """Since something last became durable: their own memory has nothing before."""
+    failed_holders: set[int] = field(default_factory=set)
+    """Since peers last got something: what they held for others is not there again before."""
     memory_empty: bool = False
     """Everything came from storage, or from nowhere, since something last became durable."""
     halt: str | None = None
@@ -94,7 +97,6 @@ class Stepper:
             tiered=system.tiered,
             stores=system.tiered and system.cadence is not None,
             watched=self._needs.lost_tokens,
-            copied=system.durable == "peers",
             logs=self._needs.gradients,
             leaves_out=self._needs.gradients and self._needs.partial,
         )
@@ -138,9 +140,12 @@ class Stepper:
         return drifts
 
     def _settle(self) -> None:
-        if self.state.track.resolve(self.state.now):
+        durable, copied = self.state.track.resolve(self.state.now)
+        if durable:
             self.state.failed_nodes.clear()
             self.state.memory_empty = False
+        if copied:
+            self.state.failed_holders.clear()
 
     # --- what repeats ---
 
@@ -248,11 +253,11 @@ class Stepper:
         copied = self._costs.of_plan(plan) if plan.operators(Tier.HOST) else stored
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
-        ready = self._ready_secs(state.now, copied, stored)
-        state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), ready, None)
+        when = self._when(state.now, copied, stored, sent=self._goes_to_peers(plan))
+        state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), when, None)
         state.k, state.saved_bytes = plan.k, stored.total
         if plan.wait:
-            self._wait(ready, until)
+            self._wait(max(filter(None, when)), until)
             return on_clock(self._costs.drag_secs(copied))
         return on_clock(self._costs.stall_secs(copied))
 
@@ -269,27 +274,47 @@ class Stepper:
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         due = context.memory is not None and context.memory.storage_due
-        ready = self._ready_secs(state.now, copied, sent)
+        when = self._when(state.now, copied, sent, sent=self._goes_to_peers(plan))
         flush_secs = on_clock(costs.storage_secs(costs.stored(plan))) if due else None
         if due:
             self._rounds.clear()
-        state.track.begin_tiered(plan, ready, flush_secs)
+        state.track.begin_tiered(plan, when, flush_secs)
+        if when.sent_secs is None and self._system.durable == "peers" and self._needs.gradients and self._needs.partial:
+            state.track.gap()  # no later gradient is of use to peers, who miss this one
         state.k, state.saved_bytes = plan.k, sent.total
         if self._needs.gradients and self._needs.explain is not None:
             state.round_steps = self._needs.explain(context).window
         return on_clock(costs.stall_secs(copied))
 
-    def _ready_secs(self, now: float, copied: Snapshot, stored: Snapshot) -> float:
-        """When a snapshot that begins now is durable; one after the other is moved. What host memory keeps is not."""
-        state, track = self.state, self.state.track
+    def _goes_to_peers(self, plan: SnapshotPlan, window_size: int = 1) -> bool:
+        """Whether a snapshot that begins now gets its copies, as an engine decides it."""
+        system, sends = self._system, self.state.track.sends
+        behind = are_behind(len(sends), system.max_in_flight, window_size)
+        return system.durable == "peers" and goes_to_peers(plan, behind=behind, waits=system.when_busy == "wait")
+
+    def _when(self, now: float, copied: Snapshot, moved: Snapshot, *, sent: bool) -> When:
+        """When a snapshot that begins now is durable; one after the other is moved. What host memory keeps is not.
+
+        Args:
+            sent: To peers, if it is they that it is moved to.
+        """
+        state, track, costs = self.state, self.state.track, self._costs
         state.rank_bytes += copied.rank
-        state.total_bytes += stored.total
-        state.sent_bytes += stored.sent
+        state.total_bytes += moved.total
         state.heaviest_bytes = max(state.heaviest_bytes, copied.rank)
-        there = now + on_clock(self._costs.copy_secs(copied))
-        track.mover_free_secs = max(there, track.mover_free_secs) + on_clock(self._costs.move_secs(stored))
-        track.moving.append(track.mover_free_secs)
-        return track.mover_free_secs
+        there = now + on_clock(costs.copy_secs(copied))
+        has_peers = self._system.durable == "peers"
+        if sent or not has_peers:
+            state.sent_bytes += moved.sent
+            track.mover_free_secs = max(there, track.mover_free_secs) + on_clock(costs.move_secs(moved))
+        if not has_peers:
+            track.moving.append(track.mover_free_secs)
+            return When(track.mover_free_secs)
+        if sent:
+            track.sends.append(track.mover_free_secs)
+        # Whoever leaves out copies need not wait for them.
+        track.moving.append(track.mover_free_secs if self._system.when_busy == "wait" else there)
+        return When(there, track.mover_free_secs if sent else None)
 
     def _iterate(self, steps: int, until: float, extra_secs: float = 0.0) -> None:
         """``steps`` iterations, the first of which takes longer because of a snapshot."""
@@ -351,12 +376,13 @@ class Stepper:
         state, snapshots = self.state, self._costs.of_window(window)
         state.saved_bytes = max(snapshot.total for snapshot in snapshots)
         state.track.run_ledger.activity.begin_window()
+        sent = self._goes_to_peers(SnapshotPlan(state.step), window.size)
         for slot, snapshot in enumerate(snapshots):
             if not self._admitted(until, skip=False):
                 return
-            ready = self._ready_secs(state.now, snapshot, snapshot)
+            when = self._when(state.now, snapshot, snapshot, sent=sent)
             if slot + 1 == window.size:
-                state.track.begin(state.step, window.order, (), ready, window)
+                state.track.begin(state.step, window.order, (), when, window)
             done = state.step
             self._iterate(1, until, on_clock(self._costs.stall_secs(snapshot)))
             if state.step == done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,20 @@ class MovingRunLedger(RunLedger):
         fault = self.tokens.recover(checkpoint.step, seen)
         self._rescued = self._newer(seen)
         return fault
+
+    def sealed(self, sequence: int, *, sent: bool) -> None:
+        """Every rank has a snapshot in its memory, as a recovery would find it.
+
+        Args:
+            sent: To peers, too; then it is settled once those have it.
+        """
+        if not sent:
+            self.in_memory(sequence, complete=True)
+            return
+        pending = self.sealing[sequence]
+        operators = pending.operators_in(Tier.HOST)
+        self.ledger.hold(operators, pending.step, pending.applied)
+        self._rescued -= frozenset(operators)
 
     def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` later, in a run that does all the time what it did before.
@@ -138,36 +153,64 @@ def _later(anchored_at: Counts | None, steps: int) -> Counts | None:
     return None if anchored_at is None else np.where(anchored_at < 0, anchored_at, anchored_at + steps)
 
 
-@dataclass
-class UnderWay:
-    """A checkpoint that is being written.
+class When(NamedTuple):
+    """When a snapshot is there.
 
     Attributes:
-        ready_secs: When it is durable.
-        flush_secs: What writing it to storage then takes, if it goes there.
+        ready_secs: Durable; with peers, in the memory of its own ranks.
+        sent_secs: On all peers, too; None if it does not go there.
+    """
+
+    ready_secs: float
+    sent_secs: float | None = None
+
+    def later(self, secs: float) -> When:
+        """The same so many seconds later."""
+        return When(self.ready_secs + secs, None if self.sent_secs is None else self.sent_secs + secs)
+
+
+@dataclass
+class UnderWay:
+    """A checkpoint that is being written, or sent to peers.
+
+    Attributes:
+        flush_secs: What writing it to storage takes once it is durable, if it goes there.
         anchored_at: As ``Durable``'s.
+        durable: The same, once it is.
     """
 
     sequence: int
     pending: Pending
-    ready_secs: float
+    when: When
     index: int
     flush_secs: float | None = None
     anchored_at: Counts | None = None
+    durable: Durable | None = None
+
+
+def _in(found: Durable, tier: Tier) -> dict[Tier, Counts]:
+    """What a checkpoint knows of a tier."""
+    saved = found.ledger.tokens.saved
+    return {tier: saved[tier]} if tier in saved else {}
 
 
 class Track:
     """Books, snapshots under way, and the durable checkpoint that a failure returns to.
 
-    Times are absolute seconds of the run. ``newest`` is None until something is durable. moving: when each snapshot
-    that is still in a buffer, a window's slots among them, is durable. backup: what is on storage beside the peers.
+    Times are absolute seconds of the run.
+
+    Attributes:
+        newest: What is durable; with peers, in the memory of its own ranks. None until something is.
+        copied: The newest that all peers have, too.
+        backup: What is on storage beside both.
+        moving: When each snapshot that is still in a buffer, a window's slots among them, leaves it.
+        sends: When peers have each snapshot that is on its way to them, slots among them.
 
     Args:
         tiered: Memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
             memory holds.
         stores: Something does.
         watched: See ``MovingRunLedger``.
-        copied: Peers have copies, where it is tiered.
         logs: Snapshots may be steps of a log of gradients.
         leaves_out: Which leaves operators out.
     """
@@ -179,19 +222,23 @@ class Track:
         tiered: bool = False,
         stores: bool = False,
         watched: bool = False,
-        copied: bool = False,
         logs: bool = False,
         leaves_out: bool = False,
     ) -> None:
-        self._catalog, self._tiered, self._copied, self._logs = catalog, tiered, copied, logs
+        self._catalog, self._tiered, self._logs = catalog, tiered, logs
         self._stores, self._watched, self._leaves_out = stores, watched, leaves_out
         self.run_ledger = self._books()
         self.anchored_at = np.full(len(catalog.operators), -1, dtype=np.int64)
         """Of the log of gradients, if there is one, with what is under way; as ``PolicyContext.anchored_at``."""
         self.under_way: deque[UnderWay] = deque()
         self.moving: deque[float] = deque()
+        self.sends: deque[float] = deque()
         self.newest: Durable | None = None
+        self.copied: Durable | None = None
         self.backup: Durable | None = None
+        self._sending: deque[UnderWay] = deque()
+        self._missed = -1
+        """Newest step of which peers got nothing."""
         self.flushed_secs = 0.0
         """When the newest flush to storage began."""
         self._backing: tuple[float, Durable, int | None] | None = None
@@ -224,7 +271,7 @@ class Track:
         step: int,
         operators: tuple[str, ...],
         host_only: tuple[str, ...],
-        ready_secs: float,
+        when: When,
         window: Window | None,
     ) -> None:
         """A snapshot of ``step`` begins; of a window, only its last slot is told, which makes it a checkpoint."""
@@ -232,15 +279,11 @@ class Track:
         slot = window.size - 1 if window else 0
         applied = self.run_ledger.tokens.applied.copy()
         pending = Pending(self._catalog, step, self._generation, operators, host_only, applied, {}, window, slot)
-        self.under_way.append(UnderWay(self._sequence, pending, ready_secs, self.run_ledger.index))
+        self.under_way.append(UnderWay(self._sequence, pending, when, self.run_ledger.index))
         self.run_ledger.begun(self._sequence, pending)
 
-    def begin_tiered(self, plan: SnapshotPlan, ready_secs: float, flush_secs: float | None) -> None:
-        """A snapshot begins that is complete in memory at ``ready_secs``, and then goes to storage in ``flush_secs``.
-
-        Args:
-            flush_secs: None where storage is not due.
-        """
+    def begin_tiered(self, plan: SnapshotPlan, when: When, flush_secs: float | None) -> None:
+        """A snapshot begins that goes to storage in ``flush_secs`` once memory has it; None where that is not due."""
         self._sequence += 1
         host_only = plan.operators(Tier.HOST)
         operators = plan.operators()
@@ -248,7 +291,7 @@ class Track:
         pending = Pending(
             *(self._catalog, plan.step, self._generation, operators, host_only, applied, {}),
             stored=stored,
-            copied=self._copied,
+            copied=when.sent_secs is not None,
             sends_held=plan.sends_held,
             gradients=plan.gradients,
         )
@@ -262,7 +305,8 @@ class Track:
                 anchored_at = np.where(self.anchored_at < 0, plan.step, self.anchored_at)
         elif self._logs and len(operators) == len(self.anchored_at):
             self.anchored_at = np.full_like(self.anchored_at, plan.step)
-        one = UnderWay(self._sequence, pending, ready_secs, self.run_ledger.index, flush_secs, anchored_at)
+        self._missed = plan.step if when.sent_secs is None else self._missed
+        one = UnderWay(self._sequence, pending, when, self.run_ledger.index, flush_secs, anchored_at)
         self.under_way.append(one)
         self.run_ledger.begun(self._sequence, pending, self._sequence)
 
@@ -270,32 +314,58 @@ class Track:
         """Nothing was saved of a step: no operator comes to the newest one any more."""
         self.anchored_at = np.full_like(self.anchored_at, -1)
 
-    def resolve(self, now_secs: float) -> bool:
-        """What has become durable by ``now_secs`` counts from now on; True if a checkpoint has."""
-        before = self.newest
-        while self.moving and self.moving[0] <= now_secs:
-            self.moving.popleft()
-        self._resolve_backup(now_secs)
-        while self.under_way and self.under_way[0].ready_secs <= now_secs:
-            done = self.under_way.popleft()
-            if self._tiered:
-                self._in_memory(done)
-                self._resolve_backup(now_secs)
-                continue
-            pending = self.run_ledger.resolved(done.sequence, committed=True)
-            versions = self.run_ledger.ledger.as_of(pending.applied)
-            self.newest = Durable(pending.step, versions, done.index, pending.window)
-        return self.newest is not before
+    def resolve(self, now_secs: float) -> tuple[bool, bool]:
+        """What has become durable by ``now_secs`` counts from now on.
 
-    def _in_memory(self, done: UnderWay) -> None:
-        """A snapshot is complete in memory, and on peers where there are any."""
-        pending = done.pending
-        self.run_ledger.in_memory(done.sequence, complete=True, copied=self._copied)
+        Returns:
+            Whether a checkpoint has become durable, and whether peers have got one.
+        """
+        newest, copied = self.newest, self.copied
+        for moments in (self.moving, self.sends):
+            while moments and moments[0] <= now_secs:
+                moments.popleft()
+        self._resolve_backup(now_secs)
+        while self.under_way and self.under_way[0].when.ready_secs <= now_secs:
+            done = self.under_way.popleft()
+            self.newest = done.durable = self._in_memory(done) if self._tiered else self._resolved(done)
+            if done.when.sent_secs is not None:
+                self._sending.append(done)
+            self._resolve_backup(now_secs)
+        while self._sending and (self._sending[0].when.sent_secs or 0.0) <= now_secs:
+            self._sent(self._sending.popleft())
+        return self.newest is not newest, self.copied is not copied
+
+    def _resolved(self, done: UnderWay) -> Durable:
+        pending = self.run_ledger.resolved(done.sequence, committed=True)
         versions = self.run_ledger.ledger.as_of(pending.applied)
-        self.newest = Durable(pending.step, versions, done.index, None, done.anchored_at)
+        return Durable(pending.step, versions, done.index, pending.window)
+
+    def _in_memory(self, done: UnderWay) -> Durable:
+        """A snapshot is in the memory of its own ranks."""
+        self.run_ledger.sealed(done.sequence, sent=done.when.sent_secs is not None)
+        versions = self.run_ledger.ledger.as_of(done.pending.applied)
+        durable = Durable(done.pending.step, versions, done.index, None, done.anchored_at)
         if done.flush_secs is not None:
-            self._backing = done.ready_secs + done.flush_secs, self.newest, done.sequence
-            self.flushed_secs, self.backup_lost = done.ready_secs, False
+            self._backing = done.when.ready_secs + done.flush_secs, durable, done.sequence
+            self.flushed_secs, self.backup_lost = done.when.ready_secs, False
+        return durable
+
+    def _sent(self, done: UnderWay) -> None:
+        """Peers have a snapshot, too."""
+        found = done.durable
+        if found is not None and self._tiered:
+            self.run_ledger.in_memory(done.sequence, complete=True, copied=True)
+            ledger = self.run_ledger.ledger.as_of(found.ledger.tokens.applied)
+            ledger.tokens.saved |= _in(found, Tier.HOST)  # memory may have later ones by now
+            known = replace(found, ledger=ledger)
+            self.newest = known if self.newest is found else self.newest
+            found = known
+        if found is None or not self._is_cut_off(found.anchored_at):
+            self.copied = found
+
+    def _is_cut_off(self, anchored_at: Counts | None) -> bool:
+        """Whether peers lack a step on the way from these anchors."""
+        return anchored_at is not None and 0 <= int(anchored_at.min(initial=0)) <= self._missed
 
     def _resolve_backup(self, now_secs: float) -> None:
         if self._backing is None or self._backing[0] > now_secs:
@@ -305,10 +375,18 @@ class Track:
         if sequence is None:
             return
         pending = self.run_ledger.resolved(sequence, committed=True)
-        ledger = self.run_ledger.ledger
-        self.backup = replace(self.backup, ledger=ledger.as_of(pending.applied))
-        if self.newest is not None:  # which knows now that storage has it
-            self.newest = replace(self.newest, ledger=ledger.as_of(self.newest.ledger.tokens.applied))
+        self.backup = replace(self.backup, ledger=self.run_ledger.ledger.as_of(pending.applied))
+        # Which know now that storage has it.
+        is_copied, self.newest = self.newest is self.copied, self._knowing(self.newest)
+        self.copied = self.newest if is_copied else self._knowing(self.copied)
+
+    def _knowing(self, found: Durable | None) -> Durable | None:
+        """A checkpoint in memory that knows what storage has now."""
+        if found is None:
+            return None
+        ledger = self.run_ledger.ledger.as_of(found.ledger.tokens.applied)
+        ledger.tokens.saved |= _in(found, Tier.HOST) | _in(found, Tier.PEER)
+        return replace(found, ledger=ledger)
 
     def back_up(self, now_secs: float, takes_secs: float) -> None:
         """What is durable now is written to storage, too."""
@@ -339,7 +417,8 @@ class Track:
         self._stop_moving()
 
     def _stop_moving(self) -> None:
-        self.moving.clear()
+        for each in (self.moving, self.sends, self._sending):
+            each.clear()
         self.backup_lost = self.backup_lost or self._backing is not None
         self.mover_free_secs, self._backing = 0.0, None
 
@@ -371,35 +450,46 @@ class Track:
         self.under_way.clear()
         self._stop_moving()
         self._generation += 1
-        self.newest = to if copied else self.newest
+        self._missed = -1
+        if copied:  # a start keeps what it goes on from, here and on peers, and nothing else that memory had
+            self.copied = to if to is self.copied and alive is not None else None
+            self.newest = to
         self.gap()  # a new life begins its log anew
         return None if to is None else self.run_ledger.return_to(to, alive, sealed)
 
     def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
         """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""
         self.run_ledger.move(steps, checkpoints, counts)
-        for one in self.under_way:
-            books = self.run_ledger.sealing if self._tiered else self.run_ledger.pending
-            one.pending, one.ready_secs = books[one.sequence], one.ready_secs + secs
+        books = self.run_ledger.sealing if self._tiered else self.run_ledger.pending
+        for one in (*self.under_way, *self._sending):
+            one.pending, one.when = books.get(one.sequence, one.pending), one.when.later(secs)
             one.index += checkpoints
             one.anchored_at = _later(one.anchored_at, steps)
         self.anchored_at = np.where(self.anchored_at < 0, -1, self.anchored_at + steps)
-        self.moving = deque(ready + secs for ready in self.moving)
-        if self.newest is not None:
-            self.newest = self.newest.moved(steps, counts, stored=not self._tiered)
+        self.moving, self.sends = (deque(at + secs for at in moments) for moments in (self.moving, self.sends))
+        known = [one.durable for one in self._sending] + [self.newest, self.copied]
+        later = {id(each): each.moved(steps, counts, stored=not self._tiered) for each in known if each is not None}
+        for one in self._sending:
+            one.durable = later.get(id(one.durable))
+        self.newest, self.copied = later.get(id(self.newest)), later.get(id(self.copied))
+        self._missed += steps if self._missed >= 0 else 0
         self.mover_free_secs += secs
 
     def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:
         """Alike at two decisions if the run repeats itself."""
-        pending = tuple((step - one.pending.step, one.ready_secs - now_secs) for one in self.under_way)
+        pending = tuple((step - one.pending.step, one.when.later(-now_secs)) for one in self.under_way)
         chosen = b"".join(one.pending.experts.tobytes() for one in self.under_way)
         host_only = tuple(one.pending.host_only for one in self.under_way)
-        moving = tuple(ready - now_secs for ready in self.moving)
+        moving = tuple(at - now_secs for at in (*self.moving, *self.sends))
+        sending = tuple((step - one.pending.step, one.when.later(-now_secs)) for one in self._sending)
         idle = max(self.mover_free_secs - now_secs, 0.0)
         window = None if self.run_ledger.window is None else self.order_of(self.run_ledger.window)
-        behind = None if self.newest is None else step - self.newest.step
+        behind = tuple(None if each is None else step - each.step for each in (self.newest, self.copied))
         last = None if self.run_ledger.last_step is None else step - self.run_ledger.last_step
         anchors = np.where(self.anchored_at < 0, -1, step - self.anchored_at).tobytes()
+        is_near = self._logs and self._missed >= int(self.anchored_at.min(initial=0))
+        missed = step - self._missed if is_near else -1
         stored = tuple(one.flush_secs for one in self.under_way)
         books = anchors, stored, *self.run_ledger.pattern(step)
-        return (*books, chosen, pending, host_only, moving, idle, window, behind, last)
+        on_links = moving, len(self.sends), sending, missed, idle
+        return (*books, chosen, pending, host_only, on_links, window, behind, last)

@@ -217,7 +217,7 @@ def _memory(built: megatron_gpt.Built, parameter: Any) -> Iterator[tuple[str, to
     yield "weight", parameter.detach().reshape(-1), 0
     for leaf in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
         master = getattr(parameter, "main_param", None)
-        state = leaf.optimizer.state.get(parameter if master is None else master)
+        state = leaf.optimizer.state.get(_stepped(leaf, parameter) if master is None else master)
         if not state:
             continue
         first = leaf._get_model_param_range_map(parameter)["param"].start if built.setup.dist_opt else 0
@@ -226,6 +226,13 @@ def _memory(built: megatron_gpt.Built, parameter: Any) -> Iterator[tuple[str, to
         for name in sorted(state):
             if state[name].numel() > 1:
                 yield name, state[name].reshape(-1), first
+
+
+def _stepped(leaf: Any, parameter: Any) -> Any:
+    """What a Megatron optimizer steps of a parameter without master weights: the range that this rank has, or all."""
+    groups = zip(getattr(leaf, "model_fp32_groups", ()), getattr(leaf, "shard_fp32_groups", ()), strict=True)
+    pairs = (pair for models, shards in groups for pair in zip(models, shards, strict=True))
+    return next((shard for model, shard in pairs if model is parameter), parameter)
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

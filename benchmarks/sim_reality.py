@@ -1,8 +1,9 @@
 """The simulator against reality: runs of the tiny recipe, really killed, beside simulations of the same.
 
 One process trains the tiny GPT-MoE on the CPU and is killed with SIGKILL at moments drawn without memory, from a seed;
-it is started again at once. Each run writes its own profile. From that profile, and from the library's own policy, the
-simulator says what should have come of the run: with the very same failures, and with others of the same mean.
+it is started again at once. One run has two processes (DDP), of which one is killed; the other seals what both hold.
+Each run writes its own profile. From that profile, and from the library's own policy, the simulator says what should
+have come of the run: with the very same failures, and with others of the same mean.
 
 ETTR is, on both sides, iterations that are part of the state at the end, times the median length of one without
 checkpoints and failures (of a run of its own, or a failing one's clean iterations, whichever was less disturbed), over
@@ -90,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     runs.append((one, real))
         # Other programs only ever make an iteration longer: the quietest run tells best what one takes.
         clean_secs = min(clean)
-        found = [compare(one, real, clean_secs, args.mtbf) for one, real in runs]
+        # An iteration of several ranks on the same cores is another one.
+        own = {one.name: read_profile(real.profile_path).iteration_secs for one, real in runs if one.ranks > 1}
+        found = [compare(one, real, own.get(one.name, clean_secs), args.mtbf) for one, real in runs]
     for line in failed.lines():
         console.print(line, markup=False, soft_wrap=True)
     if not found:

@@ -1,17 +1,19 @@
-"""Real failing runs of the tiny recipe: one process on the CPU, killed with SIGKILL at moments drawn beforehand.
+"""Real failing runs of the tiny recipe on the CPU, killed with SIGKILL at moments drawn beforehand.
 
 The job's clock begins when the first life has done its first iteration, which does not count: how a job is started for
 the first time is no part of a simulation. It ends ``secs`` later with a last kill, which is no failure. Whatever is
 killed is started again at once; what a life was doing when it was killed is read from the diary that the recipe writes
 (``recipes.gpt_moe_lightning.runlog``), and from the store.
 
-Where checkpoints lie in memory, every ``NODE_EVERY``-th kill takes the node: its memory directory is deleted, too.
+Where checkpoints lie in memory, every ``NODE_EVERY``-th kill takes the node: its memory directory is deleted, too. Of
+several ranks (DDP) the last is killed, and never the node: the others hear of it, seal what they have, and end.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,8 @@ from recipes.gpt_moe_lightning.runlog import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 START_LIMIT_SECS = 120.0
+GRACE_SECS = 30.0
+"""What a launcher leaves ranks that live on to end."""
 NODE_EVERY = 3
 _TMPFS = Path("/dev/shm")
 _POLL_SECS = 0.02
@@ -40,6 +44,7 @@ class Contestant:
     """A policy, as Hydra overrides for the real run and as the object that the simulator asks.
 
     memory: what the simulator is told of checkpoints in memory, as in ``System``; empty where they are on storage.
+    ranks: processes.
     """
 
     name: str
@@ -47,6 +52,11 @@ class Contestant:
     policy: Policy
     overrides: tuple[str, ...]
     memory: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+
+    @property
+    def loses_nodes(self) -> bool:
+        return bool(self.memory) and self.ranks == 1
 
 
 CONTESTANTS = (
@@ -60,6 +70,17 @@ CONTESTANTS = (
             *("moe_ckpt/memory=local", "moe_ckpt.memory.storage_every_n_steps=50"),
         ),
         {"durable": "node", "storage_every_n_steps": 50},
+    ),
+    Contestant(
+        "survivors",
+        "Dense every 200, DDP, one of 2 ranks killed",
+        Dense(200),
+        (
+            *("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=200"),
+            *("moe_ckpt/memory=local", "moe_ckpt.memory.storage_every_n_steps=200"),
+        ),
+        {"durable": "node", "storage_every_n_steps": 200, "survivors": True},
+        ranks=2,
     ),
     Contestant(
         "moc",
@@ -150,7 +171,8 @@ class Job:
         self.diary = directory / "metrics.rank0.jsonl"
         self._output = directory / "output.log"
         directory.mkdir(parents=True)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._ranks = contestant.ranks
+        self._processes: list[subprocess.Popen[bytes]] = []
         self.spawned: list[float] = []
         self.killed: list[float] = []
         """Moments of Unix time."""
@@ -160,9 +182,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self._end(self._processes)
         if self._memory is not None:
             shutil.rmtree(self._memory, ignore_errors=True)
 
@@ -170,25 +190,48 @@ class Job:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         with self._output.open("ab") as output:
             self.spawned.append(time.time())
-            self._process = subprocess.Popen(
-                self._command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+            self._processes = [
+                subprocess.Popen(
+                    self._command, cwd=ROOT, env={**environment, **each}, stdout=output, stderr=subprocess.STDOUT
+                )
+                for each in self._places()
+            ]
+
+    def _places(self) -> list[dict[str, str]]:
+        """What a launcher would tell each rank."""
+        if self._ranks == 1:
+            return [{}]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "sim_reality"}
+        job |= {"WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks), "GROUP_RANK": "0"}
+        return [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._ranks)]
+
+    def _end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
 
     def kill(self, *, node: bool = False) -> None:
         """End it. node: with what the node's memory holds."""
         self.check()
-        assert self._process is not None
         self.killed.append(time.time())
-        self._process.kill()
-        self._process.wait()
+        *others, last = self._processes
+        self._end([last])
+        try:
+            for process in others:
+                process.wait(GRACE_SECS)
+        except subprocess.TimeoutExpired:
+            self._end(others)  # as a launcher does
         if node and self._memory is not None:
             for one in self._memory.iterdir():
                 shutil.rmtree(one)
 
     def check(self) -> None:
-        """Raises ``RuntimeError`` with the end of its output if the process ended by itself."""
-        assert self._process is not None
-        code = self._process.poll()
+        """Raises ``RuntimeError`` with the end of its output if a process ended by itself."""
+        code = next((code for process in self._processes if (code := process.poll()) is not None), None)
         if code is not None:
             tail = "\n".join(self._output.read_text(errors="replace").splitlines()[-30:])
             raise RuntimeError(f"the run in {self.diary.parent} ended by itself with code {code}:\n{tail}")
@@ -223,7 +266,9 @@ def run(
     with Job(contestant, directory, seed) as job:
         zero = job.wait_for_first_step()
         say = tell or (lambda at, count: None)
-        took_node = [not contestant.memory or number % NODE_EVERY == 0 for number in range(1, len(kills) + 1)]
+        counted = range(1, len(kills) + 1)
+        takes_node = contestant.loses_nodes
+        took_node = [not contestant.memory or (takes_node and number % NODE_EVERY == 0) for number in counted]
         for at, node in zip(kills, took_node, strict=True):
             job.sleep_until(zero + at, lambda now: say(now - zero, len(job.killed)))
             job.kill(node=node)

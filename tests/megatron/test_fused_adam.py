@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,43 +12,15 @@ from unittest import mock
 import pytest
 import torch
 
+from moe_ckpt.cli.main import main
 from moe_ckpt.megatron import optimizers
-from tests.support import run_ranks
+from tests.support import run_ranks, start_ranks
+from tests.support.deleting import delete_tree
+from tests.support.fused_adam import FusedAdam
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import EXACT, Life, live
 
 WARM = "tests.support.megatron_warm"
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """What ``apex.optimizers.FusedAdam`` and Transformer Engine's keep, where they keep it, without their kernel."""
-
-    def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, adam_w_mode: bool) -> None:
-        assert adam_w_mode
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is None:  # both pass over it
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                self._update(parameter, state, group)
-
-    def _update(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
-        (first, second), step = group["betas"], group["step"]
-        state["exp_avg"].lerp_(parameter.grad, 1 - first)
-        state["exp_avg_sq"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
-        denominator = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(group["lr"] / (1 - first**step) * state["exp_avg"] / denominator)
 
 
 def fused(rank: int, world_size: int, life: Life) -> dict[str, Any]:
@@ -87,6 +60,46 @@ def test_a_run_goes_on_exactly(tmp_path: Path, setup: Setup, policy: tuple[str, 
         assert one["steps"] == 5
         for part in EXACT:
             assert one[part] == other[part], part
+
+
+LOGGED = Setup(layers=2, num_microbatches=1, precision="bf16", dist_opt=True)
+AT = 7
+
+
+def killed_log(directory: Path) -> Life:
+    """A life that is to go on from what a killed one left of a gradient log."""
+    log, memory = ("GradientLog", {"window": 3}), str(directory / "memory")
+    beside = {"memory": memory, "copies": {"storage_every_n_steps": 1000}}
+    life = Life(str(directory / "store"), AT + 2, LOGGED, log, **beside)
+    [outcome] = start_ranks(fused, 1, replace(life, kill=(0, AT + 1, "train")), preload=WARM)
+    assert outcome.exitcode == -signal.SIGKILL, outcome.error
+    return replace(life, seed=9)
+
+
+def require_goes_on(life: Life, directory: Path, *, along_log: bool) -> None:
+    dense = ("Dense", {"every_n_steps": 1000})
+    [unbroken] = run_ranks(fused, 1, Life(str(directory / "unbroken"), life.steps, LOGGED, dense), preload=WARM)
+    [again] = run_ranks(fused, 1, life, preload=WARM)
+    assert again["progress"].iteration == AT
+    assert (again["remade"] is not None) == along_log
+    for part in EXACT:
+        assert again[part] == unbroken[part], part
+
+
+def test_its_updates_are_made_once_more(tmp_path: Path):
+    require_goes_on(killed_log(tmp_path), tmp_path, along_log=True)
+
+
+@pytest.mark.slow
+def test_its_log_is_made_dense_once_the_class_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    life = killed_log(tmp_path)
+    densify = ["densify", life.store, "--memory", str(tmp_path / "memory" / "node_0")]
+    assert main(densify) == 2
+    assert "optimizer class tests.support.fused_adam.FusedAdam is not known here" in (said := capsys.readouterr().err)
+    assert "--import MODULE" in said
+    assert main([*densify, "--import", "tests.support.fused_adam_known"]) == 0
+    delete_tree(tmp_path / "memory")
+    require_goes_on(life, tmp_path, along_log=False)
 
 
 def test_a_count_of_none_is_that_of_an_optimizer_that_never_stepped(monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,7 @@ from tests.support.megatron_run import EXACT
 
 @dataclass(frozen=True)
 class Job:
-    """kills: (first rank, iteration, how often its function was called before) of every SIGKILL."""
+    """kills: (first rank, iteration, how often its function was called before) of every SIGKILL. delay: before them."""
 
     setup: Setup
     ranks: int
@@ -31,6 +31,7 @@ class Job:
     kills: tuple[tuple[int, int, int], ...]
     policy: tuple[str, dict[str, Any]] = ("Dense", {"every_n_steps": 1})
     steps: int = 8
+    delay: float = 0.0
 
 
 def start(job: Job, directory: Path) -> list[int]:
@@ -47,6 +48,7 @@ def start(job: Job, directory: Path) -> list[int]:
         "arguments": job.policy[1],
         "steps": job.steps,
         "kills": job.kills,
+        "delay": job.delay,
     }
     return launch("tests.support.inprocess_run", told, job.ranks + job.spares, directory, warm.python(warm.MEGATRON))
 
@@ -65,6 +67,7 @@ JOBS = {
     "sharded-twice": Job(Setup(**EXPERTS_DATA, **SHARDED), 2, 2, ((1, 4, 0), (3, 7, 1)), steps=9),
     "windows": Job(Setup(**EXPERTS_DATA), 2, 1, ((1, 8, 0),), ("MoEvement", {"window": 3}), steps=10),
     "pipeline": Job(Setup(**PIPELINE_EXPERTS), 4, 1, ((2, 5, 0),)),
+    "log": Job(Setup(**EXPERTS_DATA, **SHARDED), 2, 1, ((1, 6, 0),), ("GradientLog", {"window": 3}), delay=0.5),
 }
 
 
@@ -76,8 +79,11 @@ def test_survivors_go_on_in_their_processes(name, tmp_path):
     killed = {rank for rank, _, _ in job.kills}
     assert [code != 0 for code in codes] == [rank in killed for rank in range(len(codes))], logs(tmp_path)
     require_exact(job, tmp_path)
-    most_lost = 1 if job.policy[0] == "Dense" else 2 * job.policy[1]["window"]
+    most_lost = 2 * job.policy[1]["window"] if job.policy[0] == "MoEvement" else 1
     require_one_process(lines(tmp_path, 0), 1 + len(job.kills), most_lost)
+    if name == "log":
+        [_, back] = [line for line in lines(tmp_path, 0) if "call" in line]
+        assert (back["resumed"], back["remaking"]) == (5, [1]), "the spare makes the updates, and the survivor none"
 
 
 @needs_extension

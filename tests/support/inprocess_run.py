@@ -63,11 +63,14 @@ def main(told: dict[str, Any]) -> None:
         )
         with restart.keeping(ckpt):
             progress = ckpt.resume()
-            note(call=restart.iteration, rank=int(os.environ["RANK"]), resumed=progress.iteration)
+            plan = ckpt.recovery_plan
+            remaking = plan and plan.remaking
+            note(call=restart.iteration, rank=int(os.environ["RANK"]), resumed=progress.iteration, remaking=remaking)
             draw(3 if progress.restored else 1)
             built.consumed_samples = progress.consumed_samples
             for iteration in range(progress.iteration, told["steps"]):
                 if [int(first_rank), iteration + 1, restart.iteration] in told["kills"]:
+                    time.sleep(told["delay"])
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss = megatron_gpt.forward_backward(built, iteration)
                 note(iteration=iteration + 1, loss=None if loss is None else loss.hex())

@@ -87,4 +87,7 @@ def class_named(name: str) -> type[Optimizer]:
     for kind in _KNOWN:
         if name_of(kind) == name:
             return kind
-    raise UnsupportedError(f"optimizer class {name} is not known here: moe_ckpt.gradients.coupling.register() it first")
+    raise UnsupportedError(
+        f"optimizer class {name} is not known here: moe_ckpt.gradients.coupling.register() it first (moe-ckpt densify "
+        "--import MODULE imports a module that does)"
+    )

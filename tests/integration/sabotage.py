@@ -29,6 +29,7 @@ from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.modeling import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
+from moe_ckpt.recovery import gradient_log
 from moe_ckpt.recovery.gradient_log import StoredLog
 from moe_ckpt.recovery.index import TensorIndex
 from moe_ckpt.recovery.replay import Replay
@@ -289,6 +290,10 @@ def _local(gradient: Any) -> Any:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
+def _tells_at_once() -> None:
+    gradient_log.TELL_SECS = 0.0
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     "spared told": _spared_told,
     "norms not given": _norms_not_given,
@@ -316,4 +321,5 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "newest update left out": _newest_update_left_out,
     "update fails": _update_fails,
     "counted": counted_return.count,
+    "tells at once": _tells_at_once,
 }

@@ -52,8 +52,9 @@ def updates(run: Run) -> list[int]:
 def test_killed_the_run_goes_on_from_the_newest_step(place):  # noqa: F811
     run = logged(LOG, place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
-    assert live(run) == 0, output(run)
+    assert live(replace(run, sabotage="tells at once")) == 0, output(run)
     assert_same_run(run)
+    assert "rank 0 has made 1 of 2 updates of the gradient log once more" in output(run)
     assert split_lives(events(run))[-1][0]["step"] >= 8, "the step under way was the ninth"
     assert updates(run) == [2], output(run)
     assert recomputed(run) == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.shard import GRADIENT
+from moe_ckpt.notices import announce
 from moe_ckpt.ports import LoggedSteps, StateTensor, TrainingState
 from moe_ckpt.recovery.index import StoredSlice, overlapping
 from moe_ckpt.recovery.reader import StoreReader
@@ -20,6 +22,8 @@ from moe_ckpt.recovery.slices import find_damage
 
 PLAIN = "gradient_log"
 """Its key in the plain state of a step."""
+TELL_SECS = 10.0
+"""So often a replay says how far it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +101,7 @@ class StoredLog(LoggedSteps):
         parameters = parameters_of(state)
         found = zip(self.steps, snapshots, strict=True)
         self._needed = {step: list(needed_gradients(each, self.anchors, parameters)) for step, each in found}
+        self._rank, self._told_at = rank, time.monotonic()
         self._plain = {each.manifest.step: dict(plain_of(reader, each.manifest, rank)) for each in snapshots}
 
     def verify(self) -> None:
@@ -121,6 +126,7 @@ class StoredLog(LoggedSteps):
             yield stored.entry.key, stored.entry.offsets, values
 
     def load(self, step: int) -> None:
+        self._tell(step)
         anchors, kept = self.anchors, self._kept
         those = {
             key: found
@@ -136,6 +142,13 @@ class StoredLog(LoggedSteps):
         if step == self.steps[-1]:
             those |= {key: (*those.get(key, ()), *group) for key, group in kept.slices.items()}
         copy_slices(self._reader, those, self._state.tensors())
+
+    def _tell(self, step: int) -> None:
+        """Says how far a long replay is."""
+        if time.monotonic() - self._told_at >= TELL_SECS and len(self.steps) > 1:
+            self._told_at = time.monotonic()
+            made = self.steps.index(step), len(self.steps) - 1
+            announce("rank %d has made %d of %d updates of the gradient log once more", self._rank, *made)
 
 
 def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str, Any]:

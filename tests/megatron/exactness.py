@@ -19,6 +19,7 @@ from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import EXACT, Journal, Life, live
+from tests.support.opened import shards_opened
 from tests.support.processes import Outcome, run_ranks, start_ranks
 
 WARM = "tests.support.megatron_warm"
@@ -135,7 +136,13 @@ def life_of(case: Case, directory: Path) -> Life:
     store, journal = str(directory / "store"), str(directory / "journal")
     beside: dict[str, Any] = {"copies": dict(case.copies), "options": dict(case.options)}
     beside |= {"journal": journal, "memory": memory, "survives": case.survives, "digests": case.digests}
+    beside["opened"] = str(directory / "opened")
     return Life(store, case.steps, case.setup, policy, **beside)
+
+
+def shards_read(case: Case, directory: Path) -> list[list[str]]:
+    """Shards of the store that each rank opened to read, in all lives."""
+    return shards_opened(str(directory / "opened"), case.ranks)
 
 
 def require_exact(case: Case, directory: Path, ended: Ended) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import open_storage
-from tests.megatron.exactness import Case, finish, kill, require_exact
+from tests.megatron.exactness import Case, finish, kill, require_exact, shards_read
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense
 from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
@@ -40,6 +40,7 @@ def test_all_nodes_come_back_from_their_memory(case, tmp_path):
     spoil_experts(tmp_path / "store" / directory)  # retention removes it before the run ends
     ended = finish(case, tmp_path)
     assert ended.resumed >= [int(directory.split("_")[1])], "of which storage has no undamaged expert"
+    assert shards_read(case, tmp_path) == [[]] * case.ranks, "no rank reads a tensor from there"
     require_exact(case, tmp_path, ended)
     assert left(tmp_path) == []
 
@@ -47,9 +48,11 @@ def test_all_nodes_come_back_from_their_memory(case, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_node_that_is_lost_with_its_memory_reads_storage(case, tmp_path):
+    """So do the others, whose memory is of a newer step: that no rank reads from there can be told on every one."""
     kill(case, tmp_path)
     delete_tree(tmp_path / "memory" / "node_1")
     ended = finish(case, tmp_path)
+    assert all(shards_read(case, tmp_path))
     require_exact(case, tmp_path, ended)
     assert left(tmp_path) == []
 
@@ -75,6 +78,7 @@ def test_a_node_that_is_lost_with_its_memory_comes_back_from_its_peer(name, lost
     delete_tree(tmp_path / "memory" / f"node_{lost}")
     ended = finish(case, tmp_path)
     assert ended.resumed > [int(before.split("_")[1])], "storage has only what the run began with"
+    assert shards_read(case, tmp_path) == [[]] * case.ranks
     require_exact(case, tmp_path, ended)
     assert left(tmp_path) == []
 

@@ -23,6 +23,7 @@ from tests.integration import memory_phases
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import digests
+from tests.support.opened import note_shards
 
 _STORAGE_PHASES = ("write", "fsync", "rename", "manifest", "gc")
 
@@ -46,6 +47,7 @@ class Life:
         Or of what stops the ranks in another way, with rank 0: all raise when gradients are there ("error"), "term"
         and "stuck" (see ``_stopped``).
     journal: where every rank writes down, in ``<journal>.<rank>``, what it does; see ``Journal``. Kills cannot undo it.
+    opened: where every rank notes what it opens of the store's tensors, see ``tests.support.opened``.
     memory: where the nodes' memory directories are; None: private memory. copies: other arguments of ``Memory``.
     sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
     survives: a rank that hears of another one's death keeps its newest iteration, as under ``with``.
@@ -64,6 +66,7 @@ class Life:
     kill: tuple[int, int, str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     journal: str | None = None
+    opened: str | None = None
     memory: str | None = None
     copies: dict[str, int] = field(default_factory=dict)
     sabotage: Callable[[], None] | None = None
@@ -143,6 +146,8 @@ def node_memory(root: str, rank: int) -> Path:
 
 def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     """Train to ``life.steps``. What is returned tells everything that must be alike in two equal runs."""
+    if life.opened is not None:
+        note_shards(life.store, life.opened, rank)
     random.seed(life.seed)
     np.random.seed(life.seed)
     built = megatron_gpt.build(life.setup, life.seed)

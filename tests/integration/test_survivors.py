@@ -143,7 +143,7 @@ def test_where_tensors_are_divided_nobody_lends_them(place):  # noqa: F811
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_beside_a_gradient_log_only_the_dead_rank_makes_updates(ranks, place):  # noqa: F811
     """FSDP2: each rank has its own part of everything. Those that live on read neither anchors nor gradients."""
-    run = in_memory(replace(LOG, ranks=ranks, sharded=True), place)
+    run = in_memory(replace(LOG, ranks=ranks, sharded=True, epochs=4), place)
     codes = lose(run, 1, 9)
     assert codes == [KILLED if rank == 1 else 1 for rank in range(ranks)]
     assert live_ranks(replace(run, sabotage="counted")) == [0] * ranks, output(run)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import ConfigError
@@ -71,6 +73,7 @@ def train(
     isolate_validation=True,
     kind: type[Validated] = Validated,
     beside=(),
+    training=None,
     **options,
 ):
     pl.seed_everything(7, verbose=False)
@@ -85,7 +88,7 @@ def train(
         **{"max_epochs": 3, **options},
     )
     try:
-        trainer.fit(model, loader(32), loader(8, shuffle=False), ckpt_path=ckpt_path)
+        trainer.fit(model, training or loader(32), loader(8, shuffle=False), ckpt_path=ckpt_path)
     except Stopped:
         assert stop is not None
     else:
@@ -142,6 +145,23 @@ def test_automatic_resume_is_exact(tmp_path, options, step, where):
     reference = train(tmp_path / "whole", **options)
     before = train(tmp_path / "broken", StopAt(step, where), **options)
     resumed = train(tmp_path / "broken", **options)
+    assert resumed[2].restored_step == step
+    assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize(("options", "step"), [({"limit_val_batches": 0}, 8), (UNVALIDATED, 5), (UNVALIDATED, 7)])
+def test_a_sampler_that_keeps_its_position_begins_the_next_epoch_anew(tmp_path, options, step):
+    """It takes up its position when it is first asked, also where the epoch has no batch left."""
+
+    def training():
+        dataset = Tokens(32)
+        sampler = StatefulDistributedSampler(dataset, 1, 0, shuffle=True, seed=3)
+        return StatefulDataLoader(dataset, batch_size=4, sampler=sampler)
+
+    options = {**options, "use_distributed_sampler": False}
+    reference = train(tmp_path / "whole", training=training(), **options)
+    before = train(tmp_path / "broken", StopAt(step, "batch"), training=training(), **options)
+    resumed = train(tmp_path / "broken", training=training(), **options)
     assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)
 

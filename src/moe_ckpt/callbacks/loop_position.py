@@ -23,11 +23,12 @@ of an epoch less those still to come. Where that changes the count:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.seed import isolate_rng
 
 
 def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[float, float]:
@@ -112,9 +113,12 @@ def end_whole_epoch(trainer: Any) -> None:
     if not over or loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
         return
 
-    def advance(*_: Any) -> None:
+    def advance(data_fetcher: Iterator[Any]) -> None:
+        """As if the loader had nothing left. Asked once, it takes up its position, and the next epoch begins anew."""
         del loop.advance
-        raise StopIteration  # as if the loader had nothing left
+        with isolate_rng():
+            next(data_fetcher)
+        raise StopIteration
 
     loop.advance = advance
 

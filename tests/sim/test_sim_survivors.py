@@ -21,9 +21,11 @@ def killed(at, node=0):
     return Event(at, node, process=True)
 
 
-def run(policy, *events, parallel=ALIKE, durable="node", survivors=True, **given):
+def run(policy, *events, parallel=ALIKE, durable="node", survivors=True, stored=None, **given):
+    """stored: steps between checkpoints on storage."""
     replicas = {"replicas": 1} if durable == "peers" else {}
     system = {"durable": durable, "survivors": survivors, "when_busy": "skip", **replicas}
+    system["storage_every_n_steps"] = stored
     failures = Trace(given=events)
     return simulate(scenario(policy, failures=failures, parallel=parallel, system=system, duration_secs=400.0, **given))
 
@@ -49,9 +51,9 @@ def test_a_node_takes_with_it_what_it_sealed():
     alone = {"nodes": 8, "gpus_per_node": 1}
     for cluster in ({}, alone):  # alone, too: what others lend lacks the plain state of its ranks
         assert run(Dense(50), Event(205.5, 0), durable="peers", cluster=cluster).history[0].useful_steps == 200
-    kept = run(Dense(50), killed(205.5), Event(212.0, 0), durable="peers")
-    assert kept.recovered == {"host": 1, "peer": 1, "storage": 0}
-    assert [each.useful_steps for each in kept.history[:2]] == [205, 200], "the older checkpoint, that peers have"
+    kept = run(Dense(50), killed(205.5), Event(212.0, 0), durable="peers", stored=100)
+    assert kept.recovered == {"host": 1, "peer": 0, "storage": 1}
+    assert [each.useful_steps for each in kept.history[:2]] == [205, 200], "no peer has what was sealed"
 
 
 def test_a_node_that_is_lost_during_the_recovery():

@@ -189,7 +189,7 @@ class Failing:
         if local:
             state.track.drop()
         elif sealed is not None:
-            state.track.fail(sealed, self._survivors.experts(()), copied=False)
+            state.track.fail(sealed, self._survivors.experts(()))
         else:
             self._go_back(state, source, tier, dead)
 

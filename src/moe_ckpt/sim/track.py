@@ -434,8 +434,6 @@ class Track:
         to: Durable | None,
         alive: npt.NDArray[np.bool_] | None = None,
         sealed: npt.NDArray[np.bool_] | None = None,
-        *,
-        copied: bool = True,
     ) -> FaultRecord | None:
         """The run goes back to ``to``, or to its very beginning where that is None.
 
@@ -443,17 +441,15 @@ class Track:
             to: What it goes back to.
             alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
             sealed: ``[L, E]`` whether survivors have sealed the expert as of this very step; None: none.
-            copied: ``to`` is where checkpoints are. What survivors sealed is not, so that the newest one stays what is
-                left when a node is lost next.
         """
         self.run_ledger = self._books()
         self.under_way.clear()
         self._stop_moving()
         self._generation += 1
         self._missed = -1
-        if copied:  # a start keeps what it goes on from, here and on peers, and nothing else that memory had
-            self.copied = to if to is self.copied and alive is not None else None
-            self.newest = to
+        # A start keeps what it goes on from, here and on peers, and nothing else that memory had.
+        self.copied = to if to is self.copied and alive is not None else None
+        self.newest = to
         self.gap()  # a new life begins its log anew
         return None if to is None else self.run_ledger.return_to(to, alive, sealed)
 

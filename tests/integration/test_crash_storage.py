@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_ckpt import release_host_memory
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.errors import SaveFailedError, StoreError
@@ -228,7 +229,8 @@ class RealStore:
         return state
 
     def resume(self) -> tuple[int | None, dict[str, torch.Tensor]]:
-        """(step, state) that a fresh run comes back with."""
+        """(step, state) that a fresh run comes back with, from storage alone."""
+        release_host_memory()  # of the life before, which would serve what is damaged here
         trainer, module, recorder = build(self.run)
         held = {}
 

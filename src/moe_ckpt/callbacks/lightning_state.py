@@ -27,7 +27,7 @@ from moe_ckpt.callbacks.loop_position import interrupted
 from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.run import require_framework
 from moe_ckpt.errors import UnencodableStateError
-from moe_ckpt.format.schema import like, require
+from moe_ckpt.format.schema import like, listing, record, require
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.interop.lightning_dict import MODEL_MARK, unmark
 
@@ -202,6 +202,10 @@ def _warn_once(path: str, type_name: str) -> None:
         )
 
 
+_POSITIONS = record({}, {"state_dict": record({}, {"combined_loader": listing(record({}))})})
+"""What loaders say of where they are."""
+
+
 def check_state(trainer: Any, plain: Mapping[str, Any], path: str) -> None:
     """Raises unless ``restore_checkpoint`` can restore a rank's plain state. Called before anything is loaded.
 
@@ -216,7 +220,9 @@ def check_state(trainer: Any, plain: Mapping[str, Any], path: str) -> None:
     """
     require_framework(plain, "Lightning", path)
     stored = plain["checkpoint"]
-    require(like(trainer.fit_loop.state_dict()), stored["loops"]["fit_loop"], path, "the fit loop's state: ")
+    loops = stored["loops"]["fit_loop"]
+    require(like(trainer.fit_loop.state_dict()), loops, path, "the fit loop's state: ")
+    require(_POSITIONS, loops, path, "the fit loop's state: ")  # there are no loaders yet
     for config, state in zip(trainer.lr_scheduler_configs, stored["lr_schedulers"], strict=False):
         require(like(config.scheduler.state_dict()), state, path, f"{type(config.scheduler).__name__}'s state: ")
 

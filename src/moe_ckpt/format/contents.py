@@ -98,7 +98,7 @@ _HYPERPARAMETERS: dict[str, Check] = {
 }
 _OPTIMIZER = record(
     {"param_groups": listing(record({"params": listing(text)}, _HYPERPARAMETERS))},
-    {"scalars": mapping(record({}, {"step": _amount}))},
+    {"scalars": mapping(record({}, {"step": _amount})), "class": maybe(text)},
 )
 _PLAIN = record(
     {"buffers": mapping(_tensor)},

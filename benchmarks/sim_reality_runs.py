@@ -220,11 +220,13 @@ class Job:
         self.killed.append(time.time())
         *others, last = self._processes
         self._end([last])
+        for process in others:  # as a launcher does
+            process.terminate()
         try:
             for process in others:
                 process.wait(GRACE_SECS)
         except subprocess.TimeoutExpired:
-            self._end(others)  # as a launcher does
+            self._end(others)
         if node and self._memory is not None:
             for one in self._memory.iterdir():
                 shutil.rmtree(one)

@@ -171,7 +171,7 @@ class Job:
         self.diary = directory / "metrics.rank0.jsonl"
         self._output = directory / "output.log"
         directory.mkdir(parents=True)
-        self._ranks = contestant.ranks
+        self.ranks = contestant.ranks
         self._processes: list[subprocess.Popen[bytes]] = []
         self.spawned: list[float] = []
         self.killed: list[float] = []
@@ -199,14 +199,14 @@ class Job:
 
     def _places(self) -> list[dict[str, str]]:
         """What a launcher would tell each rank."""
-        if self._ranks == 1:
+        if self.ranks == 1:
             return [{}]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "sim_reality"}
-        job |= {"WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks), "GROUP_RANK": "0"}
-        return [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._ranks)]
+        job |= {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "GROUP_RANK": "0"}
+        return [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.ranks)]
 
     def _end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
@@ -291,7 +291,7 @@ def _seen(job: Job, directory: Path, zero: float, secs: float, took_node: tuple[
         kills=tuple(moment - zero for moment in job.killed[:-1]),
         lives=tuple(_life(lines, zero, begin, end) for begin, end in zip(job.spawned, job.killed, strict=True)),
         stall_secs=sum(line["moe_ckpt/stall_ms"] for line in metrics) / 1e3,
-        snapshot_bytes=sum(line["moe_ckpt/bytes"] for line in saved),
+        snapshot_bytes=sum(line["moe_ckpt/bytes"] for line in saved) * job.ranks,  # each has as much
         begun=len(saved),
         plt=_plt(metrics, job.spawned[-1]),
         took_node=took_node,

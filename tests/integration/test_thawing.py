@@ -38,12 +38,16 @@ class Backbone(OnlyTrained):
         self.backbone = self.blocks
 
 
-class AtEpochs(TinyMoE):
-    """By the module's own hook, at the start of an epoch."""
+class SecondFrozen:
+    """The second block is, at first."""
 
     def __init__(self, **options):
         super().__init__(**options)
         self.blocks[1].requires_grad_(False)
+
+
+class AtEpochs(SecondFrozen, TinyMoE):
+    """By the module's own hook, at the start of an epoch."""
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
@@ -51,12 +55,8 @@ class AtEpochs(TinyMoE):
             self.blocks[0].moe.requires_grad_(False)
 
 
-class AddsGroup(OnlyTrained):
+class AddsGroup(SecondFrozen, OnlyTrained):
     """Without a callback of Lightning's."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.blocks[1].requires_grad_(False)
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:

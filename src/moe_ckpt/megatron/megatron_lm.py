@@ -133,7 +133,7 @@ def _say_unused(installed: MegatronLM) -> None:
         )
 
 
-def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]] = REPLACED) -> Any:
+def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Any:
     """Returns the module ``megatron.training.training``, checked. Raises as ``install``.
 
     Args:
@@ -179,6 +179,12 @@ def _moved(what: str) -> UnsupportedError:
 class MegatronLM:
     """Megatron-LM's training functions with checkpoints, in this process. ``_<name>`` replaces function ``<name>``.
 
+    Args:
+        training: Their module.
+        options: As given, checked.
+        attach_to: Attaches to model, optimizer and scheduler.
+        replaced: Names of the functions.
+
     Attributes:
         checkpoint: The result of ``attach``; None until ``pretrain`` has built the model.
         options: As given, checked.
@@ -189,7 +195,7 @@ class MegatronLM:
         training: Any,
         options: Options,
         attach_to: Callable[[Any, Any, Any], MegatronCheckpoint],
-        replaced: Sequence[str] = tuple(REPLACED),
+        replaced: Sequence[str],
     ) -> None:
         self.checkpoint: MegatronCheckpoint | None = None
         self.options = options
@@ -389,15 +395,16 @@ class MegatronLM:
         given = self._arguments("checkpoint_and_decide_exit", args, kwargs)
         iteration = given["iteration"]
         self._floating_point_operations = given["num_floating_point_operations_so_far"]
-        is_alone = ckpt.upstream is not None and ckpt.upstream.is_alone
+        stage = ckpt.upstream
+        is_alone = stage is not None and stage.is_alone
         record = ckpt.after_step(
             iteration,
             consumed_samples=settings.consumed_train_samples,
             updated=self._updated,
             counters=self._counters(settings, self._floating_point_operations),
         )
-        if ckpt.upstream is not None:
-            ckpt.upstream.rest()
+        if stage is not None:
+            stage.rest()
         if is_alone:  # all ranks saved and decided when the iteration was computed first
             self._leaving = False
             return False

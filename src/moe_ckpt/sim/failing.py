@@ -163,7 +163,7 @@ class Failing:
             state.failed_holders.update(failure.nodes)
             if self._costs.system.durable == "storage":  # host memory is private to the processes then
                 state.failed_nodes.update(failure.restarted)
-            ready = self._ready(failure)
+            ready = self._ready(failure, seal=seals and not dead)
             dead |= self._survivors.dead(failure.nodes, failure.restarted)
             if failure.nodes or not self._survivors.have_everything(dead):
                 sealed = None
@@ -193,17 +193,20 @@ class Failing:
         else:
             self._go_back(state, source, tier, dead)
 
-    def _ready(self, failure: _Failure) -> tuple[tuple[str, float], ...]:
-        """From a failure to ranks that can load: noticed, spares found, sealed by survivors, restarted."""
+    def _ready(self, failure: _Failure, *, seal: bool) -> tuple[tuple[str, float], ...]:
+        """From a failure to ranks that can load: noticed, spares found, sealed by survivors, restarted.
+
+        seal: training stopped at it; in a recovery there is nothing to seal.
+        """
         cluster = self._layout.cluster
         detect_secs = on_clock(cluster.detect_secs)
         noticed = failure.at_secs + detect_secs
         there = self._spares.replace(failure.nodes, noticed)
-        in_place = cluster.in_place_secs is not None and there == noticed
-        restart_secs = cluster.in_place_secs if in_place else cluster.restart_secs
-        sealing_secs = self._costs.copy_secs(self._costs.dense) if self._costs.system.seals else 0.0
-        down = on_clock((restart_secs or 0.0) + sealing_secs)
-        return ("down", detect_secs), ("idle", there - noticed), ("down", down)
+        restart_secs = cluster.restart_secs
+        if cluster.in_place_secs is not None and there == noticed:
+            restart_secs = cluster.in_place_secs
+        sealing_secs = self._costs.copy_secs(self._costs.dense) if seal else 0.0
+        return ("down", detect_secs), ("idle", there - noticed), ("down", on_clock(restart_secs + sealing_secs))
 
     def _source(self, state: State, sealed: Durable | None) -> tuple[Durable | None, Tier]:
         """What to go back to, and the farthest tier that some rank takes it from: own memory, a peer's, storage.
@@ -221,8 +224,8 @@ class Failing:
             return newest, Tier.HOST
         if copied is None or self._copies.lost(state.failed_holders):
             return backup, Tier.STORAGE
-        is_older = backup is not None and backup.step > copied.step
-        return (backup, Tier.STORAGE) if is_older else (copied, Tier.PEER)
+        storage_is_newer = backup is not None and backup.step > copied.step
+        return (backup, Tier.STORAGE) if storage_is_newer else (copied, Tier.PEER)
 
     def _whole(
         self,

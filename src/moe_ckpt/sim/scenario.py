@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, at_least, whole
+from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, at_least, given, whole
 from moe_ckpt.sim.clock import MOST_SECS
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.failures import Failures
@@ -55,12 +55,13 @@ class Scenario:
         whole("Scenario", 0, seed=self.seed)
         self._require_few()
         mean, cluster = self.failures.mean_secs, self.layout.cluster
-        restarts = cluster.restart_secs if cluster.in_place_secs is None else cluster.in_place_secs
-        down = cluster.detect_secs + min(restarts, cluster.restart_secs)
+        restarts = given(restart_secs=cluster.restart_secs, in_place_secs=cluster.in_place_secs)
+        quicker = min(restarts, key=restarts.__getitem__)
+        down = cluster.detect_secs + restarts[quicker]
         if mean is not None and mean <= down:
             raise ConfigError(
                 f"failures: a mean of {mean:g} s between failures is below the {down:g} s that Cluster "
-                f"{cluster.name!r} needs to notice one and to restart (detect_secs + restart_secs): training would "
+                f"{cluster.name!r} needs to notice one and to restart (detect_secs + {quicker}): training would "
                 "never advance"
             )
         self.system.policy.check(self.layout.model.catalog)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -85,7 +85,6 @@ class Interception:
         self._rank = dist.get_rank()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._open = True
-        self._holders = list(_modules_of_others())
         for name in ("isend", "send"):
             self._replace(name, self._sending)
         for name in ("irecv", "recv"):
@@ -94,6 +93,7 @@ class Interception:
             self._replace(name, self._agreeing)
         for name in _APART:
             self._replace(name, self._refusing)
+        self._replace_by_name()
 
     def _replace(self, name: str, kind: Callable[[str, Call], Call]) -> None:
         original = getattr(distributed_c10d, name, None)
@@ -104,10 +104,17 @@ class Interception:
             if getattr(module, name, None) is original:
                 setattr(module, name, ours)
                 self._replaced.append((module, name, original, ours))
-        for module in self._holders:
-            for name in [name for name, value in vars(module).items() if value is original]:
-                setattr(module, name, ours)
-                self._replaced.append((module, name, original, ours))
+
+    def _replace_by_name(self) -> None:
+        """The same where loaded modules, but torch's own, have imported a function by name, as Megatron's timers do."""
+        ours_of = {id(original): (original, ours) for _, _, original, ours in self._replaced}
+        others = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "torch"]
+        for module in (each for each in others if isinstance(each, ModuleType)):
+            for name, value in list(vars(module).items()):
+                if id(value) in ours_of:
+                    original, ours = ours_of[id(value)]
+                    setattr(module, name, ours)
+                    self._replaced.append((module, name, original, ours))
 
     def close(self) -> None:
         """Puts the functions back, unless somebody has replaced them since: then they only call through."""
@@ -226,13 +233,6 @@ class Interception:
             return call()
         finally:
             self._within = False
-
-
-def _modules_of_others() -> Iterator[ModuleType]:
-    """Yields loaded modules that may have imported a function by name, as Megatron's timers do; torch's own did not."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "torch" and isinstance(module, ModuleType):
-            yield module
 
 
 class Done:

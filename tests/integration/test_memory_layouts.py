@@ -15,7 +15,6 @@ from tests.integration.lives import (
     assert_promises_kept,
     assert_same_run,
     assert_store_sound,
-    committed,
     live_ranks,
     output,
     place,  # noqa: F401 - a fixture
@@ -32,11 +31,6 @@ LAYOUTS = {"ddp": DDP, "fsdp2": FSDP2}
 IN_MEMORY = [("reserve", 3), ("copy", 7), ("seal", 6), ("sealed", 6), ("unseal", 4), ("send", 20), ("verified", 5)]
 IN_MEMORY += [("acknowledge", 5), ("compute", 9)]
 IN_STORAGE = [("write", 6), ("fsync", 12), ("rename", 12), ("manifest", 5), ("gc", 3)]
-
-
-def before_of(run: Run) -> int:
-    """Newest step on storage; 0 where the first one was still to come."""
-    return stored(run) if committed(run.store) else 0
 
 
 def retry(run: Run) -> None:
@@ -86,7 +80,7 @@ def test_killed_in_a_phase_of_memory(phase, n, lost, layout, place):  # noqa: F8
     """Both ranks reach it, and one dies; then its node may be lost, or the other one."""
     run = in_memory(replace(layout, to_storage=RARELY, watched=True), place)
     assert KILLED in live_ranks(replace(run, crash=(phase, n))), output(run)
-    before = before_of(run)
+    before = stored(run)
     if lost is not None:
         lose(run, lost)
     ends_alike(run)

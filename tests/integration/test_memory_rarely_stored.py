@@ -46,8 +46,8 @@ BEHIND = {"dense": 2, "moc": 2, "moevement": 2 * W + 1}
 
 
 def stored(run: Run) -> int:
-    """Step of the newest checkpoint on storage."""
-    return int(committed(run.store)[-1].split("_")[1])
+    """Step of the newest checkpoint on storage; 0 where the run was killed before its first was whole."""
+    return max((int(name.split("_")[1]) for name in committed(run.store)), default=0)
 
 
 def restored(run: Run) -> int:

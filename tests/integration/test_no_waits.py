@@ -20,10 +20,14 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import snapshot
 from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.gradients import capture
+from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.memory.options import Memory
 from moe_ckpt.modeling import routing
-from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.policies import Dense, GradientLog, MoC, MoEvement
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.slices.copier import Copy
 from moe_ckpt.slices.copying import target
 from moe_ckpt.storage import LocalStorage
 from tests.support.acted_gpu import CUDA, ActedGPU
@@ -49,12 +53,20 @@ class Stops(pl.Callback):
             raise RuntimeError("stopped")
 
 
-def fit(root: Path, policy: Any, gpu: ActedGPU | None = None, stop: int | None = None, **trainer: Any) -> TinyMoE:
+def fit(
+    root: Path,
+    policy: Any,
+    gpu: ActedGPU | None = None,
+    stop: int | None = None,
+    memory: Memory | None = None,
+    optimizer: str = "fused",
+    **trainer: Any,
+) -> TinyMoE:
     pl.seed_everything(5)
-    module = TinyMoE(optimizer="fused")
+    module = TinyMoE(optimizer=optimizer)
     if gpu is not None:
         trainer |= {"accelerator": Accelerator(), "strategy": SingleDeviceStrategy(CUDA)}
-    ckpt = MoECheckpoint(policy, root, when_busy="wait", retention=RetentionPolicy(keep_last=100))
+    ckpt = MoECheckpoint(policy, root, when_busy="wait", retention=RetentionPolicy(keep_last=100), memory=memory)
     made = pl.Trainer(
         logger=False,
         enable_progress_bar=False,
@@ -128,6 +140,34 @@ def test_no_step_of_a_window_waits_and_its_clip_norms_bring_it_back(tmp_path):
     assert gpu.departures > 2 * STEPS
     resumed = fit(tmp_path / "gpu", policy)
     assert min(resumed.losses) < STEPS - 2, "no step was computed again"
+    assert same(state_of(resumed), state_of(undisturbed))
+
+
+def logged(place: Path, scaled: bool = False, **more: Any) -> dict[str, Any]:
+    """What ``fit`` is given for a gradient log in memory, which a run that is stopped leaves there."""
+    (place / "memory").mkdir(parents=True, exist_ok=True)
+    memory = Memory(place / "memory", storage_every_n_steps=1000)
+    return {"policy": GradientLog(window=3), "memory": memory, **(scaler() if scaled else {}), **more}
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        {},
+        {"policy": GradientLog(window=3, grad_dtype="bf16")},
+        {"optimizer": "adamw", "scaled": True},
+    ],
+    ids=["fused", "rounded", "loss scale"],
+)
+def test_no_step_of_a_gradient_log_waits_and_it_brings_the_run_back(tmp_path, setup):
+    """Not even where gradients are zeroed: the training stream waits for the copy there, not its thread."""
+    undisturbed = fit(tmp_path / "cpu", **logged(tmp_path / "cpu", **setup))
+    with ActedGPU() as gpu, pytest.raises(RuntimeError, match="stopped"):
+        fit(tmp_path / "gpu", gpu=gpu, stop=STEPS - 1, **logged(tmp_path / "gpu", **setup))
+    assert waits(gpu) == []
+    assert gpu.departures > 2 * STEPS
+    resumed = fit(tmp_path / "gpu", **logged(tmp_path / "gpu", **setup))
+    assert min(resumed.losses) >= STEPS - 2, "computed again"
     assert same(state_of(resumed), state_of(undisturbed))
 
 
@@ -216,6 +256,42 @@ def norms_read(windows: Windows) -> dict[str, Any]:
 def test_whoever_waits_is_named(tmp_path, monkeypatch, owner, name, broken, what, led):
     monkeypatch.setattr(owner, name, broken)
     gpu, _ = on_gpu(tmp_path, MoEvement(window=2), **(scaler() if name == "_scaler_state" else {}))
+    found = waits(gpu)
+    assert what in {wait for wait, _ in found}
+    assert all(any(led in each for each in by) for _, by in found), found
+
+
+def read_at_once(recorder: StepRecorder) -> Any:
+    for counts in COUNTS(recorder):
+        yield {**counts, "values": counts["values"].tolist()}
+
+
+def rounded_by_value(gradients: Any, to: torch.dtype) -> None:
+    for gradient in gradients:
+        if gradient.abs().max().item():
+            gradient.copy_(gradient.to(to))
+
+
+def joined_by_its_thread(copy: Copy) -> None:
+    JOIN(copy)
+    copy._issued.result()[0].synchronize()
+
+
+COUNTS, JOIN = StepRecorder._counts, Copy.join
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "what", "led"),
+    [
+        (StepRecorder, "_counts", read_at_once, "tolist", "gradients.recording.step"),
+        (capture, "_round", rounded_by_value, "item", "gradients.capture._consume"),
+        (Copy, "join", joined_by_its_thread, "Event.synchronize", "engine.pipeline.join"),
+    ],
+    ids=["step counts", "rounding", "join"],
+)
+def test_whoever_waits_in_a_gradient_log_is_named(tmp_path, monkeypatch, owner, name, broken, what, led):
+    monkeypatch.setattr(owner, name, broken)
+    gpu, _ = on_gpu(tmp_path, **logged(tmp_path, policy=GradientLog(window=3, grad_dtype="bf16")))
     found = waits(gpu)
     assert what in {wait for wait, _ in found}
     assert all(any(led in each for each in by) for _, by in found), found

@@ -34,8 +34,9 @@ _SIZED_BY_VALUES = ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "m
 """Kernels whose result the host needs before it can go on, whatever function calls them."""
 
 
-_PASS_ON = ("_stepping", "__torch_dispatch__")
-"""Functions of the package in which others compute: Megatron's optimizer, and the model while types are probed."""
+_PASS_ON = ("_stepping", "__torch_dispatch__", "wrapped", "first")
+"""Functions of the package in which others compute: Megatron's optimizer, the model while types are probed, the closure
+of an optimizer, and what zeroes gradients."""
 _OF_MEGATRON = "megatron.sparing.computed"
 """Notes what Megatron's own function gives, which waits for the device whether somebody notes it or not."""
 
@@ -93,6 +94,7 @@ class ActedGPU(TorchFunctionMode):
     Attributes:
         waits: (what waited, functions of the package that led to it, innermost first).
         departures: How many transfers left by events.
+        locked: Address -> bytes of mapped memory that was page-locked in place.
     """
 
     active: ActedGPU | None = None
@@ -105,13 +107,14 @@ class ActedGPU(TorchFunctionMode):
         self._training = Stream()
         self._there: dict[int, StorageWeakRef] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
+        self.locked: dict[int, int] = {}
         self._thread = threading.current_thread()
         self._stack = contextlib.ExitStack()
         self._special: dict[Any, Callable[..., Any]] = {
             torch.Tensor.device.__get__: lambda func, tensor: CUDA if self.holds(tensor) else func(tensor),
             torch.Tensor.is_cuda.__get__: lambda func, tensor: self.holds(tensor),
             torch.Tensor.is_cpu.__get__: lambda func, tensor: not self.holds(tensor),
-            torch.Tensor.is_pinned: lambda func, tensor: _known(self._pinned, tensor),
+            torch.Tensor.is_pinned: lambda func, tensor: self._is_pinned(tensor),
             torch.Tensor.cpu: lambda func, tensor, *_, **__: self._moved(tensor, False, "cpu"),
             torch.Tensor.cuda: lambda func, tensor, *_, **__: self._moved(tensor, True, "cuda"),
             torch.Tensor.to: self._to,
@@ -121,6 +124,8 @@ class ActedGPU(TorchFunctionMode):
     def __enter__(self) -> ActedGPU:
         names = {"Event": Event, "Stream": Stream, "current_stream": lambda *_: self.stream, "stream": self._on_stream}
         names["synchronize"] = lambda *_: self.note("torch.cuda.synchronize")
+        names |= {"cudart": lambda: _Runtime(self), "check_error": lambda result: None}
+        names["get_device_name"] = lambda *_: "an acted GPU"
         for name, acted in names.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, acted))
         # Not only on this thread: the copying thread makes host buffers.
@@ -150,6 +155,10 @@ class ActedGPU(TorchFunctionMode):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return _known(self._there, tensor)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        at = tensor.data_ptr()
+        return _known(self._pinned, tensor) or any(begin <= at < begin + size for begin, size in self.locked.items())
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor is on the device from now on."""
@@ -198,7 +207,7 @@ class ActedGPU(TorchFunctionMode):
     def _copy(self, func: Any, into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if self.holds(into) or not self.holds(source):
             return func(into, source)
-        if not (non_blocking and _known(self._pinned, into)):
+        if not (non_blocking and self._is_pinned(into)):
             self.note("copy_")
             return func(into, source)
         self.departures += 1
@@ -224,6 +233,21 @@ class ActedGPU(TorchFunctionMode):
             return {(CUDA if there else device, *more): of for (device, *more), of in group(tensors, *args).items()}
 
         return grouped
+
+
+class _Runtime:
+    """What page-locks mapped memory in place."""
+
+    def __init__(self, gpu: ActedGPU) -> None:
+        self._gpu = gpu
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self._gpu.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self._gpu.locked[address]
+        return 0
 
 
 class _Kernels(TorchDispatchMode):

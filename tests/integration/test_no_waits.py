@@ -165,7 +165,7 @@ def test_no_step_of_a_gradient_log_waits_and_it_brings_the_run_back(tmp_path, se
     with ActedGPU() as gpu, pytest.raises(RuntimeError, match="stopped"):
         fit(tmp_path / "gpu", gpu=gpu, stop=STEPS - 1, **logged(tmp_path / "gpu", **setup))
     assert waits(gpu) == []
-    assert gpu.departures > 2 * STEPS
+    assert gpu.joins >= STEPS - 2, "nothing was copied from the device"
     resumed = fit(tmp_path / "gpu", **logged(tmp_path / "gpu", **setup))
     assert min(resumed.losses) >= STEPS - 2, "computed again"
     assert same(state_of(resumed), state_of(undisturbed))

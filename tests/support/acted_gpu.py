@@ -61,6 +61,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.work += event.work
+        _acted().joins += self is _acted()._training
 
     def synchronize(self) -> None:
         _acted().note("Stream.synchronize")
@@ -93,7 +94,8 @@ class ActedGPU(TorchFunctionMode):
 
     Attributes:
         waits: (what waited, functions of the package that led to it, innermost first).
-        departures: How many transfers left by events.
+        departures: How many transfers of the training thread left by events.
+        joins: How often the training thread's stream was made to wait for another one.
         locked: Address -> bytes of mapped memory that was page-locked in place.
     """
 
@@ -102,7 +104,7 @@ class ActedGPU(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[tuple[str, tuple[str, ...]]] = []
-        self.departures = 0
+        self.departures = self.joins = 0
         self._streams = threading.local()
         self._training = Stream()
         self._there: dict[int, StorageWeakRef] = {}
@@ -241,11 +243,11 @@ class _Runtime:
     def __init__(self, gpu: ActedGPU) -> None:
         self._gpu = gpu
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self._gpu.locked[address] = nbytes
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self._gpu.locked[address]
         return 0
 

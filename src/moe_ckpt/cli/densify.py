@@ -57,6 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the checkpoint was written, or the steps were listed."""
+    from moe_ckpt.cli.options import require_memory
     from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.errors import ConfigError
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"{args.store} is a step directory: give its store, and --step")
     require_store(StoreReader(storage), args.store)
     roots = args.memory or ["/dev/shm"]
+    for root in roots:
+        require_memory("--memory", root)
     for module in args.imports:
         try:
             importlib.import_module(module)

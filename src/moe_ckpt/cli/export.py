@@ -9,7 +9,7 @@ from collections.abc import Sequence
 EPILOG = """\
 examples:
   moe-ckpt export runs/x/step_00000120 --to dcp --output out         torch.distributed.checkpoint, with optimizer
-  moe-ckpt export runs/x/step_00000120 --to safetensors -o out       the model's weights, for from_pretrained
+  moe-ckpt export runs/x/step_00000120 --to safetensors -o weights   the model's weights, for from_pretrained
   moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for Trainer(ckpt_path=)
 
 an existing output is never overwritten; exit code: 0 written, 1 the checkpoint is damaged, 2 not written
@@ -41,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the output was written. Says on stderr which step it is of, for a store leaves that open."""
     from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.core.quantities import parse_bytes
     from moe_ckpt.format.manifest import Manifest
     from moe_ckpt.interop.export import export
     from moe_ckpt.recovery.memory_source import stale_experts
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             args.output,
             progress,
             strip_prefix=args.strip_prefix,
-            max_file_bytes=args.max_file_size,
+            max_file_bytes=parse_bytes(args.max_file_size, "--max-file-size"),
             chosen=taken.append,
         )
     [manifest] = taken

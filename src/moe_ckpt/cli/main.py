@@ -15,6 +15,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from moe_ckpt import __version__
 from moe_ckpt.cli.arguments import Parser, commands_of
@@ -55,16 +56,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names in a store may be in characters that this terminal lacks
             stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        sys.stdout = _watched(sys.stdout)
     try:
         code = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()  # its reader (head, less) has gone
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         return 130
+    except _NotTakenError as error:
+        _silence_stdout()
+        print(f"moe-ckpt: standard output cannot be written: {error}", file=sys.stderr)
+        return 2
     return code
+
+
+class _NotTakenError(Exception):
+    """Standard output takes no more, as on a full disk. No ``OSError``: that could be of any file."""
+
+
+class _Stdout(io.FileIO):
+    """Says of an error that it is standard output's."""
+
+    def write(self, content: Any, /) -> int:
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _NotTakenError(error.strerror or str(error)) from error
+
+
+def _watched(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same stream, whose errors can be told from those of other files."""
+    raw = io.BufferedWriter(_Stdout(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+
+
+def _silence_stdout() -> None:
+    """So that Python does not complain once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:

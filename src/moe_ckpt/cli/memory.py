@@ -41,8 +41,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0, or 1 if ``explain`` found damage."""
+    from moe_ckpt.cli.options import require_memory
     from moe_ckpt.memory.survey import survey
 
+    require_memory("--directory", args.directory)
     found = survey(args.directory, verify=args.action == "explain")
     found = [each for each in found if each.run_id.startswith(args.run)]
     if args.action in ("retry", "clear"):

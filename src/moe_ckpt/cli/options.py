@@ -13,6 +13,8 @@ from tempfile import TemporaryFile
 from moe_ckpt.cli.arguments import Parser, commands_of, unknown, with_help
 from moe_ckpt.errors import ConfigError
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def require_known(command: str, rest: Sequence[str]) -> None:
     """Refuse arguments that the parser left over and that are no settings. Raises ``ConfigError``."""
@@ -64,4 +66,27 @@ def require_file(option: str, path: Path) -> None:
 
 def not_written(option: str, path: Path, error: OSError) -> ConfigError:
     """Of a place that was named with ``option``."""
-    return ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}")
+    from moe_ckpt.storage.unwritable import why_unwritable
+
+    return ConfigError(f"{option} {path}: cannot be written: {why_unwritable(path, error)}")
+
+
+def require_memory(option: str, path: str) -> None:
+    """See that ``path`` may be a memory directory of a run on this node. Raises ``ConfigError``."""
+    if not os.path.isdir(path):
+        what = "is a file, no directory" if os.path.exists(path) else "there is no such directory"
+        raise ConfigError(f"{option} {path}: {what}; give the one that the run had as Memory(directory=...)")
+
+
+def require_picture(option: str, path: str) -> None:
+    """See that a picture can be written at ``path``, before it is drawn.
+
+    Raises:
+        ConfigError: the suffix is none of ``PICTURES``, or nothing can be written there.
+    """
+    place = Path(path)
+    if place.suffix not in PICTURES:
+        raise ConfigError(f"{option} {path}: give a name that ends in one of {', '.join(PICTURES)}")
+    if not place.absolute().parent.exists():
+        raise ConfigError(f"{option} {path}: there is no directory {place.parent}")
+    require_file(option, place)

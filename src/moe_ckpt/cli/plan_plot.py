@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_ckpt.cli.options import require_file
+from moe_ckpt.cli.options import require_picture
 from moe_ckpt.cli.window_plot import pyplot
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.planner import Plan
 from moe_ckpt.sim.scenario import Scenario
 
-SUFFIXES = (".png", ".svg", ".pdf")
 _LINKS = {"PCIe": "#1f4e8c", "NIC": "#d98c2b", "storage": "#7a3b8f"}
 
 
@@ -23,15 +20,10 @@ def require_writable(path: str) -> None:
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        ConfigError: the suffix is none of ``SUFFIXES``, or nothing can be written there.
+        ConfigError: the suffix is no picture's, or nothing can be written there.
     """
     pyplot("a picture of the plan")
-    place = Path(path)
-    if place.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: give a name that ends in one of {', '.join(SUFFIXES)}")
-    if not place.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no directory {place.parent}")
-    require_file("--plot", place)
+    require_picture("--plot", path)
 
 
 def plot_roof(scenario: Scenario, plan: Plan, ax: Any = None) -> tuple[Any, Any]:

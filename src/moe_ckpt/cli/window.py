@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_ckpt.core.quantities import parse_bytes
@@ -180,10 +181,12 @@ def _show_anchors(report: WindowReport) -> None:
 
 
 def _plot(report: WindowReport, path: str) -> None:
+    from moe_ckpt.cli.options import not_written, require_picture
     from moe_ckpt.cli.window_plot import plot_window
 
+    require_picture("--plot", path)
     figure, _ = plot_window(report)
     try:
         figure.savefig(path, dpi=150)
-    except ValueError as error:  # matplotlib's answer to a suffix that it does not know
-        raise ConfigError(f"--plot {path}: {error}") from error
+    except OSError as error:
+        raise not_written("--plot", Path(path), error) from error

@@ -6,6 +6,7 @@ way. The output appears under its name only when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -27,6 +28,7 @@ from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.interop.safetensors_export import MAX_FILE_BYTES, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
 from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.storage.unwritable import why_unwritable
 
 Target = Literal["dcp", "safetensors", "lightning"]
 TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "lightning")
@@ -92,12 +94,14 @@ def export(
         writers[to](whole(reader, manifest), temporary, progress or _quiet)
         os.rename(temporary, target)
     except OSError as error:
-        if error.filename is None or not str(error.filename).startswith(str(target.parent)):
+        elsewhere = error.filename is not None and not str(error.filename).startswith(str(target.parent))
+        if elsewhere or isinstance(error, MoECheckpointError):
             raise
-        raise StoreUnwritableError(f"{target} cannot be written: {error.strerror or error}") from error
+        raise StoreUnwritableError(f"the output {target} cannot be written: {why_unwritable(target, error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(NotADirectoryError):
+            temporary.unlink(missing_ok=True)
     return target
 
 

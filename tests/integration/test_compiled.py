@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from moe_ckpt import Memory
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.modeling.compiled import is_compiled
-from moe_ckpt.policies import MoEvement
-from tests.integration.test_hooks_and_state import fit, same, seeded
+from moe_ckpt.modeling.names import clean_name
+from moe_ckpt.policies import GradientLog, MoEvement
+from tests.integration.test_hooks_and_state import Stop, Stopped, fit, loader, same, seeded
 from tests.support.tiny_moe import TinyMoE, state_of
 
 
@@ -83,6 +89,34 @@ def test_a_windows_replay_of_a_compiled_model_is_exact(tmp_path, kind, precision
     again, checkpoint = fit(tmp_path / "b", resumed, MoEvement(window=3), **options)
     assert checkpoint.restored_step is not None
     assert same(state_of(whole, reference.optimizers[0]), state_of(resumed, again.optimizers[0])) == []
+
+
+@pytest.mark.parametrize("then", ["wrapped", "eager"])
+def test_a_gradient_log_of_a_compiled_model_goes_on_compiled_or_not(tmp_path, then):
+    """A wrapped module's parameters have other names, in the log as in the store they have not."""
+    (tmp_path / "a-memory").mkdir()
+    (tmp_path / "b-memory").mkdir()
+
+    def run(name, compiled, stop=None):
+        model = seeded(TinyMoE, stacked=False)
+        if compiled:
+            model.head = torch.compile(model.head, backend="eager")
+        memory = Memory(directory=str(tmp_path / f"{name}-memory"), storage_every_n_steps=100)
+        checkpoint = MoECheckpoint(GradientLog(window=3), tmp_path / name, memory=memory, when_busy="wait")
+        callbacks = [checkpoint, *([Stop(stop)] if stop else [])]
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(callbacks=callbacks, accelerator="cpu", max_steps=10, **quiet)
+        pl.seed_everything(5, verbose=False)
+        with contextlib.suppress(Stopped):
+            trainer.fit(model, loader(32))
+        return checkpoint, state_of(model, trainer.optimizers[0])
+
+    _, whole = run("a", compiled=False)
+    run("b", compiled=True, stop=7)
+    checkpoint, resumed = run("b", compiled=then == "wrapped")
+    assert checkpoint.restored_step == 7
+    clean = {clean_name(name): tensor for name, tensor in resumed.items()}
+    assert same(whole, clean) == []
 
 
 def test_a_compiled_module_is_told_from_one_that_is_not():

@@ -18,6 +18,7 @@ from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.units import Unit, whole_unit
 from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.modeling.blocks import block_of
+from moe_ckpt.modeling.names import parameters_of
 
 
 def capture_gradients(
@@ -26,7 +27,7 @@ def capture_gradients(
     """Tells ``consumer`` of every update, from now until ``GradientCapture.close``.
 
     Automatic and manual optimization, several optimizers, accumulated gradients, loss scaling and clipping are all seen
-    as the optimizer sees them. Names are those of ``module.named_parameters()``; of DTensors the local blocks.
+    as the optimizer sees them. Names are those of ``modeling.names.parameters_of``; of DTensors the local blocks.
 
     Args:
         trainer: Whose optimizers are set up: call it in ``on_fit_start``, or later.
@@ -53,7 +54,7 @@ class _Describe:
 
     def __call__(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
         if id(parameter) not in self._names:
-            self._names = {id(each): name for name, each in self._module.named_parameters()}
+            self._names = {id(each): name for name, each in parameters_of(self._module)}
         name = self._names.get(id(parameter))
         if name is None:
             raise UnsupportedError(

@@ -82,17 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _directory(args.keep) as directory:
         with Watch(console) as watch:
             bare = watch.run(NO_CHECKPOINTS, directory / "no_checkpoints", (), args.calibration, args.seed)
-            clean = [read_profile(bare.profile_path).iteration_secs]
+            clean = [read_profile(bare.profile_path).pace.iteration_secs]
             runs: list[tuple[Contestant, RealRun]] = []
             for one in chosen:
                 with failed.of(one.title):
                     real = watch.run(one, directory / one.name, kills, secs, args.seed)
-                    clean.append(read_profile(real.profile_path).iteration_secs)
+                    clean.append(read_profile(real.profile_path).pace.iteration_secs)
                     runs.append((one, real))
         # Other programs only ever make an iteration longer: the quietest run tells best what one takes.
         clean_secs = min(clean)
         # An iteration of several ranks on the same cores is another one.
-        own = {one.name: read_profile(real.profile_path).iteration_secs for one, real in runs if one.ranks > 1}
+        own = {one.name: read_profile(real.profile_path).pace.iteration_secs for one, real in runs if one.ranks > 1}
         found = [compare(one, real, own.get(one.name, clean_secs), args.mtbf) for one, real in runs]
     for line in failed.lines():
         console.print(line, markup=False, soft_wrap=True)

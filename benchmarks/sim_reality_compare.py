@@ -82,7 +82,7 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
     profile = read_profile(real.profile_path)
     same = simulated(contestant, profile, real, _trace(real))
     moved = [simulated(contestant, profile, real, _trace(real, seed)) for seed in range(1, SEEDS + 1)]
-    seeds = range(1, SEEDS + 1) if mtbf_secs > (profile.set_up_secs or 0.0) + _handover_secs(real) else ()
+    seeds = range(1, SEEDS + 1) if mtbf_secs > (profile.restarts.set_up_secs or 0.0) + _handover_secs(real) else ()
     share = (1 - 1 / NODE_EVERY if contestant.loses_nodes else 1.0) if contestant.memory else 0.0
     drawn = Poisson(mtbf_secs, process_share=share)
     others = [simulated(contestant, profile, real, drawn, seed) for seed in seeds]

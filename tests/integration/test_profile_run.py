@@ -102,7 +102,7 @@ def test_steps_computed_again_are_told_apart_from_loading(place):
     assert one.last_step < two.restored_step + 3
     assert two.first_step == two.restored_step + 1
     assert two.training_unix_secs > two.ready_unix_secs > two.opened_unix_secs + two.load_secs - 0.01
-    assert read_profile(path).replay_secs == two.training_unix_secs - two.ready_unix_secs
+    assert read_profile(path).restarts.replay_secs == two.training_unix_secs - two.ready_unix_secs
 
 
 def test_two_ranks_agree_on_one_profile(place):
@@ -119,7 +119,7 @@ def test_two_ranks_agree_on_one_profile(place):
     cluster = found.cluster()
     assert (cluster.nodes, cluster.gpus) == (1, 2)
     assert cluster.storage_bytes_per_sec == 2 * only.persist_bytes_per_sec > 0
-    assert found.restart_secs > 0
+    assert found.restarts.restart_secs > 0
     # What the simulator would cut its windows from is what the run cut its own from.
     scenario = scenario_from(found, Poisson(3600.0), System("moevement", MoEvement(window=3)))
     full = sum(size.full for size in scenario.layout.model.sizes(scenario.precision).values())

@@ -49,7 +49,7 @@ def test_simulation_is_near_a_run_that_was_killed(tmp_path, contestant):
     profile = read_profile(real.profile_path)
     assert sum(1 for life in profile.lives if life.steps) == sum(1 for life in real.lives if life.steps) >= 2
     assert final_step(real) > 0
-    found = compare(contestant, real, profile.iteration_secs, 60.0)
+    found = compare(contestant, real, profile.pace.iteration_secs, 60.0)
     # Few failures, and other programs beside it: what a restart takes may be twice another's.
     assert abs(found.difference) < 0.25
     assert found.real.down == pytest.approx(found.simulated.down, rel=0.4)

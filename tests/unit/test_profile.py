@@ -447,7 +447,7 @@ def test_the_next_life_is_added(tmp_path, path):
     assert 0 < two.load_secs <= two.ready_unix_secs - two.opened_unix_secs
     assert two.started_unix_secs == pytest.approx(one.last_unix_secs, abs=5.0)  # same process: not when it began
     assert two.assignments == 2 * second.counts.sum()
-    (gap,) = read_profile(path).gap_secs
+    (gap,) = read_profile(path).restarts.gap_secs
     assert 0 <= gap < 5.0
 
 
@@ -468,7 +468,7 @@ def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
         second.go(3, settle=True)
     found = read_profile(path)
     assert (found.life.load_secs, found.life.first_step_secs) == (0.0, 0.0)
-    assert found.mean_lap_secs == 0.0
+    assert found.pace.mean_lap_secs == 0.0
 
 
 def test_only_the_newest_lives_are_kept(tmp_path, path, monkeypatch):
@@ -491,7 +491,7 @@ def test_steps_computed_again_are_no_training_yet(tmp_path, path):
     found = read(path).lives[-1]
     assert found.training_unix_secs - found.ready_unix_secs >= 0.05
     assert found.load_secs == pytest.approx(found.ready_unix_secs - found.opened_unix_secs)
-    assert read_profile(path).replay_secs >= 0.05
+    assert read_profile(path).restarts.replay_secs >= 0.05
 
 
 def test_windows_are_recorded_with_what_they_weigh(tmp_path, path):
@@ -670,22 +670,22 @@ def test_kill_in_the_middle_of_writing_leaves_a_whole_file(tmp_path):
 def test_what_the_simulator_is_told():
     run = RunProfile("dir/p.json", PROFILE)
     assert run.life == NEXT
-    assert run.iteration_secs == 0.5
+    assert run.pace.iteration_secs == 0.5
     assert run.iteration().update_secs == 0.125
     waited = replace(PROFILE, lives=(replace(LIFE, iteration_secs=2.0),))
-    assert RunProfile("p", waited).iteration_secs == 0.75
+    assert RunProfile("p", waited).pace.iteration_secs == 0.75
     assert run.tokens_per_step == 256
-    assert run.stall_secs_per_step == pytest.approx(0.1)
-    assert run.stall_secs_per_snapshot == pytest.approx(0.1)
-    assert run.mean_snapshot_bytes == 100
-    assert run.mean_lap_secs == pytest.approx((180 - 146 - 1.5) / 40)
-    assert run.restart_secs == pytest.approx((8 + 13) / 2)
-    assert run.load_secs == 2
-    assert run.replay_secs == 2
-    assert run.warm_up_secs == pytest.approx(1.5 - 0.6)
-    assert run.set_up_secs == pytest.approx(11 - 2 + 0.9)  # the first start is no restart
-    assert run.gap_secs == (2.0,)
-    assert run.downtime_secs == (15.0,)
+    assert run.pace.stall_secs_per_step == pytest.approx(0.1)
+    assert run.pace.stall_secs_per_snapshot == pytest.approx(0.1)
+    assert run.pace.mean_snapshot_bytes == 100
+    assert run.pace.mean_lap_secs == pytest.approx((180 - 146 - 1.5) / 40)
+    assert run.restarts.restart_secs == pytest.approx((8 + 13) / 2)
+    assert run.restarts.load_secs == 2
+    assert run.restarts.replay_secs == 2
+    assert run.restarts.warm_up_secs == pytest.approx(1.5 - 0.6)
+    assert run.restarts.set_up_secs == pytest.approx(11 - 2 + 0.9)  # the first start is no restart
+    assert run.restarts.gap_secs == (2.0,)
+    assert run.restarts.downtime_secs == (15.0,)
     cluster = run.cluster(detect_secs=3.0, nic_bytes_per_sec=7.0)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus) == (2, 2, 4)
     assert (cluster.pcie_bytes_per_sec, cluster.storage_bytes_per_sec) == (4000.0, 2000.0)
@@ -700,23 +700,23 @@ def test_what_the_simulator_is_told():
 
 def test_what_a_run_pays_for_is_a_sum_so_means_count():
     run = RunProfile("p", PROFILE)
-    assert run.iteration().secs == run.clean_iteration_secs == pytest.approx(24 / 40)
+    assert run.iteration().secs == run.pace.clean_iteration_secs == pytest.approx(24 / 40)
     laps, took = 40 + 40, (129.5 - 108 - 1.5) + (180 - 146 - 1.5)
     longer = (took / laps - 0.6) * 82
     assert run.iteration().drag_secs_per_byte == pytest.approx(longer / 8200)
     restarts = replace(PROFILE, lives=(LIFE, replace(NEXT, finished=False), replace(NEXT, started_unix_secs=129.0)))
-    assert RunProfile("p", restarts).set_up_secs == pytest.approx(((11 - 2) + (15 - 2)) / 2 + 0.9)
+    assert RunProfile("p", restarts).restarts.set_up_secs == pytest.approx(((11 - 2) + (15 - 2)) / 2 + 0.9)
     anew = replace(PROFILE, lives=(LIFE, replace(NEXT, restored_step=None, load_secs=None)))
-    assert RunProfile("p", anew).set_up_secs == pytest.approx(11 + 0.9)  # killed before anything was saved
-    assert RunProfile("p", replace(PROFILE, lives=(LIFE,))).set_up_secs == pytest.approx(8 + 0.9)
+    assert RunProfile("p", anew).restarts.set_up_secs == pytest.approx(11 + 0.9)  # killed before anything was saved
+    assert RunProfile("p", replace(PROFILE, lives=(LIFE,))).restarts.set_up_secs == pytest.approx(8 + 0.9)
     waited = replace(PROFILE, lives=(replace(LIFE, waited_secs=1.0), NEXT))
-    assert RunProfile("p", waited).drag_secs_per_byte == pytest.approx((longer - 1.0) / 8200)
+    assert RunProfile("p", waited).pace.drag_secs_per_byte == pytest.approx((longer - 1.0) / 8200)
     slow = replace(PROFILE, lives=(LIFE, replace(NEXT, copy_bytes_per_sec=100 / 0.5)))
-    assert RunProfile("p", slow).drag_secs_per_byte == pytest.approx((longer - 82 * (0.5 - 0.475)) / 8200)
+    assert RunProfile("p", slow).pace.drag_secs_per_byte == pytest.approx((longer - 82 * (0.5 - 0.475)) / 8200)
     busy = replace(PROFILE, lives=tuple(replace(life, clean_steps=3, clean_secs=1.0) for life in PROFILE.lives))
     stalled = (took - 8.2 / 82 * laps) / laps
     assert RunProfile("p", busy).iteration().secs == pytest.approx(stalled)
-    assert RunProfile("p", busy).drag_secs_per_byte == pytest.approx(8.2 / 8200)
+    assert RunProfile("p", busy).pace.drag_secs_per_byte == pytest.approx(8.2 / 8200)
 
 
 def test_the_newest_life_that_tells_a_thing_counts():
@@ -758,7 +758,7 @@ def test_ranks_that_all_hold_everything_own_experts_as_in_the_run():
 def test_lives_of_other_runs_and_ends_that_were_meant_are_no_failures():
     for change in ({"run_id": "cd"}, {"finished": True}):
         other = replace(PROFILE, lives=(replace(LIFE, **change), NEXT))
-        assert RunProfile("p", other).gap_secs == RunProfile("p", other).downtime_secs == ()
+        assert RunProfile("p", other).restarts.gap_secs == RunProfile("p", other).restarts.downtime_secs == ()
 
 
 def test_a_scenario_from_a_profile():

@@ -16,11 +16,11 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.durable import Durable
 from moe_ckpt.sim.failures import Event
 from moe_ckpt.sim.recovery import Copies, Recoveries, Repair, host_nodes
 from moe_ckpt.sim.stepping import State
 from moe_ckpt.sim.surviving import Survivors
-from moe_ckpt.sim.track import Durable
 
 FUTILE_FAILURES = 100
 """So many failures in a row without one recovery that ends, or one iteration gained for good, and a run is given up."""
@@ -215,7 +215,7 @@ class Failing:
         """
         if sealed is not None:
             return sealed, Tier.HOST
-        newest, copied, backup = state.track.newest, state.track.copied, state.track.backup
+        newest, copied, backup = state.track.newest, state.track.copied, state.track.backup.durable
         if self._costs.system.durable == "storage":
             return newest, Tier.STORAGE
         if newest is None or state.memory_empty:

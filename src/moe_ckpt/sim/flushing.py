@@ -38,8 +38,8 @@ class Flushing:
         state, track = self._state, self._state.track
         return StorageFacts(
             step=step,
-            last_step=track.flushed_step,
-            secs_since=state.now - track.flushed_secs,
+            last_step=track.backup.step,
+            secs_since=state.now - track.backup.begun_secs,
             flush_secs=self.secs,
             iteration_secs=self._costs.iteration.secs,
             failures=state.failures,
@@ -49,30 +49,36 @@ class Flushing:
     @property
     def is_due(self) -> bool:
         """What is complete in memory is to be written. One after the other; what a failure cut off is begun at once."""
-        track, newest = self._state.track, self._state.track.newest
-        if self._tiered or self._cadence is None or newest is None or newest.step <= track.flushed_step:
+        backup, newest = self._state.track.backup, self._state.track.newest
+        if self._tiered or self._cadence is None or newest is None or newest.step <= backup.step:
             return False
-        return track.flush_ends_secs is None and (track.backup_lost or self._cadence.due(self._facts(newest.step)))
+        return backup.ends_secs is None and (backup.was_cut_off or self._cadence.due(self._facts(newest.step)))
 
     @property
     def next_is_due(self) -> bool:
         """The snapshot that begins now goes to storage: the very first one always does."""
         track = self._state.track
-        if self._cadence is None or track.flush_ends_secs is not None or track.flush_is_coming:
+        if self._cadence is None or track.backup.ends_secs is not None or track.flush_is_coming:
             return False
-        first = track.backup is None and track.newest is None
-        return first or track.backup_lost or self._cadence.due(self._facts(self._state.step))
+        first = track.backup.durable is None and track.newest is None
+        return first or track.backup.was_cut_off or self._cadence.due(self._facts(self._state.step))
+
+    def begin(self) -> None:
+        """What is durable in memory now is written to storage, too."""
+        state = self._state
+        if state.track.newest is not None:
+            state.track.backup.begin(state.track.newest, state.now, on_clock(self.secs))
 
     def told(self, context: PolicyContext) -> PolicyContext:
         """With what a policy may know of memory."""
         memory, track, costs = context.memory, self._state.track, self._costs
         if memory is None:
             return context
-        known = track.backup is not None or track.flush_ends_secs is not None
+        known = track.backup.durable is not None or track.backup.ends_secs is not None
         facts: MemoryFacts = replace(
             memory,
             storage_due=self.next_is_due,
-            storage_steps=context.step - track.flushed_step if known else None,
+            storage_steps=context.step - track.backup.step if known else None,
             replicas=costs.system.replicas if costs.system.durable == "peers" else 0,
             sends=costs.sends,
         )
@@ -88,17 +94,17 @@ class Flushing:
         track, newest = self._state.track, self._state.track.newest
         if self._cadence is None or newest is None:
             return otherwise
-        if track.flush_ends_secs is not None:
-            return min(otherwise, track.flush_ends_secs)
+        if track.backup.ends_secs is not None:
+            return min(otherwise, track.backup.ends_secs)
         if self._tiered and track.flush_is_coming:
             return self._state.now
         secs = self._cadence.next_secs(self._facts(newest.step))
-        return otherwise if secs is None else min(otherwise, track.flushed_secs + on_clock(secs))
+        return otherwise if secs is None else min(otherwise, track.backup.begun_secs + on_clock(secs))
 
     def undisturbed_steps(self) -> float:
         """Likewise, in steps from here."""
         track, newest = self._state.track, self._state.track.newest
-        if self._cadence is None or newest is None or track.flush_ends_secs is not None:
+        if self._cadence is None or newest is None or track.backup.ends_secs is not None:
             return inf
         step = self._state.step if self._tiered else newest.step
         due = self._cadence.next_step(self._facts(step))

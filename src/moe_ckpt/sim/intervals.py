@@ -10,8 +10,8 @@ from typing import Any
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.formulas import daly_interval_secs, young_interval_secs
+from moe_ckpt.sim.moving_ledger import MovingRunLedger
 from moe_ckpt.sim.scenario import Scenario
-from moe_ckpt.sim.track import MovingRunLedger
 
 ORACLE_STEPS = 16
 """Intervals that the oracle tries at first, from 1 to all, and then as many between the best one's neighbours."""

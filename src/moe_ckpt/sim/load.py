@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import above_zero, portion
+from moe_ckpt.sim.clock import on_clock
 
 Popularity = npt.NDArray[np.float64]
 """``[L, E]``: logarithms of how popular each expert is, in no unit: a layer's tokens are shared out by their exponents.
@@ -62,6 +64,38 @@ class ExpertLoad:
         found = popularity.copy()
         found[changed] = _log_gammas(rng, self.alpha(experts), int(changed.sum()))
         return found
+
+
+class DriftingLoad:
+    """The load of one simulated run: drawn at its start, and again in part every ``drift_secs``.
+
+    Args:
+        experts: Of each MoE layer.
+        assignments: Tokens times top-k that one iteration routes in each layer.
+    """
+
+    def __init__(self, load: ExpertLoad, experts: Sequence[int], assignments: int, rng: np.random.Generator) -> None:
+        self._load, self._experts, self._assignments, self._rng = load, experts, assignments, rng
+        self._popularity = load.draw(rng, len(experts), max(experts, default=0))
+        self.drifts_at = on_clock(load.drift_secs) if load.drifts else inf
+        """When it changes next, in seconds of the run's clock; ``inf`` if it never does."""
+
+    def counts(self) -> Counts:
+        """``[L, E]`` tokens that one iteration routes now."""
+        return tokens_of(self._popularity, self._assignments, self._experts)
+
+    def drift(self, now_secs: float) -> bool:
+        """All changes up to ``now_secs``, each one, so that the load at a time is the same for all systems.
+
+        Returns:
+            Whether there was one.
+        """
+        if now_secs < self.drifts_at:
+            return False
+        while now_secs >= self.drifts_at:
+            self._popularity = self._load.drifted(self._rng, self._popularity)
+            self.drifts_at += on_clock(self._load.drift_secs)
+        return True
 
 
 def tokens_of(popularity: Popularity, assignments: int, experts: Sequence[int] | None = None) -> Counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import ceil, inf
+from math import ceil
 
 import numpy as np
 import xxhash
@@ -14,13 +14,15 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.sim.anchors import Anchors
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs, Snapshot
+from moe_ckpt.sim.durable import When
 from moe_ckpt.sim.flushing import Flushing
-from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.track import Track, When
-
-_WINDOWS_KEPT = 128
+from moe_ckpt.sim.known_windows import KnownWindows
+from moe_ckpt.sim.load import DriftingLoad, ExpertLoad
+from moe_ckpt.sim.moving_ledger import MovingRunLedger
+from moe_ckpt.sim.track import Track
 
 
 @dataclass
@@ -82,26 +84,25 @@ class Stepper:
         self._costs, self._system = costs, costs.system
         self._policy = costs.system.policy
         self._catalog = costs.layout.model.catalog
-        self._load, self._assignments, self._rng = load, assignments, rng
-        self._stepwise = stepwise
-        self._experts = [layer.experts for layer in self._catalog.layers]
-        self._popularity = load.draw(rng, len(self._experts), max(self._experts, default=0))
-        self._drift_secs = on_clock(load.drift_secs) if load.drifts else inf
-        self._drift_at = self._drift_secs
-        self._rounds: dict[bytes, tuple[float, ...]] = {}
-        self._windows: dict[bytes, Window] = {}
         self._needs = costs.system.needs
-        system = self._system
-        track = Track(
-            self._catalog,
-            tiered=system.tiered,
-            stores=system.tiered and system.cadence is not None,
-            watched=self._needs.lost_tokens,
-            logs=self._needs.gradients,
-            leaves_out=self._needs.gradients and self._needs.partial,
-        )
-        self.state = State(track, tokens_of(self._popularity, assignments, self._experts))
+        self._stepwise = stepwise
+        self._load = DriftingLoad(load, [layer.experts for layer in self._catalog.layers], assignments, rng)
+        self._rounds: dict[bytes, tuple[float, ...]] = {}
+        self._windows = KnownWindows()
+        self.state = State(self._track(), self._load.counts())
         self._flushing = Flushing(costs, self.state)
+
+    def _track(self) -> Track:
+        """Empty, with the books that the system's policy goes by."""
+        needs, tiered = self._needs, self._system.tiered
+        books = MovingRunLedger(
+            self._catalog,
+            outlives_process=tiered,
+            stores=tiered and self._system.cadence is not None,
+            watched=needs.lost_tokens,
+        )
+        anchors = Anchors(self._catalog, logs=needs.gradients, leaves_out=needs.gradients and needs.partial)
+        return Track(books, anchors, tiered=tiered)
 
     # --- between failures ---
 
@@ -128,14 +129,11 @@ class Stepper:
         """What is looked at between rounds only. Whether the load has changed."""
         state = self.state
         self._settle()
-        if drifts := state.now >= self._drift_at:
-            while state.now >= self._drift_at:  # each one, so that the load at a time is the same for all systems
-                self._popularity = self._load.drifted(self._rng, self._popularity)
-                self._drift_at += self._drift_secs
-            state.counts = tokens_of(self._popularity, self._assignments, self._experts)
+        if drifts := self._load.drift(state.now):
+            state.counts = self._load.counts()
             self._rounds.clear()
         if self._flushing.is_due:
-            state.track.back_up(state.now, on_clock(self._flushing.secs))
+            self._flushing.begin()
             self._rounds.clear()
         return drifts
 
@@ -154,8 +152,9 @@ class Stepper:
         if self._stepwise:
             return False
         state = self.state
-        phase = state.step % self._needs.period_steps
-        pattern = _digest(phase, *state.track.pattern(state.step, state.now))
+        phase, window = state.step % self._needs.period_steps, state.track.run_ledger.window
+        order = None if window is None else self._windows.order_of(window)
+        pattern = _digest(phase, order, *state.track.pattern(state.step, state.now))
         counted = state.rank_bytes, state.total_bytes, state.sent_bytes
         here = (state.step, state.now, state.stall, state.track.run_ledger.index, *counted)
         before = self._rounds.get(pattern)
@@ -164,7 +163,7 @@ class Stepper:
             return False
         steps, secs, stall, begun, *counted_more = (new - old for new, old in zip(here, before, strict=True))
         rank_bytes, total_bytes, sent_bytes = map(int, counted_more)
-        rounds = int((min(until, self._flushing.undisturbed_secs(self._drift_at)) - state.now) // secs)
+        rounds = int((min(until, self._flushing.undisturbed_secs(self._load.drifts_at)) - state.now) // secs)
         rounds = int(min(rounds, self._flushing.undisturbed_steps() // steps))
         if self._needs.lost_tokens:  # what may be lost, and with it K, grows with the tokens routed
             rounds = min(rounds, state.step // (8 * int(steps)))
@@ -212,8 +211,8 @@ class Stepper:
         if not self._system.tiered:
             return context
         if self._needs.gradients and context.last_step is not None and state.step > context.last_step + 1:
-            track.gap()
-        return self._flushing.told(replace(context, anchored_at=track.anchored_at))
+            track.anchors.gap()
+        return self._flushing.told(replace(context, anchored_at=track.anchors.steps))
 
     def _admitted(self, until: float, skip: bool = True) -> bool:
         """Whether a buffer is free, now or after a wait. skip: do not wait if the system does not."""
@@ -236,7 +235,7 @@ class Stepper:
     def _skip(self, until: float) -> None:
         """Iterations up to the first one that begins with a free buffer: a policy that is due stays due."""
         state, secs = self.state, self._costs.iteration.secs
-        moment = min(self._free_secs, self._flushing.undisturbed_secs(self._drift_at), until)
+        moment = min(self._free_secs, self._flushing.undisturbed_secs(self._load.drifts_at), until)
         self._iterate(max(1, ceil((moment - state.now) / secs)), until)
 
     def _wait(self, moment: float, until: float) -> None:
@@ -280,7 +279,7 @@ class Stepper:
             self._rounds.clear()
         state.track.begin_tiered(plan, when, flush_secs)
         if when.sent_secs is None and self._system.durable == "peers" and self._needs.gradients and self._needs.partial:
-            state.track.gap()  # no later gradient is of use to peers, who miss this one
+            state.track.anchors.gap()  # no later gradient is of use to peers, who miss this one
         state.k, state.saved_bytes = plan.k, sent.total
         if self._needs.gradients and self._needs.explain is not None:
             state.round_steps = self._needs.explain(context).window
@@ -351,21 +350,19 @@ class Stepper:
         # The order goes by shares: a load that was the same all the time gives the same one, however long it was.
         hard = context.activity.hard // max(1, int(np.gcd.reduce(context.activity.hard, axis=None)))
         decayed = context.activity.decayed.tobytes() if self._needs.decayed_counts else b""
-        before = None if context.window is None else state.track.order_of(context.window)
+        before = None if context.window is None else self._windows.order_of(context.window)
         first = context.last_step == 0  # which is made of first measurements, for a trainer has no others
         key = _digest(hard.tobytes(), decayed, before, context.step == 0, context.last_step is None, first)
-        window = self._windows.get(key)
+        window = self._windows.find(key)
         if window is None:
             window = self._policy.plan(context).window
             state.plans += 1
             if window is None:  # it waits for measurements that a trainer would not have yet
                 return None
             # Asked again about the very load that it was made for, a policy stays with its window.
-            again = _digest(hard.tobytes(), decayed, state.track.order_of(window), False, False, False)
+            again = _digest(hard.tobytes(), decayed, self._windows.order_of(window), False, False, False)
             for known in (key,) if not context.last_step else (key, again):
-                if len(self._windows) >= _WINDOWS_KEPT:
-                    self._windows.pop(next(iter(self._windows)))
-                self._windows[known] = window
+                self._windows.keep(known, window)
         if state.window is not None and window.size > 1 and state.window.order != window.order:
             state.reorders += 1
         state.window = window = replace(window, start=context.step)

@@ -1,0 +1,36 @@
+"""Windows that a policy was asked for before, so that it is asked once for each pattern of what it goes by."""
+
+from __future__ import annotations
+
+from moe_ckpt.core.window import Window
+
+_WINDOWS_KEPT = 128
+
+
+class KnownWindows:
+    """The newest windows, each by what its policy went by when it made it."""
+
+    def __init__(self) -> None:
+        self._windows: dict[bytes, Window] = {}
+        self._ordered: tuple[Window, int] | None = None
+
+    def find(self, key: bytes) -> Window | None:
+        """The window that the policy made of the same before; None where it is to be asked."""
+        return self._windows.get(key)
+
+    def keep(self, key: bytes, window: Window) -> None:
+        """Keep it, and let go of the oldest where there are many."""
+        if len(self._windows) >= _WINDOWS_KEPT:
+            self._windows.pop(next(iter(self._windows)))
+        self._windows[key] = window
+
+    def order_of(self, window: Window) -> int:
+        """Alike for windows of the same slots that were ordered by the same frequencies; within one process only."""
+        slots, frequencies = window.slots, window.frequencies
+        if self._ordered is not None:
+            last, known = self._ordered
+            if last.slots is slots and last.frequencies is frequencies:  # a moved window, most of the time
+                return known
+        found = hash((slots, None if frequencies is None else tuple(frequencies.items())))
+        self._ordered = window, found
+        return found

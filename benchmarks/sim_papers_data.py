@@ -275,7 +275,7 @@ def rates(found: Scenario | str, gigabytes_per_sec: float) -> str:
 def copy_secs_of(rate_for: str, secs: float) -> str:
     """The override with which a dense snapshot's copy takes so long."""
     made = scenario(f"setup={rate_for}", "policy=dense")
-    dense = Costs(made.layout, made.precision, made.iteration, made.system).dense
+    dense = Costs(made.layout, made.precision, made.iteration, made.system).bytes_of.dense
     return f"cluster.pcie_bytes_per_sec={dense.rank / secs!r}"
 
 

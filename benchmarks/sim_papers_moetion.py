@@ -92,7 +92,7 @@ def _costs(case: Case) -> Costs:
 
 def _total(case: Case) -> float:
     """GB of all state."""
-    return _costs(case).dense.total / 1e9
+    return _costs(case).bytes_of.dense.total / 1e9
 
 
 def _experts(case: Case) -> int:
@@ -220,12 +220,12 @@ def _wasted(tick: Tick) -> dict[str, Any]:
 def wasted_secs(case: Case, system: str, every: int) -> float:
     """T_ckpt + T_retrieve + f/2 * T (section 7.2), seconds."""
     costs = _costs(case)
-    load = costs.copy_secs(costs.dense)
+    load = costs.copy_secs(costs.bytes_of.dense)
     if system == "CheckFreq":
         saved, load = _total(case) / STORAGE, load + _total(case) / STORAGE
     else:
         saved = (_total(case) if system == "Gemini" else sum(selected_bytes(case))) / rate()
-        load += costs.dense.rank / costs.nic_rate
+        load += costs.bytes_of.dense.rank / costs.nic_rate
     return saved + load + every / 2 * case.iteration_secs
 
 
@@ -285,7 +285,7 @@ def _rates() -> dict[str, Any]:
         costs = _costs(case)
         outside, experts = selected_bytes(case)
         for secs, source in ((costs.iteration.open_secs, "estimated"), (case.iteration_secs, "implied")):
-            heavy = costs.dense.rank * case.scenario.layout.parallel.ranks / 1e9
+            heavy = costs.bytes_of.dense.rank * case.scenario.layout.parallel.ranks / 1e9
             rows.append([case.name, source, secs, heavy / secs, (outside + experts) / secs, outside / secs])
     columns = ["model", "T", "T s", "dense GB/s", "selected GB/s", "non-experts alone GB/s"]
     title = f"Rates below which training stalls; nominal are {_nominal():,.0f} GB/s, calibrated {rate():.1f}"

@@ -33,7 +33,7 @@ def simulated(size: str, system: str, mtbf_secs: int, per_gpu: float) -> Outcome
 def cell(size: str, reading: str, mtbf_secs: int) -> list[Any]:
     """One row: both systems. reading: one of ``readings``."""
     found = scenario(f"setup=moevement_{size}", "policy=gemini")
-    dense = Costs(found.layout, found.precision, found.iteration, found.system).dense
+    dense = Costs(found.layout, found.precision, found.iteration, found.system).bytes_of.dense
     per_gpu = readings(found.layout.parallel)[reading]
     gemini, ours = (simulated(size, system, mtbf_secs, per_gpu) for system in FIGURE_11)
     printed = FIGURE_11 if (size, mtbf_secs) == ("671b", 600) else {}

@@ -80,7 +80,7 @@ def windows(tick: Tick) -> dict[str, Any]:
         for s, w in (("moevement_llava", 3), ("moevement_fp8_fp16_fp32", 4), ("moevement_fp8_fp32_fp32", 6))
     )
     found = scenario("setup=moevement_llava", "policy=moevement_peers")
-    dense = Costs(found.layout, found.precision, found.iteration, found.system).dense
+    dense = Costs(found.layout, found.precision, found.iteration, found.system).bytes_of.dense
     uneven = dense.rank * found.layout.parallel.ranks / dense.total
     notes = [
         "Algorithm 1 counts operators as if all were of one size and all GPUs shared all bytes evenly. *Needs*: the "

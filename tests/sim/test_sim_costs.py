@@ -48,7 +48,7 @@ def by_rank(layout, bytes_of, operators):
 def test_the_rank_that_has_most(parallel):
     costs = costs_of(scenario(parallel=parallel))
     for operators in (MODEL.catalog.everything, MODEL.catalog.everything[5:17], tuple(MODEL.catalog.everything[::3])):
-        snapshot = costs.of_plan(save_full(1, operators))
+        snapshot = costs.bytes_of.plan(save_full(1, operators))
         ranks = by_rank(costs.layout, lambda op: costs.sizes[op].full, operators)
         assert snapshot.rank == ceil(max(ranks) - 1e-6)
         assert snapshot.total == sum(costs.sizes[op].full for op in operators) == pytest.approx(sum(ranks))
@@ -59,9 +59,9 @@ def test_slots_of_windows(parallel):
     """Anchors in full, what comes later as compute weights; one slot with everything is a dense checkpoint."""
     costs = costs_of(scenario(parallel=parallel))
     everything = MODEL.catalog.everything
-    assert costs.of_window(Window(0, (everything,))) == (costs.dense,)
+    assert costs.bytes_of.window(Window(0, (everything,))) == (costs.bytes_of.dense,)
     slots = (everything[:9], everything[9:30], everything[30:])
-    for at, snapshot in enumerate(costs.of_window(Window(0, slots))):
+    for at, snapshot in enumerate(costs.bytes_of.window(Window(0, slots))):
         later = {op for slot in slots[at + 1 :] for op in slot}
         saved = [op for op in everything if op in later or op in slots[at]]
         ranks = by_rank(
@@ -77,13 +77,13 @@ def test_what_is_kept_in_host_memory_is_copied_too_and_not_counted_twice():
     costs = costs_of(scenario(MoC(k=1, snapshot_k=3)))
     operators = MODEL.catalog.everything
     held = save_full(1, operators[:20], host_only=operators[20:30])
-    assert costs.of_plan(held) == costs.of_plan(save_full(1, operators[:30]))
-    assert costs.stored(held) == costs.of_plan(save_full(1, operators[:20]))
+    assert costs.bytes_of.plan(held) == costs.bytes_of.plan(save_full(1, operators[:30]))
+    assert costs.bytes_of.stored(held) == costs.bytes_of.plan(save_full(1, operators[:20]))
 
 
 def test_links():
     costs = costs_of(scenario(Dense(1)))
-    dense = costs.dense
+    dense = costs.bytes_of.dense
     assert costs.copy_secs(dense) == dense.rank / 200e3
     assert costs.move_secs(dense) == dense.total / 400e3  # all ranks share it
     assert costs.stall_secs(dense) == max(0.0, dense.rank / 200e3 - 0.9)
@@ -107,7 +107,7 @@ def test_weights_that_a_distributed_optimizer_gathers_are_not_sent(parallel, com
     costs = costs_of(replace(tried, precision=Precision(compute_bytes=compute, master_bytes=2, optimizer_bytes=4)))
     everything = MODEL.catalog.everything
     some = save_full(1, everything[:30])
-    for found in (costs.dense, costs.of_plan(some), *costs.of_window(Window(0, (everything,)))):
+    for found in (costs.bytes_of.dense, costs.bytes_of.plan(some), *costs.bytes_of.window(Window(0, (everything,)))):
         assert found.sent == pytest.approx(portion * found.rank, abs=2)
         assert costs.move_secs(found) == found.sent / costs.move_rate
 
@@ -123,7 +123,7 @@ def test_a_wider_link_never_makes_anything_longer():
         for system in ({}, {"durable": "peers"}):
             found = [costs_of(scenario(Dense(1), system=system, cluster={link: rate})) for rate in (1e3, 1e4, 1e6)]
             for secs in ("copy_secs", "move_secs", "stall_secs"):
-                told = [getattr(costs, secs)(costs.dense) for costs in found]
+                told = [getattr(costs, secs)(costs.bytes_of.dense) for costs in found]
                 assert told == sorted(told, reverse=True)
 
 
@@ -133,10 +133,11 @@ def test_loading():
     tried = sparse(4)
     costs = costs_of(tried)
     recoveries, counts = Recoveries(costs, 16), tokens_of(tried.load.draw(None, 4, 8), 800)
-    copy = costs.dense.rank / 200e3
-    assert recoveries.whole(None, counts, Tier.STORAGE).retrieve == pytest.approx(copy + costs.dense.total / 400e3)
+    dense = costs.bytes_of.dense
+    copy = dense.rank / 200e3
+    assert recoveries.whole(None, counts, Tier.STORAGE).retrieve == pytest.approx(copy + dense.total / 400e3)
     assert recoveries.whole(None, counts, Tier.HOST).retrieve == pytest.approx(copy)
-    assert recoveries.whole(None, counts, Tier.PEER).retrieve == pytest.approx(copy + costs.dense.rank / 50e3)
+    assert recoveries.whole(None, counts, Tier.PEER).retrieve == pytest.approx(copy + dense.rank / 50e3)
 
 
 @pytest.mark.parametrize("size", [1, 4, 8])
@@ -146,9 +147,9 @@ def test_a_window_is_loaded_with_the_compute_weights_in_its_slots(size):
     everything = MODEL.catalog.everything
     window = Window(0, tuple(everything[at::size] for at in range(size)))
     later = sum(costs.sizes[op].compute * at for at in range(size) for op in window.slots[at])
-    assert costs.held(window).total == costs.dense.total + later
+    assert costs.bytes_of.held(window).total == costs.bytes_of.dense.total + later
     found = Recoveries(costs, 16).whole(window, counts, Tier.STORAGE).retrieve
-    assert found == pytest.approx(costs.held(window).rank / 200e3 + costs.held(window).total / 400e3)
+    assert found == pytest.approx(costs.bytes_of.held(window).rank / 200e3 + costs.bytes_of.held(window).total / 400e3)
     assert (found > Recoveries(costs, 16).whole(None, counts, Tier.STORAGE).retrieve) == (size > 1)
 
 

@@ -52,7 +52,7 @@ def test_a_killed_process_comes_back_from_its_own_memory():
         one = told(killed(105.0), system=system)
         assert one.recovered == {"host": 1, "peer": 0, "storage": 0}
         assert one.history[0].useful_steps == 100
-        assert one.spent.retrieve == pytest.approx(costs.dense.rank / 200e3)
+        assert one.spent.retrieve == pytest.approx(costs.bytes_of.dense.rank / 200e3)
     assert told(killed(105.0)).recovered == {"host": 0, "peer": 0, "storage": 1}
 
 
@@ -79,7 +79,7 @@ def test_what_is_complete_in_memory_lags_by_the_copy_and_by_the_replication():
     """Of step 100, begun at 100 s: copied in ``copy``, which a killed process comes back to. On one peer it is ``send``
     later, on three after three times that: which a lost node comes back to."""
     costs = costs_of(system=PEERS)
-    copy, send = costs.dense.rank / 200e3, costs.dense.rank / 50e3
+    copy, send = costs.bytes_of.dense.rank / 200e3, costs.bytes_of.dense.rank / 50e3
     assert 0.16 < copy < 0.17 < 0.65 < send < 0.66
     three = {**PEERS, "replicas": 3}
     for system in (LOCAL, PEERS, three):
@@ -140,7 +140,7 @@ def test_auto_goes_by_youngs_interval():
     """Writing takes 0.62 s and nothing failed: sqrt(2 * 0.62 * 10 900) is 117 s, so from step 117 on that of 120 is
     written; 118 s later, when the run is older, that of 240."""
     costs = costs_of(system=LOCAL)
-    assert costs.storage_secs(costs.dense) == pytest.approx(0.6226, abs=1e-4)
+    assert costs.storage_secs(costs.bytes_of.dense) == pytest.approx(0.6226, abs=1e-4)
     auto = {**LOCAL, "storage_every_n_steps": "auto"}
     assert [step_after((at, 0), system=auto, duration_secs=300.0) for at in (115.0, 125.0, 235.0, 245.0)] == [
         0, 120, 120, 240

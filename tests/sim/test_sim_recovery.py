@@ -25,7 +25,7 @@ def costs_of(tried):
 def load_secs(tried):
     """From storage into host memory, and into the GPUs."""
     costs = costs_of(tried)
-    return costs.dense.total / 400e3 + costs.dense.rank / 200e3
+    return costs.bytes_of.dense.total / 400e3 + costs.bytes_of.dense.rank / 200e3
 
 
 # --- all ranks ---
@@ -209,7 +209,7 @@ def test_after_the_next_commit_peers_hold_all_again():
     events = trace((150.5, 0), (150.5, 2), (190.5, 3))
     tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every_secs": 60.0}, duration_secs=300.0)
     costs = costs_of(tried)
-    from_peers = costs.dense.rank / 50e3 + costs.dense.rank / 200e3
+    from_peers = costs.bytes_of.dense.rank / 50e3 + costs.bytes_of.dense.rank / 200e3
     assert simulate(tried).spent.retrieve == pytest.approx(load_secs(tried) + from_peers)
 
 

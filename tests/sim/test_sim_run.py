@@ -94,7 +94,7 @@ def test_moc_by_itself_saves_as_many_experts_as_storage_takes_in_an_iteration(pa
     given = scenario(MoC(k=3), parallel=parallel)
     costs = Costs(given.layout, given.precision, given.iteration, given.system)
     facts = replace(context(given.layout.model.catalog), placement=given.layout.placement)
-    ranks = {k: costs.stored(MoC(k=k).plan(facts)).rank for k in range(1, 9)}
+    ranks = {k: costs.bytes_of.stored(MoC(k=k).plan(facts)).rank for k in range(1, 9)}
     rate = portion * ranks[3] / given.iteration.secs
     cluster = {"storage_bytes_per_sec": rate * parallel.ranks}
     itself = scenario(MoC(k="auto", snapshot_k="auto"), parallel=parallel, cluster=cluster, duration_secs=50.0)
@@ -180,7 +180,7 @@ def test_without_failures_only_stalls_cost(every, pcie):
 def test_a_sync_checkpoint_stalls_for_copy_and_commit():
     tried = scenario(Dense(10, sync=True), duration_secs=10_000.0)
     costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
-    each = costs.copy_secs(costs.dense) + costs.move_secs(costs.dense)
+    each = costs.copy_secs(costs.bytes_of.dense) + costs.move_secs(costs.bytes_of.dense)
     assert simulate(tried).ettr == pytest.approx(10 / (10 + each), abs=2e-4)
 
 
@@ -193,8 +193,8 @@ def test_the_mean_over_seeds_is_near_the_closed_form(every):
         found.append(simulate(tried).ettr)
     costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
     # Half an iteration more is lost, since it is cut off, and what is not committed yet.
-    late = costs.copy_secs(costs.dense) + costs.move_secs(costs.dense)
-    down = 5.0 + late + 0.5 + costs.copy_secs(costs.dense) + costs.storage_secs(costs.dense)
+    late = costs.copy_secs(costs.bytes_of.dense) + costs.move_secs(costs.bytes_of.dense)
+    down = 5.0 + late + 0.5 + costs.copy_secs(costs.bytes_of.dense) + costs.storage_secs(costs.bytes_of.dense)
     recovery = formulas.expected_recovery_secs_dense(interval=every, iteration_secs=1.0, down_secs=down)
     closed = formulas.ettr(
         checkpoint_secs=0, iteration_secs=1.0, interval=every, recovery_secs=recovery, mtbf_secs=mtbf
@@ -260,8 +260,8 @@ def test_a_naive_simulator_tells_the_same(policy, system, cluster):
         events, times = tried.failures.events(rng, tried.layout.nodes), [0.0]
         while times[-1] < 3000.5:
             times.append(next(events).at_secs)
-        copy = costs.dense.rank / tried.layout.cluster.pcie_bytes_per_sec
-        move = costs.dense.total / tried.layout.cluster.storage_bytes_per_sec
+        copy = costs.bytes_of.dense.rank / tried.layout.cluster.pcie_bytes_per_sec
+        move = costs.bytes_of.dense.total / tried.layout.cluster.storage_bytes_per_sec
         naive = Naive(
             every=policy.every_n_steps,
             iteration=1.0,

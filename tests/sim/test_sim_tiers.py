@@ -156,15 +156,15 @@ def test_a_log_is_planned_within_the_links():
     for context, plan in seen:
         assert bool(plan.gradients) != (context.memory.storage_due or context.last_step is None)
         if plan.gradients:
-            assert costs.copy_secs(costs.of_plan(plan)) <= tried.iteration.open_secs
-            assert costs.move_secs(costs.of_plan(plan)) <= tried.iteration.secs
+            assert costs.copy_secs(costs.bytes_of.plan(plan)) <= tried.iteration.open_secs
+            assert costs.move_secs(costs.bytes_of.plan(plan)) <= tried.iteration.secs
     assert all(later.step == former.step + 1 for (former, _), (later, _) in pairwise(seen))
 
 
 def test_a_step_weighs_what_the_formula_says():
     tried, outcome, seen = run(GradientLog(window=4), **LOG)
     costs = costs_of(tried)
-    logged = [costs.of_plan(plan).total for _, plan in seen if plan.gradients]
+    logged = [costs.bytes_of.plan(plan).total for _, plan in seen if plan.gradients]
     whole = len(logged) // 4 * 4
     mean = sum(logged[:whole]) / whole / MODEL.total
     assert mean == pytest.approx(bytes_per_parameter(4, 2, full=6), rel=0.02)
@@ -180,7 +180,7 @@ def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, 
     before = [context.step for context, plan in seen if not context.faults]
     costs = costs_of(tried)
     newest = max(seen, key=lambda one: one[0].step if not one[0].faults else -1)[1]
-    lag = costs.copy_secs(costs.of_plan(newest)) + costs.move_secs(costs.of_plan(newest))
+    lag = costs.copy_secs(costs.bytes_of.plan(newest)) + costs.move_secs(costs.bytes_of.plan(newest))
     assert before[-1] - restored <= int(lag) + 1
     assert outcome.spent.replay == pytest.approx(3 * tried.iteration.update_secs)
     anchored = {}
@@ -188,7 +188,7 @@ def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, 
         if context.step <= restored and not context.faults:
             anchored.update(dict.fromkeys(plan.operators(), context.step))
     steps = np.array([restored - anchored[op] for op in CATALOG.everything])
-    held = costs.log_held(steps)
+    held = costs.bytes_of.log(steps)
     sizes = tried.layout.model.sizes(tried.precision)
     chained = zip(CATALOG.everything, steps.tolist(), strict=True)
     assert held.total == sum(sizes[op].full + sizes[op].consumed * count for op, count in chained)
@@ -269,10 +269,10 @@ def test_gradients_take_the_place_of_full_state_on_the_way_to_peers():
     full, logged = simulate(tried), simulate(logs)
     assert logged.plt == full.plt
     costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
-    shared = costs.stored(save_full(1, tuple(op.id for op in CATALOG.always_saved))).sent
-    expected = shared + (costs.dense.sent - shared) * (6 + 8 * 2) / (9 * 6)
+    shared = costs.bytes_of.stored(save_full(1, tuple(op.id for op in CATALOG.always_saved))).sent
+    expected = shared + (costs.bytes_of.dense.sent - shared) * (6 + 8 * 2) / (9 * 6)
     assert logged.sent_bytes_per_step == pytest.approx(expected, rel=0.03)
-    assert full.sent_bytes_per_step == pytest.approx(costs.dense.sent, rel=0.01)
+    assert full.sent_bytes_per_step == pytest.approx(costs.bytes_of.dense.sent, rel=0.01)
 
 
 def test_a_failure_makes_the_updates_since_full_copies_once_more():

@@ -156,17 +156,17 @@ def test_bytes_per_iteration_are_those_of_the_checkpoints():
     given = scenario(System("dense", Dense(10)), mtbf_secs=1e9)
     costs = Costs(given.layout, given.precision, given.iteration, given.system)
     use = use_of(given, simulate(given))
-    assert use.stored_bytes == pytest.approx(costs.dense.total / 10, rel=0.01)
-    assert use.copied_bytes == pytest.approx(costs.dense.rank / 10, rel=0.01)
+    assert use.stored_bytes == pytest.approx(costs.bytes_of.dense.total / 10, rel=0.01)
+    assert use.copied_bytes == pytest.approx(costs.bytes_of.dense.rank / 10, rel=0.01)
     assert use.sent_bytes == 0
-    assert use.host_bytes == 4 * 3 * costs.dense.rank
+    assert use.host_bytes == 4 * 3 * costs.bytes_of.dense.rank
 
 
 def test_peers_keep_a_checkpoint_and_the_one_that_comes_in_for_each_replica():
     given = scenario(System("near", Dense(10), durable="peers", replicas=1), mtbf_secs=1e9)
     costs = Costs(given.layout, given.precision, given.iteration, given.system)
     use = use_of(given, simulate(given))
-    assert use.host_bytes == 4 * (3 + 2) * costs.dense.rank
+    assert use.host_bytes == 4 * (3 + 2) * costs.bytes_of.dense.rank
     assert use.sent_bytes == pytest.approx(use.copied_bytes)
     assert use.stored_bytes == 0
 

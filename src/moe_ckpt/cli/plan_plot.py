@@ -39,7 +39,7 @@ def plot_roof(scenario: Scenario, plan: Plan, ax: Any = None) -> tuple[Any, Any]
     ranks = scenario.layout.parallel.ranks
     saved = [(one.outcome.total_bytes_per_step / ranks, one) for one in plan.candidates if one.outcome is not None]
     shown = sorted(((at, one) for at, one in saved if at > 0), key=lambda pair: pair[0])
-    dense, secs = costs.dense.total / ranks, scenario.iteration.secs
+    dense, secs = costs.bytes_of.dense.total / ranks, scenario.iteration.secs
     extent = [dense, *(at for at, _ in shown)]
     nbytes = np.geomspace(min(extent) / 3, max(extent) * 3, 200)
     ax.axhline(secs, color="#444444", linewidth=2, label=f"compute: {secs:.3g} s")
@@ -68,7 +68,8 @@ def plot_roof(scenario: Scenario, plan: Plan, ax: Any = None) -> tuple[Any, Any]
 def _roofs(costs: Costs, plan: Plan) -> dict[str, float]:
     """Bytes per second and rank of each link. Where the ranks save unevenly, the one that has most sets the pace."""
     ranks = costs.layout.parallel.ranks
-    even = costs.dense.total / ranks / costs.dense.rank
+    dense = costs.bytes_of.dense
+    even = dense.total / ranks / dense.rank
     copies = max((one.system.replicas for one in plan.candidates if one.system.durable == "peers"), default=1)
     return {
         "PCIe": costs.copy_rate * even,

@@ -1,44 +1,30 @@
-"""What snapshots weigh on the ranks, and how long the links need for them."""
+"""How long the links need for snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
-
-from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.tokens import Counts
-from moe_ckpt.core.window import OperatorBytes, Window
-from moe_ckpt.policies.base import ALL_SENT, Measured, Sends
+from moe_ckpt.core.window import OperatorBytes
+from moe_ckpt.policies.base import ALL_SENT, Measured
 from moe_ckpt.sim.clock import down_to_clock, on_clock
 from moe_ckpt.sim.cluster import Layout
 from moe_ckpt.sim.model import Precision
+from moe_ckpt.sim.snapshot_bytes import Snapshot, SnapshotBytes
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.training import Iteration
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Bytes of one snapshot.
-
-    Attributes:
-        rank: On the rank that has most.
-        total: Of all ranks.
-        sent: To each peer with a copy, by the rank that sends most.
-    """
-
-    rank: int
-    total: int
-    sent: int
-
-
 class Costs:
-    """Bytes and seconds of one system on one layout.
+    """Seconds of one system on one layout.
 
     A link that several ranks of a node share is divided evenly: all of them have a snapshot to send at the same time.
+
+    Attributes:
+        sizes: What each operator weighs, all ranks together.
+        sends: What goes to peers; everything where none hold copies.
+        bytes_of: What its snapshots weigh.
     """
 
     def __init__(self, layout: Layout, precision: Precision, iteration: Iteration, system: System) -> None:
@@ -50,108 +36,8 @@ class Costs:
             stage_secs=None if iteration.stage_secs is None else on_clock(iteration.stage_secs),
         )
         self.sizes: Mapping[str, OperatorBytes] = layout.model.sizes(precision)
-        self._catalog = layout.model.catalog
-        self._window = lru_cache(maxsize=256)(self._window_slots)
-        self._partial = lru_cache(maxsize=4096)(self._heaviest)
-        self._logged = lru_cache(maxsize=256)(self._logged_step)
-
-    # --- bytes ---
-
-    @cached_property
-    def dense(self) -> Snapshot:
-        return self._heaviest(self._catalog.everything)
-
-    def of_plan(self, plan: SnapshotPlan) -> Snapshot:
-        """A plan without a window, as it is copied: what then stays in host memory with it."""
-        host_only = plan.operators(Tier.HOST)
-        if plan.gradients:
-            return self._logged(plan.operators() + host_only, plan.gradients)
-        return self._partial(plan.operators() + host_only) if host_only else self.stored(plan)
-
-    def stored(self, plan: SnapshotPlan) -> Snapshot:
-        """A plan without a window, as it goes on to storage or peers."""
-        if plan.gradients:
-            return self._logged(plan.operators(), plan.gradients)
-        return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators())
-
-    def of_window(self, window: Window) -> tuple[Snapshot, ...]:
-        """Each slot of a window."""
-        return self._window(window.slots)
-
-    def held(self, window: Window | None) -> Snapshot:
-        """What a checkpoint consists of: all state, and in a window's slots the compute weights of later ones, too."""
-        if window is None:
-            return self.dense
-        slots = self.of_window(window)
-        return Snapshot(*(sum(getattr(slot, name) for slot in slots) for name in ("rank", "total", "sent")))
-
-    def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[Snapshot, ...]:
-        """As ``core.window.share_bytes`` and ``slot_bytes`` have it, all operators at once."""
-        table, size = self._table, len(slots)
-        slot = np.empty(len(table.full), dtype=np.int64)
-        for number, operators in enumerate(slots):
-            slot[self._catalog.places_of(operators)] = number
-        places = size * table.stage + slot, size * table.owner + slot
-        placement, found = self.layout.placement, []
-        for full in (table.full, table.sent):
-            even, owned = (
-                _in_window(full, table.compute, here, mine, (count, size))
-                for here, mine, count in zip(
-                    places, (table.even, ~table.even), (table.stages, table.owners), strict=True
-                )
-            )
-            most = np.zeros_like(even)
-            np.maximum.at(most, table.stage_of_owner, owned)
-            ranks = -(-even // np.asarray(placement.stages)[:, None]) - (-most // (placement.expert_ranks or 1))
-            found.append((ranks.max(axis=0), even.sum(axis=0) + owned.sum(axis=0)))
-        (ranks, total), (sent, _) = found
-        return tuple(map(Snapshot, ranks.tolist(), total.tolist(), (sent * (not self.sends.nothing)).tolist()))
-
-    def _heaviest(self, operators: tuple[str, ...]) -> Snapshot:
-        """All of them in full."""
-        at, table = self._catalog.places_of(operators), self._table
-        return self._dealt(_only(table.full, at), _only(table.sent, at))
-
-    def _logged_step(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> Snapshot:
-        table, places = self._table, self._catalog.places_of
-        consumed = _only(table.gradient, places(gradients))
-        full, sent = (_only(each, places(anchored)) + consumed for each in (table.full, table.sent))
-        return self._dealt(full, sent)
-
-    def log_held(self, steps: Counts) -> Snapshot:
-        """What a recovery loads of a log of gradients.
-
-        Args:
-            steps: ``[operators]`` from each anchor to the newest step.
-        """
-        table = self._table
-        return self._dealt(table.full + table.gradient * steps, table.sent + table.gradient * steps)
-
-    def _dealt(self, saved: Counts, sent: Counts) -> Snapshot:
-        """saved, sent: ``[operators]`` bytes of each."""
-        return Snapshot(self._busiest(saved), int(saved.sum()), 0 if self.sends.nothing else self._busiest(sent))
-
-    def _busiest(self, weights: Counts) -> int:
-        """Bytes on the busiest rank: experts on their owners, the rest spread evenly over the ranks of its stage."""
-        table = self._table
-        even = np.bincount(table.stage, weights=weights * table.even, minlength=table.stages)
-        owned = np.bincount(table.owner, weights=weights * ~table.even, minlength=table.owners)
-        per_stage = np.zeros(table.stages)
-        np.maximum.at(per_stage, table.stage_of_owner, owned)
-        placement = self.layout.placement
-        shares = even / np.asarray(placement.stages) + per_stage / (placement.expert_ranks or 1)
-        return int(np.ceil(shares.max()))
-
-    @cached_property
-    def _table(self) -> _Table:
-        return _table(self.layout, self.sizes, self.sends)
-
-    @cached_property
-    def sends(self) -> Sends:
-        """What goes to peers; everything where none hold copies."""
-        return self.layout.sends(self.system.replicas) if self.system.durable == "peers" else ALL_SENT
-
-    # --- seconds ---
+        self.sends = layout.sends(system.replicas) if system.durable == "peers" else ALL_SENT
+        self.bytes_of = SnapshotBytes(layout, self.sizes, self.sends)
 
     @property
     def copy_rate(self) -> float:
@@ -197,10 +83,10 @@ class Costs:
     @cached_property
     def measured(self) -> Measured:
         """What a trainer has measured, which saves all state before its first step, and remembers after a restart."""
-        copied, moved = self.copy_secs(self.dense), self.move_secs(self.dense)
+        copied, moved = self.copy_secs(self.bytes_of.dense), self.move_secs(self.bytes_of.dense)
         return Measured(
             iteration_secs=self.iteration.secs,
-            checkpoint_cost_secs=self.stall_secs(self.dense),
+            checkpoint_cost_secs=self.stall_secs(self.bytes_of.dense),
             persist_secs=copied + moved,
             copy_bytes_per_sec=self.copy_rate,
             persist_bytes_per_sec=self.move_rate,
@@ -208,66 +94,3 @@ class Costs:
             update_secs=self.iteration.update_secs,
             send_bytes_per_sec=self.nic_rate / self.system.replicas if self.system.durable == "peers" else None,
         )
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Of each operator, in the order of the catalog: bytes, stage, owner; even: its ranks share it evenly.
-
-    sent: what of ``full`` peers are sent.
-    """
-
-    full: npt.NDArray[np.int64]
-    sent: npt.NDArray[np.int64]
-    compute: npt.NDArray[np.int64]
-    gradient: npt.NDArray[np.int64]
-    stage: npt.NDArray[np.int64]
-    owner: npt.NDArray[np.int64]
-    even: npt.NDArray[np.bool_]
-    stage_of_owner: npt.NDArray[np.int64]
-    stages: int
-    owners: int
-
-
-def _only(weights: Counts, places: Counts) -> Counts:
-    """``weights`` at ``places``, 0 elsewhere."""
-    found = np.zeros_like(weights)
-    found[places] = weights[places]
-    return found
-
-
-def _table(layout: Layout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> _Table:
-    catalog, placement = layout.model.catalog, layout.placement
-    full = np.array([sizes[op].full for op in catalog.everything], dtype=np.int64)
-    experts = catalog.expert_at
-    sent = np.array([sends.nbytes(sizes[op], expert=op in experts) for op in catalog.everything], dtype=np.int64)
-    compute = np.array([sizes[op].compute for op in catalog.everything], dtype=np.int64)
-    gradient = np.array([sizes[op].consumed for op in catalog.everything], dtype=np.int64)
-    stage = np.array([placement.stage_of.get(op, 0) for op in catalog.everything], dtype=np.int64)
-    even = np.ones(len(full), dtype=bool)
-    owner = np.zeros(len(full), dtype=np.int64)
-    if placement.expert_ranks is not None:
-        for op, (layer, expert) in catalog.expert_at.items():
-            even[catalog.place[op]] = False
-            owner[catalog.place[op]] = placement.owners[layer][expert]
-    ranks, owner = np.unique(owner, return_inverse=True)
-    of_owner = np.zeros(len(ranks), dtype=np.int64)
-    of_owner[owner[~even]] = stage[~even]
-    return _Table(full, sent, compute, gradient, stage, owner, even, of_owner, len(placement.stages), len(ranks))
-
-
-def _in_window(
-    full_bytes: Counts, compute_bytes: Counts, places: Counts, mine: npt.NDArray[np.bool_], shape: tuple[int, int]
-) -> Counts:
-    """``[who, slot]``: bytes of what each saves in full in a slot, and of compute weights of what comes in later ones.
-
-    full_bytes, compute_bytes: ``[operators]``. places: of each operator in that table. mine: which operators count.
-    """
-
-    def added(weights: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # Sums in float64 are exact up to 2**53 bytes.
-        return np.bincount(places, weights * mine, shape[0] * shape[1]).reshape(shape).astype(np.int64)
-
-    full, compute = added(full_bytes), added(compute_bytes)
-    later: npt.NDArray[np.int64] = compute[:, ::-1].cumsum(axis=1)[:, ::-1] - compute
-    return full + later

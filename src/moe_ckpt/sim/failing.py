@@ -205,7 +205,7 @@ class Failing:
         restart_secs = cluster.restart_secs
         if cluster.in_place_secs is not None and there == noticed:
             restart_secs = cluster.in_place_secs
-        sealing_secs = self._costs.copy_secs(self._costs.dense) if seal else 0.0
+        sealing_secs = self._costs.copy_secs(self._costs.bytes_of.dense) if seal else 0.0
         return ("down", detect_secs), ("idle", there - noticed), ("down", on_clock(restart_secs + sealing_secs))
 
     def _source(self, state: State, sealed: Durable | None) -> tuple[Durable | None, Tier]:

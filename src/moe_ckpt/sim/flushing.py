@@ -31,7 +31,7 @@ class Flushing:
     def secs(self) -> float:
         """To write what memory holds complete. Of a window all slots, of a partial checkpoint all that it stands on."""
         newest = self._state.track.newest
-        return self._costs.storage_secs(self._costs.held(newest.window if newest else None))
+        return self._costs.storage_secs(self._costs.bytes_of.held(newest.window if newest else None))
 
     def _facts(self, step: int) -> StorageFacts:
         """As of ``step``. What a run begins with is taken to be on storage."""

@@ -75,7 +75,7 @@ def usual(scenario: Scenario) -> Usual:
     policy: Any = scenario.system.policy
     budget = {"plt_budget": None} if hasattr(policy, "plt_budget") else {}
     plan = replace(policy, every_n_steps=1, **budget).plan(context)
-    copied, stored = costs.of_plan(plan), costs.stored(plan)
+    copied, stored = costs.bytes_of.plan(plan), costs.bytes_of.stored(plan)
     copy, move = costs.copy_secs(copied), costs.move_secs(stored)
     cost = copy + move + costs.drag_secs(copied) if plan.wait else costs.stall_secs(copied)
     return Usual(cost, copy, move)

@@ -58,7 +58,7 @@ class Recoveries:
         Args:
             steps: ``[operators]`` from each anchor to that step.
         """
-        held, replayed = self._costs.log_held(steps), int(steps.max(initial=0))
+        held, replayed = self._costs.bytes_of.log(steps), int(steps.max(initial=0))
         from_peers = held.rank / self._costs.nic_rate if tier is Tier.PEER else 0.0
         return Repair(from_peers + self._costs.copy_secs(held), replayed * self._costs.iteration.update_secs)
 
@@ -110,14 +110,14 @@ class Recoveries:
 
     def _load_secs(self, window: Window | None, tier: Tier) -> float:
         """A checkpoint: from storage, or from each node's own memory, and that of the dead node from its peers."""
-        costs, held = self._costs, self._costs.held(window)
+        costs, held = self._costs, self._costs.bytes_of.held(window)
         if tier is Tier.STORAGE:
             return costs.copy_secs(held) + costs.storage_secs(held)
         return self._memory_secs(window, tier)
 
     def _memory_secs(self, window: Window | None, tier: Tier) -> float:
         """What the ranks of one node have of a checkpoint, from its own memory, or into that from peers' before."""
-        costs, held = self._costs, self._costs.held(window)
+        costs, held = self._costs, self._costs.bytes_of.held(window)
         from_peers = held.rank / costs.nic_rate if tier is Tier.PEER else 0.0
         return from_peers + costs.copy_secs(held)
 

@@ -60,7 +60,7 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
     sent = outcome.sent_bytes_per_step * system.replicas if peers else 0.0
     stored = total if system.durable == "storage" else 0.0
     if system.cadence is not None:
-        held = total * (outcome.window or 1) if system.sparse else costs.dense.total
+        held = total * (outcome.window or 1) if system.sparse else costs.bytes_of.dense.total
         stored = held * scenario.iteration.secs / _flushes_apart_secs(scenario, outcome, system.cadence, held)
     host = host_bytes(costs, outcome) + layout.ranks_per_node * log_bytes
     secs = scenario.iteration.secs
@@ -100,6 +100,6 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
         return ranks * (own + copies * held)
     kept = 0.0
     if system.durable == "peers":
-        whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.dense.rank
+        whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.bytes_of.dense.rank
         kept = 2.0 * system.replicas * whole
     return ranks * (own + kept)

@@ -135,7 +135,7 @@ class Run:
     def _sample(self, state: State) -> None:
         tokens = state.track.run_ledger.tokens
         window = state.round_steps if state.window is None else state.window.size
-        saved = state.saved_bytes / max(self._costs.dense.total, 1)
+        saved = state.saved_bytes / max(self._costs.bytes_of.dense.total, 1)
         self._history.append(Sample(state.now, state.step, tokens.lost_tokens, tokens.plt, state.k, window, saved))
 
     def _why_futile(self, state: State, failures: int) -> str:

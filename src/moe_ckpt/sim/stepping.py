@@ -16,12 +16,13 @@ from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.sim.anchors import Anchors
 from moe_ckpt.sim.clock import on_clock
-from moe_ckpt.sim.costs import Costs, Snapshot
+from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.durable import When
 from moe_ckpt.sim.flushing import Flushing
 from moe_ckpt.sim.known_windows import KnownWindows
 from moe_ckpt.sim.load import DriftingLoad, ExpertLoad
 from moe_ckpt.sim.moving_ledger import MovingRunLedger
+from moe_ckpt.sim.snapshot_bytes import Snapshot
 from moe_ckpt.sim.track import Track
 
 
@@ -248,8 +249,8 @@ class Stepper:
         """Returns what the next iteration takes longer; a plan that is to be waited for is, before."""
         if self._system.tiered:
             return self._begin_tiered(context, plan)
-        state, stored = self.state, self._costs.stored(plan)
-        copied = self._costs.of_plan(plan) if plan.operators(Tier.HOST) else stored
+        state, stored = self.state, self._costs.bytes_of.stored(plan)
+        copied = self._costs.bytes_of.plan(plan) if plan.operators(Tier.HOST) else stored
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         when = self._when(state.now, copied, stored, sent=self._goes_to_peers(plan))
@@ -269,12 +270,13 @@ class Stepper:
             operators = tuple(op for op in self._catalog.everything if op in wanted)
             host_only = tuple(op for op in plan.operators(Tier.HOST) if op not in wanted)
             plan = save_full(plan.step, operators, host_only=host_only, k=plan.k, sends_held=plan.sends_held)
-        copied, sent = costs.of_plan(plan), costs.of_plan(plan) if plan.sends_held else costs.stored(plan)
+        copied, stored = costs.bytes_of.plan(plan), costs.bytes_of.stored(plan)
+        sent = copied if plan.sends_held else stored
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         due = context.memory is not None and context.memory.storage_due
         when = self._when(state.now, copied, sent, sent=self._goes_to_peers(plan))
-        flush_secs = on_clock(costs.storage_secs(costs.stored(plan))) if due else None
+        flush_secs = on_clock(costs.storage_secs(stored)) if due else None
         if due:
             self._rounds.clear()
         state.track.begin_tiered(plan, when, flush_secs)
@@ -370,7 +372,7 @@ class Stepper:
 
     def _train_window(self, window: Window, until: float) -> None:
         """One iteration after the other, each beside the copy of one slot."""
-        state, snapshots = self.state, self._costs.of_window(window)
+        state, snapshots = self.state, self._costs.bytes_of.window(window)
         state.saved_bytes = max(snapshot.total for snapshot in snapshots)
         state.track.run_ledger.activity.begin_window()
         sent = self._goes_to_peers(SnapshotPlan(state.step), window.size)

@@ -202,7 +202,7 @@ def young(mtbf, **given):
 
 def test_young_and_daly():
     tried = young(7200.0)
-    cost = costs_of(tried).stall_secs(costs_of(tried).dense)
+    cost = costs_of(tried).stall_secs(costs_of(tried).bytes_of.dense)
     assert by_formula(tried, "young") == ceil(sqrt(2 * cost * 7200.0))
     assert by_formula(tried, "daly") < by_formula(tried, "young")
     assert with_interval(tried, ettr_of).system.policy == Dense(by_formula(tried, "young"))
@@ -226,7 +226,8 @@ def test_a_partial_checkpoint_costs_what_it_weighs():
         for policy in (Dense(1), MoC(k=1))
     )
     assert by_formula(partial, "young") < by_formula(dense, "young")
-    assert usual(partial).copy_secs < usual(dense).copy_secs == costs_of(dense).copy_secs(costs_of(dense).dense)
+    costs = costs_of(dense)
+    assert usual(partial).copy_secs < usual(dense).copy_secs == costs.copy_secs(costs.bytes_of.dense)
 
 
 def test_intervals_grow_with_the_mtbf_and_fall_with_what_they_may_cost():

@@ -166,7 +166,7 @@ def test_without_failures_only_stalls_cost(every, pcie):
     stall = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
     told = simulate(tried)
     expected = formulas.ettr(
-        checkpoint_secs=stall.stall_secs(stall.dense),
+        checkpoint_secs=stall.stall_secs(stall.bytes_of.dense),
         iteration_secs=1.0,
         interval=every,
         recovery_secs=0,

@@ -216,7 +216,7 @@ def test_a_log_that_peers_do_not_get_whole_is_no_way_back_for_a_lost_node():
     tried, outcome, seen = run(GradientLog(window=4), killed(45.6), system=system, **slow)
     assert all(later.step == former.step + 1 for (former, _), (later, _) in pairwise(seen) if not later.faults)
     sent = outcome.sent_bytes_per_step * (outcome.steps + 1)
-    assert 0 < sent < sum(costs_of(tried).stored(plan).sent for _, plan in seen)
+    assert 0 < sent < sum(costs_of(tried).bytes_of.stored(plan).sent for _, plan in seen)
     assert outcome.recovered["host"] == 1
     assert outcome.history[0].useful_steps > 40
     _, lost, _ = run(GradientLog(window=4), Event(45.6, 0), system=system, **slow)

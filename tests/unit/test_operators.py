@@ -124,14 +124,14 @@ def test_sets_of_operators_as_bits(experts, data):
     model = catalog(layers=1, experts=experts)
     everything = model.everything
     chosen = [data.draw(st.sets(st.sampled_from(everything))) for _ in range(2)]
-    one, two = (model.bits_of(tuple(each)) for each in chosen)
+    one, two = (model.sets.of(tuple(each)) for each in chosen)
 
     def named(bits):
-        return {everything[place] for place in model.places_in(bits).tolist()}
+        return {everything[place] for place in model.sets.places(bits).tolist()}
 
     assert named(one) == chosen[0]
     assert named(one | two) == chosen[0] | chosen[1]
     assert named(one & ~two) == chosen[0] - chosen[1]
-    assert named(one & model.expert_bits) == {op for op in chosen[0] if op in model.expert_at}
-    assert named(model.bits_of(everything)) == set(everything)
+    assert named(one & model.sets.experts) == {op for op in chosen[0] if op in model.expert_at}
+    assert named(model.sets.of(everything)) == set(everything)
     assert named(0) == set()

@@ -27,7 +27,7 @@ class MemoryStep:
         size: Steps of the window.
         complete: Every rank has it; None as long as that is not known, False if it never will.
         copied: So have the peers of every rank, or, as long as that is not known, they are to get it.
-        experts: Those that it holds, a bit each (``Catalog.bits_of``); 0 for a step of a sparse window.
+        experts: Those that it holds, a bit each (``OperatorSets``); 0 for a step of a sparse window.
         sent: Of those, the ones that peers get.
         on_storage: A checkpoint on storage holds it.
         since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it stands by itself.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -155,30 +155,12 @@ class Catalog:
     @cached_property
     def places_of(self) -> Remembered[tuple[str, ...], npt.NDArray[np.int64]]:
         """Operator ids -> their places. Remembers the newest few, since what is saved is asked about several times."""
-        return Remembered(self._places_of)
-
-    def _places_of(self, operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        return np.fromiter(map(self.place.__getitem__, operators), dtype=np.int64, count=len(operators))
+        return Remembered(partial(_places, self.place))
 
     @cached_property
-    def bits_of(self) -> Callable[[tuple[str, ...]], int]:
-        """Operator ids -> a set of them, as a number with one bit for each. Remembers the newest few."""
-        return Remembered(self._bits_of)
-
-    def _bits_of(self, operators: tuple[str, ...]) -> int:
-        chosen = np.zeros(len(self.operators), dtype=bool)
-        chosen[self.places_of(operators)] = True
-        return int.from_bytes(np.packbits(chosen).tobytes(), "big")
-
-    def places_in(self, bits: int) -> npt.NDArray[np.int64]:
-        """Inverse of ``bits_of``: the places of a set's operators, ascending."""
-        nbytes = -(-len(self.operators) // 8)
-        return np.flatnonzero(np.unpackbits(np.frombuffer(bits.to_bytes(nbytes, "big"), dtype=np.uint8)))
-
-    @cached_property
-    def expert_bits(self) -> int:
-        """All experts, as ``bits_of``."""
-        return self.bits_of(tuple(self.expert_at))
+    def sets(self) -> OperatorSets:
+        """Sets of operators as numbers."""
+        return OperatorSets(self)
 
     @cached_property
     def expert_at(self) -> Mapping[str, tuple[int, int]]:
@@ -269,6 +251,34 @@ class Catalog:
         return digest.hexdigest()[:32]
 
 
+class OperatorSets:
+    """Sets of a model's operators as numbers with one bit for each, which are cheap to keep and to compare.
+
+    Args:
+        catalog: Of the model.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.of = Remembered(self._of)
+        """Operator ids -> their set. Remembers the newest few."""
+
+    def _of(self, operators: tuple[str, ...]) -> int:
+        chosen = np.zeros(len(self._catalog.operators), dtype=bool)
+        chosen[self._catalog.places_of(operators)] = True
+        return int.from_bytes(np.packbits(chosen).tobytes(), "big")
+
+    def places(self, members: int) -> npt.NDArray[np.int64]:
+        """Inverse of ``of``: the places of a set's operators, ascending."""
+        nbytes = -(-len(self._catalog.operators) // 8)
+        return np.flatnonzero(np.unpackbits(np.frombuffer(members.to_bytes(nbytes, "big"), dtype=np.uint8)))
+
+    @cached_property
+    def experts(self) -> int:
+        """All experts."""
+        return self.of(tuple(self._catalog.expert_at))
+
+
 def prove_tiling(operators: Iterable[Operator], parameters: Mapping[str, tuple[int, ...]]) -> None:
     """Prove that every row of every parameter belongs to exactly one operator.
 
@@ -291,6 +301,10 @@ def prove_tiling(operators: Iterable[Operator], parameters: Mapping[str, tuple[i
         problems.extend(_gaps(name, shape[0] if shape else 1, claims[name]))
     if problems:
         raise CoverageError("operator catalog", tuple(problems))
+
+
+def _places(place: Mapping[str, int], operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(place.__getitem__, operators), dtype=np.int64, count=len(operators))
 
 
 def _gaps(name: str, rows: int, claims: list[tuple[int, int, str]]) -> Iterator[str]:

@@ -81,7 +81,7 @@ class SavedOperators:
         return self._found(request.operators)
 
     def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
-        saved = self._catalog.places_in(claimed & self._catalog.bits_of(operators))
+        saved = self._catalog.sets.places(claimed & self._catalog.sets.of(operators))
         return Fragment.of_rows(b"".join(map(self._rows.__getitem__, saved.tolist()))), saved
 
 
@@ -170,7 +170,7 @@ class Committer:
             if request.slot + 1 < request.window.size:
                 return None
         view = (self._nothing if request.window else self._view).beneath(each.part for each in (*before, slot))
-        missing = view.versions.lacks(self.catalog.places_in(snapshot.plan.claims.operators))
+        missing = view.versions.lacks(self.catalog.sets.places(snapshot.plan.claims.operators))
         if missing:
             raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
         tokens = self._tokens_at(request)

@@ -297,7 +297,8 @@ class Snapshotter:
             plan.sends_held,
             gradients,
         )
-        bits_of, experts = self._run.catalog.bits_of, self._run.catalog.expert_bits if window is None else 0
+        sets = self._run.catalog.sets
+        experts = sets.experts if window is None else 0
         request = SnapshotRequest(
             step=plan.step,
             generation=generation,
@@ -318,8 +319,8 @@ class Snapshotter:
             copied=ways.copied,
             updates=self.updates,
             sends_held=plan.sends_held,
-            experts=experts and experts & bits_of(pending.operators_in(Tier.HOST)),
-            sent=experts and experts & bits_of(pending.operators_in(Tier.PEER)),
+            experts=experts and experts & sets.of(pending.operators_in(Tier.HOST)),
+            sent=experts and experts & sets.of(pending.operators_in(Tier.PEER)),
             gradients=gradients,
             since=since,
             is_partial_log=self._leaves_out,

@@ -19,7 +19,7 @@ from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.durable import Durable
 from moe_ckpt.sim.failures import Event
 from moe_ckpt.sim.recovery import Copies, Recoveries, Repair, host_nodes
-from moe_ckpt.sim.stepping import State
+from moe_ckpt.sim.state import State
 from moe_ckpt.sim.surviving import Survivors
 
 FUTILE_FAILURES = 100
@@ -104,7 +104,7 @@ def _failures(events: Iterator[Event], spares: Spares) -> Iterator[_Failure]:
 class _Attempt:
     """One recovery of some neighbouring stages, or of all.
 
-    start: the failure that it answers. phases: (field of ``State``, seconds), one after the other.
+    start: the failure that it answers. phases: (field of ``BookedSecs``, seconds), one after the other.
     """
 
     segment: Segment
@@ -121,7 +121,7 @@ class _Attempt:
         for name, secs in self.phases:
             part = min(at + secs, stop) - max(at, start)
             if part > 0:
-                setattr(state, name, getattr(state, name) + part)
+                setattr(state.secs, name, getattr(state.secs, name) + part)
             at += secs
 
 
@@ -159,10 +159,10 @@ class Failing:
             self._next = next(self._upcoming, None)
             state.failures += 1
             begun += 1
-            state.failed_nodes.update(failure.nodes)
-            state.failed_holders.update(failure.nodes)
+            state.lost_memory.nodes.update(failure.nodes)
+            state.lost_memory.holders.update(failure.nodes)
             if self._costs.system.durable == "storage":  # host memory is private to the processes then
-                state.failed_nodes.update(failure.restarted)
+                state.lost_memory.nodes.update(failure.restarted)
             ready = self._ready(failure, seal=seals and not dead)
             dead |= self._survivors.dead(failure.nodes, failure.restarted)
             if failure.nodes or not self._survivors.have_everything(dead):
@@ -218,11 +218,11 @@ class Failing:
         newest, copied, backup = state.track.newest, state.track.copied, state.track.backup.durable
         if self._costs.system.durable == "storage":
             return newest, Tier.STORAGE
-        if newest is None or state.memory_empty:
+        if newest is None or state.lost_memory.is_empty:
             return backup, Tier.STORAGE
-        if not state.failed_nodes:
+        if not state.lost_memory.nodes:
             return newest, Tier.HOST
-        if copied is None or self._copies.lost(state.failed_holders):
+        if copied is None or self._copies.lost(state.lost_memory.holders):
             return backup, Tier.STORAGE
         storage_is_newer = backup is not None and backup.step > copied.step
         return (backup, Tier.STORAGE) if storage_is_newer else (copied, Tier.PEER)
@@ -271,14 +271,14 @@ class Failing:
         if source is not state.track.newest and tier is Tier.STORAGE:
             self.fallbacks += 1
         if not in_memory and self._costs.system.durable != "storage":
-            state.failed_nodes.clear()
-            state.failed_holders.clear()
-            state.memory_empty = True
+            state.lost_memory.nodes.clear()
+            state.lost_memory.holders.clear()
+            state.lost_memory.is_empty = True
         step = 0 if source is None else source.step
         again, state.step = state.step - step, step
-        state.lost += again * self._costs.iteration.secs
+        state.secs.lost += again * self._costs.iteration.secs
         # What a process kept in memory is there where its node is (two-level PEC).
-        gone = np.isin(self._host_nodes, list(state.failed_nodes)).any(axis=2)
+        gone = np.isin(self._host_nodes, list(state.lost_memory.nodes)).any(axis=2)
         kept = in_memory or self._costs.system.durable == "storage"
         # Of the same step as what survivors sealed, their experts join it.
         sealed = self._survivors.experts(dead) if in_memory and not again else None

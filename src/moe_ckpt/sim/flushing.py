@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
 
 from moe_ckpt.core.cadence import StorageCadence, StorageFacts
 from moe_ckpt.policies.base import MemoryFacts, PolicyContext
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
-
-if TYPE_CHECKING:
-    from moe_ckpt.sim.stepping import State
+from moe_ckpt.sim.state import State
 
 
 class Flushing:

@@ -15,6 +15,7 @@ are a dozen additions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from math import inf
 
 import numpy as np
@@ -25,7 +26,8 @@ from moe_ckpt.sim.failing import FUTILE_FAILURES, Failing, Spares
 from moe_ckpt.sim.intervals import with_interval
 from moe_ckpt.sim.recovery import Recoveries
 from moe_ckpt.sim.scenario import Outcome, Sample, Scenario, Spent
-from moe_ckpt.sim.stepping import State, Stepper
+from moe_ckpt.sim.state import State
+from moe_ckpt.sim.stepping import Stepper
 
 Progress = Callable[[float], None]
 """Told the portion of the run that is done."""
@@ -135,7 +137,7 @@ class Run:
     def _sample(self, state: State) -> None:
         tokens = state.track.run_ledger.tokens
         window = state.round_steps if state.window is None else state.window.size
-        saved = state.saved_bytes / max(self._costs.bytes_of.dense.total, 1)
+        saved = state.saved.newest / max(self._costs.bytes_of.dense.total, 1)
         self._history.append(Sample(state.now, state.step, tokens.lost_tokens, tokens.plt, state.k, window, saved))
 
     def _why_futile(self, state: State, failures: int) -> str:
@@ -149,8 +151,8 @@ class Run:
         scenario, state = self._scenario, self._stepper.state
         tokens = state.track.run_ledger.tokens
         useful = state.step * self._costs.iteration.secs
-        trained = max(1, state.step + round(state.lost / self._costs.iteration.secs))
-        spent = Spent(useful, state.stall, state.lost, state.down, state.idle, state.retrieve, state.replay)
+        trained = max(1, state.step + round(state.secs.lost / self._costs.iteration.secs))
+        spent = Spent(useful, **asdict(state.secs))
         return Outcome(
             system=scenario.system.name,
             seed=scenario.seed,
@@ -165,11 +167,11 @@ class Run:
             interval=None if scenario.system.sparse or state.round_steps else state.interval,
             window=state.round_steps if state.window is None else state.window.size,
             k=state.k,
-            mean_stall_secs=state.stall / trained,
-            rank_bytes_per_step=state.rank_bytes / trained,
-            total_bytes_per_step=state.total_bytes / trained,
-            sent_bytes_per_step=state.sent_bytes / trained,
-            heaviest_bytes=state.heaviest_bytes,
+            mean_stall_secs=state.secs.stall / trained,
+            rank_bytes_per_step=state.saved.rank / trained,
+            total_bytes_per_step=state.saved.total / trained,
+            sent_bytes_per_step=state.saved.sent / trained,
+            heaviest_bytes=state.saved.heaviest,
             lost_tokens=tokens.lost_tokens,
             plt=tokens.plt,
             reorders=state.reorders,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
 import xxhash
 
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.peer_copies import are_behind, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
-from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.sim.anchors import Anchors
@@ -23,53 +23,9 @@ from moe_ckpt.sim.known_windows import KnownWindows
 from moe_ckpt.sim.load import DriftingLoad, ExpertLoad
 from moe_ckpt.sim.moving_ledger import MovingRunLedger
 from moe_ckpt.sim.snapshot_bytes import Snapshot
+from moe_ckpt.sim.state import State
+from moe_ckpt.sim.system import System
 from moe_ckpt.sim.track import Track
-
-
-@dataclass
-class State:
-    """Where a simulated run is. Seconds since its start, all on the clock of ``sim.clock``.
-
-    Attributes:
-        step: Optimizer steps done, less what failures undid.
-        counts: ``[L, E]`` tokens routed by one of them.
-        stall, lost, down, idle, retrieve, replay: As ``scenario.Spent``.
-        halt: Why the policy asked training to end in good order.
-        round_steps: W of a log of gradients.
-        rank_bytes, total_bytes: Of all snapshots that began, copied by the rank that had most, and stored by all.
-        sent_bytes: What of the former left that rank, one copy of it.
-        heaviest_bytes: Of one snapshot, on one rank.
-    """
-
-    track: Track
-    counts: Counts
-    now: float = 0.0
-    step: int = 0
-    stall: float = 0.0
-    lost: float = 0.0
-    down: float = 0.0
-    idle: float = 0.0
-    retrieve: float = 0.0
-    replay: float = 0.0
-    plans: int = 0
-    reorders: int = 0
-    interval: int | None = None
-    k: int | None = None
-    window: Window | None = None
-    saved_bytes: int = 0
-    rank_bytes: int = 0
-    total_bytes: int = 0
-    sent_bytes: int = 0
-    heaviest_bytes: int = 0
-    round_steps: int | None = None
-    failures: int = 0
-    failed_nodes: set[int] = field(default_factory=set)
-    """Since something last became durable: their own memory has nothing before."""
-    failed_holders: set[int] = field(default_factory=set)
-    """Since peers last got something: what they held for others is not there again before."""
-    memory_empty: bool = False
-    """Everything came from storage, or from nowhere, since something last became durable."""
-    halt: str | None = None
 
 
 class Stepper:
@@ -90,20 +46,8 @@ class Stepper:
         self._load = DriftingLoad(load, [layer.experts for layer in self._catalog.layers], assignments, rng)
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows = KnownWindows()
-        self.state = State(self._track(), self._load.counts())
+        self.state = State(_empty_track(self._system, self._catalog), self._load.counts())
         self._flushing = Flushing(costs, self.state)
-
-    def _track(self) -> Track:
-        """Empty, with the books that the system's policy goes by."""
-        needs, tiered = self._needs, self._system.tiered
-        books = MovingRunLedger(
-            self._catalog,
-            outlives_process=tiered,
-            stores=tiered and self._system.cadence is not None,
-            watched=needs.lost_tokens,
-        )
-        anchors = Anchors(self._catalog, logs=needs.gradients, leaves_out=needs.gradients and needs.partial)
-        return Track(books, anchors, tiered=tiered)
 
     # --- between failures ---
 
@@ -141,10 +85,10 @@ class Stepper:
     def _settle(self) -> None:
         durable, copied = self.state.track.resolve(self.state.now)
         if durable:
-            self.state.failed_nodes.clear()
-            self.state.memory_empty = False
+            self.state.lost_memory.nodes.clear()
+            self.state.lost_memory.is_empty = False
         if copied:
-            self.state.failed_holders.clear()
+            self.state.lost_memory.holders.clear()
 
     # --- what repeats ---
 
@@ -156,8 +100,8 @@ class Stepper:
         phase, window = state.step % self._needs.period_steps, state.track.run_ledger.window
         order = None if window is None else self._windows.order_of(window)
         pattern = _digest(phase, order, *state.track.pattern(state.step, state.now))
-        counted = state.rank_bytes, state.total_bytes, state.sent_bytes
-        here = (state.step, state.now, state.stall, state.track.run_ledger.index, *counted)
+        counted = state.saved.rank, state.saved.total, state.saved.sent
+        here = (state.step, state.now, state.secs.stall, state.track.run_ledger.index, *counted)
         before = self._rounds.get(pattern)
         self._rounds[pattern] = here
         if before is None:
@@ -173,10 +117,10 @@ class Stepper:
         state.track.move(int(steps) * rounds, secs * rounds, int(begun) * rounds, state.counts)
         state.step += int(steps) * rounds
         state.now += secs * rounds
-        state.stall += stall * rounds
-        state.rank_bytes += rank_bytes * rounds
-        state.total_bytes += total_bytes * rounds
-        state.sent_bytes += sent_bytes * rounds
+        state.secs.stall += stall * rounds
+        state.saved.rank += rank_bytes * rounds
+        state.saved.total += total_bytes * rounds
+        state.saved.sent += sent_bytes * rounds
         self._rounds.clear()
         return True
 
@@ -242,7 +186,7 @@ class Stepper:
     def _wait(self, moment: float, until: float) -> None:
         state = self.state
         moment = min(max(moment, state.now), until)
-        state.stall += moment - state.now
+        state.secs.stall += moment - state.now
         state.now = moment
 
     def _begin(self, context: PolicyContext, plan: SnapshotPlan, until: float) -> float:
@@ -255,7 +199,7 @@ class Stepper:
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         when = self._when(state.now, copied, stored, sent=self._goes_to_peers(plan))
         state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), when, None)
-        state.k, state.saved_bytes = plan.k, stored.total
+        state.k, state.saved.newest = plan.k, stored.total
         if plan.wait:
             self._wait(max(filter(None, when)), until)
             return on_clock(self._costs.drag_secs(copied))
@@ -282,7 +226,7 @@ class Stepper:
         state.track.begin_tiered(plan, when, flush_secs)
         if when.sent_secs is None and self._system.durable == "peers" and self._needs.gradients and self._needs.partial:
             state.track.anchors.gap()  # no later gradient is of use to peers, who miss this one
-        state.k, state.saved_bytes = plan.k, sent.total
+        state.k, state.saved.newest = plan.k, sent.total
         if self._needs.gradients and self._needs.explain is not None:
             state.round_steps = self._needs.explain(context).window
         return on_clock(costs.stall_secs(copied))
@@ -300,13 +244,13 @@ class Stepper:
             sent: To peers, if it is they that it is moved to.
         """
         state, track, costs = self.state, self.state.track, self._costs
-        state.rank_bytes += copied.rank
-        state.total_bytes += moved.total
-        state.heaviest_bytes = max(state.heaviest_bytes, copied.rank)
+        state.saved.rank += copied.rank
+        state.saved.total += moved.total
+        state.saved.heaviest = max(state.saved.heaviest, copied.rank)
         there = now + on_clock(costs.copy_secs(copied))
         has_peers = self._system.durable == "peers"
         if sent or not has_peers:
-            state.sent_bytes += moved.sent
+            state.saved.sent += moved.sent
             track.mover_free_secs = max(there, track.mover_free_secs) + on_clock(costs.move_secs(moved))
         if not has_peers:
             track.moving.append(track.mover_free_secs)
@@ -328,9 +272,9 @@ class Stepper:
         state.step += done
         if done:
             state.now += first + (done - 1) * iteration.secs
-            state.stall += first - iteration.secs
+            state.secs.stall += first - iteration.secs
         if done < steps:
-            state.lost += until - state.now
+            state.secs.lost += until - state.now
             state.now = until
 
     # --- sparse windows ---
@@ -373,7 +317,7 @@ class Stepper:
     def _train_window(self, window: Window, until: float) -> None:
         """One iteration after the other, each beside the copy of one slot."""
         state, snapshots = self.state, self._costs.bytes_of.window(window)
-        state.saved_bytes = max(snapshot.total for snapshot in snapshots)
+        state.saved.newest = max(snapshot.total for snapshot in snapshots)
         state.track.run_ledger.activity.begin_window()
         sent = self._goes_to_peers(SnapshotPlan(state.step), window.size)
         for slot, snapshot in enumerate(snapshots):
@@ -386,6 +330,15 @@ class Stepper:
             self._iterate(1, until, on_clock(self._costs.stall_secs(snapshot)))
             if state.step == done:
                 return
+
+
+def _empty_track(system: System, catalog: Catalog) -> Track:
+    """With the books that the system's policy goes by."""
+    needs, tiered = system.needs, system.tiered
+    stores = tiered and system.cadence is not None
+    books = MovingRunLedger(catalog, outlives_process=tiered, stores=stores, watched=needs.lost_tokens)
+    anchors = Anchors(catalog, logs=needs.gradients, leaves_out=needs.gradients and needs.partial)
+    return Track(books, anchors, tiered=tiered)
 
 
 def _digest(*parts: object) -> bytes:

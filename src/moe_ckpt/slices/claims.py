@@ -68,9 +68,9 @@ class Claims:
 
     @cached_property
     def operators(self) -> int:
-        """Those of which there is anything to save (``Catalog.bits_of``): not all, where parameters are empty."""
+        """Those of which there is anything to save (``OperatorSets``): not all, where parameters are empty."""
         held = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
-        return self._catalog.bits_of(tuple({operator.id for those in held for operator, _ in those}))
+        return self._catalog.sets.of(tuple({operator.id for those in held for operator, _ in those}))
 
     @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:

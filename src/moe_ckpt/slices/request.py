@@ -39,7 +39,7 @@ class SnapshotRequest:
         copied: It goes to peers, where there are any.
         updates: That changed weights in this process by then.
         sends_held: ``host_only`` go to peers, too.
-        experts: That memory holds then by this snapshot alone, a bit each (``Catalog.bits_of``).
+        experts: That memory holds then by this snapshot alone, a bit each (``OperatorSets``).
         sent: Of those, the ones that peers get.
         gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``operators``.
         since: Of a step of a gradient log, sequence in memory of the first snapshot that it needs; None if it is none.

@@ -36,6 +36,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -44,6 +45,7 @@ from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
+from moe_ckpt.engine.agreement import StepAgreement
 from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
@@ -77,7 +79,8 @@ class Run:
     policy: its name, and Dense's or MoEtion's interval, MoC's K or MoEvement's W. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
-    ("forward", n) kills it before that.
+    ("forward", n) kills it before that, ("updated", n) when the optimizer has written the n-th update,
+    ("ended", n) when its step is final, and its peers do not know its tokens.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
@@ -379,6 +382,9 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         memory_phases.kill_in(*run.crash)
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
         return None, _stops(*run.crash)
+    elif run.crash is not None and run.crash[0] in ("updated", "ended"):
+        _kill_at_update(*run.crash)
+        return None, lambda step: None
     elif run.crash is not None:
         phase = crash_at(*run.crash)
         return phase, lambda step: phase("compute")
@@ -403,6 +409,27 @@ def _stops(how: str, n: int) -> Callable[[int], None]:
             os.kill(os.getpid(), signal.SIGTERM if how == "sigterm" else signal.SIGKILL)
 
     return stop
+
+
+def _kill_at_update(when: str, n: int) -> None:
+    """In this process only, which is about to die."""
+    updates = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(updates) == n:
+            kill_process()
+
+    if when == "ended":
+        real = StepAgreement.send
+
+        def send(*args: Any) -> Any:
+            time.sleep(0.2)  # other threads have sealed by then
+            count()
+            return real(*args)
+
+        StepAgreement.send = send  # type: ignore[method-assign]
+    else:
+        register_optimizer_step_post_hook(count)
 
 
 def _kill_at_read(n: int) -> None:

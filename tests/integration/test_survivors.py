@@ -74,7 +74,7 @@ def test_the_run_goes_on_from_the_newest_step(policy, how, place):  # noqa: F811
     assert left(run) == []
 
 
-def lose(run: Run, victim: int, n: int | None = None, secs: float = 0.0) -> list[int]:
+def lose(run: Run, victim: int, n: int | None = None, secs: float = 0.0, how: str = "forward") -> list[int]:
     """Exit codes of the ranks under DDP: one dies at its ``n``-th backward pass, or so many seconds after training
     began, wherever it is; the others hear of it."""
     environment = {
@@ -89,7 +89,7 @@ def lose(run: Run, victim: int, n: int | None = None, secs: float = 0.0) -> list
     seen = len(events(run))
     started = [
         start(
-            replace(run, crash=("forward", n) if n is not None and rank == victim else None),
+            replace(run, crash=(how, n) if n is not None and rank == victim else None),
             rank,
             {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -124,6 +124,42 @@ def test_nothing_is_lost_that_a_data_parallel_rank_has(policy, n, place):  # noq
     assert restored(run) == n - 1
     assert split_lives(events(run))[-1][0].get("lost", 0) == 0
     assert_same_run(run)
+    assert left(run) == []
+
+
+@every_policy
+def test_tokens_that_the_ranks_had_not_agreed_on_are_summed_at_the_return(policy, place, tmp_path):  # noqa: F811
+    """The dead rank had ended its step, and told nobody its tokens: each rank's own lie beside its state."""
+    run = in_memory(replace(POLICIES[policy], ranks=2), place)
+    assert lose(run, 1, 9, how="ended") == [1, KILLED]
+    assert "rank 0 keeps its state of step 9 in memory" in said(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == 9
+    assert split_lives(events(run))[-1][0].get("lost", 0) == 0
+    assert max(recomputed(run)) == 0
+    assert_same_run(run)
+    alone = in_memory(replace(POLICIES[policy], ranks=2), tmp_path)
+    assert live_ranks(alone) == [0, 0]
+    assert events(run)[-1]["applied"] == events(alone)[-1]["applied"]
+    assert left(run) == []
+
+
+SAVED_AT_EACH_STEP = [policy for policy in POLICIES if policy not in ("dense rarely", "moevement")]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("policy", SAVED_AT_EACH_STEP)
+def test_a_rank_that_dies_in_an_update_that_the_others_end_costs_one_step(policy, sharded, place):  # noqa: F811
+    """They stand one step apart, and meet at the newest that both have."""
+    run = in_memory(replace(POLICIES[policy], ranks=2, sharded=sharded), place)
+    assert lose(run, 1, 9, how="updated") == [1, KILLED]
+    assert "rank 0 keeps its state of step 9 in memory" in said(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == 8
+    assert "ranks 0 kept step 9 when training stopped, but the others' state of it is nowhere" in said(run)
+    assert max(recomputed(run)) == 1
+    if policy == "dense every step":
+        assert_same_run(run)
     assert left(run) == []
 
 

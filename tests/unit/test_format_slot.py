@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moe_ckpt.core.tokens import FaultRecord
@@ -72,7 +73,13 @@ def test_what_gradients_lead_to_is_told_where_that_is_not_everything():
     assert decode_slot(encode_slot(HEADER), "a").facts.gradients == ()
 
 
-@pytest.mark.parametrize("version", [1, 2, 8])
+def test_tokens_that_ranks_had_not_agreed_on_come_back_beside_those_that_they_had():
+    header = replace(HEADER, facts=replace(HEADER.facts, own=np.array([[3, 0, 41]])))
+    assert decode_slot(encode_slot(header), "a").facts.own.tolist() == [[3, 0, 41]]
+    assert decode_slot(other_version(HEADER, 7), "a").facts.own is None
+
+
+@pytest.mark.parametrize("version", [1, 2, 9])
 def test_another_version_is_named_and_refused(version: int):
     with pytest.raises(DamagedError, match=rf"format_version.*{version}"):
         decode_slot(other_version(HEADER, version), "a")

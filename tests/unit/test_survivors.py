@@ -15,9 +15,10 @@ from moe_ckpt.core.memory_shares import (
     Share,
     beneath_of,
     checkpoints_of,
-    newer_than_log,
+    newer_than,
     sealed_beside,
     snapshots_of,
+    teller_of,
 )
 from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, lends, shared_sequence, survivor_sequence
 from moe_ckpt.errors import ConfigError
@@ -157,7 +158,7 @@ def test_what_survivors_sealed_of_the_last_step_of_a_log_is_beside_it():
     found = sealed_beside(of_log(shares), snapshots_of(shares))
     assert found is not None
     assert found.shares == (own(0),)
-    assert newer_than_log(of_log(shares), shares) is None
+    assert newer_than(of_log(shares), shares) is None
 
 
 @pytest.mark.parametrize("other", [own(0, 39), own(0, 41), replace(own(0), life="another")])
@@ -170,9 +171,30 @@ def test_what_survivors_sealed_beside_other_policies_is_none_of_a_log():
     shares = [due(0), due(1), own(0, 41)]
     for checkpoint in checkpoints_of(shares):
         assert sealed_beside(checkpoint, snapshots_of(shares)) is None
-        assert newer_than_log(checkpoint, shares) is None
+    [older] = [each for each in checkpoints_of(shares) if each.is_complete]
+    assert newer_than(older, shares) == LeftBehind(41, (0,))
+
+
+@given(st.lists(st.sets(st.integers(40, 44), max_size=4), min_size=2, max_size=5))
+def test_ranks_at_different_steps_meet_at_the_newest_that_each_of_them_has(reached):
+    """Some stopped before an update and some after it, some sealed a checkpoint that was due, and some nothing."""
+    ranks = len(reached)
+    sealed = [replace(own(rank, step), writers=ranks) for rank, steps in enumerate(reached) for step in sorted(steps)]
+    found = [each for each in checkpoints_of(sealed) if each.is_complete]
+    common = set.intersection(*reached)
+    assert [each.step for each in found] == sorted(common, reverse=True)
+    if found:
+        newest = max(set.union(*reached))
+        ahead = tuple(rank for rank, steps in enumerate(reached) if newest in steps)
+        assert newer_than(found[0], sealed) == (None if newest in common else LeftBehind(newest, ahead))
+
+
+def test_who_knows_the_tokens_of_all_tells_them():
+    early, late = replace(own(0), unagreed=True), own(1)
+    assert teller_of({0: (early,), 1: (late,)}) == 1
+    assert teller_of({0: (early,), 1: (replace(late, unagreed=True),)}) == 0
 
 
 def test_ranks_that_sealed_a_newer_step_than_the_log_has():
     shares = [*LOGGED, own(0, 41), own(1, 40), lent(1, 0, 41)]
-    assert newer_than_log(of_log(shares), shares) == LeftBehind(41, (0,))
+    assert newer_than(of_log(shares), shares) == LeftBehind(41, (0,))

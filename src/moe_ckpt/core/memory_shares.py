@@ -34,6 +34,7 @@ class Share:
         sent: It is a copy of what the writer sent to peers, which is not all that it had.
         since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it is none.
         only: As of ``format.slot.SlotHeader``.
+        unagreed: The ranks had not agreed on its step's tokens, so that those of all ranks are needed to know them.
     """
 
     holder: int
@@ -52,6 +53,7 @@ class Share:
     sent: bool = False
     since: int | None = None
     only: str = ""
+    unagreed: bool = False
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
@@ -248,11 +250,12 @@ def sealed_beside(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint
     return next(alike, None)
 
 
-def newer_than_log(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBehind | None:
-    """What ranks that lived on sealed of a step after ``checkpoint``, to which its gradient log does not lead.
+def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBehind | None:
+    """What ranks that lived on sealed of a step after ``checkpoint``, which others had not come to, or which died with
+    others: all meet at the newest step of which every rank's share is there.
 
     Returns:
-        The newest such step, and the ranks that sealed it; None if there is none, or ``checkpoint`` is none of a log.
+        The newest such step, and the ranks that sealed it; None if there is none.
     """
     last = checkpoint.shares[-1]
     own = [
@@ -261,9 +264,14 @@ def newer_than_log(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> Lef
         if is_survivors(share.sequence) and not (is_lent(share.sequence) or share.only) and share.life == last.life
     ]
     newest = max((share.step for share in own), default=checkpoint.step)
-    if not checkpoint.is_log or newest <= checkpoint.step:
+    if newest <= checkpoint.step:
         return None
     return LeftBehind(newest, tuple(sorted({share.writer for share in own if share.step == newest})))
+
+
+def teller_of(snapshot: Snapshot) -> int:
+    """Returns the writer whose slot tells what all have alike: one that knew the tokens of all, if there is any."""
+    return min(snapshot, key=lambda writer: (fullest(snapshot[writer]).unagreed, writer))
 
 
 def fullest(shares: Sequence[Share]) -> Share:

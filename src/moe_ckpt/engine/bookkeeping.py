@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import NamedTuple
 
 from moe_ckpt.core.anchor_book import AnchorBook
 from moe_ckpt.core.operators import Catalog
@@ -27,6 +28,20 @@ Booked = Callable[[Pending, bool], None]
 """Called with each snapshot that was booked as ended, and whether it was committed."""
 
 
+class SentStep(NamedTuple):
+    """A step that the ranks agree on.
+
+    Attributes:
+        number: Of it.
+        before: ``[L, E]`` tokens that experts had processed before it.
+        applied: The same by its end, when the ranks have agreed on it.
+    """
+
+    number: int
+    before: Counts
+    applied: Future[Counts]
+
+
 class Bookkeeper:
     """Sends the other ranks each step's numbers, receives theirs, and books them. For the training thread only.
 
@@ -43,8 +58,7 @@ class Bookkeeper:
         meter: What this rank measured.
         failures: Checkpoints that failed.
         committed_directory: Of the newest checkpoint; None before the first.
-        applied: Step that was sent last, and ``[L, E]`` tokens that experts have processed by it, when the ranks have
-            agreed on it.
+        sent: The step that was sent last.
     """
 
     def __init__(
@@ -62,7 +76,7 @@ class Bookkeeper:
         self._consensus = StepConsensus()
         self._newest_ended = -1
         self._awaited: Future[Counts] | None = None
-        self.applied: tuple[int, Future[Counts]] = -1, Future()
+        self.sent: SentStep | None = None
 
     @property
     def late(self) -> bool:
@@ -96,7 +110,7 @@ class Bookkeeper:
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
         applied.add_done_callback(lambda found: _add(total, before, found))
-        self.applied = step, total
+        self.sent = SentStep(step, before, total)
 
     def give_up(self) -> None:
         """Training failed: a snapshot whose step was never sent gets no tokens, and must not wait for them."""

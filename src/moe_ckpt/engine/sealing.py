@@ -101,6 +101,7 @@ class MemorySealer:
                 applied=request.applied.result(),
                 faults=request.faults,
                 lost=request.lost,
+                own=request.own,
                 policy=request.policy,
                 measured=request.measured,
                 since=request.since,

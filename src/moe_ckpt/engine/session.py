@@ -240,6 +240,8 @@ class CheckpointSession:
             self._booking.receive(self._resources.pipeline)
             received = time.perf_counter()
             self._agree_secs += received - joined
+            self.survivor.update_begins(received)
+            self.add_stall(time.perf_counter() - received)
             self._booking.meter.update_begins(received)
             self._run.tell(Joined(received))
 
@@ -265,7 +267,7 @@ class CheckpointSession:
         """
         final_at = time.perf_counter()
         plain = plain_of(capture, self.comm.rank)
-        self.survivor.step_ends(step, plain)
+        self.survivor.step_ends(step, plain, tokens)
         self._snapshots.step_begins(updated=updated)
         if self._resources.memory is not None:
             self._resources.memory.left.step_ended()

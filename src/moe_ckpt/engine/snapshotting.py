@@ -171,21 +171,23 @@ class Snapshotter:
         self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
 
     def begin_survivor(
-        self, plan: SnapshotPlan, plain: Encode, applied: Future[Counts], of: int, patience_secs: float
+        self, plan: SnapshotPlan, plain: Encode, tokens: tuple[Counts, Counts | None], of: int, patience_secs: float
     ) -> Snapshot:
         """Begin a snapshot for memory alone, which the books do not know of: training stops.
 
         Args:
             plan: Of the newest step.
             plain: Gives the plain state.
-            applied: See ``SnapshotRequest``.
+            tokens: ``applied`` and ``own`` of ``format.slot.StepFacts``.
             of: Rank whose share is saved.
             patience_secs: See ``Pipeline.begin``.
         """
         tensors, specs = self.live.describe_for(plan)
         ways = _Ways(stored=False, copied=False)
         request, _ = self._request(plan, specs, step_is_agreed=True, ways=ways)
-        request = replace(request, applied=applied, survivors_of=of)
+        applied: Future[Counts] = Future()
+        applied.set_result(tokens[0])
+        request = replace(request, applied=applied, own=tokens[1], survivors_of=of)
         return self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs)
 
     def drain(self, step: int, *, last: bool = False) -> Sequence[Resolution]:

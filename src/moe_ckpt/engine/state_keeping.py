@@ -17,7 +17,9 @@ import torch
 
 from moe_ckpt.core.freshness import UNKNOWN
 from moe_ckpt.core.survivors import STATE, survivor_sequence
+from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.buffers import roomy
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.snapshot import Plain
 from moe_ckpt.engine.writing import checksums_of, state_file
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, encode_slot
@@ -27,6 +29,7 @@ from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.copying import target
 
 log = logging.getLogger("moe_ckpt")
+_NO_COUNTS = np.zeros((0, 0), dtype=np.int64)
 
 
 class _Step(NamedTuple):
@@ -36,6 +39,7 @@ class _Step(NamedTuple):
     books: int
     plain: Plain
     ready: torch.cuda.Event | None
+    tokens: Deferred[StepTokens]
 
 
 class StateKeeper:
@@ -55,17 +59,18 @@ class StateKeeper:
         self._thread = threading.Thread(target=self._run, name="moe_ckpt-state", daemon=True)
         self._thread.start()
 
-    def keep(self, step: int, index: int, plain: Plain) -> None:
+    def keep(self, step: int, index: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
         """Returns at once.
 
         Args:
             plain: Of the step, which nobody writes to any more.
+            tokens: Of the step, as this rank counts them.
         """
         ready = None
         if any(tensor.is_cuda for _, tensor in plain[1]):
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        self._steps.put(_Step(step, index, plain, ready))
+        self._steps.put(_Step(step, index, plain, ready, tokens))
 
     def close(self) -> None:
         """Waits for what is under way. What is sealed stays. Twice does no harm."""
@@ -127,7 +132,7 @@ class StateKeeper:
             boot_id=files.boot_id,
             nbytes=slot.memory.numel(),
             freshness=UNKNOWN,
-            facts=StepFacts(step.books, "", (), None, np.zeros((0, 0), dtype=np.int64)),
+            facts=StepFacts(step.books, "", (), None, _NO_COUNTS, own=step.tokens.result().applied),
             state=state_file(encoded, number, files.generation, files.run_id, files.rank, self._world_size),
             parts=parts,
             only=STATE,

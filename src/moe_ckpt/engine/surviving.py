@@ -8,21 +8,33 @@ process before it goes, whatever the policy saved of that step. If every rank do
 from __future__ import annotations
 
 import functools
+import logging
 import time
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+
+import numpy as np
 
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.survivors import lends
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot
 from moe_ckpt.engine.snapshotting import Snapshotter
 from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.errors import MoECheckpointError
 from moe_ckpt.policies.base import needs_of
+
+log = logging.getLogger("moe_ckpt")
+
+AGREEMENT_SECS = 5.0
+"""So long ranks that are still there have to agree on the tokens of the newest step."""
+_SEALING_PORTION = 0.05
+"""Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
+_Counted = tuple[Counts, Counts | None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,9 @@ class Survivor:
         self._run, self._resources, self._snapshots = run, resources, snapshots
         self._step: int | None = None
         self._plain: Encode | None = None
+        self._tokens: Deferred[StepTokens] | None = None
         self._states: StateKeeper | None = None
+        self._update_began = time.perf_counter()
 
     @property
     def is_on(self) -> bool:
@@ -63,14 +77,15 @@ class Survivor:
         memory = self._run.settings.memory
         return memory is not None and memory.sealing_secs > 0
 
-    def step_ends(self, step: int, plain: Encode) -> None:
+    def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
         """The state of ``step`` is final.
 
         Args:
             plain: Gives the plain state as it is now, the first time it is called.
+            tokens: Of this rank.
         """
         if self.is_on:
-            self._step, self._plain = step, plain
+            self._step, self._plain, self._tokens = step, plain, tokens
 
     def keep_plain(self, *, described: bool) -> None:
         """The next step begins: random numbers and buffers are about to change, and tensors of them are copied.
@@ -86,9 +101,22 @@ class Survivor:
         copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
         self._plain = lambda **_: copied
         memory = self._resources.memory
-        if self._is_lent_whole and memory is not None and self._step is not None:
+        if self._step is None or self._tokens is None or memory is None:
+            return
+        if self._is_lent_whole:
             self._states = self._states or StateKeeper(memory.files, self._run.comm.world_size)
-            self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied)
+            self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied, self._tokens)
+
+    def update_begins(self, now: float) -> None:
+        """Nobody can go back to the newest step from here on unless it is sealed: a rank that is killed in this update
+        would cost two. Nearly always it is; else that gets a little time.
+
+        Args:
+            now: ``perf_counter``.
+        """
+        since, self._update_began = now - self._update_began, now
+        if self.is_on and self._resources.pipeline.in_flight:
+            self._resources.pipeline.stages.wait(0, _SEALING_PORTION * since)
 
     @property
     def _is_lent_whole(self) -> bool:
@@ -125,9 +153,11 @@ class Survivor:
     def _seal(self, step: int, plain: Encode, until: float) -> int:
         """Returns bytes of tensors."""
         rank, catalog, newest = self._run.comm.rank, self._run.catalog, self._snapshots.newest
+        tokens = self._counted(step, until)
         whole = newest is not None and newest.step == step and newest.request.is_whole(catalog)
+        whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
         found = [] if newest is None or not whole else [newest]
-        begin = functools.partial(self._begin, step, until)
+        begin = functools.partial(self._begin, tokens, until)
         if not whole:
             found.append(begin(save_full(step, catalog.everything), plain, rank))
         lent, logs = self._lends(rank), needs_of(self._run.policy).gradients
@@ -146,10 +176,25 @@ class Survivor:
             return lends(rank, placement.peers)
         return found
 
-    def _begin(self, step: int, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
-        sent, applied = self._snapshots.booking.applied
-        _settled(applied if sent == step else None, until)
-        return self._snapshots.begin_survivor(plan, plain, applied, of, _left(until))
+    def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
+        applied, own = tokens
+        if own is not None and of != self._run.comm.rank:
+            own = np.zeros_like(own)  # the other rank's are beside its plain state
+        return self._snapshots.begin_survivor(plan, plain, (applied, own), of, _left(until))
+
+    def _counted(self, step: int, until: float) -> _Counted:
+        """Tokens by the end of the step, if the ranks have agreed on it; else those before it, and this rank's own."""
+        booking = self._snapshots.booking
+        sent = booking.sent if booking.sent is not None and booking.sent.number == step else None
+        try:
+            if sent is not None:
+                return sent.applied.result(min(AGREEMENT_SECS, _left(until))), None
+        except Exception as error:  # whatever ended the agreement: it is made at the return, of what each rank counted
+            log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
+        before = booking.run_ledger.tokens.applied.copy() if sent is None else sent.before
+        if self._tokens is None:
+            raise RuntimeError("nothing was counted")
+        return before, self._tokens.result().applied
 
     def _wait(self, own: Snapshot, until: float) -> None:
         """Until it is sealed, and what was begun after it as well."""
@@ -161,18 +206,6 @@ class Survivor:
         if not in_time:
             raise TimeoutError
         raise RuntimeError(own.refused or "its slot could not be sealed; a warning above says why")
-
-
-def _settled(applied: Future[Counts] | None, until: float) -> None:
-    """Waits until the ranks have agreed on the step, without whose tokens it is not known what experts have seen."""
-    try:
-        if applied is None:
-            raise RuntimeError("nothing was sent")
-        applied.result(_left(until))
-    except (FutureTimeoutError, TimeoutError):
-        raise
-    except Exception as error:  # whatever ended the agreement
-        raise RuntimeError("the ranks had not agreed on the tokens of this step when one of them failed") from error
 
 
 def _left(until: float) -> float:

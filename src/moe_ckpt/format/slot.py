@@ -23,8 +23,8 @@ from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, numb
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 
-SLOT_VERSION = 7
-_READ_VERSIONS = (3, 4, 5, 6, SLOT_VERSION)
+SLOT_VERSION = 8
+_READ_VERSIONS = (3, 4, 5, 6, 7, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -49,7 +49,7 @@ _FACTS = record(
         "policy": mapping(anything),
         "measured": mapping(number()),
     },
-    {"mlt": MLT_OF_FAULTS, "since": maybe(whole()), "gradients": listing(OPERATOR_ID), "lost": _TABLE},
+    {"mlt": MLT_OF_FAULTS, "since": maybe(whole()), "gradients": listing(OPERATOR_ID), "lost": _TABLE, "own": _TABLE},
 )
 _BODY = record(
     {
@@ -124,6 +124,8 @@ class StepFacts:
         faults: Recoveries of the run so far.
         lost: ``[L, E]`` tokens that those lost which ``base`` does not know of: no later one loses them again. None if
             there are none.
+        own: ``[L, E]`` tokens that this rank counted in the step itself, where ``applied`` has none of that step
+            because ranks had not agreed on it: those of all ranks are to be added. None if they had.
         policy: ``Policy.describe()``.
         measured: As ``Manifest.measured``.
         since: Of a step of a gradient log, sequence of the snapshot with the oldest anchor that is needed: with all
@@ -142,6 +144,7 @@ class StepFacts:
     since: int | None = None
     gradients: tuple[str, ...] = ()
     lost: Counts | None = field(default=None, compare=False)
+    own: Counts | None = field(default=None, compare=False)
 
     def encoded(self) -> dict[str, Any]:
         """For a document."""
@@ -157,6 +160,7 @@ class StepFacts:
             "since": self.since,
             **({"gradients": list(self.gradients)} if self.gradients else {}),
             **({} if self.lost is None else {"lost": Fragment.of_counts(self.lost)}),
+            **({} if self.own is None else {"own": Fragment.of_counts(self.own)}),
         }
 
     @classmethod
@@ -174,7 +178,7 @@ class StepFacts:
             body["measured"],
             body.get("since"),
             tuple(body.get("gradients", ())),
-            np.asarray(body["lost"], dtype=np.int64) if "lost" in body else None,
+            *(np.asarray(body[name], dtype=np.int64) if name in body else None for name in ("lost", "own")),
         )
 
 

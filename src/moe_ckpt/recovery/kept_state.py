@@ -36,13 +36,16 @@ class KeptState:
     def steps(self) -> list[int | None]:
         """Returns of each rank the newest step that it sealed; None where it sealed none.
 
-        Of the newest life that memory has anything of, if that had as many ranks.
+        Of the newest life that memory has anything of, if that had as many ranks. A step is left out if no rank knew
+        the tokens of all: those of a rank that is gone are nowhere.
         """
         found: list[int | None] = [None] * self._ranks
+        known = (share for share in self._memory.shares if not (share.only or share.unagreed))
+        agreed = {share.step for share in known if is_survivors(share.sequence)}
         for share in self._memory.shares:
             is_own = is_survivors(share.sequence) and not is_lent(share.sequence) and not share.only
             is_newest = share.generation == self.generation and share.writers == self._ranks
-            if is_own and is_newest and share.freshness != STALE:
+            if is_own and is_newest and share.freshness != STALE and (not share.unagreed or share.step in agreed):
                 found[share.writer] = max(share.step, found[share.writer] or 0)
         return found
 

@@ -25,9 +25,10 @@ from moe_ckpt.core.memory_shares import (
     fullest,
     left_behind,
     nearest,
-    newer_than_log,
+    newer_than,
     sealed_beside,
     snapshots_of,
+    teller_of,
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
@@ -136,15 +137,13 @@ class MemoryCheckpoints:
         candidates = [e for e in checkpoints_of(self.shares) if step_dir(e.step, e.generation) == directory]
         checkpoint = min(candidates, key=lambda each: not each.is_complete)
         self._note_start(directory, checkpoint)
-        kept = newer_than_log(checkpoint, self.shares)
+        kept = newer_than(checkpoint, self.shares)
         if kept and self._comm.rank == 0:
-            announce(
-                "ranks %s kept step %d when training stopped, but the others' gradients of it are nowhere: all ranks "
-                "come along the log to step %d",
-                ", ".join(map(str, kept.writers)),
-                kept.step,
-                checkpoint.step,
-            )
+            why = "the others' state of it is nowhere: all ranks go on from step %d, the newest that each of them has"
+            if checkpoint.is_log:
+                why = "the others' gradients of it are nowhere: all ranks come along the log to step %d"
+            ranks = ", ".join(map(str, kept.writers))
+            announce(f"ranks %s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
@@ -244,7 +243,7 @@ class MemoryCheckpoints:
             for writer, shares in (*snapshot.items(), *states.items()):
                 if fullest(shares).holder == self._comm.rank:
                     header = self._own[fullest(shares).number].header
-                    tells = shares is snapshot[min(snapshot)]
+                    tells = shares is snapshot[teller_of(snapshot)]
                     mine += packed_header(place, writer, header, tells=tells)
         found = [SnapshotFacts() for _ in snapshots]
         told = self._comm.everyone(b"".join(mine))
@@ -253,6 +252,8 @@ class MemoryCheckpoints:
                 (found[place].states if alone else found[place].writers)[writer] = described
                 if facts is not None:
                     found[place].facts = StepFacts.decoded(facts)
+        for each in found:
+            each.settle()
         return found, all(raw[0] for raw in told)
 
     def _opened(

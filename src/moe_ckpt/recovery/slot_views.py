@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.survivors import STATE as STATE_ALONE
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment, encode_json
 from moe_ckpt.format.manifest import (
@@ -51,10 +54,12 @@ class Described:
     Attributes:
         state: (bytes, digest) of its state file.
         parts: (kind, first byte, header of its shard).
+        own: As of ``StepFacts``.
     """
 
     state: tuple[int, str]
     parts: tuple[tuple[str, int, bytes], ...]
+    own: Counts | None = None
 
 
 class SnapshotFacts:
@@ -63,7 +68,7 @@ class SnapshotFacts:
     Attributes:
         writers: Writer -> its slot.
         states: Likewise, of plain state that lies in a slot of its own.
-        facts: Those of the lowest of ``writers``.
+        facts: Those that one of ``writers`` tells of all.
     """
 
     def __init__(self) -> None:
@@ -76,6 +81,14 @@ class SnapshotFacts:
         if self.facts is None:
             raise DamagedError(f"memory slots of step {step}", "no rank tells of the step", step=step)
         return self.facts
+
+    def settle(self) -> None:
+        """All have told: tokens of a step on which they had not agreed when one of them died are summed now."""
+        if self.facts is None or self.facts.own is None:
+            return
+        told = (each.own for each in (*self.writers.values(), *self.states.values()))
+        summed = sum((own for own in told if own is not None), start=self.facts.applied)
+        self.facts = replace(self.facts, applied=summed, own=None)
 
 
 def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
@@ -91,6 +104,7 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
         header.facts.encoded() if tells else None,
+        None if header.facts.own is None else Fragment.of_counts(header.facts.own),
     ]
     meta = encode_json(told)
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
@@ -102,12 +116,13 @@ def unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, bool, Described, Ma
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        place, writer, alone, state, told, facts = json.loads(raw[at - nbytes : at])
+        place, writer, alone, state, told, facts, own = json.loads(raw[at - nbytes : at])
         parts = []
         for kind, begin, size in told:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
-        yield place, writer, alone, Described(tuple(state), tuple(parts)), facts
+        counted = None if own is None else np.asarray(own, dtype=np.int64)
+        yield place, writer, alone, Described(tuple(state), tuple(parts), counted), facts
 
 
 class SlotFiles:
@@ -291,6 +306,7 @@ def told_of(found: FoundSlot, number: int) -> list[Any]:
         header.sent,
         header.facts.since,
         header.only,
+        header.facts.own is not None and header.only != STATE_ALONE,
     ]
 
 

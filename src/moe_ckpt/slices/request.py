@@ -46,6 +46,7 @@ class SnapshotRequest:
         is_partial_log: It leaves operators out, which have neither (MoEtion).
         survivors_of: Whose share is sealed because training stops at a failure, which ranks need not have begun alike;
             None for what a policy asked for.
+        own: ``format.slot.StepFacts.own``.
     """
 
     step: int
@@ -73,6 +74,7 @@ class SnapshotRequest:
     since: int | None = None
     is_partial_log: bool = False
     survivors_of: int | None = None
+    own: Counts | None = None
 
     @property
     def to_peers(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import signal
@@ -45,6 +46,8 @@ from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 
 _EXAMPLE = "example: python benchmarks/memory_slots.py --mib 256 --rounds 5 --write"
+_GIVEN_BACK = 5 / 7
+"""Of a slot of a gradient log in rounds of 5: the gradients (4 bytes per parameter and step of 5.6)."""
 _STEPS, _LAYERS, _EXPERTS = 3, 6, 8
 
 
@@ -63,11 +66,23 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
         move(slot.memory)
         slot.remove()
 
+    # What would be left of a gradient log's slot if gradients that no operator needs any more were given back.
+    sparse = Slot.create(directory / "sparse", nbytes)
+    hole = int(nbytes * _GIVEN_BACK) // mmap.PAGESIZE * mmap.PAGESIZE
+
+    def give_back() -> None:
+        address, libc = sparse.memory.data_ptr(), ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(hole), mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), "pages cannot be given back")
+
     move(warm.memory)
+    move(sparse.memory)
     contestants: dict[str, Callable[[], object]] = {
         "memcpy, warm": lambda: move(target),
         "into a warm slot": lambda: move(warm.memory),
         "reserve a slot and copy into it": cold,
+        "give back 5/7 of a slot's pages": give_back,
+        "into what is left of it": lambda: move(sparse.memory),
         "XXH3-64 of it": lambda: xxhash.xxh3_64_digest(warm.memory.numpy().data),
     }
     for _ in range(rounds):
@@ -76,6 +91,7 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
             run()
             found.setdefault(name, []).append(time.perf_counter() - began)
     warm.remove()
+    sparse.remove()
     return found
 
 

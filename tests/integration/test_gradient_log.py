@@ -184,6 +184,7 @@ def test_killed_at_random_times(seed, place):  # noqa: F811
 SEVERAL = {
     "ddp": replace(LOG, ranks=2),
     "ddp-3": replace(LOG, ranks=3, epochs=3),
+    "ddp-4": replace(LOG, ranks=4, epochs=4),
     "fsdp2": replace(LOG, ranks=2, sharded=True),
     "fsdp2-4": replace(LOG, ranks=4, sharded=True, epochs=4),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +13,17 @@ import torch
 from moe_ckpt.gradients import replay
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.recovery.gradient_log import StoredLog
-from tests.megatron.exactness import Case, finish, kill, require_equal, require_exact, uninterrupted
+from tests.megatron.exactness import (
+    LIFE_SECS,
+    WARM,
+    Case,
+    finish,
+    kill,
+    life_of,
+    require_equal,
+    require_exact,
+    uninterrupted,
+)
 from tests.megatron.test_exact import (
     BF16,
     EXPERTS_DATA,
@@ -23,6 +36,8 @@ from tests.megatron.test_exact import (
 )
 from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
+from tests.support.megatron_run import live
+from tests.support.processes import start_ranks
 
 LOG = ("GradientLog", {"window": 3})
 MEMORY = {"storage_every_n_steps": 1000}
@@ -71,6 +86,38 @@ def test_a_lost_node_comes_back_from_its_peer(name, lost, tmp_path):
     ended = finish(case, tmp_path)
     assert ended.resumed[-1] >= 5
     assert all(result["remade"] is not None for result in ended.results)
+    require_exact(case, tmp_path, ended)
+
+
+def _dies_in_the_replay(rank: int, loads: int) -> None:
+    """In each rank's process: ``rank`` is killed when anchors of that many steps are there, updates made between."""
+    load, calls = StoredLog.load, []
+
+    def deadly(self, step: int) -> None:
+        load(self, step)
+        calls.append(step)
+        if len(calls) == loads and torch.distributed.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    StoredLog.load = deadly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep2-dp2", "ep2-dp2-sharded", "pp2-ep2"])
+def test_killed_in_the_replay_twice_it_is_made_again(name, tmp_path):
+    """Other ranks in other lives, each behind an update; nothing that the replay needs is gone."""
+    case = CASES[name]
+    kill(case, tmp_path)
+    for number, (rank, loads) in enumerate([(2, 2), (1, 3)], start=len(case.kills)):
+        dies = partial(_dies_in_the_replay, rank, loads)
+        life = replace(life_of(case, tmp_path), seed=1 + number, number=number, sabotage=dies)
+        outcomes = start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM)
+        assert outcomes[rank].exitcode == -signal.SIGKILL, outcomes
+        assert not any(outcome.ok for outcome in outcomes)
+    ended = finish(case, tmp_path)
+    remade = [result["remade"] for result in ended.results]
+    assert len(set(remade)) == 1
+    assert remade[0][0] < remade[0][1] == ended.resumed[-1] == 6
     require_exact(case, tmp_path, ended)
 
 

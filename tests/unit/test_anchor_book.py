@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_ckpt.core.anchor_book import AnchorBook
 from moe_ckpt.core.freshness import STALE
+from moe_ckpt.core.gradient_chain import LoggedStep, chains
 from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint
 from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
 
@@ -81,10 +86,53 @@ def test_what_peers_have_of_a_log_stays_beside_the_newest():
     assert needed([*steps, held(5, 4)]) == {4, 5}
 
 
+@st.composite
+def rounds(draw):
+    """Of each snapshot what it anchors, None where it is lost, and how many after it begin before it is complete."""
+    anchored = st.one_of(st.none(), st.sampled_from(ALL).map(lambda one: (one,)), st.just(ALL), st.just(()))
+    return draw(st.lists(st.tuples(anchored, st.integers(0, 2)), min_size=1, max_size=14))
+
+
+def used(log, step):
+    """Snapshots of which the newest one, or any operator's way to it, needs something."""
+    ways = chains(log, ALL, step).values()
+    return {step, *(at for way in ways for at in (way.anchor, *way.gradients))}
+
+
+@given(rounds())
+def test_what_stays_is_what_ways_to_the_newest_step_and_later_ones_need(given_rounds):
+    """Against chains of operators: nothing that a step needs goes, and no whole snapshot stays that none needs."""
+    book, steps, log, ends, lost = AnchorBook(ALL), {}, {}, {}, set()
+    for sequence, (anchored, late) in enumerate(given_rounds):
+        ends[sequence] = sequence + late, anchored is not None
+        since = book.since(sequence, anchored or ())
+        anchored = ALL if since is None else anchored or ()
+        book.begun(sequence, sequence, anchored)
+        of = None if anchored == ALL else since
+        steps[sequence] = MemoryStep(sequence, since=of)
+        log[sequence] = LoggedStep(frozenset(ALL), frozenset(ALL), frozenset(anchored))
+        for at in [at for at, (when, _) in ends.items() if when <= sequence]:
+            steps[at] = replace(steps[at], complete=ends.pop(at)[1])
+            if not steps[at].complete:
+                lost.add(at)
+                book.broken(at)
+        kept = needed(steps.values())
+        newest = newest_checkpoint(steps.values())
+        left = {at: logged for at, logged in log.items() if at in kept}
+        if newest:
+            last = newest[-1].sequence
+            assert {each.sequence for each in newest} == used(log, last) == {at for at in kept if at <= last}
+            assert chains(left, ALL, last) == chains(log, ALL, last)
+        for at in [at for at in kept if steps[at].complete is None and steps[at].since is not None]:
+            hopeless = not lost.isdisjoint(range(steps[at].since, at))
+            assert hopeless or chains(left, ALL, at) == chains(log, ALL, at), "it may still become the newest"
+        steps = {at: step for at, step in steps.items() if at in kept or step.complete is None}
+
+
 def share(sequence, writer=0, since=None, **more):
-    given = {"step": sequence + 1, "freshness": 0, **more}
-    fields = given["step"], writer, 2, None, ""
-    return Share(0, "node", 10 * sequence + writer, "life", 1, sequence, *fields, 0, given["freshness"], False, since)
+    fitted = {"step": sequence + 1, "freshness": 0, **more}
+    fields = fitted["step"], writer, 2, None, ""
+    return Share(0, "node", 10 * sequence + writer, "life", 1, sequence, *fields, 0, fitted["freshness"], False, since)
 
 
 def both(sequence, since=None, **more):

@@ -16,7 +16,6 @@ from moe_ckpt.core.gradient_chain import (
     chains,
     newest_reachable,
     sends_gradient,
-    without_garbage,
 )
 from moe_ckpt.errors import GradientGapError
 
@@ -77,25 +76,6 @@ def test_a_chain_is_found_where_there_is_one_and_holds_every_update(log):
 def test_the_newest_reachable_step_is_the_last_that_all_reach(log):
     expected = [step for step in log if all(reaches(log, operator, step) for operator in OPERATORS)]
     assert newest_reachable(log, OPERATORS) == max(expected, default=None)
-
-
-@given(logs())
-def test_garbage_is_what_no_later_step_needs_and_nothing_else(log):
-    newest = newest_reachable(log, OPERATORS)
-    if newest is None:
-        return
-    kept = without_garbage(log, OPERATORS, newest)
-    for operator, step in product(OPERATORS, range(newest, 13)):
-        assert found(kept, operator, step) == found(log, operator, step)
-    assert without_garbage(kept, OPERATORS, newest) == kept
-    for at in [at for at in kept if at <= newest]:
-        for operator in kept[at].gradients | kept[at].anchored:
-            held = kept[at]
-            less_anchor = LoggedStep(held.updated, held.gradients, held.anchored - some(operator))
-            less_gradient = LoggedStep(held.updated, held.gradients - some(operator), held.anchored)
-            for less in (less_anchor, less_gradient):
-                without = {**kept, at: less}
-                assert less == held or found(without, operator, newest) is None, "it could have gone as well"
 
 
 def test_a_skipped_step_needs_no_gradient_and_an_unknown_one_ends_the_chain():

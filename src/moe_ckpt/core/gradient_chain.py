@@ -1,4 +1,4 @@
-"""Which anchors and gradients bring operators to a step, and which are needed no more.
+"""Which anchors and gradients bring operators to a step.
 
 Between two anchors the state of an operator follows from the anchor and the gradients that its optimizer consumed
 since (MoEtion, Algorithm 3). An operator reaches step ``t`` from its anchor of step ``a`` if of each step in ``(a, t]``
@@ -114,27 +114,6 @@ def chains(log: Log, operators: Iterable[str], step: int) -> dict[str, Chain]:
         GradientGapError: Of the first that does not reach it.
     """
     return {operator: chain(log, operator, step) for operator in operators}
-
-
-def without_garbage(log: Log, operators: Iterable[str], step: int) -> dict[int, LoggedStep]:
-    """Returns ``log`` without what no way to ``step`` or to a later step needs. Operators not named keep nothing.
-
-    Every later step that was reachable stays so. Of the ways to ``step`` nothing can be left out of what stays.
-
-    Raises:
-        GradientGapError: An operator does not reach ``step``.
-    """
-    anchor_of = {operator: way.anchor for operator, way in chains(log, operators, step).items()}
-    oldest = min(anchor_of.values(), default=step)
-    return {
-        at: LoggedStep(
-            logged.updated,
-            frozenset(op for op in logged.gradients if op in anchor_of and at > anchor_of[op]),
-            frozenset(op for op in logged.anchored if op in anchor_of and at >= anchor_of[op]),
-        )
-        for at, logged in log.items()
-        if at >= oldest
-    }
 
 
 class Follower:

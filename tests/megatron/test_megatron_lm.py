@@ -139,7 +139,7 @@ def check(case: Case, directory: Path) -> None:
 def test_other_versions_of_megatron_lm_are_refused_by_name(tmp_path: Path):
     [found] = run_ranks(megatron_lm_refusals.moved_names, 1, str(tmp_path), preload=WARM)
     assert found.pop("untouched") == ("[]", "")
-    assert len(found) == 21, "each is refused: gone, not called, without a parameter"
+    assert len(found) == 22, "each is refused: gone, not called, without a parameter"
     for case, (kind, text) in found.items():
         assert kind == "UnsupportedError", case
         for part in ("megatron-core 0.16.1", "core_v0.16.1", case.partition(" ")[0].partition("(")[0]):
@@ -180,6 +180,21 @@ def test_killed_and_started_again(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", SLOW)
 def test_killed_and_started_again_in_other_setups(name: str, tmp_path: Path):
     check(SLOW[name], tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("where", ["fails", pytest.param("log", marks=pytest.mark.slow)])
+def test_an_error_after_the_update_costs_no_iteration(where: str, tmp_path: Path):
+    """No rank has come to the iteration's end: its weights are there, and the rest is counted as the loop would."""
+    (tmp_path / "memory").mkdir()
+    memory = f", memory=Memory(directory={str(tmp_path / 'memory')!r}, storage_every_n_steps=1000)"
+    case = Case("Dense(every_n_steps=100)", (), "--dataloader-type cyclic")
+    life = Life(arguments(case), str(tmp_path / "journal"), line(case.policy, tmp_path, memory), (1, 7, where))
+    outcomes = start_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
+    assert not any(outcome.ok for outcome in outcomes)
+    run(tmp_path, arguments(case), line(case.policy, tmp_path, memory))
+    assert [found[-1][0]["begin"] for found in (lives(tmp_path, rank) for rank in range(RANKS))] == [7] * RANKS
+    require_exact(tmp_path, unbroken(arguments(case)))
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ class Life:
     arguments: of pretrain_gpt.py. line: what stands between the parentheses of ``megatron.install(...)``; None to leave
     the script as it is. journal: file that each rank writes to, with its number behind it. kill: (rank, iteration,
     where) of a SIGKILL between backward pass and update ("update") or right after the update ("end"), or of a SIGTERM
-    right after the update ("term").
+    right after the update ("term"); or of an error between the update and what the ranks tell each other of it
+    ("fails"), or when the iteration is logged ("log").
     """
 
     arguments: str
@@ -156,6 +157,19 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
             chunks, optimizer = args[1], args[2]
             journal.note(end=dict(_digests(chunks, optimizer)), counted=_counted(settings))
 
+    def failing(name: str, where: str) -> None:
+        real = getattr(training, name)
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            if kill is not None and kill[1:] == (get_args().curr_iteration + 1, where):
+                raise RuntimeError("the user's program fails")
+            return real(*args, **kwargs)
+
+        setattr(training, name, fails)
+
+    failing("logical_and_across_model_parallel_group", "fails")
+    if kill is not None and kill[2] == "log":
+        failing("training_log", "log")
     training.train, training.train_step, training.evaluate = watched_train, watched_step, watched_evaluation
 
 

@@ -72,6 +72,22 @@ def test_a_second_optimizers_join_does_not_make_a_half_written_step_whole(surviv
         assert surviving.moment is Moment.WRITING
 
 
+@pytest.mark.parametrize("counts", [True, False, None])
+def test_an_update_that_is_made_is_sealed_once_somebody_can_count_its_step(surviving, recorder, counts):
+    def count() -> bool:
+        if counts is None:
+            raise ValueError("the loop is another one")
+        return counts
+
+    recorder.done.set()
+    surviving.enter(Moment.WRITTEN)
+    assert surviving.ends_soon
+    assert not surviving.is_whole
+    surviving.count = count
+    surviving.survive("RuntimeError")
+    assert recorder.sealed == int(counts is True)
+
+
 def test_training_waits_while_another_thread_seals(surviving, recorder):
     sealing = threading.Thread(target=surviving.survive, args=("SIGTERM",))
     sealing.start()

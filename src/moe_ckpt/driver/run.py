@@ -342,6 +342,10 @@ class Driver:
         self.surviving.termination.settle()
         return self.last
 
+    def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
+        """Training stops after the newest step's update, and that step is final: for ``survive``, which seals it."""
+        self.session.count(self._host.step, tokens, self._host.capture, updated=updated)
+
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
         equal = False

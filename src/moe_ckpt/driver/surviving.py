@@ -24,6 +24,7 @@ class Moment(enum.Enum):
     RESTING = "those of the newest step"
     REDUCING = "the same; an update has begun, which first reduces gradients over ranks"
     WRITING = "between two steps"
+    WRITTEN = "those of the next step, which the loop has not counted yet"
     BOOKING = "those of the newest step, which the session is booking"
 
 
@@ -42,12 +43,15 @@ class Surviving:
     Attributes:
         moment: Of the iteration.
         settle: Completes what else must outlive the process, within so many seconds.
+        count: Counts a step whose update is made as its loop would have, and says whether it could; until an adapter
+            that knows the loop sets it, nobody can.
         termination: Handles SIGTERM, where nobody else does.
     """
 
     def __init__(self, survivor: Survivor, secs: float, unit: str, rank: int) -> None:
         self.moment = Moment.UNKNOWN
         self.settle: Callable[[float], None] = lambda secs: None
+        self.count: Callable[[], bool] = lambda: False
         self.termination = Termination(self, secs)
         self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
         self._once = threading.Lock()
@@ -66,7 +70,7 @@ class Surviving:
     @property
     def ends_soon(self) -> bool:
         """Whether something is under way after which a step can be sealed that is newer, or whole again."""
-        return self.moment in (Moment.REDUCING, Moment.WRITING, Moment.BOOKING)
+        return self.moment in (Moment.REDUCING, Moment.WRITING, Moment.WRITTEN, Moment.BOOKING)
 
     def enter(self, moment: Moment) -> None:
         """The iteration comes to ``moment``. On the training thread.
@@ -112,6 +116,8 @@ class Surviving:
         with self._sealing:  # another thread that is at it ends first: this one may be about to end the process
             if not self._once.acquire(blocking=False):
                 return
+            if self.moment is Moment.WRITTEN and self._counts():
+                self.moment = Moment.RESTING
             if not self.is_whole:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return
@@ -125,6 +131,13 @@ class Surviving:
             say_not_survived(self._unit, found.step, why, found.problem, self._rank)
         else:
             say_survived(self._unit, found.step, why, found.nbytes, found.secs, self._rank)
+
+    def _counts(self) -> bool:
+        try:
+            return self.count()
+        except Exception as error:  # whatever it is, older checkpoints count, and training ends as without us
+            log.warning("the newest %s cannot be counted, and is not sealed: %s", self._unit, error)
+            return False
 
 
 @contextlib.contextmanager

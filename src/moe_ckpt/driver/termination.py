@@ -115,8 +115,8 @@ class Termination:
         """The signal came: if the training thread does not see to it, it waits for what will not come."""
         until = time.monotonic() + self._secs
         while not self._handled.wait(HANDLER_SECS):
-            if self._surviving.is_whole:
-                self._surviving.survive("SIGTERM")
-            elif self._surviving.ends_soon and time.monotonic() < until:
+            soon = self._surviving.ends_soon and not self._surviving.is_whole
+            if soon and time.monotonic() < until:
                 continue
+            self._surviving.survive("SIGTERM")
             os._exit(EXIT_CODE)

@@ -19,6 +19,8 @@ from moe_ckpt.driver.replaying import Recompute
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Event, State
 from moe_ckpt.driver.surviving import Moment
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Observer
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
@@ -195,6 +197,11 @@ class MegatronCheckpoint:
         return self._host.step
 
     @property
+    def updated(self) -> bool:
+        """Whether the newest ``optimizer.step()`` changed the weights."""
+        return self._watch.updated is not False
+
+    @property
     def replaying(self) -> bool:
         """Whether a sparse window is replayed; memory holds no state of the run until that is done."""
         return self._driver.replaying is not None
@@ -295,6 +302,7 @@ class MegatronCheckpoint:
         """After ``optimizer.step()``: in a replay, loads the window's weights, which a validation may read."""
         if self._driver.replaying is not None:
             self._driver.replaying.put_back(self.iteration + 1)
+        self._driver.note(Moment.WRITTEN)
 
     def after_step(
         self,
@@ -321,17 +329,29 @@ class MegatronCheckpoint:
         began = time.perf_counter()
         self._require_begun()
         self._driver.lifecycle.require(Event.STEP, "after_step()")
-        self._host.loop.step(iteration, consumed_samples, counters)
-        self._host.generators.note()
-        updated = self._watch.updated is not False if updated is None else updated
-        tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
-        tokens = self._host.boosting.step_ends(tokens, applied=updated)
+        updated = self.updated if updated is None else updated
+        tokens = self._counted(iteration, consumed_samples, counters, updated=updated)
         if self.upstream is not None:
             self.upstream.step_ends()  # before anything may end the process, or raise
         record = self._driver.after_update(began, tokens, updated=updated)
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
         return record
+
+    def _counted(
+        self, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None, *, updated: bool
+    ) -> Deferred[StepTokens]:
+        """The iteration is over. Returns the tokens that this rank routed in it."""
+        self._host.loop.step(iteration, consumed_samples, counters)
+        self._host.generators.note()
+        tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
+        return self._host.boosting.step_ends(tokens, applied=updated)
+
+    def count(self, iteration: int, consumed_samples: int, counters: Mapping[str, Any]) -> None:
+        """Instead of ``after_step`` where training stops after the update: no checkpoint begins, no rank is asked."""
+        updated = self.updated
+        tokens = self._counted(iteration, consumed_samples, counters, updated=updated)
+        self._driver.count(tokens, updated=updated)
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
         """Instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from moe_ckpt.driver.messages import say_halted
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
+from moe_ckpt.megatron.begun_iteration import BegunIteration
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
@@ -54,7 +55,7 @@ REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "setup_model_and_optimizer": ("pretrain", ()),
     "train": ("pretrain", ()),
     "build_train_valid_test_data_loaders": ("build_train_valid_test_data_iterators", ()),
-    "train_step": ("train", ("forward_backward_func",)),
+    "train_step": ("train", ("forward_backward_func", "opt_param_scheduler")),
     "dummy_train_step": ("train", ()),
     "checkpoint_and_decide_exit": ("train", ("iteration", "num_floating_point_operations_so_far")),
     "save_checkpoint": ("save_checkpoint_and_time", ("iteration",)),
@@ -203,6 +204,7 @@ class MegatronLM:
         self._attach = attach_to
         self._updated, self._leaving = True, False  # the newest step updated weights; all ranks will exit
         self._floating_point_operations: Any = 0
+        self._begun: BegunIteration | None = None
         self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in replaced}
         for name in replaced:
             setattr(training, name, getattr(self, f"_{name}"))
@@ -242,6 +244,7 @@ class MegatronLM:
         with changed(settings, **({} if found is None else {"load": None, "pretrained_checkpoint": None})):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
         self.checkpoint = self._attach(*built[:3])
+        self.checkpoint.surviving.count = self._count
         progress = self.checkpoint.resume(functools.partial(self._loaded, settings) if settings.iteration else None)
         self._tell(settings, progress)
         if found is not None:
@@ -359,8 +362,9 @@ class MegatronLM:
         ckpt.begin_training()
         if ckpt.upstream is not None:
             ckpt.upstream.begin()
-        name = "forward_backward_func"
-        inner = self._arguments("train_step", args, kwargs)[name]
+        name, given = "forward_backward_func", self._arguments("train_step", args, kwargs)
+        inner = given[name]
+        self._begun = BegunIteration(ckpt, self._args, self._training, given["opt_param_scheduler"])
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             ckpt.discard_tokens()
@@ -375,6 +379,9 @@ class MegatronLM:
             raise _moved(f"{TRAINING}.train_step returning (losses, skipped, should checkpoint, should exit, ...)")
         self._updated, self._leaving = not result[1], bool(result[3])
         return result
+
+    def _count(self) -> bool:
+        return self._begun is not None and self._begun.count(self._floating_point_operations, self._counters)
 
     def _dummy_train_step(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, settings = self._running, self._args

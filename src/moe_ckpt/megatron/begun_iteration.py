@@ -1,0 +1,61 @@
+"""An iteration of Megatron-LM's ``train`` that stops between its update and its end.
+
+The loop counts samples and operations after the update, and the update's own function moves the scheduler. Where an
+error comes in between, the weights are those of the next iteration already, so that its state is whole once the rest
+is counted as the loop would have.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
+from moe_ckpt.megatron.compat import megatron_core
+
+
+class BegunIteration:
+    """What the loop had counted when the iteration began.
+
+    Args:
+        ckpt: Of the run.
+        settings: Megatron's arguments.
+        training: The module ``megatron.training.training``.
+        scheduler: That ``train_step`` moves.
+    """
+
+    def __init__(self, ckpt: MegatronCheckpoint, settings: Any, training: Any, scheduler: Any) -> None:
+        self._ckpt, self._settings, self._training, self._scheduler = ckpt, settings, training, scheduler
+        self._scheduler_steps = scheduler.num_steps
+        self._consumed: int = settings.consumed_train_samples
+        self._skipped: int = getattr(settings, "skipped_train_samples", 0)
+
+    def count(self, operations: Any, counters_of: Callable[[Any, Any], dict[str, Any]]) -> bool:
+        """Counts the iteration, whose update is made, as the loop would have.
+
+        Args:
+            operations: Floating-point operations by the iteration before.
+            counters_of: Returns the counters of these settings and operations.
+
+        Returns:
+            False where something that belongs to the iteration is not done: a validation, a change of weights after
+            the update, or what the stages say to each other, which a log must have whole.
+        """
+        ckpt, settings = self._ckpt, self._settings
+        iteration, interval = ckpt.iteration + 1, getattr(settings, "eval_interval", None)
+        validates = interval and iteration % interval == 0 and getattr(settings, "do_valid", False)
+        changes = getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False)
+        if validates or changes or ckpt.upstream is not None:
+            return False
+        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        micro_batches = calculator.get_num_microbatches() * settings.micro_batch_size
+        samples = megatron_core().parallel_state.get_data_parallel_world_size() * micro_batches
+        if ckpt.updated and self._scheduler.num_steps == self._scheduler_steps:
+            self._scheduler.step(increment=micro_batches * settings.data_parallel_size)
+        counters = counters_of(settings, operations + self._training.num_floating_point_operations(settings, samples))
+        if "skipped_train_samples" in counters:
+            left_out = calculator.get_current_global_batch_size() - calculator.get_current_running_global_batch_size()
+            counters["skipped_train_samples"] = self._skipped + left_out
+        ckpt.count(iteration, self._consumed + samples, counters)
+        return True

@@ -29,6 +29,7 @@ from moe_ckpt.engine.finishing import read_finished, write_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
@@ -344,7 +345,8 @@ class Driver:
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Training stops after the newest step's update, and that step is final: for ``survive``, which seals it."""
-        self.session.count(self._host.step, tokens, self._host.capture, updated=updated)
+        plain = plain_of(self._host.capture, self.comm.rank)
+        self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
 
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""

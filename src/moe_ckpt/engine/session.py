@@ -311,15 +311,6 @@ class CheckpointSession:
         self._run.tell(StepEnded(record, final_at, loaded, consensus.measured, self.run_ledger, specs))
         return record
 
-    def count(self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool) -> None:
-        """Training stops right after the update of ``step``: only what ``survivor`` seals is to be known of it.
-
-        Args:
-            step, tokens, capture, updated: As of ``after_update``.
-        """
-        self.survivor.step_ends(step, plain_of(capture, self.comm.rank), tokens)
-        self._snapshots.step_begins(updated=updated)
-
     # --- once, at the end ---
 
     def catch_up(self, record: StepRecord) -> StepRecord:

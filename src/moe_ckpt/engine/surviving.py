@@ -87,6 +87,15 @@ class Survivor:
         if self.is_on:
             self._step, self._plain, self._tokens = step, plain, tokens
 
+    def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
+        """As ``step_ends``, where training stops right after the update: no snapshot is due, and no rank is asked.
+
+        Args:
+            updated: False if the update was left out because gradients overflowed.
+        """
+        self._snapshots.step_begins(updated=updated)
+        self.step_ends(step, plain, tokens)
+
     def keep_plain(self, *, described: bool) -> None:
         """The next step begins: random numbers and buffers are about to change, and tensors of them are copied.
 

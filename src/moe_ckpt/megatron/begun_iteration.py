@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, count_iteration, has_updated
 from moe_ckpt.megatron.compat import megatron_core
 
 
@@ -51,11 +51,11 @@ class BegunIteration:
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         micro_batches = calculator.get_num_microbatches() * settings.micro_batch_size
         samples = megatron_core().parallel_state.get_data_parallel_world_size() * micro_batches
-        if ckpt.updated and self._scheduler.num_steps == self._scheduler_steps:
+        if has_updated(ckpt) and self._scheduler.num_steps == self._scheduler_steps:
             self._scheduler.step(increment=micro_batches * settings.data_parallel_size)
         counters = counters_of(settings, operations + self._training.num_floating_point_operations(settings, samples))
         if "skipped_train_samples" in counters:
             left_out = calculator.get_current_global_batch_size() - calculator.get_current_running_global_batch_size()
             counters["skipped_train_samples"] = self._skipped + left_out
-        ckpt.count(iteration, self._consumed + samples, counters)
+        count_iteration(ckpt, iteration, self._consumed + samples, counters)
         return True

@@ -197,11 +197,6 @@ class MegatronCheckpoint:
         return self._host.step
 
     @property
-    def updated(self) -> bool:
-        """Whether the newest ``optimizer.step()`` changed the weights."""
-        return self._watch.updated is not False
-
-    @property
     def replaying(self) -> bool:
         """Whether a sparse window is replayed; memory holds no state of the run until that is done."""
         return self._driver.replaying is not None
@@ -329,29 +324,14 @@ class MegatronCheckpoint:
         began = time.perf_counter()
         self._require_begun()
         self._driver.lifecycle.require(Event.STEP, "after_step()")
-        updated = self.updated if updated is None else updated
-        tokens = self._counted(iteration, consumed_samples, counters, updated=updated)
+        updated = has_updated(self) if updated is None else updated
+        tokens = _counted(self, iteration, consumed_samples, counters, updated=updated)
         if self.upstream is not None:
             self.upstream.step_ends()  # before anything may end the process, or raise
         record = self._driver.after_update(began, tokens, updated=updated)
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
         return record
-
-    def _counted(
-        self, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None, *, updated: bool
-    ) -> Deferred[StepTokens]:
-        """The iteration is over. Returns the tokens that this rank routed in it."""
-        self._host.loop.step(iteration, consumed_samples, counters)
-        self._host.generators.note()
-        tokens = self._counter.take().then(lambda found: found.of_iteration(updated))
-        return self._host.boosting.step_ends(tokens, applied=updated)
-
-    def count(self, iteration: int, consumed_samples: int, counters: Mapping[str, Any]) -> None:
-        """Instead of ``after_step`` where training stops after the update: no checkpoint begins, no rank is asked."""
-        updated = self.updated
-        tokens = self._counted(iteration, consumed_samples, counters, updated=updated)
-        self._driver.count(tokens, updated=updated)
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
         """Instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
@@ -458,6 +438,34 @@ class MegatronCheckpoint:
                 self.finish()
         finally:
             self.close(10.0, error)
+
+
+def has_updated(ckpt: MegatronCheckpoint) -> bool:
+    """Returns whether the newest ``optimizer.step()`` changed the weights."""
+    return ckpt._watch.updated is not False
+
+
+def count_iteration(
+    ckpt: MegatronCheckpoint, iteration: int, consumed_samples: int, counters: Mapping[str, Any]
+) -> None:
+    """Counts an iteration after whose update training stops, instead of ``after_step``: no checkpoint begins."""
+    updated = has_updated(ckpt)
+    ckpt._driver.count(_counted(ckpt, iteration, consumed_samples, counters, updated=updated), updated=updated)
+
+
+def _counted(
+    ckpt: MegatronCheckpoint,
+    iteration: int,
+    consumed_samples: int,
+    counters: Mapping[str, Any] | None,
+    *,
+    updated: bool,
+) -> Deferred[StepTokens]:
+    """The iteration is over. Returns the tokens that this rank routed in it."""
+    ckpt._host.loop.step(iteration, consumed_samples, counters)
+    ckpt._host.generators.note()
+    tokens = ckpt._counter.take().then(lambda found: found.of_iteration(updated))
+    return ckpt._host.boosting.step_ends(tokens, applied=updated)
 
 
 def _metrics_of(experts: Sequence[int]) -> tuple[Any, Sequence[Observer]]:

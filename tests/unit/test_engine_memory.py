@@ -227,6 +227,58 @@ def test_ranks_that_disagree_on_what_goes_to_storage_are_refused_by_all(where):
         assert f"storage_every_n_steps={others}, storage_every_secs=None on rank {1 - rank}" in raised[rank]
 
 
+@pytest.mark.parametrize(
+    ("setting", "values", "said"),
+    [
+        ("survivor_secs", (20, 5), ("20.0", "5.0")),
+        ("survivor_secs", (0, 5), ("0.0", "5.0")),
+        ("storage_every_secs", (60, "2min"), ("60.0", "120.0")),
+        ("upstream_bytes", (None, 1000), ("None", "a size")),
+    ],
+)
+def test_ranks_that_disagree_on_a_setting_are_told_both_values_and_both_ranks(where, setting, values, said):
+    """Rank 1 has another one than ranks 0 and 2. All raise, and none of them leaves anything behind."""
+    store, memory = where
+    raised = {}
+
+    def begin(comm):
+        chosen = Memory(directory=memory, **{setting: values[comm.rank == 1]})
+        try:
+            with Life(LocalStorage(store), policy=Dense(), memory=chosen, comm=comm):
+                pass
+        except ConfigError as error:
+            raised[comm.rank] = str(error)
+
+    run_threads(ThreadRanks(3), begin)
+    for rank, other in ((0, 1), (1, 0), (2, 1)):
+        assert f"{setting}={said[rank == 1]} on rank {rank}" in raised[rank]
+        assert f"{setting}={said[other == 1]} on rank {other}" in raised[rank]
+    assert files(memory) == []
+
+
+def test_nodes_may_have_budgets_of_their_own(where, tmp_path):
+    """One has room for many snapshots, the other for as few as there must be: they come back to the same step."""
+    with life((tmp_path / "sizes", where[1])) as first:
+        first.go(1, settle=True)
+        nbytes = max(path.stat().st_size for path in files(where[1]))
+    nodes = [tmp_path / "small", tmp_path / "large"]
+    for node in nodes:
+        node.mkdir()
+
+    def train(comm, back=False):
+        budget = (8 if comm.rank else 2) * nbytes
+        chosen = Memory(directory=nodes[comm.rank], budget_bytes=budget, storage_every_n_steps=100)
+        with Life(LocalStorage(where[0]), policy=Dense(), memory=chosen, comm=comm) as each:
+            if back:
+                restored, _ = come_back(each)
+                assert (restored.manifest.step, restored.place) == (6, "memory")
+                assert_state(each, EVERYTHING_AT_6)
+            each.go(6, settle=True)
+
+    run_threads(ThreadRanks(2), train)
+    run_threads(ThreadRanks(2), partial(train, back=True))
+
+
 def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
     store, memory = where
     raised = {}

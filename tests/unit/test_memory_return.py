@@ -14,6 +14,7 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.driver import messages
+from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
@@ -35,7 +36,8 @@ from tests.unit.test_engine_memory_only import (
 
 @pytest.fixture
 def rounds(monkeypatch) -> Counter[str]:
-    """Messages of rank 0 in which all ranks wait for one another, while ``resume_newest`` runs."""
+    """Messages of rank 0 in which all ranks wait for one another, while ``resume_newest`` runs; "open/..." while the
+    session is opened."""
     found: Counter[str] = Counter()
     inside = threading.local()  # a rank is a thread
 
@@ -44,6 +46,7 @@ def rounds(monkeypatch) -> Counter[str]:
 
         def call(self, *args: Any) -> Any:
             found[name] += self.rank == 0 and getattr(inside, "resume", False)
+            found[f"open/{name}"] += self.rank == 0 and getattr(inside, "open", False)
             return plain(self, *args)
 
         monkeypatch.setattr(ThreadCommunicator, name, call)
@@ -55,14 +58,28 @@ def rounds(monkeypatch) -> Counter[str]:
         finally:
             inside.resume = False
 
-    for name in ("agree", "everyone", "swap", "share"):
+    plainly = CheckpointSession.open
+
+    def opened(self) -> None:
+        inside.open = True
+        try:
+            plainly(self)
+        finally:
+            inside.open = False
+
+    for name in ("agree", "everyone", "swap", "share", "broadcast"):
         counted(name)
+    monkeypatch.setattr(CheckpointSession, "open", opened)
     monkeypatch.setattr("tests.unit.test_engine_host_tier.resume_newest", resumed)
     return found
 
 
-def test_from_memory_of_their_own_ranks_wait_five_times_for_one_another(where, tmp_path, rounds):  # noqa: F811
-    """What they have; its headers; that all opened it, verified it, wrote it. No more with more ranks."""
+def in_resume(rounds: Counter[str]) -> dict[str, int]:
+    return {name: times for name, times in rounds.items() if times and "/" not in name}
+
+
+def test_from_memory_of_their_own_ranks_wait_three_times_for_one_another(where, tmp_path, rounds):  # noqa: F811
+    """What they have, with headers; that all opened and verified it; that all wrote it. No more with more ranks."""
     for each in (1, 2):
         (tmp_path / str(each)).mkdir()
         nodes = [node for node in make_nodes(tmp_path / str(each), 2) for _ in range(each)]
@@ -70,16 +87,28 @@ def test_from_memory_of_their_own_ranks_wait_five_times_for_one_another(where, t
         replicated(place, nodes)
         rounds.clear()
         assert replicated(place, nodes, again=True, steps=1)[0][1] == "memory"
-        assert {name: times for name, times in rounds.items() if times} == {"everyone": 2, "agree": 3}
+        assert in_resume(rounds) == {"everyone": 1, "agree": 2}
 
 
-def test_bytes_of_other_nodes_take_two_rounds_more(where, tmp_path, rounds):  # noqa: F811
+def test_to_open_memory_ranks_wait_five_times_for_one_another(where, tmp_path, rounds):  # noqa: F811
+    """The store; settings and what lies there; that all have theirs; and what nobody took; who holds whose copies."""
+    for count in (2, 4):
+        (tmp_path / str(count)).mkdir()
+        nodes, place = make_nodes(tmp_path / str(count), count), (tmp_path / f"store_{count}", where[1])
+        for again in (False, True):
+            rounds.clear()
+            replicated(place, nodes, again=again, steps=1)
+            opened = {name: times for name, times in rounds.items() if times and name.startswith("open/")}
+            assert opened == {"open/broadcast": 1, "open/agree": 3, "open/everyone": 1}
+
+
+def test_bytes_of_other_nodes_take_four_rounds_more(where, tmp_path, rounds):  # noqa: F811
     nodes = make_nodes(tmp_path, 2)
     replicated(where, nodes)
     lose(nodes[1])
     rounds.clear()
     assert replicated(where, nodes, again=True, steps=1)[0][1] == "memory"
-    assert {name: times for name, times in rounds.items() if times} == {"everyone": 3, "agree": 3, "swap": 1}
+    assert in_resume(rounds) == {"everyone": 3, "agree": 3, "swap": 1}
 
 
 def test_storage_is_named_only_where_something_comes_from_it(where):  # noqa: F811

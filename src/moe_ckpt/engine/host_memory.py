@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.context import RunContext
@@ -22,6 +22,9 @@ from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sw
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.preflight import say_file_system
 from moe_ckpt.replicas.opening import open_replication
+
+_NUMBER_BITS = 62
+"""Of what ranks agree on as a whole number."""
 
 T = TypeVar("T")
 
@@ -43,32 +46,26 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         generation: Life of the run, as storage knows it: a life may have left something in memory only.
 
     Raises:
-        ConfigError: Memory is on at some ranks only, or its directory cannot be used.
+        ConfigError: Memory is on at some ranks only, ranks have other settings, or its directory cannot be used.
         StoreUnwritableError: Its directory cannot be written.
         StoreError: That of another rank cannot be used.
     """
     settings, memory = run.settings, run.settings.memory
-    _require_on_all(run, memory)
+    begun = _begun(run, memory, run_id)
     if memory is None:
         left_here = host_tier.claimable_bytes(run.storage.root, run_id, run.comm.rank)
         ranks = settings.local_ranks
         budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
-    life = _agreed_life(run, memory)
-    prepared = lambda: _prepared(run, memory, run_id)  # noqa: E731
-    (_, budget), newest = _together_with_most(run, memory, prepared, lambda found: found[0])
-    generation = max(generation, newest + 1)
-    files = _together(
-        run, memory, lambda: MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
-    )
+    generation = max(generation, begun.newest + 1)
+    files = _together(run, memory, lambda: _directory(run, memory, run_id, generation, begun.life), _let_go)
     slots: LeftSlots | None = None
     try:
-        # First what each rank left itself, then, once all have theirs, what nobody has taken.
-        _together(run, memory, lambda: files.take_left(own=True))
+        # Each rank has what it left itself; now what nobody has taken.
         left = _together(run, memory, lambda: files.take_left(own=False))
         slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
-        pool = HostBufferPool(budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
+        pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = files.make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate)
@@ -97,59 +94,124 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
     return newest, int(budget)
 
 
-def _require_on_all(run: RunContext, memory: Memory | None) -> None:
-    rank, is_on = run.comm.rank, memory is not None
-    on, off = largest(run.comm, [(rank + 1) * is_on, (rank + 1) * (not is_on)])
+class _Begun(NamedTuple):
+    """What the ranks agree on first.
+
+    Attributes:
+        life: A token that names this life of the run, alike on every rank.
+        newest: Life of which any rank's memory has something; -1 for none.
+        budget: Of this rank's buffers, in bytes.
+    """
+
+    life: str
+    newest: int
+    budget: int
+
+
+def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
+    """Compares what the ranks were told, and looks at their memory directories. One agreement, of a few numbers.
+
+    Ranks compare digests, so that what is sent does not grow with their number; only where those differ do they tell
+    each other their settings.
+
+    Raises:
+        ConfigError: Memory is on at some ranks only, or ranks have other settings.
+    """
+    rank, is_on, alike = run.comm.rank, memory is not None, _alike_everywhere(memory)
+    number, life = _number_of(alike), secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
+    found: tuple[int, int] | None = (-1, 0)
+    trouble: Exception | None = None
+    if memory is not None:
+        found, trouble = _tried(memory, lambda: _prepared(run, memory, run_id))
+    newest, budget = found or (-1, 0)
+    failed = 0 if trouble is None else rank + 1
+    told = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
+    on, off, most, least, life, failed, newest = largest(run.comm, told)
     if on and off:
         other = f"rank {off - 1} has it off" if is_on else f"rank {on - 1} has it on"
         raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. All ranks have it, or none")
+    if most != -least:
+        settings = [json.loads(raw) for raw in run.comm.everyone(json.dumps(alike).encode())]
+        raise ConfigError(_disagreement(rank, settings))
+    _raise_together(trouble, failed)
+    return _Begun(f"{life:016x}", newest, budget)
 
 
-def _agreed_life(run: RunContext, memory: Memory) -> str:
-    """A token that names this life of the run, alike on every rank.
+def _alike_everywhere(memory: Memory | None) -> list[str]:
+    """What all ranks must share, in words. Copies on peers compare theirs themselves.
 
-    Raises:
-        ConfigError: Ranks have other settings. Each decides alone which snapshots go to storage: they would wait for
-            each other.
+    Each rank decides alone which snapshots go to storage, and what it keeps at a failure: the others would wait for it,
+    or have kept theirs for nothing. Directories, failure domains and sizes are a node's own, for nodes differ.
     """
-    mine = memory.cadence
-    told = run.comm.everyone(json.dumps([secrets.token_hex(8), mine.every_n_steps, mine.every_secs]).encode())
-    lives, *_ = zip(*(json.loads(raw) for raw in told), strict=True)
-    for rank, raw in enumerate(told):
-        other = StorageCadence(*json.loads(raw)[1:])
-        if other != mine:
-            raise ConfigError(
-                f"ranks disagree on which checkpoints go to storage: {_said_cadence(mine)} on rank {run.comm.rank}, "
-                f"{_said_cadence(other)} on rank {rank}. Give all ranks the same"
-            )
-    return str(lives[0])
+    if memory is None:
+        return []
+    cadence, logs = memory.cadence, memory.upstream_bytes is not None
+    return [
+        f"storage_every_n_steps={cadence.every_n_steps!r}, storage_every_secs={cadence.every_secs!r}",
+        f"survivor_secs={memory.sealing_secs!r}",
+        f"upstream_bytes={'a size' if logs else None}",
+    ]
 
 
-def _said_cadence(cadence: StorageCadence) -> str:
-    return f"storage_every_n_steps={cadence.every_n_steps!r}, storage_every_secs={cadence.every_secs!r}"
+def _number_of(alike: Sequence[str]) -> int:
+    """Equal settings have equal numbers, others others."""
+    found = hashlib.blake2b(json.dumps(alike).encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little") >> (64 - _NUMBER_BITS)
 
 
-def _together(run: RunContext, memory: Memory, action: Callable[[], T]) -> T:
-    """What ``action`` gives; raises on every rank, if on one. A collective."""
-    return _together_with_most(run, memory, action, lambda found: 0)[0]
+def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
+    """Names the values of this rank, and of the first with others."""
+    mine = settings[rank]
+    other = next(place for place, theirs in enumerate(settings) if theirs != mine)
+    pairs = [(one, two) for one, two in zip(mine, settings[other], strict=True) if one != two]
+    said = [", ".join(those) for those in zip(*pairs, strict=True)]
+    return (
+        f"ranks disagree on Memory(...): {said[0]} on rank {rank}, {said[1]} on rank {other}. Give all ranks the same"
+    )
 
 
-def _together_with_most(
-    run: RunContext, memory: Memory, action: Callable[[], T], number: Callable[[T], int]
-) -> tuple[T, int]:
-    """The same, and the largest ``number`` of what it gives on any rank."""
-    trouble: Exception | None = None
-    told = 0
+def _directory(run: RunContext, memory: Memory, run_id: str, generation: int, life: str) -> MemoryFiles:
+    """This life's directory, with what this rank itself left taken over."""
+    files = MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
     try:
-        found = action()
-        told = number(found)
+        files.take_left(own=True)
+    except BaseException:
+        files.close(keep=True)
+        raise
+    return files
+
+
+def _let_go(files: MemoryFiles) -> None:
+    files.close(keep=True)
+
+
+def _tried(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What ``action`` gives, or why it cannot."""
+    try:
+        return action(), None
     except MoECheckpointError as error:
-        trouble = error
+        return None, error
     except OSError as error:
-        trouble = StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}")
-    failed, most = largest(run.comm, [0 if trouble is None else run.comm.rank + 1, told])
+        return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}")
+
+
+def _raise_together(trouble: Exception | None, failed: int) -> None:
+    """Raises on every rank, if there is trouble on one. failed: the highest such rank, and one more; 0 for none."""
     if trouble is not None:
         raise trouble
     if failed:
         raise StoreError(f"rank {failed - 1} could not open its memory directory; its log says why")
-    return found, most
+
+
+def _together(run: RunContext, memory: Memory, action: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+    """What ``action`` gives; raises on every rank, if on one. A collective.
+
+    Args:
+        undo: What was done, where another rank failed.
+    """
+    found, trouble = _tried(memory, action)
+    [failed] = largest(run.comm, [0 if trouble is None else run.comm.rank + 1])
+    if failed and found is not None and undo is not None:
+        undo(found)
+    _raise_together(trouble, failed)
+    return found  # type: ignore[return-value]  # no trouble, so there is a result

@@ -105,16 +105,17 @@ class SlotChecker:
         return hasher.hexdigest() == checksum
 
 
-def newest_of(slots: Sequence[FoundSlot], rank: int) -> list[FoundSlot]:
+def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS) -> list[FoundSlot]:
     """The slots that a rank's next life most likely goes on from, all of its own share.
 
     Args:
         slots: That earlier lives left, the newest step first.
         rank: That goes on.
+        most: Snapshots, each with what belongs to it.
     """
     own = [found for found in slots if found.header.rank == rank and found.header.only != STATE]  # which is small
     found: list[FoundSlot] = []
-    for _ in range(_MOST_SNAPSHOTS):
+    for _ in range(most):
         newest = next((each for each in own if each not in found), None)
         if newest is None:
             break

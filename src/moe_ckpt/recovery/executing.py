@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import LeftBehind
@@ -98,6 +98,22 @@ class Restored:
         return {"tokens_from_host": self.tokens_from_host, **beneath}
 
 
+class _Proven(NamedTuple):
+    """A checkpoint in memory that has every element once.
+
+    Attributes:
+        opened: The checkpoint.
+        spans: What this rank reads of it.
+        kept: What it takes from survivors.
+        found: What ``Recovery._verified`` gave; None if bytes have to come first, or updates are made once more.
+    """
+
+    opened: OpenedMemory
+    spans: tuple[Span, ...]
+    kept: Kept
+    found: tuple[Restored, StorageSource, RecoveryPlan] | None
+
+
 @dataclass(frozen=True)
 class Recovery:
     """Returns to a checkpoint. On every rank, on the training thread.
@@ -173,29 +189,33 @@ class Recovery:
         Ranks wait for one another as seldom as can be, which is what a return from a rank's own memory takes.
         """
         comm, state, make = self.comm, self.state, opener()
-        (opened, spans, kept), asked = together_or_any(comm, lambda: self._proven(make()))
+        (opened, spans, kept, found), asked = together_or_any(comm, lambda: self._proven(make()))
         if opened.logged and opened.manifest.world_size != comm.world_size:
             return self._return_by_dense(opened)
         received = opened.slots.fetch(spans) if asked else 0
         if opened.logged:
             return self._return_along_log(opened, received, kept)
-        manifest = opened.manifest
-        first = manifest.window[0].step if manifest.window else None
-        operators = tuple(manifest.operators)
-        plan = plan_recovery(manifest.directory, manifest.step, operators, opened_inventories(opened), first=first)
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
-
-        def open_and_verify() -> tuple[Restored, StorageSource]:
-            restored, source = opening(self, opened.reader, manifest)
-            if comm.rank == 0:
-                say_plan(plan)
-            source.verify(operators, state)
-            return restored, source
-
-        restored, source = together(comm, open_and_verify)
+        if asked:
+            found = together(comm, lambda: found or self._verified(opened))
+        if found is None:
+            raise RuntimeError(f"nobody has verified {opened.manifest.directory}")
+        restored, source, plan = found
+        if comm.rank == 0:
+            say_plan(plan)
+        operators = tuple(opened.manifest.operators)
         together(comm, lambda: source.prepare_and_write(operators, state))
         tokens = opened.tokens_from_memory(operators)
         return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath, plan=plan)
+
+    def _verified(self, opened: OpenedMemory) -> tuple[Restored, StorageSource, RecoveryPlan]:
+        """What this rank reads of a checkpoint is as it was written. Changes nothing."""
+        manifest = opened.manifest
+        operators, first = tuple(manifest.operators), manifest.window[0].step if manifest.window else None
+        plan = plan_recovery(manifest.directory, manifest.step, operators, opened_inventories(opened), first=first)
+        restored, source = opening(self, opened.reader, manifest)
+        source.verify(operators, self.state)
+        return restored, source, plan
 
     def _return_along_log(self, opened: OpenedMemory, received: int, kept: Kept) -> Restored:
         """The same of a step of a gradient log: anchors, and the updates since, made once more; or what survivors kept.
@@ -254,13 +274,17 @@ class Recovery:
             raise ConfigError(_NOBODY.format(opened.manifest.directory))
         return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense))
 
-    def _proven(self, opened: OpenedMemory) -> tuple[tuple[OpenedMemory, tuple[Span, ...], Kept], bool]:
-        """What was opened, what this rank reads of it, what it takes from survivors; whether other nodes have some."""
+    def _proven(self, opened: OpenedMemory) -> tuple[_Proven, bool]:
+        """What was opened; whether this rank reads something of it that only other nodes have.
+
+        If it does not, it goes on and verifies what it reads: no answer of other ranks is needed for that.
+        """
         opened.reader.prove(opened.manifest)
         foreign = opened.logged and opened.manifest.world_size != self.comm.world_size
         kept = NOTHING if foreign else kept_here(opened, self.state, self.replayer)
         spans = () if foreign else tuple(self.spans(opened, kept))
-        return (opened, spans, kept), opened.slots.needs_others(spans)
+        asks = opened.slots.needs_others(spans)
+        return _Proven(opened, spans, kept, None if asks or opened.logged else self._verified(opened)), asks
 
     def spans(self, opened: OpenedMemory, kept: Kept = NOTHING) -> Iterator[Span]:
         """What this rank reads of the checkpoint.

@@ -76,7 +76,7 @@ class KeptState:
         Returns:
             Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
         """
-        [described], _ = self._memory.describe([kept])
+        [described] = self._memory.describe([kept])
         return lambda: self._laid_over(kept, described, reader, manifest, opened)
 
     def _laid_over(

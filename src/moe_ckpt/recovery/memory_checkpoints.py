@@ -33,7 +33,7 @@ from moe_ckpt.core.memory_shares import (
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import TokenBook
-from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError, RecoveryLoopError
+from moe_ckpt.errors import CoverageError, DamagedError, RecoveryLoopError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     Manifest,
@@ -44,6 +44,8 @@ from moe_ckpt.format.manifest import (
 )
 from moe_ckpt.format.part import pruned
 from moe_ckpt.format.slot import StepFacts
+from moe_ckpt.memory.checking import newest_of
+from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
@@ -55,15 +57,18 @@ from moe_ckpt.recovery.slot_views import (
     Layer,
     SlotFiles,
     SnapshotFacts,
+    ToldHeaders,
     View,
     age_of,
     packed_header,
+    packed_told,
     share_of,
     told_of,
     unpacked_headers,
+    unpacked_told,
 )
 from moe_ckpt.recovery.standing import Standing
-from moe_ckpt.recovery.together import DAMAGED, Answer, NotUsableError, together
+from moe_ckpt.recovery.together import Answer
 
 log = logging.getLogger("moe_ckpt")
 
@@ -98,13 +103,21 @@ class MemoryCheckpoints:
         self._comm, self._tier, self._reader = comm, tier, reader
         self.used: Mapping[str, Share] = {}
         self._given_up: set[str] = set()
+        self._bad_bases: set[str] = set()
+        self._bad_base = ""
         self._noted: set[int] = set()
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._own = tier.left.found
         mine = [told_of(each, number) for number, each in enumerate(self._own)]
         answer = Answer.of(reader.directories if comm.rank == 0 else None)
         told_here = [answer.told, tier.node, [str(each.slot.path) for each in self._own], mine]
-        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(told_here).encode())]
+        self._told = ToldHeaders()
+        ranks = []
+        payload = b"".join(packed_told(told_here, _newest_headers(self._own, comm.rank)))
+        for holder, raw in enumerate(comm.everyone(payload)):
+            told_there, headers = unpacked_told(raw)
+            ranks.append(told_there)
+            self._told.note(holder, headers)
         self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
         self.standing = Standing(comm, self.stored)
         self.shares: list[Share] = []
@@ -128,10 +141,10 @@ class MemoryCheckpoints:
         """Hear from all ranks what memory has of a checkpoint. A collective; reads no slice.
 
         Returns:
-            Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
+            Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot, nor read the checkpoint on
+            storage that it is laid over.
 
         Raises:
-            NotUsableError: Some rank cannot read the checkpoint on storage that it is laid over.
             RecoveryLoopError: Too many starts have gone on from it, and ended no step.
         """
         candidates = [e for e in checkpoints_of(self.shares) if step_dir(e.step, e.generation) == directory]
@@ -149,20 +162,19 @@ class MemoryCheckpoints:
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """As ``ask``, of a checkpoint that nobody goes on from here and now."""
         known = [(*age_of(name), name) for name in self.stored]
-        names = base_of(checkpoint, known)
-        here = _readable(self._reader, names[:1])
-        described, everywhere = self.describe([checkpoint], here is not None or not names)
+        names = [name for name in base_of(checkpoint, known) if name not in self._bad_bases]
+        described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
         beside = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
         told = [*older, beside] if beside is not None else older
-        described += self.describe(told)[0] if told else []
-        beneath = here if everywhere else self._beneath(names)
-        return lambda: self._opened(checkpoint, older, beside, described, beneath)
+        described += self.describe(told) if told else []
+        return lambda: self._opened(checkpoint, older, beside, described, self._beneath(names[:1]))
 
     def set_aside(self, directory: str, problem: Exception | None) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
 
-        A collective. Where that changes nothing, the checkpoint is not offered again.
+        A collective. Where that changes nothing, the checkpoint is not offered again. If what it is laid over on
+        storage is damaged, it is laid over an older one.
 
         Args:
             directory: Of the checkpoint.
@@ -173,14 +185,18 @@ class MemoryCheckpoints:
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
-        bad = {tuple(told) for raw in self._comm.everyone(json.dumps(mine).encode()) if (told := json.loads(raw))}
+        told = [json.loads(raw) for raw in self._comm.everyone(json.dumps([mine, self._bad_base]).encode())]
+        self._bad_base = ""
+        bases = {name for _, name in told if name}
+        self._bad_bases |= bases
+        bad = {tuple(found) for found, _ in told if found}
         for holder, number in sorted(bad):
             if holder == self._comm.rank:
                 slot = self._own[number].slot
                 slot.quarantine()
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
         self.shares = [share for share in self.shares if (share.holder, share.number) not in bad]
-        if bad:
+        if bad or bases:
             return
         there = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
         of_step = [share for share in self.shares if step_dir(share.step, share.generation) == directory]
@@ -225,36 +241,39 @@ class MemoryCheckpoints:
             self._tier.left.note_start(self._own[number])
 
     def _beneath(self, names: Sequence[str]) -> Manifest | None:
-        """The first of these checkpoints on storage that all ranks can read; None if there is none."""
-        for name in names:
-            try:
-                return together(self._comm, lambda name=name: self._reader.manifest(name))  # type: ignore[misc]
-            except NotUsableError as error:
-                if error.kind != DAMAGED:
-                    raise
-        return None
+        """The first of these checkpoints on storage; None if there is none. Raises as ``StoreReader.manifest``."""
+        try:
+            return self._reader.manifest(names[0]) if names else None
+        except (DamagedError, CoverageError):
+            self._bad_base = names[0]
+            raise
 
-    def describe(self, checkpoints: Sequence[MemoryCheckpoint], fine: bool = True) -> tuple[list[SnapshotFacts], bool]:
+    def gives_up_beneath(self) -> bool:
+        """For one process alone: whether what was opened last is laid over a damaged checkpoint; the next is not."""
+        found, self._bad_base = self._bad_base, ""
+        self._bad_bases |= {found} if found else set()
+        return bool(found)
+
+    def describe(self, checkpoints: Sequence[MemoryCheckpoint]) -> list[SnapshotFacts]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
-        manifest needs. And whether all ranks are ``fine``."""
+        manifest needs. A collective, unless all of it was told at first."""
         snapshots = [(snapshot, each.states) for each in checkpoints for snapshot in each.snapshots]
-        mine = [bytes([fine])]
+        if all(not states and self._told.tells(snapshot) for snapshot, states in snapshots):
+            return [self._told.facts_of(snapshot) for snapshot, _ in snapshots]
+        found = [SnapshotFacts() for _ in snapshots]
+        mine: list[bytes] = []
         for place, (snapshot, states) in enumerate(snapshots):
             for writer, shares in (*snapshot.items(), *states.items()):
                 if fullest(shares).holder == self._comm.rank:
                     header = self._own[fullest(shares).number].header
                     tells = shares is snapshot[teller_of(snapshot)]
                     mine += packed_header(place, writer, header, tells=tells)
-        found = [SnapshotFacts() for _ in snapshots]
-        told = self._comm.everyone(b"".join(mine))
-        for raw in told:
-            for place, writer, alone, described, facts in unpacked_headers(raw[1:]):
-                (found[place].states if alone else found[place].writers)[writer] = described
-                if facts is not None:
-                    found[place].facts = StepFacts.decoded(facts)
+        for raw in self._comm.everyone(b"".join(mine)):
+            for place, writer, alone, described, facts in unpacked_headers(raw):
+                found[place].add(writer, described, facts, alone=alone)
         for each in found:
             each.settle()
-        return found, all(raw[0] for raw in told)
+        return found
 
     def _opened(
         self,
@@ -448,13 +467,11 @@ def _gradients_of(snapshot: SnapshotFacts) -> Sequence[str]:
     return () if snapshot.facts is None else snapshot.facts.gradients
 
 
-def _readable(reader: StoreReader, names: Sequence[str]) -> Manifest | None:
-    """The manifest of the first of them; None if there is none, or this rank cannot read it."""
-    try:
-        return reader.manifest(names[0]) if names else None
-    except (OSError, MoECheckpointError) as error:  # raised by ``_beneath``, once all ranks know
-        log.info("%s cannot be read: %s", names[0], error)
-        return None
+def _newest_headers(own: Sequence[FoundSlot], rank: int) -> list[bytes]:
+    """Those of what this rank sealed last. Most starts go on from it, and need not ask for them then."""
+    newest = newest_of(own, rank, 1)
+    found = [(number, each.header) for number, each in enumerate(own) if any(each is one for one in newest)]
+    return [piece for number, header in found for piece in packed_header(number, rank, header, tells=rank == 0)]
 
 
 def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[tuple[str, Box]]) -> bool:

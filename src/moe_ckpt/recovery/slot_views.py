@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, Snapshot, fullest, teller_of
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.survivors import STATE as STATE_ALONE
 from moe_ckpt.core.tokens import Counts
@@ -62,6 +62,10 @@ class Described:
     own: Counts | None = None
 
 
+UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
+"""(place, writer, whether it is plain state alone, slot, facts)."""
+
+
 class SnapshotFacts:
     """One snapshot.
 
@@ -75,6 +79,24 @@ class SnapshotFacts:
         self.writers: dict[int, Described] = {}
         self.states: dict[int, Described] = {}
         self.facts: StepFacts | None = None
+
+    def add(
+        self,
+        writer: int,
+        described: Described,
+        facts: Mapping[str, Any] | None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """One writer's slot.
+
+        Args:
+            facts: Of the snapshot, if this slot tells them.
+            alone: It is plain state by itself.
+        """
+        (self.states if alone else self.writers)[writer] = described
+        if facts is not None:
+            self.facts = StepFacts.decoded(facts)
 
     def require_facts(self, step: int) -> StepFacts:
         """``facts``, which some rank has told."""
@@ -110,8 +132,20 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
 
 
-def unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, bool, Described, Mapping[str, Any] | None]]:
-    """(snapshot, writer, whether it is plain state alone, slot, facts) of each."""
+def packed_told(told: Any, headers: Iterable[bytes]) -> list[bytes]:
+    """Something in JSON, and what ``packed_header`` gave, for ``unpacked_told``."""
+    first = json.dumps(told).encode()
+    return [struct.pack("<Q", len(first)), first, *headers]
+
+
+def unpacked_told(raw: bytes) -> tuple[Any, Iterable[UnpackedHeader]]:
+    """What ``packed_told`` was given."""
+    [nbytes] = struct.unpack_from("<Q", raw)
+    return json.loads(raw[8 : 8 + nbytes]), unpacked_headers(raw[8 + nbytes :])
+
+
+def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
+    """What each ``packed_header`` was given."""
     at = 0
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
@@ -123,6 +157,40 @@ def unpacked_headers(raw: bytes) -> Iterable[tuple[int, int, bool, Described, Ma
             at += size
         counted = None if own is None else np.asarray(own, dtype=np.int64)
         yield place, writer, alone, Described(tuple(state), tuple(parts), counted), facts
+
+
+class ToldHeaders:
+    """Headers that ranks told of before anybody knew which are needed."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
+
+    def note(self, holder: int, headers: Iterable[UnpackedHeader]) -> None:
+        """What a rank told of its own slots, by their numbers."""
+        self._told |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
+
+    def tells(self, snapshot: Snapshot) -> bool:
+        """Whether nothing else is needed of a snapshot."""
+        found = {writer: self._of(shares) for writer, shares in snapshot.items()}
+        teller = found[teller_of(snapshot)]
+        return None not in found.values() and teller is not None and teller[1] is not None
+
+    def facts_of(self, snapshot: Snapshot) -> SnapshotFacts:
+        """Of a snapshot of which all is told."""
+        found, teller = SnapshotFacts(), teller_of(snapshot)
+        for writer, shares in snapshot.items():
+            told = self._of(shares)
+            if told is not None:
+                described, facts = told
+                found.add(writer, described, facts if writer == teller else None)
+        found.settle()
+        return found
+
+    def _of(self, shares: Sequence[Share]) -> tuple[Described, Mapping[str, Any] | None] | None:
+        """What was told of a writer's slot by anybody who has all of it; copies have the source's own header."""
+        sent = fullest(shares).sent
+        places = ((share.holder, share.number) for share in shares if share.sent == sent)
+        return next((self._told[place] for place in places if place in self._told), None)
 
 
 class SlotFiles:

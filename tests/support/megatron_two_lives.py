@@ -6,6 +6,7 @@ Versions are told by bytes and tokens counted at the experts' own input, neither
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +28,7 @@ Lines = list[dict[str, Any]]
 """Of one rank, one of each iteration."""
 
 
-def attached(built: megatron_gpt.Built, root: str, rank: int, policy: Any) -> Any:
+def attached(built: megatron_gpt.Built, root: str, rank: int, policy: Any, replicas: int = 1) -> Any:
     from moe_ckpt import Memory, megatron
 
     node = Path(root, f"node_{rank}")
@@ -38,15 +39,17 @@ def attached(built: megatron_gpt.Built, root: str, rank: int, policy: Any) -> An
         built.scheduler,
         policy=policy,
         dirpath=f"{root}/store",
-        memory=Memory(directory=node, replicas=1, storage_every_n_steps=1000),
+        memory=Memory(directory=node, replicas=replicas, storage_every_n_steps=1000),
         when_busy="wait",
         timeout_secs=60.0,
     )
 
 
-def first_life(rank: int, _: int, root: str, setup: Setup, policies: Sequence[Any], last: int) -> None:
+def first_life(
+    rank: int, _: int, root: str, setup: Setup, policies: Sequence[Any], last: int, replicas: int = 1
+) -> None:
     built = megatron_gpt.build(setup, 1)
-    ckpt, tally = attached(built, root, rank, policies[rank]), Tally(built)
+    ckpt, tally = attached(built, root, rank, policies[rank], replicas), Tally(built)
     ckpt.resume()
     with open(f"{root}/rank_{rank}.jsonl", "w") as log:
         for iteration in range(1, last + 1):
@@ -63,12 +66,17 @@ def first_life(rank: int, _: int, root: str, setup: Setup, policies: Sequence[An
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def second_life(rank: int, _: int, root: str, setup: Setup, policies: Sequence[Any]) -> dict[str, Any]:
-    built = megatron_gpt.build(setup, 2)
-    ckpt = attached(built, root, rank, policies[rank])
+def second_life(
+    rank: int, _: int, root: str, setup: Setup, policies: Sequence[Any], replicas: int = 1
+) -> dict[str, Any]:
+    built, said = megatron_gpt.build(setup, 2), list[str]()
+    ckpt = attached(built, root, rank, policies[rank], replicas)
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(heard)
     progress = ckpt.resume()
     fault, plan = ckpt.session.run_ledger.tokens.faults[-1], ckpt.recovery_plan
-    told = {"step": progress.iteration, "lost": fault.lost_tokens, "digests": digests(built)}
+    told = {"step": progress.iteration, "lost": fault.lost_tokens, "digests": digests(built), "said": said}
     told["updates"] = None if plan is None else plan.updates
     ckpt.close()
     return told
@@ -88,14 +96,14 @@ def updated_here(built: megatron_gpt.Built) -> list[str]:
 
 
 def both_lives(
-    root: Path, setup: Setup, policies: Sequence[Any], last: int, lost: Collection[int]
+    root: Path, setup: Setup, policies: Sequence[Any], last: int, lost: Collection[int], replicas: int = 1
 ) -> tuple[list[dict[str, Any]], list[Lines]]:
     """What each rank tells of its second life, and what it wrote down in the first, after which nodes were ``lost``."""
-    ended = start_ranks(first_life, RANKS, str(root), setup, policies, last, timeout=240, preload=WARM)
+    ended = start_ranks(first_life, RANKS, str(root), setup, policies, last, replicas, timeout=240, preload=WARM)
     assert [each.exitcode for each in ended] == [-signal.SIGKILL] * RANKS, [each.error for each in ended]
     for node in lost:
         delete_tree(root / f"node_{node}")
-    told = run_ranks(second_life, RANKS, str(root), setup, policies, timeout=240, preload=WARM)
+    told = run_ranks(second_life, RANKS, str(root), setup, policies, replicas, timeout=240, preload=WARM)
     written = [(root / f"rank_{rank}.jsonl").read_text().splitlines() for rank in range(RANKS)]
     return told, [[json.loads(raw) for raw in each] for each in written]
 

@@ -41,8 +41,11 @@ WAYS: dict[str, Way] = {
     "DCP _ReplicationStager, no storage": STAGER,
 }
 THREE: dict[str, Way] = {
-    f"Memory(replicas={number}), no storage": {"storage_every_n_steps": 1000, "replicas": number}
-    for number in range(3)
+    PRIVATE: None,
+    **{
+        f"Memory(replicas={number}), no storage": {"storage_every_n_steps": 1000, "replicas": number}
+        for number in range(3)
+    },
 }
 """Of three nodes."""
 LOST: dict[str, tuple[int, ...]] = {"own memory": (), "a peer's memory": (1,), STORAGE: (0, 1)}
@@ -137,11 +140,11 @@ def _median(samples: Sequence[Mapping[str, float]], key: str) -> float:
     return median(each[key] for each in samples)
 
 
-def stall_table(found: Stalls, title: str, against: str = PRIVATE) -> Table:
-    """Ratios against one of them; CPU beyond that of no checkpoint."""
+def stall_table(found: Stalls, title: str) -> Table:
+    """Ratios against private memory; CPU beyond that of no checkpoint."""
     idle = _median(found[IDLE], "cpu_secs")
-    reference = _median(found[against], "stall_secs"), _median(found[against], "cpu_secs") - idle
-    of = "of private" if against == PRIVATE else "of the first"
+    reference = _median(found[PRIVATE], "stall_secs"), _median(found[PRIVATE], "cpu_secs") - idle
+    of = "of private"
     table = _table(title, "stall ms", of, "CPU ms", "beyond none", of, "to storage")
     for name, samples in found.items():
         stall, cpu = _median(samples, "stall_secs"), _median(samples, "cpu_secs")
@@ -219,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     size = f"{args.mib} MiB per rank, {RANKS} ranks, medians of {args.rounds}"
     console.print(stall_table(stalled, f"a dense checkpoint at each iteration of {args.compute_ms:g} ms; {size}"))
-    console.print(stall_table(three, f"the same on 3 nodes of a rank; {args.mib} MiB per rank", next(iter(THREE))))
+    console.print(stall_table(three, f"the same on 3 nodes of a rank; {args.mib} MiB per rank"))
     console.print(recovery_table(recovered, f"from kill -9 to the first new step; {size}"))
     console.print(parts_table(recovered, "of which resume"))
     console.print(sends_table(sent, f"{args.mib} MiB from one rank to another", args.mib))

@@ -74,9 +74,11 @@ def test_the_run_goes_on_from_the_newest_step(policy, how, place):  # noqa: F811
     assert left(run) == []
 
 
-def lose(run: Run, victim: int, n: int | None = None, secs: float = 0.0, how: str = "forward") -> list[int]:
+def lose(
+    run: Run, victim: int, n: int | None = None, secs: float = 0.0, how: str = "forward", beside: tuple[int, ...] = ()
+) -> list[int]:
     """Exit codes of the ranks under DDP: one dies at its ``n``-th backward pass, or so many seconds after training
-    began, wherever it is; the others hear of it."""
+    began, wherever it is, and others ``beside`` it; the rest hear of it."""
     environment = {
         "WORLD_SIZE": str(run.ranks),
         "LOCAL_WORLD_SIZE": str(run.ranks),
@@ -100,7 +102,8 @@ def lose(run: Run, victim: int, n: int | None = None, secs: float = 0.0, how: st
             while started[victim].is_alive() and len(events(run)) == seen:
                 time.sleep(0.002)
             started[victim].join(secs)
-            started[victim].kill()
+            for rank in (victim, *beside):
+                started[rank].kill()
         for process in started:
             process.join(LIFE_SECS)
         return [process.exitcode for process in started]
@@ -195,6 +198,33 @@ def test_beside_a_gradient_log_only_the_dead_rank_makes_updates(ranks, place):  
             assert (found["updates"], found["gradients"], found["anchors"]) == (0, 0, 0), (rank, found)
     assert f"by rank 1 of {ranks}; the others keep what they sealed of step 8" in said(run)
     assert_same_run(run)
+
+
+LOGS = {"ddp": replace(LOG, ranks=4, epochs=8), "fsdp2": replace(LOG, ranks=4, epochs=8, sharded=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", LOGS)
+def test_ranks_beside_a_gradient_log_die_at_random_times(layout, seed, place):  # noqa: F811
+    """One of four or two of them, six times, wherever they are; the others seal what they have."""
+    rng = random.Random(f"{layout} {seed}")
+    run = in_memory(replace(LOGS[layout], policy=("log", rng.randint(2, 5))), place)
+    died = 0
+    for _ in range(6):
+        assert main(["memory", "retry", "--directory", str(run.memory)]) == 0
+        first, *others = rng.sample(range(4), rng.choice([1, 2]))
+        codes = lose(run, first, secs=rng.uniform(0.0, 0.8), beside=tuple(others))
+        died += codes.count(KILLED)
+        if codes == [0] * 4:
+            break
+    else:
+        assert live_ranks(run) == [0] * 4, output(run)
+    print(f"{layout} {seed}: {died} ranks killed, computed again {recomputed(run)}")
+    assert died, "or this shows nothing"
+    assert_same_run(run)
+    assert max(recomputed(run)) <= 1
+    assert left(run) == []
 
 
 def test_a_torn_step_is_not_sealed(place):  # noqa: F811

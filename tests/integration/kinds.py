@@ -44,6 +44,22 @@ class ManualMoE(TinyMoE):
         return [first, second], [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in (first, second)]
 
 
+class ManualApartMoE(ManualMoE):
+    """The same; gradients of both are zeroed at the start of the next batch, and experts are clipped."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(TinyMoE.training_step(self, batch, batch_idx))
+        self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        first.step()
+        if batch_idx % 2:
+            second.step()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+
 class ManualOnceMoE(TinyMoE):
     """Manual optimization with one optimizer that steps once per batch, after a clip of its own."""
 
@@ -159,6 +175,7 @@ class Qwen3MoE(FamilyMoE):
 KINDS: dict[str, type[Any]] = {
     "plain": TinyMoE,
     "manual": ManualMoE,
+    "manual-apart": ManualApartMoE,
     "manual-once": ManualOnceMoE,
     "overflowing": OverflowingMoE,
     "epoch-scheduled": EpochScheduledMoE,

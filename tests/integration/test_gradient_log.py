@@ -73,6 +73,7 @@ VARIATIONS = {
     "experts-without-tokens": replace(LOG, model={"stacked": False, "experts": 8, "top_k": 1}),
     "fp16-overflowing": replace(LOG, kind="overflowing", epochs=3),
     "manual": replace(LOG, kind="manual-once"),
+    "two-optimizers": replace(LOG, kind="manual-apart"),
     "validated": replace(LOG, validate=True, trainer={"val_check_interval": 3}),
     "averaged": replace(LOG, beside=("ema",), validate=True),
     "biased-routers": replace(LOG, kind="biased"),

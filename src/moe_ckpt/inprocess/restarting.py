@@ -110,7 +110,7 @@ class Restart:
             raise UnsupportedError(
                 f"restart.keeping({type(checkpoint).__name__}): it takes what megatron.attach returned, or a "
                 "MoECheckpoint callback. Megatron-LM's own loop makes process groups and handles exceptions by itself: "
-                "start it by torchrun or a scheduler, without inprocess.restartable"
+                "start it with --inprocess-restart, by torchrun or a scheduler, without inprocess.restartable"
             )
         self._kept = kept
         try:

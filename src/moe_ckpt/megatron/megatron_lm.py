@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader
 from moe_ckpt.driver.messages import say_halted
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
-from moe_ckpt.megatron.begun_iteration import BegunIteration
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.stopping import BegunIteration, close_after
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
 from moe_ckpt.megatron.trainer_state import Stateful
 from moe_ckpt.notices import announce
@@ -339,12 +339,12 @@ class MegatronLM:
             result = self._original["train"](*args, **kwargs)
         except SystemExit as error:
             if not self._leaving:  # this rank alone exits, so the others would not answer
-                ckpt.close(10.0, error)
+                close_after(error, ckpt)
                 raise
             ckpt.finish(ended=self._through)
             raise
         except BaseException as error:
-            ckpt.close(10.0, error)
+            close_after(error, ckpt)
             raise
         ckpt.finish(ended=self._through)
         return result

@@ -1,18 +1,50 @@
-"""An iteration of Megatron-LM's ``train`` that stops between its update and its end.
+"""What is done where Megatron-LM's ``train`` stops at a failure.
 
 The loop counts samples and operations after the update, and the update's own function moves the scheduler. Where an
 error comes in between, the weights are those of the next iteration already, so that its state is whole once the rest
-is counted as the loop would have.
+is counted as the loop would have. Under Megatron-LM's own ``--inprocess-restart`` a monitor interrupts what the process
+is at, to let it train again; not so while the newest iteration is sealed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, count_iteration, has_updated
 from moe_ckpt.megatron.compat import megatron_core
+
+_CLOSE_SECS = 10.0
+
+
+def close_after(error: BaseException, ckpt: MegatronCheckpoint) -> None:
+    """Seals the newest iteration, and lets everything go. Called within ``pretrain``.
+
+    Args:
+        error: That ended ``train``.
+        ckpt: Of the run.
+    """
+    try:
+        with _uninterrupted():
+            ckpt.close(_CLOSE_SECS, error)
+    except BaseException:
+        ckpt.close(_CLOSE_SECS, error)  # the monitor was faster: it has interrupted this, and does not do so again
+        raise
+
+
+def _uninterrupted() -> AbstractContextManager[Any]:
+    """What holds up the monitor. Nobody but ``pretrain`` is told of it, and a script has that name before us."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "pretrain":
+        frame = frame.f_back
+    call = None if frame is None else frame.f_locals.get("inprocess_call_wrapper")
+    found: AbstractContextManager[Any] = contextlib.nullcontext() if call is None else call.atomic()
+    return found
 
 
 class BegunIteration:

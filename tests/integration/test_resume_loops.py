@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -56,6 +57,14 @@ class Accumulates(pl.callbacks.GradientAccumulationScheduler):
         super().__init__({0: 1, 1: 3})
 
 
+class FromSeveral(Validated):
+    """Trains on what the first loader gives and, where it gives something, the second."""
+
+    def training_step(self, batch, batch_idx):
+        parts = [part for part in batch if part is not None]
+        return super().training_step([torch.cat(columns) for columns in zip(*parts, strict=True)], batch_idx)
+
+
 class Plateau(Validated):
     """The learning rate falls at the end of each epoch whose validation was no better."""
 
@@ -88,7 +97,7 @@ def train(
         **{"max_epochs": 3, **options},
     )
     try:
-        trainer.fit(model, training or loader(32), loader(8, shuffle=False), ckpt_path=ckpt_path)
+        trainer.fit(model, loader(32) if training is None else training, loader(8, shuffle=False), ckpt_path=ckpt_path)
     except Stopped:
         assert stop is not None
     else:
@@ -162,6 +171,29 @@ def test_a_sampler_that_keeps_its_position_begins_the_next_epoch_anew(tmp_path, 
     reference = train(tmp_path / "whole", training=training(), **options)
     before = train(tmp_path / "broken", StopAt(step, "batch"), training=training(), **options)
     resumed = train(tmp_path / "broken", training=training(), **options)
+    assert resumed[2].restored_step == step
+    assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
+@pytest.mark.parametrize(("lengths", "options", "step"), [((8, 8), {}, 8), ((8, 4), {}, 8), ((8, 8), UNVALIDATED, 5)])
+def test_of_several_loaders_none_begins_the_next_epoch_twice(tmp_path, mode, lengths, options, step):
+    """Each keeps a generator of its own, which draws an order whenever its loader is begun."""
+    if mode == "min_size" and lengths[0] != lengths[1]:
+        step = 4
+
+    def training():
+        drawing = {"batch_size": 4, "shuffle": True}
+        loaders = [
+            StatefulDataLoader(Tokens(4 * length), generator=torch.Generator().manual_seed(seed), **drawing)
+            for seed, length in enumerate(lengths)
+        ]
+        return CombinedLoader(loaders, mode)
+
+    options = {**options, "limit_val_batches": 0}
+    reference = train(tmp_path / "whole", kind=FromSeveral, training=training(), **options)
+    before = train(tmp_path / "broken", StopAt(step, "batch"), kind=FromSeveral, training=training(), **options)
+    resumed = train(tmp_path / "broken", kind=FromSeveral, training=training(), **options)
     assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)
 

@@ -114,13 +114,23 @@ def end_whole_epoch(trainer: Any) -> None:
         return
 
     def advance(data_fetcher: Iterator[Any]) -> None:
-        """As if the loader had nothing left. Asked once, it takes up its position, and the next epoch begins anew."""
+        """As if the loaders had nothing left. Asked once, each takes up its position, and the next epoch begins anew."""
         del loop.advance
         with isolate_rng():
-            next(data_fetcher)
+            for loader in _loaders_begun(trainer, data_fetcher):
+                next(loader, None)
         raise StopIteration
 
     loop.advance = advance
+
+
+def _loaders_begun(trainer: Any, data_fetcher: Iterator[Any]) -> list[Iterator[Any]]:
+    """Returns the iterators of all loaders that an epoch takes batches from side by side.
+
+    Lightning's own iterator over them would begin a loader that has ended once more, and leave out those behind one.
+    """
+    combined = trainer.fit_loop._combined_loader
+    return [data_fetcher] if combined._mode == "sequential" else list(combined._iterator.iterators)
 
 
 def go_on_accumulating(trainer: Any) -> None:

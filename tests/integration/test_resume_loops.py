@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -173,6 +173,49 @@ def test_a_sampler_that_keeps_its_position_begins_the_next_epoch_anew(tmp_path, 
     resumed = train(tmp_path / "broken", training=training(), **options)
     assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("step", [3, 8, 11])
+def test_a_loader_that_was_given_a_generator_draws_the_orders_that_it_would_have(tmp_path, workers, step):
+    def training():
+        drawing = {"shuffle": True, "generator": torch.Generator().manual_seed(3), "num_workers": workers}
+        return StatefulDataLoader(Tokens(32), batch_size=4, **drawing)
+
+    options = {"limit_val_batches": 0}
+    reference = train(tmp_path / "whole", training=training(), **options)
+    before = train(tmp_path / "broken", StopAt(step, "batch"), training=training(), **options)
+    resumed = train(tmp_path / "broken", training=training(), **options)
+    assert resumed[2].restored_step == step
+    assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda data: RandomSampler(data),
+        lambda data: RandomSampler(data, generator=torch.Generator()),
+        lambda data: SubsetRandomSampler(range(len(data))),
+        lambda data: WeightedRandomSampler([1.0] * len(data), len(data)),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_sampler_that_draws_a_new_order_after_a_resume_is_named_before(tmp_path, caplog, sampler, batched):
+    """A stateful loader counts the samples of such a sampler, and nobody knows which these were."""
+    data = Tokens(32)
+    order = sampler(data)
+    how = {"batch_sampler": BatchSampler(order, 4, False)} if batched else {"sampler": order, "batch_size": 4}
+    train(tmp_path / "store", training=StatefulDataLoader(data, **how), max_steps=1)
+    said = f"the {type(order).__name__} in StatefulDataLoader draws a new order after a resume (give the loader shuffle"
+    assert said in caplog.text
+    with pytest.raises(ConfigError, match=type(order).__name__):
+        train(tmp_path / "windows", policy=MoEvement(window=2), training=StatefulDataLoader(data, **how), max_steps=1)
+
+
+def test_orders_that_a_stateful_loader_brings_back_are_not_warned_of(tmp_path, caplog):
+    train(tmp_path / "store", training=StatefulDataLoader(Tokens(32), batch_size=4, shuffle=True), max_steps=1)
+    train(tmp_path / "other", training=StatefulDataLoader(Tokens(32), batch_size=4), max_steps=1)
+    assert "will not be exact" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])

@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.utils.data import BatchSampler
@@ -25,6 +26,8 @@ log = logging.getLogger("moe_ckpt")
 
 POSITION_KEY = "moe_ckpt_data_position"
 """In a Lightning checkpoint: one entry for each training loader, the state of its sampler or None."""
+GENERATORS_KEY = "moe_ckpt_loader_generators"
+"""Likewise, of the generator that the loader was given."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,16 @@ class DataPosition:
 
     def __init__(self) -> None:
         self._stored: list[dict[str, int] | None] | None = None
+        self._generators: list[torch.Tensor | None] = []
         self._start: _Start | None = None
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""
         loader = trainer.fit_loop._combined_loader
         dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
+        generators = [] if loader is None else [_generator_of(each) for each in loader.flattened]
+        if any(generators):
+            checkpoint[GENERATORS_KEY] = [None if each is None else each.get_state() for each in generators]
         if any(dealers):
             checkpoint[POSITION_KEY] = [
                 None if dealer is None else self._position(trainer, at, dealer) for at, dealer in enumerate(dealers)
@@ -139,6 +146,7 @@ class DataPosition:
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Takes the positions out of a checkpoint, for ``put_back``."""
         self._stored = checkpoint.pop(POSITION_KEY, None)
+        self._generators = checkpoint.pop(GENERATORS_KEY, [])
 
     def put_back(self, trainer: Any, *, resumed: bool) -> None:
         """Sets samplers to the loops' position, and makes a new iterator if it began elsewhere.
@@ -154,8 +162,8 @@ class DataPosition:
             ConfigError: The positions are of other loaders, another dataset, seed or order.
         """
         loop = trainer.fit_loop
-        loader, stored = loop._combined_loader, self._stored
-        self._stored = self._start = None
+        loader, stored, drawn = loop._combined_loader, self._stored, self._generators
+        self._stored, self._generators, self._start = None, [], None
         if loader is None:
             return
         dealers = [dealer_of(each) for each in loader.flattened]
@@ -171,6 +179,20 @@ class DataPosition:
         if setters or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
             loader._load_state_dicts(_without(states, loader.flattened, dealers))
             iter(loop._data_fetcher)
+        for each, state in zip(loader.flattened, drawn, strict=False):
+            generator = _generator_of(each)
+            if generator is not None and state is not None:
+                generator.set_state(state)
+
+
+def _generator_of(loader: object) -> torch.Generator | None:
+    """Returns the generator that was given to a stateful loader, from which it draws orders and seeds of workers.
+
+    Its own state has the order of this epoch only: taking it up leaves out what was drawn besides, so that the orders
+    of later epochs would be other ones (torchdata 0.11).
+    """
+    generator = getattr(loader, "generator", None)
+    return generator if isinstance(generator, torch.Generator) and isinstance(loader, _Stateful) else None
 
 
 def _move(trainer: Any, dealers: list[Dealer | None], stored: list[dict[str, int] | None] | None) -> None:

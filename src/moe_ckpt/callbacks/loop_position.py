@@ -114,7 +114,7 @@ def end_whole_epoch(trainer: Any) -> None:
         return
 
     def advance(data_fetcher: Iterator[Any]) -> None:
-        """As if the loaders had nothing left. Asked once, each takes up its position, and the next epoch begins anew."""
+        """As if no loader had anything left. Asked once, each takes up its position; the next epoch begins anew."""
         del loop.advance
         with isolate_rng():
             for loader in _loaders_begun(trainer, data_fetcher):

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
@@ -128,6 +129,11 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
                 f"the sampler that Lightning put into {name} draws a new order after a resume (give the loader "
                 "sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), which Lightning leaves alone)"
             )
+        elif any(draws := [sampler for sampler in _samplers(loader) if _draws_anew(sampler)]):
+            found.append(
+                f"the {type(draws[0]).__name__} in {name} draws a new order after a resume (give the loader "
+                "shuffle=True in its place, or sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset))"
+            )
         elif sized_len(loader) is None:
             found.append(f"{name} has no length, so Lightning fetches one batch ahead and a resume loses that batch")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
@@ -136,6 +142,12 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
             "validation at the end of the epoch are computed again)"
         )
     return found
+
+
+def _draws_anew(sampler: object) -> bool:
+    """Returns whether nobody brings back the order in which a sampler of torch's gives this epoch's samples."""
+    drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return isinstance(sampler, drawing) and not hasattr(sampler, "load_state_dict")
 
 
 def _samplers(loader: object) -> Iterator[object]:

@@ -133,6 +133,7 @@ _CHECKPOINT = record(
         "hyper_parameters": mapping(anything),
         "datamodule_hyper_parameters": mapping(anything),
         "moe_ckpt_data_position": listing(maybe(mapping(_integer))),
+        "moe_ckpt_loader_generators": listing(maybe(_tensor)),
     },
 )
 _LIGHTNING = record(

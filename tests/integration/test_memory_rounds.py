@@ -138,18 +138,23 @@ def rounds(run: Run, place: Path, count: int) -> None:  # noqa: F811
     root = Path(run.memory, "node_0") if run.replicas else Path(run.memory)
     root.mkdir(exist_ok=True)
     told = others(root, "c" * 32)
-    before, taken, found, restored = told(), list[dict[str, int]](), list[dict[Path, int]](), list[int]()
+    before, found, restored = told(), list[dict[Path, int]](), list[int]()
+    taken: list[list[dict[str, int]]] = [[] for _ in range(run.ranks)]
     for _ in range(count):
         assert KILLED in live_ranks(replace(run, crash=("compute", STEPS_OF_LIFE + 1))), output(run)
         found.append({path: path.stat().st_size for path in own(run, told)})
-        taken.append(split_lives(events(run))[-1][0]["resources"])
+        for rank, each in enumerate(taken):
+            each.append(split_lives(events(run, rank))[-1][0]["resources"])
         restored.append(split_lives(events(run))[-1][0]["step"] or 0)
     assert restored == sorted(restored), "no life goes on from before the one before it"
     assert restored[-1] >= count // 4, "the newest step may still be on its way into memory when its process dies"
     assert_no_more_is_left(run, found)
     early = slice(1, 1 + count // 3)
     for what, slack in (("descriptors", SLACK), ("threads", SLACK), ("resident", SLACK_BYTES)):
-        assert max(each[what] for each in taken[1:]) <= max(each[what] for each in taken[early]) + slack, what
+        for rank, each in enumerate(taken):
+            assert len(each) == count
+            most, at_first = (max(one[what] for one in some) for some in (each[1:], each[early]))
+            assert most <= at_first + slack, f"{what} of rank {rank}"
     run = replace(run, epochs=-(-(restored[-1] + STEPS_OF_LIFE) // STEPS_OF_EPOCH) + 1)
     assert live_ranks(run) == [0] * run.ranks, output(run)
     truth = replace(run, memory=None, watched=False, to_storage=1, replicas=0)
@@ -163,6 +168,12 @@ def rounds(run: Run, place: Path, count: int) -> None:  # noqa: F811
 
 def test_twelve_rounds(place):  # noqa: F811
     rounds(DENSE, place, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+def test_six_rounds_of_several_ranks(layout, place):  # noqa: F811
+    rounds(layout, place, 6)
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.support.opened import note_shards
 from tests.support.plain_store import read_body
+from tests.support.resources import taken
 from tests.support.round_robin import RoundRobin
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
@@ -126,13 +127,6 @@ class Run:
     @classmethod
     def from_json(cls, text: str) -> Run:
         return cls(**json.loads(text))
-
-
-def taken() -> dict[str, int]:
-    """What this process takes of the system."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    own = [int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")]
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": int(status["Threads"]), "resident": sum(own)}
 
 
 class StopHere(RuntimeError):

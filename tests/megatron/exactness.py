@@ -119,6 +119,11 @@ def kill(case: Case, directory: Path) -> None:
 def one_life(case: Case, directory: Path, number: int, lost: tuple[float, tuple[int, ...]]) -> list[Outcome]:
     """A life in which ranks are lost so many seconds after they have resumed, wherever they are; see ``Life``."""
     life = replace(life_of(case, directory), lost=lost, seed=1 + number * case.reseed, number=number)
+    return start_life(case, life)
+
+
+def start_life(case: Case, life: Life) -> list[Outcome]:
+    """A life, however it ends."""
     return start_ranks(live, case.ranks, life, timeout=LIFE_SECS, preload=WARM)
 
 

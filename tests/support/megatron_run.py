@@ -24,6 +24,7 @@ from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import digests
 from tests.support.opened import note_shards
+from tests.support.resources import taken
 
 _STORAGE_PHASES = ("write", "fsync", "rename", "manifest", "gc")
 
@@ -79,7 +80,7 @@ class Life:
 
 
 class Journal:
-    """JSON lines of one rank, of all lives: {"resumed": iteration, "restored_step"} and, for every iteration,
+    """JSON lines of one rank, of all lives: {"resumed": iteration, "restored_step", "resources"} and, for each,
     {"iteration", "loss": hexadecimal or null} when it is computed and {"updated": iteration, "made", "replayed"} then.
     With ``Life.digests`` also {"final": iteration, "digests"} in between, and "digests" and "lost" beside "resumed".
     """
@@ -194,6 +195,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     )
     progress = ckpt.resume()
     seen = {"digests": digests(built), "lost": ckpt.session.run_ledger.tokens.lost_tokens} if life.digests else {}
+    seen["resources"] = taken()
     journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step, life=life.number, **seen)
     if life.lost is not None and rank in life.lost[1]:
         threading.Timer(life.lost[0], os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -262,10 +262,9 @@ class MoEtion:
         for group in context.coupled_operators:
             there[catalog.places_of(tuple(sorted(group)))] = False
         behind = there & (held < (context.last_step or 0))
-        ending = none
-        while (left := behind & ~chosen & ~ending).any():  # they take the place of what came last
-            ending = ending | left
-            chosen = self._chosen(context, rooms, replace(tier, forced=np.flatnonzero(ending).tolist()))
+        ending = behind & ~chosen
+        if ending.any():  # what peers have gradients of stays, so that it takes the place of one that is new
+            chosen = self._chosen(context, rooms, replace(tier, forced=np.flatnonzero(behind).tolist()))
         return chosen, chosen & there & ~ending & (context.step - held <= MOST_GRADIENTS)
 
     def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:

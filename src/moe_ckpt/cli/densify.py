@@ -86,8 +86,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if done.inexact:
         print(f"moe-ckpt densify: last bits may differ from the run's: {done.inexact}", file=sys.stderr)
     if args.json:
-        told = {"path": where, "step": done.manifest.step, "updates": done.updates, "nbytes": done.nbytes}
-        print(json.dumps({**told, "exact": not done.inexact, "device": str(done.device)}, indent=2))
+        result = {"path": where, "step": done.manifest.step, "updates": done.updates, "nbytes": done.nbytes}
+        print(json.dumps({**result, "exact": not done.inexact, "device": str(done.device)}, indent=2))
         return 0
     times = f"{done.updates} update{'s' * (done.updates != 1)} made once more on {done.device}"
     print(f"step {done.manifest.step}, {human_bytes(done.nbytes)}, {times}:", file=sys.stderr)

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return _changed(args, found)
     damaged = any(slot.problem for each in found for slot in each.slots)
     if args.json:
-        print(json.dumps({"directory": args.directory, "ranks": [_told(each) for each in found]}, indent=2))
+        print(json.dumps({"directory": args.directory, "ranks": [_as_json(each) for each in found]}, indent=2))
     elif not found:
         print(f"nothing of yours lies in {args.directory}")
     elif args.action == "list":
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return int(damaged)
 
 
-def _told(facts: RankFacts) -> dict[str, object]:
+def _as_json(facts: RankFacts) -> dict[str, object]:
     return {**asdict(facts), "nbytes": facts.nbytes}
 
 
@@ -115,8 +115,8 @@ def _changed(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
         else:
             kept.append(run_id)
     if args.json:
-        told = {"freed": done} if clears else {"retry": list(done)}
-        print(json.dumps({"directory": args.directory, **told, "kept": kept}, indent=2))
+        outcome = {"freed": done} if clears else {"retry": list(done)}
+        print(json.dumps({"directory": args.directory, **outcome, "kept": kept}, indent=2))
         return 0
     for run_id, nbytes in done.items():
         print(f"run {run_id}: " + (f"{human_bytes(nbytes)} freed" if clears else "its next start goes on from memory"))

@@ -123,7 +123,6 @@ def memory_systems(scenario: Scenario) -> list[System]:
     return [
         replace(near, name="gemini", policy=Gemini(1), interval=rule, rollback="global"),
         replace(near, name="moetion_peers", policy=MoEtion(), rollback="global"),
-        replace(near, name="moetion_recompute", policy=MoEtion(recompute=True), rollback="global"),
         replace(near, name="moevement_memory", rollback="global"),
         near,
         replace(near, name="gradient_log_peers", policy=GradientLog(), rollback="global"),

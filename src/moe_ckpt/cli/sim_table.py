@@ -66,8 +66,8 @@ def sweep_table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     columns = ["system", *keys, "ETTR", *parts, "failures", "every", "K", "PLT", "stall/iteration"]
     rows = [_row(result, keys, parts) for result in results]
     nothing = {**dict.fromkeys(parts, _percent(0.0)), "K": _NONE}
-    told = [any(row[at] != nothing.get(column) for row in rows) for at, column in enumerate(columns)]
-    return list(compress(columns, told)), [list(compress(row, told)) for row in rows]
+    differs = [any(row[at] != nothing.get(column) for row in rows) for at, column in enumerate(columns)]
+    return list(compress(columns, differs)), [list(compress(row, differs)) for row in rows]
 
 
 def _row(result: Result, keys: Sequence[str], parts: Sequence[str]) -> list[str]:

@@ -158,8 +158,8 @@ def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
     last = groups[-1][0]
     snapshots = [{writer: _own(those) for writer, those in _by_writer(group, state=False).items()} for group in groups]
     lent = {writer for snapshot in snapshots for writer, (one, *_) in snapshot.items() if one.only == TENSORS}
-    told = _by_writer(groups[-1], state=True)
-    states = {writer: tuple(shares) for writer, shares in told.items() if writer in lent}
+    by_writer = _by_writer(groups[-1], state=True)
+    states = {writer: tuple(shares) for writer, shares in by_writer.items() if writer in lent}
     return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots), states)
 
 

@@ -165,8 +165,8 @@ def merge_coupled(
 
 def _together(those: Sequence[OperatorBytes]) -> OperatorBytes:
     """Several operators as one."""
-    told = [size.gradient for size in those]
-    gradient = None if told.count(None) == len(told) else sum(size.consumed for size in those)
+    gradients = [size.gradient for size in those]
+    gradient = None if gradients.count(None) == len(gradients) else sum(size.consumed for size in those)
     full, compute = sum(size.full for size in those), sum(size.compute for size in those)
     return OperatorBytes(full, compute, gradient, sum(size.weights for size in those))
 

@@ -125,8 +125,8 @@ def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
         found, trouble = _tried(memory, lambda: _prepared(run, memory, run_id))
     newest, budget = found or (-1, 0)
     failed = 0 if trouble is None else rank + 1
-    told = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
-    on, off, most, least, life, failed, newest = largest(run.comm, told)
+    mine = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
+    on, off, most, least, life, failed, newest = largest(run.comm, mine)
     if on and off:
         other = f"rank {off - 1} has it off" if is_on else f"rank {on - 1} has it on"
         raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. All ranks have it, or none")

@@ -127,18 +127,19 @@ def _identity(storage: Storage, names: list[str], directories: list[str]) -> Ide
             trouble = str(damage)
     elif not directories:
         return None
-    told = [identity for name in directories if (identity := _identity_of(storage, name)) is not None]
-    if len({(identity.run_id, identity.fingerprint) for identity in told}) > 1 or (directories and not told):
+    identities = [identity for name in directories if (identity := _identity_of(storage, name)) is not None]
+    runs = {(identity.run_id, identity.fingerprint) for identity in identities}
+    if len(runs) > 1 or (directories and not runs):
         raise ForeignStoreError(
             f"{trouble}, and the step directories beside it do not tell whose they are. "
             "Choose another dirpath, or put the file back."
         )
     log.warning("%s; it is written anew", trouble)
     storage.delete(STORE_NAME)
-    if not told:
+    if not identities:
         return None
-    storage.write(STORE_NAME, [told[0].encode()])
-    return told[0]
+    storage.write(STORE_NAME, [identities[0].encode()])
+    return identities[0]
 
 
 def _identity_of(storage: Storage, directory: str) -> Identity | None:

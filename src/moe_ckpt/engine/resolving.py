@@ -164,10 +164,10 @@ class SnapshotResolver:
         try:
             self._committer.commit(snapshot, acknowledged)
         except (OSError, MoECheckpointError) as error:
-            told = "; ".join(error.causes) if isinstance(error, SaveFailedError) else f"{type(error).__name__}: {error}"
+            causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             lost, differs = isinstance(error, FilesGoneError), isinstance(error, CoverDiffersError)
             self._clear_away(self._keeper, self._committer.abandon(snapshot, acknowledged), snapshot.step)
-            return Outcome(told, lost, differs)
+            return Outcome("; ".join(causes), lost, differs)
         try:
             self._keeper.look_ahead(self._committer.begun)
             return Outcome(superseded=self._keeper.collect(self._committer.superseded()))

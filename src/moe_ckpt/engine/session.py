@@ -286,7 +286,7 @@ class CheckpointSession:
             plan = save_full(step, self.catalog.everything)
         else:
             context = ledger.context(step, self.comm.world_size, ledger.popularity, consensus.measured)
-            plan = self._snapshots.rooted(self._planner.plan(self._snapshots.told(context, consensus)))
+            plan = self._snapshots.rooted(self._planner.plan(self._snapshots.informed(context, consensus)))
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan

@@ -87,7 +87,7 @@ class Snapshotter:
         self.live.forget()
         self._end_secs = self._run.settings.timeout_secs
 
-    def told(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
+    def informed(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
         """The context with what the policy may know of memory: where this step's snapshot will go from there."""
         if self._run.gradients is not None:
             context = replace(context, anchored_at=self.booking.anchors.steps())

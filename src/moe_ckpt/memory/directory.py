@@ -305,9 +305,9 @@ def _named(path: Path, pattern: re.Pattern[str]) -> list[Path]:
 def owner_of(path: Path) -> Owner:
     """Who made a rank's directory, as far as that can be told."""
     try:
-        told = json.loads((path / OWNER).read_bytes()[:_MOST_OWNER_NBYTES])
-        host, boot, store = (str(told[name]) for name in ("host", "boot_id", "store"))
-        return Owner(int(told["pid"]), host, boot, store, float(told["begun_unix_secs"]))
+        recorded = json.loads((path / OWNER).read_bytes()[:_MOST_OWNER_NBYTES])
+        host, boot, store = (str(recorded[name]) for name in ("host", "boot_id", "store"))
+        return Owner(int(recorded["pid"]), host, boot, store, float(recorded["begun_unix_secs"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return Owner()
 

@@ -88,8 +88,8 @@ def _differ(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], states: C
     if lacking and (there - here - _ADDED_LATER or class_name(optimizer).startswith(_TORCH)):
         return True
     decoupled = "decoupled_weight_decay"  # all that tells torch's Adam from its AdamW
-    told = [{bool(g[decoupled]) for g in found if decoupled in g} for found in (groups, optimizer.param_groups)]
-    if all(told) and not told[0] & told[1]:
+    flags = [{bool(g[decoupled]) for g in found if decoupled in g} for found in (groups, optimizer.param_groups)]
+    if all(flags) and not flags[0] & flags[1]:
         return True
     expected = _state_names(optimizer)
     return bool(expected and states and expected - set(states) and set(states) - expected)

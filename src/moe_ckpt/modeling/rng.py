@@ -42,8 +42,8 @@ class _PythonState:
         if known is not None and known[0] is generator and known[1] is gauss and known[2] == now:
             return known[3]
         state = random.getstate()
-        told = np.array([state[1][-1], *state[1][:-1]], dtype=np.uint32).tobytes()
-        self._known = (generator, gauss, now, state) if told == now else None
+        then = np.array([state[1][-1], *state[1][:-1]], dtype=np.uint32).tobytes()
+        self._known = (generator, gauss, now, state) if then == now else None
         return state
 
 

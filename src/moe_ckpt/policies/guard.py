@@ -85,8 +85,8 @@ class Guarded(Wrapper):
         stored = experts_of(context, (*plan.operators(), *plan.gradients))
         if plan.k is None and len(stored) == len(context.catalog.experts):
             return plan
-        told = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]
-        plan = replace(plan, plt_budget=min(told, default=None))
+        budgets = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]
+        plan = replace(plan, plt_budget=min(budgets, default=None))
         more = self._needed(context, stored)
         if not more:
             return plan

@@ -149,7 +149,7 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> ByExpert:
     hard = _table(catalog, activity.hard)
     found = {"soft_count": activity.soft, "time_decayed": activity.decayed}.get(kind, activity.hard)
     table = _table(catalog, found)
-    if any(tokens.any() and not told.any() for tokens, told in zip(hard, table, strict=True)):
+    if any(tokens.any() and not row.any() for tokens, row in zip(hard, table, strict=True)):
         table = hard
     if kind == "capacity_normalised":
         table = [_over_even_share(tokens) for tokens in table]

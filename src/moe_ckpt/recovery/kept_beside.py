@@ -118,14 +118,14 @@ def plan_along_log(comm: Communicator, opened: OpenedMemory, kept: Kept, first: 
         plan = plan_recovery(manifest.directory, manifest.step, operators, inventories)
         return replace(plan, updates=(first, manifest.step))
     mine = [first, [at for at, op in enumerate(operators) if op in kept.lacking]]
-    told = [json.loads(raw) for raw in comm.everyone(json.dumps(mine).encode())]
-    from_log = {at for _, places in told for at in places}
+    answers = [json.loads(raw) for raw in comm.everyone(json.dumps(mine).encode())]
+    from_log = {at for _, places in answers for at in places}
     survivors = _inventory(operators, opened.kept, from_log, manifest.step)
     plan = plan_recovery(manifest.directory, manifest.step, operators, (survivors, *inventories))
-    remaking = tuple(rank for rank, (_, places) in enumerate(told) if places)
-    oldest = min(step for step, _ in told)
+    remaking = tuple(rank for rank, (_, places) in enumerate(answers) if places)
+    oldest = min(step for step, _ in answers)
     updates = (oldest, manifest.step) if oldest < manifest.step else None
-    return replace(plan, updates=updates, remaking=remaking, ranks=len(told))
+    return replace(plan, updates=updates, remaking=remaking, ranks=len(answers))
 
 
 def _inventory(

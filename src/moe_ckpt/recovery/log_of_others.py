@@ -92,8 +92,8 @@ def made_dense(comm: Communicator, storage: Storage, opened: OpenedMemory, make:
             manifest.directory,
         )
     written = together(comm, lambda: {rank: _write(maker, storage, rank) for rank in mine})
-    told = json.dumps({rank: [row.decode() for row in share.rows] for rank, share in written.items()}).encode()
-    rows = {int(rank): each for raw in comm.everyone(told) for rank, each in json.loads(raw).items()}
+    payload = json.dumps({rank: [row.decode() for row in share.rows] for rank, share in written.items()}).encode()
+    rows = {int(rank): each for raw in comm.everyone(payload) for rank, each in json.loads(raw).items()}
     shares = [(rows[rank][0].encode(), rows[rank][1].encode()) for rank in range(manifest.world_size)]
 
     def commit() -> str:

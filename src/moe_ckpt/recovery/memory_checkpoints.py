@@ -54,18 +54,18 @@ from moe_ckpt.recovery.opened_memory import OpenedMemory, RankMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_storage import SlotFile, SlotStorage
 from moe_ckpt.recovery.slot_views import (
+    ExchangedHeaders,
     Layer,
     SlotFiles,
     SnapshotFacts,
-    ToldHeaders,
     View,
     age_of,
+    fields_of,
     packed_header,
-    packed_told,
+    packed_with_headers,
     share_of,
-    told_of,
     unpacked_headers,
-    unpacked_told,
+    unpacked_with_headers,
 )
 from moe_ckpt.recovery.standing import Standing
 from moe_ckpt.recovery.together import Answer
@@ -108,22 +108,22 @@ class MemoryCheckpoints:
         self._noted: set[int] = set()
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._own = tier.left.found
-        mine = [told_of(each, number) for number, each in enumerate(self._own)]
+        mine = [fields_of(each, number) for number, each in enumerate(self._own)]
         answer = Answer.of(reader.directories if comm.rank == 0 else None)
-        told_here = [answer.told, tier.node, [str(each.slot.path) for each in self._own], mine]
-        self._told = ToldHeaders()
+        here = [answer.payload, tier.node, [str(each.slot.path) for each in self._own], mine]
+        self._exchanged = ExchangedHeaders()
         ranks = []
-        payload = b"".join(packed_told(told_here, _newest_headers(self._own, comm.rank)))
+        payload = b"".join(packed_with_headers(here, _newest_headers(self._own, comm.rank)))
         for holder, raw in enumerate(comm.everyone(payload)):
-            told_there, headers = unpacked_told(raw)
-            ranks.append(told_there)
-            self._told.note(holder, headers)
+            there, headers = unpacked_with_headers(raw)
+            ranks.append(there)
+            self._exchanged.note(holder, headers)
         self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
         self.standing = Standing(comm, self.stored)
         self.shares: list[Share] = []
         self.paths: dict[Share, str] = {}
-        for holder, (_, node, paths, told) in enumerate(ranks):
-            for path, fields in zip(paths, told, strict=True):
+        for holder, (_, node, paths, slots) in enumerate(ranks):
+            for path, fields in zip(paths, slots, strict=True):
                 share = share_of(holder, node, fields)
                 self.shares.append(share)
                 self.paths[share] = path
@@ -166,8 +166,8 @@ class MemoryCheckpoints:
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
         beside = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
-        told = [*older, beside] if beside is not None else older
-        described += self.describe(told) if told else []
+        others = [*older, beside] if beside is not None else older
+        described += self.describe(others) if others else []
         return lambda: self._opened(checkpoint, older, beside, described, self._beneath(names[:1]))
 
     def set_aside(self, directory: str, problem: Exception | None) -> None:
@@ -185,11 +185,11 @@ class MemoryCheckpoints:
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
-        told = [json.loads(raw) for raw in self._comm.everyone(json.dumps([mine, self._bad_base]).encode())]
+        answers = [json.loads(raw) for raw in self._comm.everyone(json.dumps([mine, self._bad_base]).encode())]
         self._bad_base = ""
-        bases = {name for _, name in told if name}
+        bases = {name for _, name in answers if name}
         self._bad_bases |= bases
-        bad = {tuple(found) for found, _ in told if found}
+        bad = {tuple(found) for found, _ in answers if found}
         for holder, number in sorted(bad):
             if holder == self._comm.rank:
                 slot = self._own[number].slot
@@ -258,8 +258,8 @@ class MemoryCheckpoints:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
         manifest needs. A collective, unless all of it was told at first."""
         snapshots = [(snapshot, each.states) for each in checkpoints for snapshot in each.snapshots]
-        if all(not states and self._told.tells(snapshot) for snapshot, states in snapshots):
-            return [self._told.facts_of(snapshot) for snapshot, _ in snapshots]
+        if all(not states and self._exchanged.tells(snapshot) for snapshot, states in snapshots):
+            return [self._exchanged.facts_of(snapshot) for snapshot, _ in snapshots]
         found = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
         for place, (snapshot, states) in enumerate(snapshots):

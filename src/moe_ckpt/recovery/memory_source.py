@@ -89,8 +89,9 @@ class MemorySource:
             sound, damaged = _verified(each, wanted, index)
             self._own |= sound
             shares.append((_rank_of(each, manifest), damaged))
-        older, told = _exchange(comm, [offer for offer in self._own.values() if offer[0].operator in wanted], shares)
-        self._offers = {**_of_this_step(manifest, index, told), **_complete(wanted, older)}
+        offers = [offer for offer in self._own.values() if offer[0].operator in wanted]
+        older, damaged_of = _exchange(comm, offers, shares)
+        self._offers = {**_of_this_step(manifest, index, damaged_of), **_complete(wanted, older)}
 
     def inventory(self) -> Inventory:
         """Returns the operators that the ranks together have whole."""
@@ -265,32 +266,32 @@ def _exchange(
     """
     mine = json.dumps([[_encoded(entry) for entry, _ in own], shares]).encode()
     offers: dict[str, Offer] = {}
-    told: dict[int, tuple[int, frozenset[str]]] = {}
+    damaged_of: dict[int, tuple[int, frozenset[str]]] = {}
     for source in range(comm.world_size):
         listed, theirs = json.loads(comm.share(mine, source))
         for fields in listed:
             entry = _decoded(fields)
             offers.setdefault(entry.name, Offer(entry, source))
         for rank, damaged in theirs:
-            told.setdefault(rank, (source, frozenset(damaged)))
-    return list(offers.values()), told
+            damaged_of.setdefault(rank, (source, frozenset(damaged)))
+    return list(offers.values()), damaged_of
 
 
 def _of_this_step(
-    manifest: Manifest, index: TensorIndex, told: Mapping[int, tuple[int, frozenset[str]]]
+    manifest: Manifest, index: TensorIndex, damaged_of: Mapping[int, tuple[int, frozenset[str]]]
 ) -> dict[str, list[Offer]]:
     """Returns operator -> its offers, of those whose every slice on storage was written from a buffer that is there.
 
     Args:
         manifest: Of the checkpoint.
         index: Its slices on storage.
-        told: See ``_exchange``.
+        damaged_of: See ``_exchange``.
     """
     offers: dict[str, list[Offer]] = {}
     absent: set[str] = set()
     for stored in index.live:
         operator = stored.entry.operator
-        source, damaged = told.get(stored.file.rank, (None, frozenset()))
+        source, damaged = damaged_of.get(stored.file.rank, (None, frozenset()))
         if source is None or stored.entry.name in damaged or not _is_own(stored, manifest):
             absent.add(operator)
         else:

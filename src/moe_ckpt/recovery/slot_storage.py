@@ -168,9 +168,10 @@ class SlotStorage(ReadOnly):
             self._fetched.setdefault(path, []).append(fetched)
             asked.append(Wanted(file.share.holder, file.share.number, file.place, begin, end))
             places.setdefault(asked[-1][:3], []).append(fetched)
-        told = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, asked]).encode())]
-        nodes = [node for node, _ in told]
-        portions = share_out(nodes, {rank: [Wanted(*each) for each in those] for rank, (_, those) in enumerate(told)})
+        requests = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, asked]).encode())]
+        nodes = [node for node, _ in requests]
+        wanted_by = {rank: [Wanted(*each) for each in those] for rank, (_, those) in enumerate(requests)}
+        portions = share_out(nodes, wanted_by)
         received = self._from_other_nodes(portions, places)
         if any(portion.others for portion in portions):  # alike on every rank
             self._on_this_node(portions, places)

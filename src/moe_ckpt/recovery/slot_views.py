@@ -108,8 +108,8 @@ class SnapshotFacts:
         """All have told: tokens of a step on which they had not agreed when one of them died are summed now."""
         if self.facts is None or self.facts.own is None:
             return
-        told = (each.own for each in (*self.writers.values(), *self.states.values()))
-        summed = sum((own for own in told if own is not None), start=self.facts.applied)
+        counts = (each.own for each in (*self.writers.values(), *self.states.values()))
+        summed = sum((own for own in counts if own is not None), start=self.facts.applied)
         self.facts = replace(self.facts, applied=summed, own=None)
 
 
@@ -119,7 +119,7 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
     Args:
         tells: What all writers have alike is in this one.
     """
-    told = [
+    fields = [
         place,
         writer,
         header.only == STATE_ALONE,
@@ -128,18 +128,18 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
         header.facts.encoded() if tells else None,
         None if header.facts.own is None else Fragment.of_counts(header.facts.own),
     ]
-    meta = encode_json(told)
+    meta = encode_json(fields)
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
 
 
-def packed_told(told: Any, headers: Iterable[bytes]) -> list[bytes]:
-    """Something in JSON, and what ``packed_header`` gave, for ``unpacked_told``."""
-    first = json.dumps(told).encode()
+def packed_with_headers(value: Any, headers: Iterable[bytes]) -> list[bytes]:
+    """Something in JSON, and what ``packed_header`` gave, for ``unpacked_with_headers``."""
+    first = json.dumps(value).encode()
     return [struct.pack("<Q", len(first)), first, *headers]
 
 
-def unpacked_told(raw: bytes) -> tuple[Any, Iterable[UnpackedHeader]]:
-    """What ``packed_told`` was given."""
+def unpacked_with_headers(raw: bytes) -> tuple[Any, Iterable[UnpackedHeader]]:
+    """What ``packed_with_headers`` was given."""
     [nbytes] = struct.unpack_from("<Q", raw)
     return json.loads(raw[8 : 8 + nbytes]), unpacked_headers(raw[8 + nbytes :])
 
@@ -150,24 +150,24 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        place, writer, alone, state, told, facts, own = json.loads(raw[at - nbytes : at])
+        place, writer, alone, state, sizes, facts, own = json.loads(raw[at - nbytes : at])
         parts = []
-        for kind, begin, size in told:
+        for kind, begin, size in sizes:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
         counted = None if own is None else np.asarray(own, dtype=np.int64)
         yield place, writer, alone, Described(tuple(state), tuple(parts), counted), facts
 
 
-class ToldHeaders:
-    """Headers that ranks told of before anybody knew which are needed."""
+class ExchangedHeaders:
+    """Headers that ranks exchanged before anybody knew which are needed."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
+        self._headers: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
 
     def note(self, holder: int, headers: Iterable[UnpackedHeader]) -> None:
         """What a rank told of its own slots, by their numbers."""
-        self._told |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
+        self._headers |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
 
     def tells(self, snapshot: Snapshot) -> bool:
         """Whether nothing else is needed of a snapshot."""
@@ -179,9 +179,9 @@ class ToldHeaders:
         """Of a snapshot of which all is told."""
         found, teller = SnapshotFacts(), teller_of(snapshot)
         for writer, shares in snapshot.items():
-            told = self._of(shares)
-            if told is not None:
-                described, facts = told
+            header = self._of(shares)
+            if header is not None:
+                described, facts = header
                 found.add(writer, described, facts if writer == teller else None)
         found.settle()
         return found
@@ -190,7 +190,7 @@ class ToldHeaders:
         """What was told of a writer's slot by anybody who has all of it; copies have the source's own header."""
         sent = fullest(shares).sent
         places = ((share.holder, share.number) for share in shares if share.sent == sent)
-        return next((self._told[place] for place in places if place in self._told), None)
+        return next((self._headers[place] for place in places if place in self._headers), None)
 
 
 class SlotFiles:
@@ -350,7 +350,7 @@ class View:
         return {path: file for path, file in self.slots.items() if path in named}
 
 
-def told_of(found: FoundSlot, number: int) -> list[Any]:
+def fields_of(found: FoundSlot, number: int) -> list[Any]:
     """What ranks tell each other of a slot, for ``share_of``.
 
     Args:
@@ -378,14 +378,14 @@ def told_of(found: FoundSlot, number: int) -> list[Any]:
     ]
 
 
-def share_of(holder: int, node: str, told: Sequence[Any]) -> Share:
+def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
     """What ``told_of`` gave on another rank.
 
     Args:
         holder: That rank.
         node: Its node.
     """
-    number, life, generation, sequence, step, writer, writers, place, *rest = told
+    number, life, generation, sequence, step, writer, writers, place, *rest = fields
     window = None if place is None else (place[0], place[1], place[2])
     of = number, life, generation, sequence, step, writer, writers, window, *rest
     return Share(holder, node, *of)

@@ -46,7 +46,7 @@ def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
     raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
     """
     answer = Answer.of(action if comm.rank == 0 else None)
-    return answer.taken(json.loads(comm.broadcast(json.dumps(answer.told).encode())), doing)
+    return answer.taken(json.loads(comm.broadcast(json.dumps(answer.payload).encode())), doing)
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Answer(Generic[T]):
     """What rank 0 finds, for all ranks, where it travels with something else. See ``by_rank_zero``.
 
     Attributes:
-        told: By this rank: plain data; empty on all but rank 0.
+        payload: Of this rank: plain data; empty on all but rank 0.
         problem: Rank 0's own.
     """
 
-    told: Mapping[str, Any]
+    payload: Mapping[str, Any]
     problem: Exception | None = None
 
     @classmethod
@@ -71,13 +71,13 @@ class Answer(Generic[T]):
         except (OSError, MoECheckpointError) as error:
             return cls({"error": f"{type(error).__name__}: {error}"}, error)
 
-    def taken(self, told: Mapping[str, Any], doing: str) -> T:
-        """Returns what rank 0 told."""
+    def taken(self, answer: Mapping[str, Any], doing: str) -> T:
+        """Returns what rank 0 answered."""
         if self.problem is not None:
             raise self.problem
-        if "error" in told:
-            raise StoreError(f"rank 0 cannot {doing}: {told['error']}")
-        found: T = told["found"]
+        if "error" in answer:
+            raise StoreError(f"rank 0 cannot {doing}: {answer['error']}")
+        found: T = answer["found"]
         return found
 
 

@@ -59,8 +59,8 @@ class LogExchange:
         heads = [(each, each.header) for each in logs.found]
         ours = [each for each, head in heads if head.world_size == comm.world_size and head.generation in lives]
         mine = {(each.header.rank, each.header.step): each for each in _newest_last(ours)}
-        told = [[*key, each.header.generation, each.header.history] for key, each in mine.items() if key[1] in steps]
-        every = [(holder, *each) for holder, raw in enumerate(_exchanged(comm, told)) for each in raw]
+        keys = [[*key, each.header.generation, each.header.history] for key, each in mine.items() if key[1] in steps]
+        every = [(holder, *each) for holder, raw in enumerate(_exchanged(comm, keys)) for each in raw]
         _, self.history = max(((generation, history) for *_, generation, history in every), default=(0, 0))
         best: dict[tuple[int, int], tuple[int, int]] = {}
         for holder, writer, step, generation, history in every:
@@ -85,12 +85,12 @@ class LogExchange:
         comm, ranks = self._comm, self._recovery.ranks
         packed = together(comm, self._packed)
         sizes = {rank: [len(head), data.numel()] for rank, (head, data) in packed.items()}
-        told = [json.loads(raw) for raw in comm.everyone(json.dumps(sizes).encode())]
+        sizes_by_holder = [json.loads(raw) for raw in comm.everyone(json.dumps(sizes).encode())]
         given: dict[int, list[torch.Tensor]] = {}
         for rank, (head, data) in packed.items():
             given[rank] = [torch.frombuffer(bytearray(head), dtype=torch.uint8), data]
         expected: dict[int, list[torch.Tensor]] = {}
-        for holder, sizes_of in enumerate(told):
+        for holder, sizes_of in enumerate(sizes_by_holder):
             if comm.rank in ranks and str(comm.rank) in sizes_of:
                 expected[holder] = [torch.empty(size, dtype=torch.uint8) for size in sizes_of[str(comm.rank)]]
         comm.swap(given, expected)
@@ -113,9 +113,9 @@ class LogExchange:
         return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
 
 
-def _exchanged(comm: Communicator, told: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+def _exchanged(comm: Communicator, mine: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """What each rank told. A collective."""
-    return [json.loads(raw) for raw in comm.everyone(json.dumps(told).encode())]
+    return [json.loads(raw) for raw in comm.everyone(json.dumps(mine).encode())]
 
 
 def _newest_last(found: Sequence[SealedLog]) -> Iterator[SealedLog]:

@@ -66,7 +66,7 @@ class Flushing:
         if state.track.newest is not None:
             state.track.backup.begin(state.track.newest, state.now, on_clock(self.secs))
 
-    def told(self, context: PolicyContext) -> PolicyContext:
+    def informed(self, context: PolicyContext) -> PolicyContext:
         """With what a policy may know of memory."""
         memory, track, costs = context.memory, self._state.track, self._costs
         if memory is None:

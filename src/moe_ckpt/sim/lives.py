@@ -30,8 +30,8 @@ class Pace:
 
     def newest(self, name: str) -> float | None:
         """The field, of the newest life that tells it."""
-        told = (getattr(life, name) for life in reversed(self.lives))
-        found: float | None = next((value for value in told if value is not None), None)
+        values = (getattr(life, name) for life in reversed(self.lives))
+        found: float | None = next((value for value in values if value is not None), None)
         return found
 
     @property
@@ -95,12 +95,12 @@ class Pace:
 
     def _laps(self) -> tuple[int, float]:
         """From step to step, of all lives, all in: how many, and seconds. A life's first step is none."""
-        told = [
+        lives = [
             (life.steps - 1, took - (life.first_step_secs or 0.0))
             for life in self.lives
             if life.steps > 1 and (took := _between(life.training_unix_secs, life.last_step_unix_secs)) is not None
         ]
-        return sum(laps for laps, _ in told), sum(max(0.0, secs) for _, secs in told)
+        return sum(laps for laps, _ in lives), sum(max(0.0, secs) for _, secs in lives)
 
     @property
     def stall_secs_per_step(self) -> float:

@@ -157,7 +157,7 @@ class Stepper:
             return context
         if self._needs.gradients and context.last_step is not None and state.step > context.last_step + 1:
             track.anchors.gap()
-        return self._flushing.told(replace(context, anchored_at=track.anchors.steps))
+        return self._flushing.informed(replace(context, anchored_at=track.anchors.steps))
 
     def _admitted(self, until: float, skip: bool = True) -> bool:
         """Whether a buffer is free, now or after a wait. skip: do not wait if the system does not."""

@@ -219,9 +219,9 @@ def _in_order(rows: Iterable[tuple[str, Event]]) -> Iterator[tuple[str, Event]]:
         if event.at_secs < latest:
             raise ConfigError(f"{where}: time {event.at_secs!r} is before {latest!r} of an earlier row; sort by time")
         if event.joins != (event.node in away):
-            told = "is added, but is there" if event.joins else "is removed, but is away already"
-            told = "has a process killed, but is away" if event.process else told
-            raise ConfigError(f"{where}: node {event.node} {told}")
+            problem = "is added, but is there" if event.joins else "is removed, but is away already"
+            problem = "has a process killed, but is away" if event.process else problem
+            raise ConfigError(f"{where}: node {event.node} {problem}")
         if not event.process:
             (away.discard if event.joins else away.add)(event.node)
         latest = event.at_secs

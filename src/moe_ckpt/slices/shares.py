@@ -133,8 +133,8 @@ def operator_bytes(
                 read[op.id] += elements * itemsize(compute.get(tensor.parameter, tensor.dtype))
                 width = 0 if tensor.gradient is None else itemsize(tensor.gradient)
                 consumed[op.id] += elements * (width if widest is None else min(width, widest))
-    told = any(tensor.gradient is not None for tensor in specs)
-    return {op: OperatorBytes(full[op], read[op], consumed[op] if told else None, weights[op]) for op in full}
+    has_gradients = any(tensor.gradient is not None for tensor in specs)
+    return {op: OperatorBytes(full[op], read[op], consumed[op] if has_gradients else None, weights[op]) for op in full}
 
 
 def coupled_operators(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[frozenset[str], ...]:

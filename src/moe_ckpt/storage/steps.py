@@ -13,7 +13,7 @@ from moe_ckpt.storage.base import Storage
 log = logging.getLogger("moe_ckpt")
 
 Found = TypeVar("Found")
-_told: set[tuple[str, str]] = set()
+_warned_of: set[tuple[str, str]] = set()
 """(root, name) of the links that this process has warned of."""
 
 
@@ -32,7 +32,7 @@ def each_step(storage: Storage, look: Callable[[str], Found]) -> dict[str, Found
         try:
             found[name] = look(name)
         except DamagedError as error:
-            if (storage.root, name) not in _told:
-                _told.add((storage.root, name))
+            if (storage.root, name) not in _warned_of:
+                _warned_of.add((storage.root, name))
                 log.warning("%s/%s is passed over: it %s", storage.root, name, error.reason)
     return found

@@ -285,6 +285,30 @@ def kept_step(run: Run) -> int | None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("policy", SAVED_AT_EACH_STEP)
+def test_a_rank_dies_around_its_updates_again_and_again(policy, sharded, seed, place):  # noqa: F811
+    """Ten times, one rank or the other: before an update, right after it, or when its step is over."""
+    rng = random.Random(f"{policy} {sharded} {seed}")
+    run = in_memory(replace(POLICIES[policy], ranks=2, epochs=16, sharded=sharded), place)
+    kills = 0
+    for _ in range(10):
+        codes = lose(run, rng.randrange(2), rng.randint(2, 7), how=rng.choice(["forward", "updated", "ended"]))
+        if Path(run.out).exists():
+            break
+        assert KILLED in codes
+        kills += 1
+    if not Path(run.out).exists():
+        assert live_ranks(run) == [0, 0], output(run)
+    assert kills >= 5
+    assert max(recomputed(run)) <= 1
+    if policy == "dense every step":
+        assert_same_run(run)
+    assert left(run) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_rank_dies_at_random_times(policy, seed, place):  # noqa: F811

@@ -20,6 +20,7 @@ from tests.megatron.test_megatron_lm import (
     steps_of,
     tree,  # noqa: F401 - a fixture
     unbroken,
+    validations_of,
 )
 from tests.megatron.test_megatron_lm import Case as Script
 from tests.megatron.test_megatron_lm import line as alone_line
@@ -60,6 +61,19 @@ def test_one_stage_goes_back_alone(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert went_back(tmp_path, 6) == {2, 3}
     said = capfd.readouterr()
     assert "2 of 4 ranks, of pipeline stage 1, go back to step 4" in said.out + said.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("more", ["", "--num-layers-per-virtual-pipeline-stage 1"])
+def test_a_validation_in_between_is_not_made_again(more: str, tmp_path: Path) -> None:
+    """After the fifth iteration, and again after the tenth, on the batches that are due then."""
+    script = f"{arguments(Script(WINDOWS, (), steps=11))} {LOGGED} {more}"
+    check(script, WINDOWS, ((2, 7, "update"),), tmp_path)
+    assert computed(tmp_path)[:2] == [[7, 8, 9, 10, 11]] * 2, "the first stage keeps iteration 6"
+    assert went_back(tmp_path, 6) == {2, 3}
+    for rank in range(4):
+        assert sorted(validations_of(lives(tmp_path, rank)[-1])) == [10]
 
 
 DENSE = "Dense(every_n_steps=4)"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.megatron.exactness import Case, finish, kill, require_exact
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED
 from tests.support.megatron_gpt import Setup
+from tests.support.megatron_run import Journal
 
 RARELY = {"storage_every_n_steps": 1000}
 MOC = ("MoC", {"k": 1})
@@ -59,6 +62,37 @@ def test_experts_of_ranks_that_live_on_are_not_stale(rank, tmp_path):
     assert ended.resumed == [5]
     assert [result["lost"] for result in ended.results] == [0] * 4
     require_exact(run, tmp_path, ended)
+
+
+SETUPS = {
+    "ep2-dp2": Setup(**EXPERTS_DATA),
+    "ep2-dp2-sharded": Setup(**EXPERTS_DATA, **SHARDED),
+    "pp2-ep2": Setup(**PIPELINE_EXPERTS),
+}
+AT_EACH_STEP = {"dense": ("Dense", {"every_n_steps": 1}), "moc": MOC, "moetion": ("MoEtion", {"experts": 1})}
+
+
+def slow_but(setup: str, policy: str, phase: str) -> Any:
+    is_quick = (setup, policy, phase) == ("ep2-dp2", "moc", "updated")
+    return pytest.param(setup, policy, phase, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("setup", "policy", "phase"),
+    [slow_but(*each) for each in itertools.product(SETUPS, AT_EACH_STEP, ("train", "update", "updated"))],
+)
+def test_a_rank_that_dies_around_its_update_costs_one_iteration(setup, policy, phase, tmp_path):
+    """Before it, between two of its chained optimizers, and after it: others may be at one iteration or the next."""
+    run = case(SETUPS[setup], AT_EACH_STEP[policy], (1, 6, phase))
+    kill(run, tmp_path)
+    journals = [Journal(str(tmp_path / "journal"), rank).lines() for rank in range(run.ranks)]
+    reached = max(line.get("updated", 0) for lines in journals for line in lines)
+    assert reached in (5, 6)
+    ended = finish(run, tmp_path)
+    assert len(ended.resumed) == 1
+    assert reached - 1 <= ended.resumed[0] <= reached
+    if policy == "dense":
+        require_exact(run, tmp_path, ended)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.integration import memory_phases
 from tests.support import megatron_gpt
@@ -41,7 +42,8 @@ class Life:
     policy: as ``moe_ckpt.policies`` names it, with its arguments.
     seed: of the model's initial weights. Lives of one run get different ones: what is right must come from the store.
     kill: (rank, iteration, phase) of a SIGKILL: at the begin of that iteration ("forward"), when its gradients are
-        there ("train"), while the n-th iteration is computed again to bring back a window ("replay"), in the middle of
+        there ("train"), when one of the chained optimizers has written and others not ("update"), when all have
+        ("updated"), while the n-th iteration is computed again to bring back a window ("replay"), in the middle of
         coming back ("resume"), or when the engine is in that phase (see ``on_phase``) for the first time with a
         checkpoint of that iteration or a later one; training may be ahead of it. Or the n-th time that a phase of
         ``memory_phases`` is reached, or n milliseconds after the first iteration's begin, wherever it is ("anywhere").
@@ -219,6 +221,8 @@ def _train(
     on_phase: Callable[[str], None],
 ) -> dict[str, Any]:
     losses, records = {}, {}
+    if life.kill is not None and life.kill[2] == "update":
+        register_optimizer_step_post_hook(lambda *_: on_phase("update"))
     for iteration in range(progress.iteration, life.steps):
         at["iteration"] = iteration + 1
         on_phase("forward")
@@ -229,6 +233,7 @@ def _train(
             at["replayed"] += 1
             on_phase("replay")
         made, _ = megatron_gpt.update(built)
+        on_phase("updated")
         if life.digests:
             journal.note(final=iteration + 1, digests=digests(built))
         record = ckpt.after_step(iteration + 1, consumed_samples=built.consumed_samples, updated=made)

@@ -12,6 +12,7 @@ other by name, so some of them are replaced by functions that call the original 
     checkpoint_and_decide_exit            after_step, when the iteration is counted and validated; no more than that
                                           while some stages compute iterations again alone
     training_log                          with an upstream log: at the same iterations on all stages
+    evaluate_and_print_results            with an upstream log: no part of an iteration, and not made again
     save_checkpoint                       write no checkpoint of Megatron's during a replay
     train                                 finish, also on ``sys.exit``
 """
@@ -25,7 +26,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +37,11 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, Unsuppo
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.script_values import changed, flat
 from moe_ckpt.megatron.stopping import BegunIteration, close_after
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
 from moe_ckpt.megatron.trainer_state import Stateful
+from moe_ckpt.megatron.validation import can_pass_over, pass_over
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.newest import newest_step
@@ -61,7 +63,11 @@ REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "save_checkpoint": ("save_checkpoint_and_time", ("iteration",)),
 }
 """Replaced function of ``TRAINING`` -> (its caller, the parameters that are used)."""
-REPLACED_WITH_LOG = {**REPLACED, "training_log": ("train", ("is_first_iteration",))}
+REPLACED_WITH_LOG = {
+    **REPLACED,
+    "training_log": ("train", ("is_first_iteration",)),
+    "evaluate_and_print_results": ("train", ("data_iterator",)),
+}
 """The same with ``Memory(upstream_bytes=...)``."""
 
 USED = (
@@ -282,7 +288,7 @@ class MegatronLM:
             settings.iteration,
             settings.consumed_train_samples,
             restored=True,
-            counters=self._counters(settings, getattr(settings, "num_floating_point_operations_so_far", 0)),
+            counters=_counters(settings, getattr(settings, "num_floating_point_operations_so_far", 0)),
         )
 
     def _tell(self, settings: Any, progress: Progress) -> None:
@@ -328,7 +334,7 @@ class MegatronLM:
     def _build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
         built = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
         seed = torch.initial_seed() + self._args.iteration
-        for loader in _flat(built):
+        for loader in flat(built):
             if isinstance(loader, DataLoader) and loader.generator is None:
                 loader.generator = torch.Generator().manual_seed(seed)
         return built
@@ -381,7 +387,7 @@ class MegatronLM:
         return result
 
     def _count(self) -> bool:
-        return self._begun is not None and self._begun.count(self._floating_point_operations, self._counters)
+        return self._begun is not None and self._begun.count(self._floating_point_operations, _counters)
 
     def _dummy_train_step(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, settings = self._running, self._args
@@ -391,7 +397,7 @@ class MegatronLM:
         ranks = megatron_core().parallel_state.get_data_parallel_world_size()
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         samples = ranks * settings.micro_batch_size * calculator.get_num_microbatches()
-        counters = self._counters(settings, self._floating_point_operations)
+        counters = _counters(settings, self._floating_point_operations)
         if "skipped_train_samples" in counters:
             counters["skipped_train_samples"] += samples
         ckpt.skip(ckpt.iteration + 1, settings.consumed_train_samples + samples, counters=counters)
@@ -408,7 +414,7 @@ class MegatronLM:
             iteration,
             consumed_samples=settings.consumed_train_samples,
             updated=self._updated,
-            counters=self._counters(settings, self._floating_point_operations),
+            counters=_counters(settings, self._floating_point_operations),
         )
         if stage is not None:
             stage.rest()
@@ -433,6 +439,15 @@ class MegatronLM:
         given.arguments["is_first_iteration"] = False
         return self._original["training_log"](*given.args, **given.kwargs)
 
+    def _evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
+        stage, settings = self._running.upstream, self._args
+        if stage is None or not can_pass_over(settings):
+            return self._original["evaluate_and_print_results"](*args, **kwargs)
+        if stage.is_alone:
+            return pass_over(settings, self._arguments("evaluate_and_print_results", args, kwargs)["data_iterator"])
+        with stage.aside():
+            return self._original["evaluate_and_print_results"](*args, **kwargs)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Saves Megatron's own checkpoint, or ours if it has no directory; in a replay none."""
         ckpt = self.checkpoint
@@ -451,11 +466,12 @@ class MegatronLM:
             return None
         return self._original["save_checkpoint"](*args, **kwargs)
 
-    def _counters(self, settings: Any, floating_point_operations: Any) -> dict[str, Any]:
-        found = {name: getattr(settings, name) for name in COUNTED if hasattr(settings, name)}
-        found["num_floating_point_operations_so_far"] = floating_point_operations
-        largest = getattr(_rerun_machine(), "max_values", None)
-        return found if largest is None else {**found, "rerun_max_values": dict(largest)}
+
+def _counters(settings: Any, floating_point_operations: Any) -> dict[str, Any]:
+    found = {name: getattr(settings, name) for name in COUNTED if hasattr(settings, name)}
+    found["num_floating_point_operations_so_far"] = floating_point_operations
+    largest = getattr(_rerun_machine(), "max_values", None)
+    return found if largest is None else {**found, "rerun_max_values": dict(largest)}
 
 
 def _rerun_machine() -> Any:
@@ -477,24 +493,3 @@ def _require_trainable(settings: Any) -> None:
             "--perform-rl-step: Megatron-LM then loads weights from --load again after setup, over those that "
             "megatron.install() has restored. Train without it"
         )
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
-
-
-@contextmanager
-def changed(target: Any, **values: Any) -> Iterator[None]:
-    """Sets those attributes that ``target`` has to other values until the block ends."""
-    old = {name: getattr(target, name) for name in values if hasattr(target, name)}
-    for name in old:
-        setattr(target, name, values[name])
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(target, name, value)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager
 from typing import Any
 
 from moe_ckpt.driver.replaying import Plain, StepSource
@@ -120,6 +121,10 @@ class PipelineStage:
         Such a loop leaves it out after a step for which ``is_alone`` was true.
         """
         self._boundary.rest()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """A validation, for a loop that leaves it out after a step for which ``is_alone`` is true."""
+        return self._boundary.aside()
 
     def _begin(self, iteration: int) -> None:
         driver = self._driver

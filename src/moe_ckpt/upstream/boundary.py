@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -27,7 +28,7 @@ class Boundary(Traffic):
         self._alone: frozenset[int] = frozenset()
         self._came_up: int | None = None
         self._answers: Answers | None = None
-        self._resting = False
+        self._resting = self._aside = False
 
     @property
     def is_alone(self) -> bool:
@@ -49,6 +50,15 @@ class Boundary(Traffic):
         """Until the next step begins, what crosses belongs to no step: stages that are alone leave it out."""
         self._resting = True
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What crosses in this block belongs to no step, and stages that are alone leave it out."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
     def go_alone(self, ranks: Collection[int], answers: Answers) -> None:
         """The next step is computed by ``ranks``, of which this is one; ``answers`` has what the others sent."""
         self._alone, self._answers = frozenset(ranks), answers
@@ -64,6 +74,8 @@ class Boundary(Traffic):
     def _passes(self) -> None:
         """A message is sent or awaited: of training, or of an evaluation, which nobody computes again."""
         self.begin()
+        if self._aside:
+            return
         if torch.is_grad_enabled():
             self._came_up = None
         elif self._came_up is not None:
@@ -112,6 +124,6 @@ class Boundary(Traffic):
             self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not named")
 
     def _keep(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
-        if self._log is not None and not self._resting:
+        if self._log is not None and not (self._resting or self._aside):
             for tensor in tensors:
                 self._log.append(channel, tensor)

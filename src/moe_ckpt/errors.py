@@ -322,14 +322,16 @@ class OtherLayoutError(ConfigError):
 class ReplayDivergedError(UserError, RuntimeError):
     """Steps that were computed again are not those that a sparse window holds."""
 
-    def __init__(self, step: int, found: str) -> None:
+    def __init__(self, step: int, found: str, changed: str = "") -> None:
+        cause = f" This script differs from the run's, which may be why: {changed}." if changed else ""
         super().__init__(
-            f"computing step {step} again did not repeat it: {found}. The state is not what the run had, so training "
-            "does not go on. Data, seeds and configuration must be those of the run; to go back to an older dense "
-            "checkpoint, move the newer step directories away."
+            f"computing step {step} again did not repeat it: {found}.{cause} The state is not what the run had, so "
+            "training does not go on. Data, seeds and configuration must be those of the run; to go back to an older "
+            "dense checkpoint, move the newer step directories away."
         )
         self.step = step
         self.found = found
+        self.changed = changed
 
 
 class GradientGapError(StoreError, LookupError):

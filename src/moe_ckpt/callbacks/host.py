@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
 from moe_ckpt.callbacks.lightning_state import (
@@ -29,6 +31,7 @@ from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.interop.weights import Loaded, load_weights
 from moe_ckpt.modeling import module_state
+from moe_ckpt.modeling.compiled import is_compiled
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.training_state import TorchTrainingState
@@ -54,7 +57,7 @@ class LightningHost(Host):
         self.generators = Generators(capture_rng, restore_rng)
         self.windows: Windows | None = None
         self._options = options
-        self._configured: _Plain = configured(trainer)
+        self._configured: _Plain = configured(trainer) | {"frozen": _frozen(self.state)}
         self._kept: tuple[int, _Plain] | None = None
 
     @property
@@ -70,6 +73,7 @@ class LightningHost(Host):
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
         found = changes(self.trainer, plain, self._configured)
+        found += _thawed(self.state, plain["plain"], plain.get("configured", {}), self._configured)
         self._configured = plain.get("configured", self._configured)
         with handing_back("the model and its optimizers", restored.path):
             self.state.load_plain(plain["plain"])
@@ -148,7 +152,41 @@ def configured(trainer: Any) -> dict[str, Any]:
     return {
         "optimizers": [[plain_values(group) for group in opt.param_groups] for opt in trainer.optimizers],
         "schedulers": [plain_values(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "training": _training(trainer),
     }
+
+
+def _training(trainer: Any) -> dict[str, Any]:
+    """Returns what else of a script decides which steps are made, and from which programs."""
+    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+    return {
+        **({} if scheduled else {"accumulate_grad_batches": trainer.accumulate_grad_batches}),
+        "limit_train_batches": trainer.limit_train_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "precision": str(trainer.precision),
+        "torch.compile": is_compiled(trainer.lightning_module),
+    }
+
+
+def _thawed(state: TorchTrainingState, plain: Mapping[str, Any], before: _Plain, now: _Plain) -> Iterable[Change]:
+    """Yields how the parameters that require gradients differ, where another script says which."""
+    stored = plain.get("frozen")
+    if stored is None or before.get("frozen") == now.get("frozen") or "frozen" not in before:
+        return
+    frozen, names = frozenset(stored), state.parameters()
+    for was, some in (
+        (False, [name for name, each in names.items() if name in frozen and each.requires_grad]),
+        (True, [name for name, each in names.items() if name not in frozen and not each.requires_grad]),
+    ):
+        if some:
+            more = f" and {len(some) - 1} more" if len(some) > 1 else ""
+            yield Change(f"requires_grad of {some[0]}{more}", str(was), str(not was), kept=True)
+
+
+def _frozen(state: TorchTrainingState) -> str:
+    """Returns what tells the parameters that this script freezes from others."""
+    names = sorted(name for name, parameter in state.parameters().items() if not parameter.requires_grad)
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -174,6 +212,8 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
         old, new = ({key: value for key, value in each.items() if key != "base_lrs"} for each in (old, new))
         found += differing("scheduler ", old, new, kept=True, decides=False)
+    if "training" in before:
+        found += differing("trainer ", before["training"], now["training"], kept=False, decides=False)
     return found
 
 

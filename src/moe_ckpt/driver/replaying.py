@@ -61,6 +61,7 @@ class Replaying:
         repeated: The parts of an adapter's plain state that must repeat.
         until: Last step to compute: the window's, or a later one.
         going_on: As given.
+        changed: In what the script differs from the one that wrote the window, as text.
 
     Attributes:
         source: Computes the steps.
@@ -75,8 +76,10 @@ class Replaying:
         repeated: RepeatedOf,
         until: int = 0,
         going_on: Mapping[str, Any] | None = None,
+        changed: str = "",
     ) -> None:
         self._replay = replay
+        self._changed = changed
         self._reached, self._until = 0, until
         self.going_on = going_on or {}
         self._repeated = repeated
@@ -128,13 +131,14 @@ class Replaying:
             return
         expected = self._replay.steps[self._replay.loaded]
         if step != expected:
-            raise ReplayDivergedError(step, f"it is computed now, and was skipped then (the run computed {expected})")
+            found = f"it is computed now, and was skipped then (the run computed {expected})"
+            raise ReplayDivergedError(step, found, self._changed)
         self._replay.advance(step)
 
     def skip(self, step: int) -> None:
         """Raises ``ReplayDivergedError`` if ``step``, which is skipped, was computed the first time."""
         if not self._replay.done and step >= self._replay.steps[self._replay.loaded]:
-            raise ReplayDivergedError(step, "it is skipped now, and was computed then")
+            raise ReplayDivergedError(step, "it is skipped now, and was computed then", self._changed)
 
     def compare(self, step: int, captured: Plain) -> None:
         """Raises ``ReplayDivergedError`` unless ``captured``, the plain state after ``step``, is as recorded."""
@@ -142,20 +146,24 @@ class Replaying:
         if self._recorded:
             self.put_back(step)
             self._replay.repeat()  # other callbacks or QK-clip may have changed weights since
-            require_repeated(step, self._repeated(self._before, self._recorded), self._recorded, captured)
+            parts = self._repeated(self._before, self._recorded)
+            require_repeated(step, parts, self._recorded, captured, self._changed)
             self._before, self._recorded = self._recorded, {} if self._replay.done else self._replay.upcoming()
         self._prepare()
 
 
-def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain) -> None:
+def require_repeated(
+    step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain, changed: str = ""
+) -> None:
     """Raises ``ReplayDivergedError``, which names the first of ``parts`` in which the two plain states differ."""
     for name, part in parts:
         try:
             before = part(recorded)
         except (LookupError, TypeError) as error:
-            raise ReplayDivergedError(step, f"{name} was not recorded ({type(error).__name__}: {error})") from error
+            found = f"{name} was not recorded ({type(error).__name__}: {error})"
+            raise ReplayDivergedError(step, found, changed) from error
         if not same_plain(before, part(captured)):
-            raise ReplayDivergedError(step, f"{name} differs from what was recorded")
+            raise ReplayDivergedError(step, f"{name} differs from what was recorded", changed)
 
 
 def same_plain(one: Any, other: Any) -> bool:

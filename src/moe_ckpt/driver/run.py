@@ -253,7 +253,12 @@ class Driver:
             self.restored_step = restored.local.recovery.step
         if restored.replay is not None:
             self.replaying = Replaying(
-                restored.replay, restored.plain, self._host.repeated, self.restored_step, restored.going_on
+                restored.replay,
+                restored.plain,
+                self._host.repeated,
+                self.restored_step,
+                restored.going_on,
+                changed="; ".join(map(str, changes)),
             )
             self.lifecycle.move(Event.RESUME_WINDOW, "resume()")
         if restored.local is not None:

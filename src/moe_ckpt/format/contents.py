@@ -140,7 +140,10 @@ _LIGHTNING = record(
     {"checkpoint": _CHECKPOINT, "plain": both(_PLAIN, record({"optimizers": anything})), "rng": _RNG},
     {
         "replay": record({"norms": listing(anything)}),
-        "configured": record({"optimizers": listing(listing(_SETTINGS)), "schedulers": listing(_SETTINGS)}),
+        "configured": record(
+            {"optimizers": listing(listing(_SETTINGS)), "schedulers": listing(_SETTINGS)},
+            {"training": _SETTINGS, "frozen": text},
+        ),
     },
 )
 _MEGATRON = record(

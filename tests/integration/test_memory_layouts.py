@@ -63,6 +63,37 @@ def test_a_lost_node_of_fsdp2_comes_back_from_its_peer(place):  # noqa: F811
     assert shards_read(run) == [[], []]
 
 
+_TWICE = {"ranks": 3, "replicas": 2, "to_storage": RARELY, "watched": True}
+THREE = {name: replace(layout, **_TWICE) for name, layout in LAYOUTS.items()}
+"""Each rank's share lies on all three nodes."""
+
+
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_two_of_three_nodes_may_be_lost_with_two_copies(name, place):  # noqa: F811
+    run = in_memory(THREE[name], place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 7))), output(run)
+    before = stored(run)
+    for node in (0, 2):
+        lose(run, node)
+    ends_alike(run)
+    assert restored(run) > before
+    assert shards_read(run) == [[]] * 3
+
+
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_with_the_third_node_the_run_goes_on_from_storage_and_says_what_is_lost(name, place):  # noqa: F811
+    run = in_memory(THREE[name], place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 7))), output(run)
+    before = stored(run)
+    for node in range(3):
+        lose(run, node)
+    ends_alike(run)
+    assert restored(run) == before
+    assert all(shards_read(run))
+    assert "no node holds anything of an earlier life in memory" in output(run)
+    assert f"whatever steps there were after {before} " in output(run)
+
+
 def test_what_a_rank_left_that_died_at_the_very_end_is_removed(place):  # noqa: F811
     """All of the last step: its own share and the copy of the other one's, so that the next start goes on from it."""
     run = in_memory(DDP, place)

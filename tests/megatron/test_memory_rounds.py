@@ -84,6 +84,7 @@ def test_three_rounds(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [30, 300])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_rounds(layout, count, tmp_path):

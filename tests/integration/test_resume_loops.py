@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.policies import Dense, MoEvement
 from tests.support.tiny_moe import TinyMoE, Tokens, loader, state_of
 
@@ -260,6 +260,32 @@ def test_a_learning_rate_that_goes_by_validations_falls_as_if_nothing_had_happen
     resumed = train(tmp_path / "broken", kind=Plateau)
     assert_same(reference, resumed, before)
     assert resumed[1].optimizers[0].param_groups[0]["lr"] == reference[1].optimizers[0].param_groups[0]["lr"]
+
+
+class PlateauOfTraining(Validated):
+    """The learning rate falls after each batch whose loss was no better."""
+
+    strict = True
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        config = {"scheduler": scheduler, "monitor": "train_loss", "interval": "step", "strict": self.strict}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def test_a_learning_rate_that_no_restart_can_go_on_with_is_refused_at_the_start(tmp_path, monkeypatch):
+    with pytest.raises(UnsupportedError, match=r"interval='step'.*'train_loss'.*strict=False"):
+        train(tmp_path / "refused", kind=PlateauOfTraining)
+    monkeypatch.setattr(PlateauOfTraining, "strict", False)
+    train(tmp_path / "broken", StopAt(8, "validation"), kind=PlateauOfTraining)
+    resumed = train(tmp_path / "broken", kind=PlateauOfTraining)
+    assert resumed[2].restored_step == 8
 
 
 @pytest.mark.parametrize("step", [8, 11])

@@ -23,7 +23,7 @@ from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import boost_refusal, inexact
+from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartable
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
@@ -185,6 +185,7 @@ class Fit:
             driver.replaying.begin(host.windows.step_source(ours))
         new = host.step == 0 and driver.restored_step is None
         if new:
+            require_restartable(host.trainer)
             host.generators.note()
         driver.begin(new=new)
         if self._recorder is not None:

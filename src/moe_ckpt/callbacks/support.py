@@ -144,6 +144,23 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
     return found
 
 
+def require_restartable(trainer: Any) -> None:
+    """A run that no restart could go on with is refused before its first step.
+
+    Raises:
+        UnsupportedError: A scheduler asks for a metric of training after a batch. A restarted run has none until training
+            has logged it anew, and Lightning ends it for that, at each restart.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.interval == "step" and config.strict:
+            raise UnsupportedError(
+                f"MoECheckpoint with ReduceLROnPlateau and interval='step': after a restart Lightning has no "
+                f"{config.monitor!r} until training logs it again, and ends the run for that. Use interval='epoch' "
+                "(exact, if it monitors a metric of validation), or strict=False, with which Lightning leaves such "
+                "updates out"
+            )
+
+
 def _draws_anew(sampler: object) -> bool:
     """Returns whether nobody brings back the order in which a sampler of torch's gives this epoch's samples."""
     drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

@@ -148,8 +148,8 @@ def require_restartable(trainer: Any) -> None:
     """A run that no restart could go on with is refused before its first step.
 
     Raises:
-        UnsupportedError: A scheduler asks for a metric of training after a batch. A restarted run has none until training
-            has logged it anew, and Lightning ends it for that, at each restart.
+        UnsupportedError: A scheduler asks for a metric after a batch. A restarted run lacks it until it is logged,
+            and Lightning ends it for that, at each restart.
     """
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.interval == "step" and config.strict:

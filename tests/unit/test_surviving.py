@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from moe_ckpt.driver.surviving import Moment, Surviving
-from moe_ckpt.engine.surviving import Survived
+from moe_ckpt.engine.surviving import Patience, Survived
 from moe_ckpt.errors import PeerLostError
 
 
@@ -123,3 +123,32 @@ def test_an_exception_that_nobody_catches(surviving, recorder, monkeypatch):
     wrapped(RuntimeError, RuntimeError("another"), None)
     assert said == ["a peer is gone", "another"]
     assert recorder.sealed == 1
+
+
+class Sealing:
+    """Seals a snapshot so long after an update would begin, and counts what updates waited."""
+
+    def __init__(self) -> None:
+        self.late_secs = 0.0
+        self.waited: list[float] = []
+
+    @property
+    def in_flight(self) -> int:
+        return int(self.late_secs > 0)
+
+    def wait(self, left: int, timeout_secs: float) -> bool:
+        assert left == 0
+        self.waited.append(timeout_secs)
+        return self.late_secs <= timeout_secs
+
+
+def test_updates_wait_for_sealing_only_where_that_is_of_use():
+    sealing, patience, now = Sealing(), Patience(0.0), 0.0
+    waits = []
+    for late in (0.0, 0.01, 0.04, 5.0, 5.0, 0.01, 0.0, 0.01):
+        sealing.late_secs, sealing.waited = late, []
+        now += 1.0
+        patience.update_begins(now, sealing)
+        waits.append(sealing.waited)
+    once = [0.05]
+    assert waits == [[], once, once, once, [], [], [], once], "after one in vain none, until one was in time by itself"

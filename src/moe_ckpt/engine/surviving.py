@@ -12,6 +12,7 @@ import logging
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -37,6 +38,17 @@ _SEALING_PORTION = 0.05
 _Counted = tuple[Counts, Counts | None]
 
 
+class Sealing(Protocol):
+    """What ``Stages`` tells."""
+
+    @property
+    def in_flight(self) -> int:
+        """Snapshots that are not sealed yet."""
+
+    def wait(self, left: int, timeout_secs: float) -> bool:
+        """Until at most ``left`` are; False if the time ran out."""
+
+
 @dataclass(frozen=True)
 class Survived:
     """What this rank keeps of the newest step.
@@ -54,6 +66,34 @@ class Survived:
     problem: str = ""
 
 
+class Patience:
+    """How long updates wait for snapshots that are still being sealed: at most 5 % of an iteration each.
+
+    Where sealing takes longer than an iteration, no wait is long enough: after one in vain there is none until a
+    snapshot has been sealed in time by itself.
+
+    Args:
+        now: ``perf_counter``.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._update_began = now
+        self._in_vain = False
+
+    def update_begins(self, now: float, sealing: Sealing) -> None:
+        """Wait, if that may be of use. On the training thread.
+
+        Args:
+            now: ``perf_counter``.
+            sealing: What is under way.
+        """
+        since, self._update_began = now - self._update_began, now
+        if not sealing.in_flight:
+            self._in_vain = False
+        elif not self._in_vain:
+            self._in_vain = not sealing.wait(0, _SEALING_PORTION * since)
+
+
 class Survivor:
     """Knows the newest step, and seals it. On the training thread, or while that stands still.
 
@@ -69,7 +109,7 @@ class Survivor:
         self._plain: Encode | None = None
         self._tokens: Deferred[StepTokens] | None = None
         self._states: StateKeeper | None = None
-        self._update_began = time.perf_counter()
+        self._patience = Patience(time.perf_counter())
 
     @property
     def is_on(self) -> bool:
@@ -123,9 +163,8 @@ class Survivor:
         Args:
             now: ``perf_counter``.
         """
-        since, self._update_began = now - self._update_began, now
-        if self.is_on and self._resources.pipeline.in_flight:
-            self._resources.pipeline.stages.wait(0, _SEALING_PORTION * since)
+        if self.is_on:
+            self._patience.update_begins(now, self._resources.pipeline.stages)
 
     @property
     def _is_lent_whole(self) -> bool:

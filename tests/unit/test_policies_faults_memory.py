@@ -145,8 +145,8 @@ class Run:
         self._settle()
         self.writing.clear()
         self.generation += 1
-        found = self.memory[-1 - older :] if memory else []
         newest = self.store[-1] if self.store else None
+        found = self._kept(older, newest) if memory else []
         self.memory = found
         if found and (newest is None or (found[-1].generation, found[-1].step) >= (newest.generation, newest.step)):
             return self._return_to_memory(found, newest)
@@ -157,6 +157,14 @@ class Run:
         self.seen, self.now, self.stored_at = newest.seen.copy(), newest.step, newest.step
         self.ledger = RunLedger(self.model, outlives_process=True)
         return self.ledger.resume_from(newest.manifest, same_store=True, tokens_from_host=None)
+
+    def _kept(self, older: int, beneath: Saved | None) -> list[Saved]:
+        """The newest snapshot and ``older`` before it, or more: what storage has not got yet is still being written."""
+        first = len(self.memory) - 1 - older
+        if beneath is None:
+            wholes = [place for place, each in enumerate(self.memory) if (each.steps >= 0).all()]
+            first = min(first, max(wholes, default=first))
+        return self.memory[max(0, first) :]
 
     def _return_to_memory(self, found: list[Saved], beneath: Saved | None) -> FaultRecord:
         """As ``recovery.memory_checkpoints``: laid over what storage has."""

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import signal
 import tempfile
@@ -15,12 +16,13 @@ import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.callbacks import MoECheckpoint
@@ -122,10 +124,46 @@ def both_keep_a_position():
     return StatefulDataLoader(numbered, 4, sampler=RecoverableDistributedSampler(numbered))
 
 
-def fit(root, make=plain, model=Recorded, stop=None, every=1, beside=(), ckpt_path=None, **options):
+class Stream(IterableDataset):
+    """Samples in order, dealt to the loader's workers; only ``Counted`` says how many."""
+
+    def __init__(self, samples: int = 32, noise: float = 0.0) -> None:
+        self.samples, self.noise, self.start, self.next = Numbered(samples), noise, 0, 0
+
+    def __iter__(self):
+        worker = get_worker_info()
+        workers, first = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        self.next, self.start = self.start, 0
+        while self.next * workers + first < len(self.samples):
+            self.next += 1
+            x, y, number = self.samples[(self.next - 1) * workers + first]
+            drawn = torch.rand(1).item() + random.random() + np.random.rand() if self.noise else 0.0
+            yield x + self.noise * drawn, y, number
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.start = state["next"]
+
+
+class Counted(Stream):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def stream(kind=Stream, samples=32, noise=0.0, **options):
+    return StatefulDataLoader(kind(samples, noise), 4, **options)
+
+
+def stream_beside_a_sampler():
+    return CombinedLoader([stream(), plain(20, batch_size=2, shuffle=None)], "max_size_cycle")
+
+
+def fit(root, make=plain, model=Recorded, stop=None, every=1, beside=(), ckpt_path=None, policy=None, **options):
     pl.seed_everything(7, verbose=False)
     module = model(stop)
-    checkpoint = MoECheckpoint(Dense(every), root, when_busy="wait")
+    checkpoint = MoECheckpoint(policy or Dense(every), root, when_busy="wait")
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[checkpoint, *beside], num_sanity_val_steps=0, **{"max_epochs": 2, **options},
@@ -167,6 +205,9 @@ def assert_as_uninterrupted(lives, make=plain, model=Recorded, **options):
 workers = functools.partial(plain, num_workers=2)
 persistent = functools.partial(plain, num_workers=1, persistent_workers=True)
 in_order = functools.partial(plain, sampler={"shuffle": False})
+counted = functools.partial(stream, Counted)
+noisy = functools.partial(stream, noise=1.0)
+stream_workers = functools.partial(stream, num_workers=2)
 ragged = functools.partial(plain, 30)
 
 CASES = [
@@ -183,6 +224,17 @@ CASES = [
     (two, Recorded, 10, {}),
     (two, Recorded, 9, {}),  # the shorter one is in its second round
     (both_keep_a_position, Recorded, 10, {}),
+    (counted, Recorded, 11, {}),
+    (stream, Recorded, 11, {}),
+    (stream, Recorded, 8, {}),  # right at an epoch's end
+    (stream, Recorded, 7, {}),  # its last batch is fetched
+    (functools.partial(stream, samples=30), Recorded, 9, {"val_check_interval": 3}),
+    (stream, Recorded, 5, {"limit_train_batches": 5}),
+    (stream, Recorded, 3, {"accumulate_grad_batches": 3}),
+    (noisy, Recorded, 11, {}),
+    (stream_workers, Recorded, 11, {}),
+    (stream_workers, Recorded, 8, {}),
+    (stream_beside_a_sampler, Recorded, 10, {}),
 ]
 
 
@@ -191,6 +243,17 @@ def test_a_resume_is_exact(tmp_path, make, model, step, options):
     lives = [fit(tmp_path, make, model, stop, **options) for stop in (step, None)]
     assert lives[1][2].restored_step == step
     assert_as_uninterrupted(lives, make, model, **options)
+
+
+@pytest.mark.parametrize(("stop", "first"), [(4, 1), (8, 4)])
+def test_steps_of_a_stream_are_computed_again(tmp_path, stop, first):
+    """A window is replayed from where its first step's batch was taken, though that was fetched a batch ahead."""
+    lives = [fit(tmp_path, noisy, stop=at, policy=MoEvement(window=3)) for at in (stop, None)]
+    whole, state = _uninterrupted(noisy, Recorded, ())
+    assert lives[1][0].trained == whole.trained[first:]
+    assert {step: whole.losses[step] for step in lives[1][0].losses} == lives[1][0].losses
+    found = state_of(lives[1][0], lives[1][1].optimizers[0])
+    assert [name for name in state if not torch.equal(state[name], found[name])] == []
 
 
 def test_a_resume_of_a_resume_by_ckpt_path(tmp_path):
@@ -345,6 +408,7 @@ def buckets():
     [
         (plain, None),
         (two, None),
+        (stream, None),
         (buckets, "Buckets makes batches in a way of its own"),
         (lambda: DataLoader(Numbered(32), 4), "DataLoader keeps no position .*RecoverableDistributedSampler"),
     ],

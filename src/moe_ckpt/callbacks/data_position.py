@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.utils.data import BatchSampler
 
+from moe_ckpt.callbacks.lookahead import FETCH_KEY, Lookahead
 from moe_ckpt.callbacks.loop_position import go_on_at, whole_and_left
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError
@@ -115,10 +117,25 @@ class DataPosition:
     def __init__(self) -> None:
         self._stored: list[dict[str, int] | None] | None = None
         self._generators: list[torch.Tensor | None] = []
+        self._fetch: Mapping[str, Any] = {}
         self._start: _Start | None = None
+        self._lookahead: Lookahead | None = None
+
+    def begin(self, trainer: Any) -> None:
+        """A fit begins, before its loaders are made."""
+        self.close()
+        self._lookahead = Lookahead(trainer.fit_loop)
+
+    def close(self) -> None:
+        """The fit ended. Safe to call twice."""
+        lookahead, self._lookahead = self._lookahead, None
+        if lookahead is not None:
+            lookahead.close()
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""
+        if self._lookahead is not None:
+            self._lookahead.save(checkpoint)
         loader = trainer.fit_loop._combined_loader
         dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
         generators = [] if loader is None else [_generator_of(each) for each in loader.flattened]
@@ -147,6 +164,7 @@ class DataPosition:
         """Takes the positions out of a checkpoint, for ``put_back``."""
         self._stored = checkpoint.pop(POSITION_KEY, None)
         self._generators = checkpoint.pop(GENERATORS_KEY, [])
+        self._fetch = checkpoint.pop(FETCH_KEY, {})
 
     def put_back(self, trainer: Any, *, resumed: bool) -> None:
         """Sets samplers to the loops' position, and makes a new iterator if it began elsewhere.
@@ -162,23 +180,28 @@ class DataPosition:
             ConfigError: The positions are of other loaders, another dataset, seed or order.
         """
         loop = trainer.fit_loop
-        loader, stored, drawn = loop._combined_loader, self._stored, self._generators
-        self._stored, self._generators, self._start = None, [], None
+        loader, stored, drawn, fetch = loop._combined_loader, self._stored, self._generators, self._fetch
+        self._stored, self._generators, self._fetch, self._start = None, [], {}, None
         if loader is None:
             return
         dealers = [dealer_of(each) for each in loader.flattened]
         epoch = loop.epoch_progress.current.processed
         setters = [setter for each in loader.flattened for setter in _epoch_setters(each)] if resumed and epoch else []
         before = [dealer and dealer.sampler.state_dict() for dealer in dealers]
-        states = loader._state_dicts() if setters or any(dealers) else []
+        ahead = None if self._lookahead is None else self._lookahead.states
+        states = loader._state_dicts() if ahead is None and (setters or any(dealers)) else ahead or []
         _move(trainer, dealers, stored)
         for set_epoch in setters:
             set_epoch(epoch)
         if any(dealers) and loop.restarted_mid_epoch:
             self._start = _go_on(trainer, dealers, known=stored is not None)
-        if setters or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
-            loader._load_state_dicts(_without(states, loader.flattened, dealers))
-            iter(loop._data_fetcher)
+        if setters or fetch or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
+            states = _without(states, loader.flattened, dealers)
+            if ahead is not None and self._lookahead is not None:
+                self._lookahead.fetch_again(states, fetch)
+            else:
+                loader._load_state_dicts(states)
+                iter(loop._data_fetcher)
         for each, state in zip(loader.flattened, drawn, strict=False):
             generator = _generator_of(each)
             if generator is not None and state is not None:

@@ -104,21 +104,22 @@ def _set_total(val_loop: Any, progress: Callable[[int], dict[str, int]]) -> None
 
 
 def end_whole_epoch(trainer: Any) -> None:
-    """Lets a resumed epoch end at once, if its last batch was the checkpoint's and no validation is due.
+    """Lets a resumed epoch end at once, if its last batch was the checkpoint's; after the validation, if one is due.
 
     Called in ``on_train_start``, when the batch count is that of this run.
     """
-    loop = trainer.fit_loop.epoch_loop
-    over = loop.restarting and loop._num_ready_batches_reached() and not loop._is_validation_done
-    if not over or loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    if not loop.restarting or not loop._num_ready_batches_reached() or loop._is_validation_done:
+        return
+    with isolate_rng():
+        for loader in _loaders_begun(trainer, fetcher):
+            next(loader, None)  # asked once, each takes up its position; the next epoch begins anew
+    if loop._should_check_val_fx(fetcher):
         return
 
     def advance(data_fetcher: Iterator[Any]) -> None:
-        """As if no loader had anything left. Asked once, each takes up its position; the next epoch begins anew."""
+        """As if no loader had anything left."""
         del loop.advance
-        with isolate_rng():
-            for loader in _loaders_begun(trainer, data_fetcher):
-                next(loader, None)
         raise StopIteration
 
     loop.advance = advance

@@ -201,6 +201,7 @@ class MoECheckpoint(_Unranked):
         previous, self._fit, self._first.fit = self._fit, None, None
         if trainer.fast_dev_run:
             return  # a dry run leaves nothing behind, as with Lightning's own checkpoint callbacks
+        self._data.begin(trainer)
         fit = Fit(trainer, pl_module, self.options, self.isolate_validation, self._step_log.k)
         self._fit, self._first.fit, self._step_log = fit, fit, fit.step_log
         fit.resume(previous)
@@ -250,10 +251,12 @@ class MoECheckpoint(_Unranked):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._fit is not None:
             self._fit.driver.survive(exception)
+            self._data.close()
             self._fit.close(min(10.0, self.options.timeout_secs))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fit is not None:
+            self._data.close()
             self._fit.close(None)
 
     # --- state inside other checkpoints (ModelCheckpoint beside us) ---

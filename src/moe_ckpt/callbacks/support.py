@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -134,8 +133,6 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
                 f"the {type(draws[0]).__name__} in {name} draws a new order after a resume (give the loader "
                 "shuffle=True in its place, or sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset))"
             )
-        elif sized_len(loader) is None:
-            found.append(f"{name} has no length, so Lightning fetches one batch ahead and a resume loses that batch")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append(
             "Lightning does not bring back the metrics of training that ReduceLROnPlateau may look at (those of a "

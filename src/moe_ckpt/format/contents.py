@@ -134,6 +134,7 @@ _CHECKPOINT = record(
         "datamodule_hyper_parameters": mapping(anything),
         "moe_ckpt_data_position": listing(maybe(mapping(_integer))),
         "moe_ckpt_loader_generators": listing(maybe(_tensor)),
+        "moe_ckpt_fetched_ahead": record({}, {"rng": _RNG, "consumed": listing(anything)}),
     },
 )
 _LIGHTNING = record(

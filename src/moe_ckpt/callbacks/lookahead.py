@@ -1,0 +1,144 @@
+"""The position of training loaders that Lightning fetches ahead of: streams without a length.
+
+To know the last batch of such an epoch, Lightning (2.6) fetches each batch before it trains on the one in front of it.
+The loaders' own states are then one batch ahead of training, and so are the random numbers that a fetch in this process
+draws. Both are noted right before each fetch, and a checkpoint gets what was noted before the batch that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+
+from moe_ckpt.modeling.rng import capture_rng, restore_rng
+
+FETCH_KEY = "moe_ckpt_fetched_ahead"
+"""In a Lightning checkpoint, where the next batch was fetched ahead: what its fetch needs besides the loaders' states.
+
+``rng``: states of the generators before it, if it drew. ``consumed``: which loaders had begun again in this epoch.
+"""
+
+
+class Lookahead:
+    """Notes where loaders without a length are before each fetch, for ``DataPosition``.
+
+    Until ``close``, three methods of Lightning's loops are replaced: that which gives loaders their states, because the
+    first batch is fetched right after it, and those around each fetch.
+
+    Args:
+        loop: The trainer's fit loop, whose data are not set up yet.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._states: list[dict[str, Any]] | None = None
+        self._consumed: list[bool] = []
+        self._rng: Mapping[str, Any] = {}
+        self._drew = False
+        self._due: Mapping[str, Any] = {}
+        load, begin, end = (getattr(owner, name) for owner, name in self._replaced)
+
+        def loaded() -> None:
+            given = loop._combined_loader_states_to_load if loop.restarting else []
+            load()
+            if any(sized_len(each) is None for each in loop._combined_loader.flattened):
+                self._note(given)
+
+        def begins() -> None:
+            begin()
+            if self._ahead:
+                self._take_due()
+                self._note()
+
+        def ended() -> None:
+            end()
+            if self._ahead:
+                self._drew = not _same(self._rng, _rng())
+
+        for (owner, name), method in zip(self._replaced, (loaded, begins, ended), strict=True):
+            setattr(owner, name, method)
+
+    @property
+    def _replaced(self) -> tuple[tuple[Any, str], ...]:
+        epoch = self._loop.epoch_loop
+        return (
+            (self._loop, "_load_combined_loader_states"),
+            (epoch, "_on_before_fetch"),
+            (epoch, "_on_after_fetch"),
+        )
+
+    def close(self) -> None:
+        """Gives the loops their own methods back. Safe to call twice."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether each batch is fetched while the one in front of it waits."""
+        fetcher = self._loop._data_fetcher
+        return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
+
+    @property
+    def states(self) -> list[dict[str, Any]] | None:
+        """States of all stateful loaders before the batch that waits was fetched; None if none waits."""
+        return self._states if self._ahead else None
+
+    def _note(self, given: list[dict[str, Any]] | None = None) -> None:
+        """Notes where the loaders are; ``given``: states they have just got, and may not return before a fetch."""
+        loader = self._loop._combined_loader
+        self._states = given or deepcopy(loader._state_dicts())  # a dataset may return what its next sample changes
+        self._consumed = list(getattr(loader._iterator, "_consumed", ()))
+        self._rng = _rng()
+
+    def _take_due(self) -> None:
+        """Takes up what the fetch of a resumed run's first batch needs."""
+        due, self._due = self._due, {}
+        if due.get("consumed"):
+            self._loop._combined_loader._iterator._consumed = list(due["consumed"])
+        if due.get("rng"):
+            restore_rng(due["rng"])
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Sets the loaders' states in a Lightning checkpoint to those before the batch that waits was fetched."""
+        if self.states is None:
+            return
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = self.states
+        more: dict[str, Any] = {"rng": self._rng} if self._drew else {}
+        if any(self._consumed):
+            more["consumed"] = self._consumed
+        if more:
+            checkpoint[FETCH_KEY] = more
+
+    def fetch_again(self, states: list[dict[str, Any]], due: Mapping[str, Any]) -> None:
+        """Lets the loaders begin anew, in place of the batch that waits.
+
+        Args:
+            states: Of the stateful loaders.
+            due: ``FETCH_KEY`` of the checkpoint.
+        """
+        fetcher, epoch = self._loop._data_fetcher, self._loop.epoch_loop
+        self._due = due
+        fetcher._start_profiler, fetcher._stop_profiler = epoch._on_before_fetch, epoch._on_after_fetch
+        self._loop._combined_loader._load_state_dicts(states)
+        iter(fetcher)
+
+
+def _rng() -> dict[str, Any]:
+    """Returns ``capture_rng()`` without arrays of numpy's, which Lightning's own files would not be loaded with."""
+    state = capture_rng()
+    if isinstance(state["numpy"], tuple):
+        state["numpy"] = tuple(each.tolist() if isinstance(each, np.ndarray) else each for each in state["numpy"])
+    return state
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(state, other[name]) if isinstance(state, torch.Tensor) else state == other[name]
+        for name, state in one.items()
+    )

@@ -81,7 +81,7 @@ class Run:
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
     ("forward", n) kills it before that, ("updated", n) when the optimizer has written the n-th update,
-    ("ended", n) when its step is final, and its peers do not know its tokens.
+    ("ended", n) when its step is final, and its peers do not know its tokens; ("train end", 1) when training ended.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
@@ -233,6 +233,12 @@ class DeadlyRecorder(Recorder):
         if self.run.crash is None or self.run.crash[0] != "forward":
             self.on_compute(trainer.global_step)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.run.crash is not None and self.run.crash[0] == "train end":
+            time.sleep(0.5)  # the last step is sealed by then
+            kill_process()
+        super().on_train_end(trainer, pl_module)
+
 
 def _ours(trainer: pl.Trainer) -> MoECheckpoint | None:
     return next((c for c in trainer.callbacks if isinstance(c, MoECheckpoint)), None)
@@ -378,6 +384,8 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         return None, _stops(*run.crash)
     elif run.crash is not None and run.crash[0] in ("updated", "ended"):
         _kill_at_update(*run.crash)
+        return None, lambda step: None
+    elif run.crash is not None and run.crash[0] == "train end":
         return None, lambda step: None
     elif run.crash is not None:
         phase = crash_at(*run.crash)

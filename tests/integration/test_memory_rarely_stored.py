@@ -71,6 +71,40 @@ def test_the_run_goes_on_from_memory(policy, phase, place):  # noqa: F811
     assert left(run) == []
 
 
+def ends(policy: str) -> list[Run]:
+    """Of an epoch whose end comes again in the next life, and of steps, after which nothing does."""
+    run = POLICIES[policy]
+    return [run, replace(run, trainer={"max_steps": run.epochs * 10})]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(pytest.param(run, id=f"dense {run.trainer}") for run in ends("dense")),
+        *(
+            pytest.param(run, id=f"{policy} {run.trainer}", marks=pytest.mark.slow)
+            for policy in ("moc", "moevement")
+            for run in ends(policy)
+        ),
+    ],
+)
+def test_killed_at_the_end_the_last_step_gets_to_storage(run, place):  # noqa: F811
+    """The next life has nothing left to train, and lets go of memory only when storage has the step."""
+    run, last = in_memory(run, place), run.epochs * 10
+    first = replace(run, crash=("train end", 1), callback={**run.callback, "save_last": False})
+    assert live(first) == KILLED, output(run)
+    assert stored(run) < last
+    assert live(run) == 0, output(run)
+    assert "from memory" in output(run)
+    assert (stored(run), left(run)) == (last, [])
+    found = list(differences(load(run), undisturbed(run)[0][0]))
+    # Where no step is left Lightning does not even begin, nor count the epoch that the run ended in.
+    assert [each for each in found if run.trainer == {} or not each.startswith("/progress")] == []
+    assert_store_sound(run, ended=True)
+    assert live(run) == 0, output(run)
+    assert "is finished" in output(run)
+
+
 @every_policy
 def test_a_flipped_byte_costs_steps_and_no_bit(policy, place):  # noqa: F811
     run = in_memory(POLICIES[policy], place)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -12,11 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.main import main
 from moe_ckpt.errors import ConfigError, SparseWindowError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.dcp import MoEStorageReader
+from moe_ckpt.policies import Catalog, MoC, MoEvement, Needs, PolicyContext, SnapshotPlan
 from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run, build, loaders
@@ -48,6 +52,34 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Windows2Then:
+    """A policy of a user's own: windows of two, and from step 6 on one expert per layer."""
+
+    needs: ClassVar[Needs] = Needs(windows=True, partial=True)
+
+    def check(self, catalog: Catalog) -> None:
+        MoEvement(window=2).check(catalog)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        return (MoEvement(window=2) if context.step < 6 else MoC(k=1)).plan(context)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "windows, then parts"}
+
+
+def test_the_first_partial_checkpoint_behind_windows_holds_everything(place, capsys):  # noqa: F811
+    pl.seed_everything(1, verbose=False)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    checkpoint = MoECheckpoint(Windows2Then(), place / "store", save_last=False, when_busy="wait")
+    trainer = pl.Trainer(accelerator="cpu", max_steps=8, callbacks=[checkpoint], **quiet)
+    trainer.fit(TinyMoE(layers=1), StatefulDataLoader(Tokens(32), 4))
+    stored = manifests(place / "store")
+    steps = {each.step: sorted({op.step for op in each.operators.values()}) for each in stored}
+    assert "not committed" not in capsys.readouterr().err
+    assert (steps[6], steps[8]) == ([6], [6, 7, 8])
 
 
 @pytest.fixture

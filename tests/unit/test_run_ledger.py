@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.engine.session import StepRecord
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
@@ -48,6 +49,20 @@ def test_what_is_under_way_counts_as_saved_only_where_that_is_expected():
     assert now.expected_unsaved.tolist() == [[4, 3, 2]]
     assert now.chosen_at.tolist() == [[2, 1, 1]]
     assert (now.last_step, now.index) == (2, 2)
+
+
+def test_nothing_builds_on_a_window_that_is_under_way_or_on_what_came_before_it():
+    run_ledger, window = saved_at_one(), Window(2, (EVERYTHING[:2], EVERYTHING[2:]))
+    for slot in range(2):
+        assert context(run_ledger, 2 + slot).missing == ()
+        pending = Pending(MODEL, 2 + slot, 0, EVERYTHING, (), run_ledger.tokens.applied.copy(), {}, window, slot)
+        run_ledger.begun(1 + slot, pending)
+    assert context(run_ledger, 4).missing == EVERYTHING
+    begin(run_ledger, 3, 4, EVERYTHING[1:])
+    assert context(run_ledger, 5).missing == EVERYTHING[:1]
+    for sequence in (1, 2, 3):
+        run_ledger.resolved(sequence, committed=True)
+        assert context(run_ledger, 5).missing == EVERYTHING[:1]
 
 
 def test_what_failed_counts_for_nothing():

@@ -49,4 +49,4 @@ class FirstCallback(pl.Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if self.fit is not None:
-            self.fit.host.generators.put_back()  # on_train_start does not run if nothing is left to train
+            self.fit.end_untrained()

@@ -31,6 +31,7 @@ from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Event, State
+from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
@@ -304,6 +305,16 @@ class Fit:
     def finish(self) -> None:
         """Training ended; runs after all other callbacks' ``on_train_end``."""
         self.driver.finish(moved=self._watch.moved)
+
+    def end_untrained(self) -> None:
+        """The fit ended. If nothing was left to train, Lightning called no hook of training: the run ends here."""
+        self.host.generators.put_back()
+        driver = self.driver
+        if driver.lifecycle.state is not State.READY or driver.restored is None:
+            return
+        store = open_storage(driver.options.dirpath, access=driver.options.access)
+        if read_finished(store, driver.comm, driver.restored.manifest) is None:
+            self.finish()
 
     def close(self, grace_secs: float | None) -> None:
         """Releases threads, lock and hooks. Safe to call twice."""

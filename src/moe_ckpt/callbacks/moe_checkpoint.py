@@ -206,7 +206,8 @@ class MoECheckpoint(_Unranked):
         self._fit, self._first.fit, self._step_log = fit, fit, fit.step_log
         fit.resume(previous)
         if fit.driver.restored_step is not None:
-            self.restored_step, self.recovery_plan = fit.driver.restored_step, fit.driver.recovery_plan
+            self.restored_step, restored = fit.driver.restored_step, fit.driver.restored
+            self.recovery_plan = None if restored is None else restored.plan
             self._given = self._saved_ledger = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -55,15 +55,15 @@ class Ledger:
             operators: What it holds.
             seen: ``[L, E]`` tokens that experts had processed by ``step``.
             kept: What stays in host memory beside what was written from there; None where memory is booked by ``hold``.
-            whole: Its operators are of one step, so that a partial checkpoint may build on it; not so a window's.
+            whole: A partial checkpoint may build on it. Not so on a sparse window, whose operators are of several
+                steps, nor on anything that was saved before one.
 
         Raises:
             ValueError: A newer version is recorded; within a run versions only move forward.
         """
         places = self.catalog.places_of(operators)
         self._stored.record(places, step)
-        if whole:
-            self._built_upon[places] = True
+        self._build_upon(places, whole=whole)
         experts = self._experts(places)
         self.tokens.mark_saved(Tier.STORAGE, experts, seen)
         if kept is not None:
@@ -100,10 +100,15 @@ class Ledger:
         """
         places = self.catalog.places_of(tuple(steps))
         self._stored.replace(places, list(steps.values()))
-        if whole:
-            self._built_upon[places] = True
+        self._build_upon(places, whole=whole)
         # Of experts that memory had newer than storage. What was routed since would be routed again.
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
+
+    def _build_upon(self, places: npt.NDArray[np.int64], *, whole: bool) -> None:
+        if whole:
+            self._built_upon[places] = True
+        else:
+            self._built_upon[:] = False
 
     def forget(self) -> None:
         """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
@@ -131,7 +136,7 @@ class Ledger:
         return dict(self._owed)
 
     def missing(self) -> Sequence[str]:
-        """Operators that no checkpoint holds for a partial one to build on. What was saved once stays so."""
+        """Operators that no checkpoint holds for a partial one to build on: of all that were saved since a window."""
         if self._built_upon.all():
             return ()
         return [self.catalog.everything[at] for at in np.flatnonzero(~self._built_upon)]

@@ -91,6 +91,14 @@ class RecoveryPlan:
         mine = self.chosen == self.sources.index(source)
         return tuple(self.operators[at] for at in np.flatnonzero(mine))
 
+    @property
+    def beyond_storage(self) -> bool:
+        """Whether storage alone would give an older state, of some operator at least."""
+        at = np.arange(len(self.operators))
+        newest = np.stack([source.steps for source in self.sources])[self.chosen, at]
+        stored = [source.steps for source in self.sources if source.tier is Tier.STORAGE]
+        return self.updates is not None or not stored or bool((np.max(stored, axis=0) < newest).any())
+
     def rows(self) -> Iterator[PlanRow]:
         """Yields who gives how much, nearest source first, what is of the plan's own step before what is older."""
         expert = np.fromiter((op.startswith(EXPERT) for op in self.operators), bool, len(self.operators))

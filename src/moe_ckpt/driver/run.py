@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
@@ -126,7 +125,8 @@ class Driver:
     Attributes:
         last: What the newest step cost; None before the first.
         restored_step: Step of the checkpoint that training resumed from; of a sparse window, its last one.
-        recovery_plan: Where each operator of that checkpoint came from, as this rank sees it.
+        restored: That checkpoint, as this rank sees it, without its plain state once a step was done; None if the
+            framework loaded it.
         replaying: The replay of a sparse window, until it is done.
         local: This rank's part, if only some pipeline stages went back; None if all did.
         surviving: What is done when training stops at a failure; from ``open`` on.
@@ -136,7 +136,7 @@ class Driver:
         self.options = options
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
-        self.recovery_plan: RecoveryPlan | None = None
+        self.restored: Restored | None = None
         self.replaying: Replaying | None = None
         self.local: Rejoining | None = None
         self.lifecycle = Lifecycle(advice)
@@ -247,7 +247,7 @@ class Driver:
         """Restores all but the tensors, which are loaded."""
         manifest, dirpath, rank = restored.manifest, self.options.dirpath, self.comm.rank
         changes, inexact = self._host.load(restored)
-        self.restored_step, self.recovery_plan = manifest.step, restored.plan
+        self.restored_step, self.restored = manifest.step, restored
         if restored.local is not None:
             self.local = Rejoining(restored.local, self.session)
             self.restored_step = restored.local.recovery.step
@@ -339,6 +339,8 @@ class Driver:
         """
         self.lifecycle.move(Event.STEP, "after_update()")
         step = self._host.step
+        if self.restored is not None and self.restored.plain:
+            self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
             return self._replayed(self.replaying, step)
         self.session.add_stall(time.perf_counter() - began)
@@ -402,6 +404,8 @@ class Driver:
     def finish(self, *, moved: bool, ended: bool = True) -> None:
         """Training ended well: saves a complete last checkpoint, and waits for it.
 
+        A run that came back to its last step from memory has that saved, too, since the end lets go of memory.
+
         Args:
             moved: Steps were done in this process, so that there is something to save.
             ended: The run may be finished; the host says whether and how.
@@ -413,13 +417,18 @@ class Driver:
         self.surviving.enter(Moment.UNKNOWN)
         self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
-        moved = moved or self.local is not None  # no checkpoint holds what ranks reached apart
+        unsaved = moved or self.local is not None  # no checkpoint holds what ranks reached apart
+        capture: Callable[[], Mapping[str, Any]] = self._host.capture
+        if not unsaved and self.restored is not None and self.restored.beyond_storage:
+            unsaved, plain = True, self.restored.plain
+            if self.restored.manifest.world_size == self.comm.world_size:
+                capture = lambda: plain  # noqa: E731  the loops' own states need not be ready to be captured
         if window is not None:
             messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
         self.session.finish(
             self._host.step,
-            self._host.capture,
-            save_last=self.options.save_last and moved and window is None,
+            capture,
+            save_last=self.options.save_last and unsaved and window is None,
             note_end=self._note_end if ended and window is None else None,
         )
         self.last = self.last and self.session.completed(self.last)

@@ -352,7 +352,10 @@ class RunLedger:
         return MemoryFacts(expected_unsaved=expected, chosen_at=chosen_at)
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
-        """Operators that no checkpoint holds, committed or under way."""
-        never_saved = self.ledger.missing()
-        running = {op for pending in under_way for op in pending.operators} if never_saved else set()
-        return tuple(op for op in never_saved if op not in running)
+        """Operators that no checkpoint holds for a partial one to build on, committed or under way."""
+        absent, since = self.ledger.missing(), 0
+        for number, pending in enumerate(under_way, start=1):
+            if pending.window is not None and pending.is_checkpoint and pending.stored:
+                absent, since = self.catalog.everything, number
+        running = {op for pending in under_way[since:] for op in pending.operators} if absent else set()
+        return tuple(op for op in absent if op not in running)

@@ -236,7 +236,8 @@ class MegatronCheckpoint:
             self._driver.replaying.beside = self._host.spares.source()
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
-        self.recovery_plan = self._driver.recovery_plan
+        restored = self._driver.restored
+        self.recovery_plan = None if restored is None else restored.plan
         self._first = FirstForward(self._chunks, self.begin_training)
         return loop.begun_at
 

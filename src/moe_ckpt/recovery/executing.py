@@ -87,6 +87,11 @@ class Restored:
         return f"memory and {self.beneath.directory}"
 
     @property
+    def beyond_storage(self) -> bool:
+        """Whether storage alone would give an older state."""
+        return self.plan is not None and self.plan.beyond_storage
+
+    @property
     def _storage_has_part(self) -> bool:
         """False where every operator came from memory, although there is a checkpoint on storage beneath."""
         return self.plan is None or any(row.source.tier is Tier.STORAGE for row in self.plan.rows())

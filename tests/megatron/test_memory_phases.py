@@ -147,9 +147,9 @@ def test_both_nodes_lost_costs_what_storage_does_not_have(layout, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [dense(1), moevement(2)], ids=["dense", "windows"])
 @layouts
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(10))
 def test_killed_at_random_times(seed, layout, policy, tmp_path):
-    """Five lives; after some of them a node is lost, too."""
+    """Five lives, 200 in all; after some of them a node is lost, too."""
     rng = random.Random(seed)
     copies = {"replicas": 1, "storage_every_n_steps": rng.choice([1, 3, 1000])}
     case = replace(layout, policy=policy, copies=copies, steps=12, reseed=False)

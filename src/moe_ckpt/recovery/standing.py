@@ -37,8 +37,7 @@ class Standing:
         if not stands:
             self._say(
                 checkpoint.base,
-                "memory holds step %d, which came after %s. That checkpoint is not on storage any more, so memory is "
-                "not used",
+                "the copy of step %d in memory is not used: it came after %s, which is not on storage any more",
                 checkpoint.step,
                 checkpoint.base,
             )

@@ -241,6 +241,7 @@ def _train(
         journal.note(updated=iteration + 1, made=made, replayed=record.replayed)
     told = describe(ckpt, built)
     ckpt.finish()
+    told["routed"] = ckpt.session.run_ledger.tokens.routed_tokens  # the last iteration's are agreed on by now
     plan = ckpt.recovery_plan
     told |= {"losses": losses, "records": records, "progress": progress, "restored_step": ckpt.restored_step}
     return told | {"remade": plan and plan.updates, "remaking": plan and plan.remaking}

@@ -362,3 +362,35 @@ def test_validation_that_draws_other_numbers_after_a_restart_is_told(tmp_path, o
     )  # fmt: skip
     with pytest.raises(ConfigError, match=says):
         trainer.fit(Validated(), loader(32), validation)
+
+
+class Counting(Validated):
+    """A buffer counts the batches of validations, the sanity check's too."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.register_buffer("validated", torch.zeros((), dtype=torch.long))
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += 1
+        super().validation_step(batch, batch_idx)
+
+
+def test_the_sanity_check_is_not_made_again_before_the_first_step(tmp_path):
+    """Windows have a checkpoint of the state before the first step, which the sanity check has changed."""
+    counted = []
+    for step in (1, 99):
+        pl.seed_everything(3, verbose=False)
+        module, checkpoint = Counting(), MoECheckpoint(MoEvement(window=3), tmp_path, when_busy="wait")
+        trainer = pl.Trainer(
+            accelerator="cpu", max_steps=4, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[checkpoint, StopAt(step, "batch")],
+        )  # fmt: skip
+        if step == 1:
+            with pytest.raises(Stopped):
+                trainer.fit(module, StatefulDataLoader(Tokens(64), 4), DataLoader(Tokens(16), 4))
+        else:
+            trainer.fit(module, StatefulDataLoader(Tokens(64), 4), DataLoader(Tokens(16), 4))
+        counted.append(int(module.validated))
+    assert checkpoint.restored_step == 0
+    assert counted == [2, 2]

@@ -258,6 +258,9 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
     if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
         with handing_back("the fit loop", path):
             trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+    elif trainer.state.fn is TrainerFn.FITTING:
+        # What the sanity check did to buffers and random numbers is in the state already.
+        trainer.fit_loop.epoch_loop.val_loop.restarting = True
     _go_on_averaging(trainer)
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
         with handing_back(f"the scheduler {type(config.scheduler).__name__}", path):

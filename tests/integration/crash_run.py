@@ -27,6 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.optim.adam as adam_module
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
@@ -80,8 +81,10 @@ class Run:
     policy: its name, and Dense's or MoEtion's interval, MoC's K or MoEvement's W. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
-    ("forward", n) kills it before that, ("updated", n) when the optimizer has written the n-th update,
-    ("ended", n) when its step is final, and its peers do not know its tokens; ("train end", 1) when training ended.
+    ("forward", n) kills it before that, ("reduced", n) after it, when all gradients are reduced, ("updating", n) in the
+    optimizer, ("failing", n) makes the optimizer raise, ("updated", n) kills when it has written the n-th update,
+    ("hook", n) in the last callback's hook after that, ("ended", n) when its step is final, and its peers do not know
+    its tokens; ("train end", 1) when training ended.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
@@ -382,7 +385,7 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         memory_phases.kill_in(*run.crash)
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
         return None, _stops(*run.crash)
-    elif run.crash is not None and run.crash[0] in ("updated", "ended"):
+    elif run.crash is not None and run.crash[0] in DEADLY_UPDATES:
         _kill_at_update(*run.crash)
         return None, lambda step: None
     elif run.crash is not None and run.crash[0] == "train end":
@@ -413,13 +416,26 @@ def _stops(how: str, n: int) -> Callable[[int], None]:
     return stop
 
 
+DEADLY_UPDATES = ("reduced", "updating", "failing", "updated", "hook", "ended")
+
+
 def _kill_at_update(when: str, n: int) -> None:
     """In this process only, which is about to die."""
     updates = itertools.count(1)
 
     def count(*_: Any) -> None:
         if next(updates) == n:
+            time.sleep(0.3)  # other threads have sealed by then, and the others have ended the update
+            if when == "failing":
+                raise StopHere("in an update")
             kill_process()
+
+    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count()
+            return real(*args, **kwargs)
+
+        return call
 
     if when == "ended":
         real = StepAgreement.send
@@ -430,6 +446,12 @@ def _kill_at_update(when: str, n: int) -> None:
             return real(*args)
 
         StepAgreement.send = send  # type: ignore[method-assign]
+    elif when == "reduced":
+        pl.LightningModule.on_before_optimizer_step = counting(pl.LightningModule.on_before_optimizer_step)
+    elif when == "hook":
+        MoECheckpoint.on_train_batch_end = counting(MoECheckpoint.on_train_batch_end)
+    elif when in ("updating", "failing"):
+        adam_module.adam = counting(adam_module.adam)
     else:
         register_optimizer_step_post_hook(count)
 
@@ -464,9 +486,30 @@ class Rebinding(pl.Callback):
         pl_module.seen = pl_module.seen + 1
 
 
+class OnOneRank(pl.Callback):
+    """On rank 1 alone, something of its own changes when a batch ends: a counter, or its random numbers."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws, self.count = draws, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            self.count += 1
+            if self.draws:
+                random.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.draws else {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
 def _beside(name: str, run: Run) -> pl.Callback:
     if name == "rebinding":
         return Rebinding()
+    if name in ("counting", "drawing"):
+        return OnOneRank(draws=name == "drawing")
     if name == "modelcheckpoint":
         return ModelCheckpoint(f"{run.store}_beside", save_last=True, every_n_train_steps=4)
     if name == "ema":

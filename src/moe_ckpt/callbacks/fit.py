@@ -86,6 +86,7 @@ class Fit:
         self._capture = functools.partial(capture_gradients, trainer, module)
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
+        self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         if options.needs.gradients:
             stored = options.needs.stored_gradients
             self._recorder = StepRecorder(trainer.optimizers, self._release_gradients, stored=stored)
@@ -179,6 +180,7 @@ class Fit:
         if driver.restored_step is not None:
             go_on_accumulating(host.trainer)
         data.put_back(host.trainer, resumed=host.generators.due)
+        host.data = data
         if driver.restored_step is not None:
             end_whole_epoch(host.trainer)
         host.generators.put_back()
@@ -234,6 +236,11 @@ class Fit:
             self.host.windows.refuse_backward(self._policy)
         if self.driver.replaying is not None:
             self.driver.replaying.source.before_backward(loss)
+            return
+        trainer = self.host.trainer
+        alone = self.host.module.automatic_optimization and not trainer.fit_loop._should_accumulate()
+        if alone and not self._hooks_since_step:
+            self.session.survivor.reduction_begins(self.host.step + 1, self.host.own, self._counter.peek)
 
     def before_optimizer(self) -> None:
         """Gradients are final, before clipping."""
@@ -259,6 +266,7 @@ class Fit:
         if last_for_now:
             driver.before_update(receive=False)  # what follows may swap or average weights
         batch = self._watch.book(self.host.step)
+        self._hooks_since_step = last_for_now or (self._hooks_since_step and not batch.updates)
         if not batch.updates:
             if batch.stepped:
                 self._counter.discard()

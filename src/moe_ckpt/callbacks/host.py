@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
 from moe_ckpt.callbacks.lightning_state import (
     HYPER_PARAMETERS,
@@ -47,6 +48,7 @@ class LightningHost(Host):
     Attributes:
         windows: What sparse windows need besides; None where they are neither written nor replayed.
         boosting: See ``Host``; set before the driver opens.
+        data: Positions in the data, once training has begun.
     """
 
     def __init__(self, trainer: Any, module: pl.LightningModule, options: Options) -> None:
@@ -56,6 +58,7 @@ class LightningHost(Host):
         self.state = TorchTrainingState(module, trainer.optimizers)
         self.generators = Generators(capture_rng, restore_rng)
         self.windows: Windows | None = None
+        self.data: DataPosition | None = None
         self._options = options
         self._configured: _Plain = configured(trainer) | {"frozen": _frozen(self.state)}
         self._kept: tuple[int, _Plain] | None = None
@@ -119,6 +122,19 @@ class LightningHost(Host):
                 "configured": self._configured,
             }
         )
+
+    def own(self) -> dict[tuple[str, ...], Any]:
+        """What may have changed of ``capture()`` since the step before, when the forward pass of another is done, but
+        for counters and schedules, which the update moves alike on every rank."""
+        positions: dict[str, Any] = {}
+        if self.data is not None:
+            self.data.save(self.trainer, positions)
+        return {
+            ("rng",): capture_rng(),
+            ("checkpoint", "loops", "fit_loop", "state_dict"): self.trainer.fit_loop.on_save_checkpoint(),
+            **{("checkpoint", key): value for key, value in positions.items()},
+            **{("plain", key): value for key, value in self.state.module_plain().items()},
+        }
 
     def keep(self) -> None:
         """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""

@@ -83,7 +83,7 @@ def _list(found: Sequence[RankFacts]) -> None:
 def _explain(found: Sequence[RankFacts]) -> None:
     from moe_ckpt.cli.output import wrapped
     from moe_ckpt.core.quantities import human_bytes
-    from moe_ckpt.core.survivors import STATE
+    from moe_ckpt.core.survivors import BEFORE, STATE
     from moe_ckpt.memory.directory import said_holder
 
     for each in found:
@@ -91,7 +91,7 @@ def _explain(found: Sequence[RankFacts]) -> None:
         print(wrapped(f"run {each.run_id} of {each.owner.store}, life {each.generation}, rank {each.rank}: {holder}"))
         for slot in each.slots:
             copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer}'s)"
-            what = "plain state of " if slot.only == STATE else ""
+            what = {STATE: "plain state of ", BEFORE: "plain state before the update of "}.get(slot.only, "")
             said = {
                 "sealed": f"{what}step {slot.step}{copy}, {slot.slices} slices, every byte as it was written",
                 "open": "being written, or was when its process died: never read",

@@ -10,15 +10,17 @@ in the data), so that it gives experts to a checkpoint of the same step, and is 
 
 Where data-parallel ranks hold everything alike, a survivor lends all that the other rank writes, and each rank seals
 its plain state by itself as soon as a step has ended: with both nothing is lost with a rank that is killed, also while
-what it saves itself is still being copied.
+what it saves itself is still being copied. Before each update it seals what it has of the step to come as well: where
+it dies in an update that the others end, they know what that changed (``format.foreseen``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-STATE, TENSORS = "state", "tensors"
-"""What a share may be instead of all of a rank's: its plain state, or everything but that."""
+STATE, BEFORE, TENSORS = "state", "before", "tensors"
+"""What a share may be instead of all of a rank's: its plain state, that before the step's update, or all but that."""
+PLAIN = (STATE, BEFORE)
 _LENT = 1 << 48
 _OWN = 1 << 49
 

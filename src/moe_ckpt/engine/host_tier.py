@@ -37,6 +37,7 @@ from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import Checksums, SliceEntry, in_a_row, with_checksums
 from moe_ckpt.memory.directory import RankDirectory
+from moe_ckpt.memory.slot import HEADER_SUFFIX
 from moe_ckpt.replicas.replication import Replicator
 from moe_ckpt.slices.cuts import Slices
 from moe_ckpt.storage import open_storage
@@ -336,7 +337,7 @@ def leave(tier: BufferTier, *, keep: bool) -> None:
     last one: what was left before this session began, by a run that was not started again, is freed.
     """
     nbytes, paths = tier.nbytes, tuple(tier.paths)
-    keep = keep and nbytes > 0
+    keep = keep and (nbytes > 0 or any(any(path.glob(f"*{HEADER_SUFFIX}")) for path in paths))  # or plain state alone
     tier.retire(keep=keep)
     with _registry_lock:
         if keep:

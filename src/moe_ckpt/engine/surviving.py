@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,10 +24,11 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.session_resources import SessionResources
-from moe_ckpt.engine.snapshot import Encode, Snapshot
+from moe_ckpt.engine.snapshot import Encode, Plain, Snapshot, side_tensors
 from moe_ckpt.engine.snapshotting import Snapshotter
 from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.errors import MoECheckpointError
+from moe_ckpt.format.foreseen import Path
 from moe_ckpt.policies.base import needs_of
 
 log = logging.getLogger("moe_ckpt")
@@ -109,6 +111,7 @@ class Survivor:
         self._plain: Encode | None = None
         self._tokens: Deferred[StepTokens] | None = None
         self._states: StateKeeper | None = None
+        self._kept: int | None = None
         self._patience = Patience(time.perf_counter())
 
     @property
@@ -154,7 +157,34 @@ class Survivor:
             return
         if self._is_lent_whole:
             self._states = self._states or StateKeeper(memory.files, self._run.comm.world_size)
-            self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied, self._tokens)
+            self._keep(self._states, self._step, copied, self._tokens)
+
+    def _keep(self, states: StateKeeper, step: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
+        self._kept = step
+        states.keep(step, self._snapshots.booking.run_ledger.index, plain, tokens)
+
+    def reduction_begins(
+        self, step: int, own: Callable[[], Mapping[Path, Any]], tokens: Callable[[], Deferred[StepTokens]]
+    ) -> None:
+        """Gradients are about to be reduced for the update that leads to ``step``: from then on other ranks may make it
+        without this one.
+
+        Args:
+            own: Gives what may have changed of the plain state since the step before, by where it is in that.
+            tokens: Gives those of this rank that the step will count.
+        """
+        if self._states is None or self._kept != step - 1 or self._step != step - 1:
+            return
+        try:
+            pieces = []
+            for path, value in own().items():
+                encoded, side = side_tensors(value, self._run.comm.rank, "/".join(path))
+                pieces.append((path, (encoded, [(entry, tensor.clone()) for entry, tensor in side])))
+            index = self._snapshots.booking.run_ledger.index
+            self._states.keep_before(step, index, pieces, tokens())
+        except Exception as error:  # of user code, at a moment when nobody else asks it; else a kill costs a step more
+            self._kept = None
+            log.warning("the plain state before the update of step %d is not kept: %r", step, error)
 
     def update_begins(self, now: float) -> None:
         """Nobody can go back to the newest step from here on unless it is sealed: a rank that is killed in this update
@@ -212,9 +242,18 @@ class Survivor:
         if lent is not None and not whole:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
             every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
-            found.append(begin(save_full(step, every), lambda **_: ({}, []), lent))
+            told = self._lesson(step, plain, until, lent)
+            found.append(begin(save_full(step, every), lambda **_: told, lent))
         self._wait(found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
+
+    def _lesson(self, step: int, plain: Encode, until: float, of: int) -> Plain:
+        """What this rank's update changed of its plain state: the rank that it lends for may have died in its own."""
+        if self._states is None or self._tokens is None:
+            return {}, []
+        if self._kept != step:
+            self._keep(self._states, step, plain(), self._tokens)
+        return self._states.lesson(step, of, _left(until))
 
     def _lends(self, rank: int) -> int | None:
         """Whose share this rank seals besides its own."""

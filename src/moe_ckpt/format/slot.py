@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
-from moe_ckpt.core.survivors import STATE, TENSORS
+from moe_ckpt.core.survivors import BEFORE, STATE, TENSORS
 from moe_ckpt.core.tokens import Counts, FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment
@@ -23,8 +23,8 @@ from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, numb
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 
-SLOT_VERSION = 8
-_READ_VERSIONS = (3, 4, 5, 6, 7, SLOT_VERSION)
+SLOT_VERSION = 9
+_READ_VERSIONS = (3, 4, 5, 6, 7, 8, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -69,7 +69,7 @@ _BODY = record(
         "state": record(_PIECE),
         "parts": listing(_PART, most=16),
     },
-    {"sent": one_of(False, True), "only": one_of("", STATE, TENSORS)},
+    {"sent": one_of(False, True), "only": one_of("", STATE, BEFORE, TENSORS)},
 )
 
 
@@ -201,7 +201,7 @@ class SlotHeader:
         state: The rank's state file.
         parts: What lies in the slot.
         sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
-        only: ``core.survivors.STATE`` or ``TENSORS`` where it is not all; else empty.
+        only: ``core.survivors.STATE``, ``BEFORE`` or ``TENSORS`` where it is not all; else empty.
     """
 
     run_id: str

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import xxhash
 
-from moe_ckpt.core.survivors import STATE
+from moe_ckpt.core.survivors import PLAIN
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.memory.files import FoundSlot
 
@@ -113,7 +113,7 @@ def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS
         rank: That goes on.
         most: Snapshots, each with what belongs to it.
     """
-    own = [found for found in slots if found.header.rank == rank and found.header.only != STATE]  # which is small
+    own = [found for found in slots if found.header.rank == rank and found.header.only not in PLAIN]  # which is small
     found: list[FoundSlot] = []
     for _ in range(most):
         newest = next((each for each in own if each not in found), None)

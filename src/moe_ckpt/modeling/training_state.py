@@ -123,6 +123,10 @@ class TorchTrainingState:
         frozen = {"frozen": self._frozen.names(walk.parameters)}
         return {**module_state.read(self._model, walk), "optimizers": optimizers, **frozen, **pretrained_models}
 
+    def module_plain(self) -> dict[str, Any]:
+        """What a forward pass may change of ``plain()``, of the modules that that found last. Likewise live."""
+        return module_state.read(self._model, self._walk or self._walked())
+
     def take_added_groups(self, plain: Mapping[str, Any], began: Sequence[int]) -> None:
         """Give the optimizers the param groups that training had added when ``plain`` was taken. Before a restore.
 

@@ -32,6 +32,7 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import CoverageError, DamagedError, RecoveryLoopError
 from moe_ckpt.format.fragment import Fragment
@@ -48,6 +49,7 @@ from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.foreseen_state import state_after
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.opened_memory import OpenedMemory, RankMemory
@@ -365,7 +367,8 @@ class MemoryCheckpoints:
                 part.add(writer, near, own, facts.writers[writer], state=writer not in checkpoint.states, here=here)
             for writer, shares in checkpoint.states.items():
                 near = nearest(shares, self._comm.rank, self._tier.node)
-                part.add(writer, near, near, facts.states[writer])
+                made = None if shares[0].only == STATE else state_after(part, writer, near, facts)
+                part.add(writer, near, near, facts.states[writer], made=made)
             parts.append(part)
         return parts
 

@@ -205,7 +205,7 @@ class SlotStorage(ReadOnly):
         """What of ``wanted`` lies on other nodes, counted from the end of each file's header."""
         for path, begin, end in wanted:
             file = self.files.get(path)
-            if file is not None and file.share.node != self.node:
+            if file is not None and file.nbytes and file.share.node != self.node:
                 skipped = len(file.header)
                 yield path, max(0, begin - skipped), max(0, end - skipped)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, Snapshot, fullest, teller_of
 from moe_ckpt.core.operators import EXPERT
-from moe_ckpt.core.survivors import STATE as STATE_ALONE
+from moe_ckpt.core.survivors import PLAIN, STATE
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment, encode_json
@@ -31,7 +31,8 @@ from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.recovery.index import StoredSlice
-from moe_ckpt.recovery.slot_storage import STATE, SlotFile
+from moe_ckpt.recovery.slot_storage import STATE as STATE_FILE
+from moe_ckpt.recovery.slot_storage import SlotFile
 from moe_ckpt.slices.compiling import GRADIENTS, HELD
 
 
@@ -55,11 +56,13 @@ class Described:
         state: (bytes, digest) of its state file.
         parts: (kind, first byte, header of its shard).
         own: As of ``StepFacts``.
+        told: Its state file, where that is no rank's after a step.
     """
 
     state: tuple[int, str]
     parts: tuple[tuple[str, int, bytes], ...]
     own: Counts | None = None
+    told: bytes = b""
 
 
 UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
@@ -119,17 +122,19 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
     Args:
         tells: What all writers have alike is in this one.
     """
+    told = header.state if header.only and header.only != STATE else b""
     fields = [
         place,
         writer,
-        header.only == STATE_ALONE,
+        header.only in PLAIN,
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
         header.facts.encoded() if tells else None,
         None if header.facts.own is None else Fragment.of_counts(header.facts.own),
+        len(told),
     ]
     meta = encode_json(fields)
-    return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
+    return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts), told]
 
 
 def packed_with_headers(value: Any, headers: Iterable[bytes]) -> list[bytes]:
@@ -150,13 +155,14 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        place, writer, alone, state, sizes, facts, own = json.loads(raw[at - nbytes : at])
+        place, writer, alone, state, sizes, facts, own, telling = json.loads(raw[at - nbytes : at])
         parts = []
         for kind, begin, size in sizes:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
         counted = None if own is None else np.asarray(own, dtype=np.int64)
-        yield place, writer, alone, Described(tuple(state), tuple(parts), counted), facts
+        told, at = raw[at : at + telling], at + telling
+        yield place, writer, alone, Described(tuple(state), tuple(parts), counted, told), facts
 
 
 class ExchangedHeaders:
@@ -211,6 +217,7 @@ class SlotFiles:
         described: Described,
         *,
         state: bool = True,
+        made: bytes | None = None,
         here: Sequence[SlotPart] = (),
     ) -> None:
         """One writer's slot.
@@ -221,6 +228,7 @@ class SlotFiles:
             full: The same of what was not sent to peers.
             described: The slot.
             state: With the plain state; False where that lies in another slot.
+            made: The file of the plain state, where it is put together of what several slots tell.
             here: Parts of the slot, if this rank has it; their headers may be decoded already.
 
         Raises:
@@ -228,8 +236,9 @@ class SlotFiles:
         """
         if state:
             path = state_path(self.directory, writer)
-            self.states.append(StateRecord(path, *described.state, writer))
-            self.files[path] = SlotFile(share, STATE, b"", 0, described.state[0])
+            told = described.state if made is None else (len(made), digest(made))
+            self.states.append(StateRecord(path, *told, writer))
+            self.files[path] = SlotFile(share, STATE_FILE, made or b"", 0, described.state[0] if made is None else 0)
         for place, (kind, begin, raw) in enumerate(described.parts):
             path = shard_path(self.directory, writer, kind)
             is_here = place < len(here) and here[place].raw == raw
@@ -374,7 +383,7 @@ def fields_of(found: FoundSlot, number: int) -> list[Any]:
         header.sent,
         header.facts.since,
         header.only,
-        header.facts.own is not None and header.only != STATE_ALONE,
+        header.facts.own is not None and header.only not in PLAIN,
     ]
 
 

@@ -257,7 +257,7 @@ class PlanCompiler:
         self._update(tensors, specs, request.compute_types)
         key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
         if writer is not None and writer != self._rank:
-            return self._compile_lent(key, request, writer)
+            return self._compile_lent(key, request, writer, side)
         whole_key = (key, tuple(side), request.copied * (1 + request.sends_held))
         plan = self._plans.get(whole_key)
         if plan is None:
@@ -283,16 +283,20 @@ class PlanCompiler:
         self._plans.clear()
         self._newest.clear()
 
-    def _compile_lent(self, key: PlanKey, request: SnapshotRequest, writer: int) -> CompiledPlan:
+    def _compile_lent(
+        self, key: PlanKey, request: SnapshotRequest, writer: int, side: Sequence[SliceEntry]
+    ) -> CompiledPlan:
         """Of another rank's share what this rank has alike. Made once, when training stops."""
         _, dealt = self._cut(request)
         [found] = MirroredShares(self._catalog, self._placement, [writer]).cuts(
             request.operators, self._tensors, dealt
         ).values()
-        by_kind: dict[str, list[Cut]] = {}
+        by_kind: dict[str, list[Cut]] = {"non_expert": []} if side else {}
         for each in found:
             by_kind.setdefault(self._kinds[each.operator], []).append(each)
-        return self._laid_out(key, [CompiledPart(kind, cuts, (), self._unstable) for kind, cuts in by_kind.items()])
+        beside = {"non_expert": side}
+        parts = (CompiledPart(kind, cuts, beside.get(kind, ()), self._unstable) for kind, cuts in by_kind.items())
+        return self._laid_out(key, parts)
 
     def _laid_out(self, key: PlanKey, parts: Iterable[CompiledPart]) -> CompiledPlan:
         placed: list[tuple[int, CompiledPart]] = []

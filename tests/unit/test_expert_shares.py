@@ -134,6 +134,33 @@ def test_two_passes_take_what_a_second_look_at_all_of_them_would(ordered, owners
     assert taken(taking) == found
 
 
+@given(
+    st.permutations(range(12)),
+    st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    st.integers(0, 12),
+    st.integers(1, 4),
+    st.sets(st.integers(0, 11), max_size=4),
+)
+def test_those_refused_are_whose_layer_was_full_when_their_turn_came(ordered, owners, left, most, capacity, forced):
+    groups = np.arange(12) // 4
+    taking = Taking(np.array(owners), capacity)
+    taking.force(sorted(forced))
+    refused = taking.take_shares(np.array(ordered), most, groups, tuple(left))
+    found, expected = {*forced}, []
+    for expert in ordered:
+        if expert in found or len(found) >= most:
+            continue
+        if not left[groups[expert]]:
+            expected.append(expert)
+        elif sum(owners[other] == owners[expert] for other in found) < capacity:
+            found.add(expert)
+            left[groups[expert]] -= 1
+    assert taken(taking) == found
+    if len(found) < most:  # else nobody asks
+        assert refused.tolist() == expected
+
+
 def stage_of(layers, sizes, first):
     """A stage of ``layers``, whose experts are at ``first`` and behind."""
     total = sum(sizes[layer] for layer in layers)

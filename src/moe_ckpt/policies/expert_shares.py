@@ -97,37 +97,32 @@ class Taking:
             groups: Of each expert.
             shares: How many more of each group.
         """
-        missing = max(0, most - self.count)
         left = ordered[~self.is_taken[ordered]]
-        of_group = groups[left]
-        fits = _places_in(of_group) < np.asarray(shares, dtype=np.int64)[of_group]
-        chosen, refused = left[fits][:missing], left[~fits]
-        if (np.bincount(self._owners[chosen], minlength=len(self._room)) > self._room).any():
-            chosen, refused = self._one_by_one(left, missing, of_group, shares)
-        self._take(chosen)
-        return refused
+        of_group, of_each = groups[left], np.asarray(shares, dtype=np.int64)
+        chosen = self._fitting(self._owners[left], of_group, of_each)[: max(0, most - self.count)]
+        self._take(left[chosen])
+        return left[_behind_the_last(of_group, chosen, of_each)]
 
-    def _one_by_one(
-        self, ordered: Counts, missing: int, groups: Counts, shares: Sequence[int]
-    ) -> tuple[Counts, Counts]:
-        """(those to take, those whose group had none left) where some owner has no room for all of its experts.
+    def _fitting(self, owners: Counts, groups: Counts, shares: Counts) -> Counts:
+        """Which of some experts, best first, would be taken one after the other: places among them, ascending.
 
-        Whoever is passed over for that leaves his group's place to another one. groups: of each of ``ordered``.
+        Whoever is passed over because his owner has no room leaves his group's place to a later one. All are chosen at
+        once as if there were room; those behind the one that fills up their owner are out, and the others are chosen
+        anew, until there is room for all. Nobody is out wrongly: with fewer rivals in their groups, an owner's experts
+        fill it up no later.
+
+        Args:
+            owners: Of each.
+            groups: Of each.
+            shares: How many are taken of each group.
         """
-        left, room = list(shares), self._room.tolist()
-        chosen: list[int] = []
-        refused: list[int] = []
-        each = zip(ordered.tolist(), groups.tolist(), self._owners[ordered].tolist(), strict=True)
-        for expert, group, owner in each:
-            if len(chosen) == missing:
-                break
-            if not left[group]:
-                refused.append(expert)
-            elif room[owner] > 0:
-                chosen.append(expert)
-                left[group] -= 1
-                room[owner] -= 1
-        return np.array(chosen, dtype=np.int64), np.array(refused, dtype=np.int64)
+        room, rivals = np.maximum(self._room, 0), np.arange(len(owners))
+        while True:
+            of_group = groups[rivals]
+            chosen = rivals[_places_in(of_group) < shares[of_group]]
+            if (np.bincount(owners[chosen], minlength=len(room)) <= room).all():
+                return chosen
+            rivals = rivals[~_behind_the_last(owners, chosen, room)[rivals]]
 
     def _take(self, experts: Counts) -> None:
         self.is_taken[experts] = True
@@ -139,11 +134,20 @@ def _places_in(groups: Counts) -> Counts:
     """Of each, how many before it are of the same group."""
     # Whole numbers of 16 bits are sorted by their digits, without comparisons.
     order = np.argsort(groups.astype(np.uint16) if groups.max(initial=0) < 1 << 16 else groups, kind="stable")
-    found = groups[order]
-    firsts = np.searchsorted(found, found)
+    sizes = np.bincount(groups)
     places: Counts = np.empty_like(order)
-    places[order] = np.arange(len(order)) - firsts
+    places[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return places
+
+
+def _behind_the_last(kinds: Counts, chosen: Counts, most: Counts) -> npt.NDArray[np.bool_]:
+    """Of each, whether ``most`` of its kind are before it among the ``chosen``, which are places in ascending order."""
+    of_kind = kinds[chosen]
+    is_last = _places_in(of_kind) == most[of_kind] - 1
+    last = np.where(most > 0, len(kinds), -1)
+    last[of_kind[is_last]] = chosen[is_last]
+    behind: npt.NDArray[np.bool_] = np.arange(len(kinds)) > last[kinds]
+    return behind
 
 
 _WEIGHTLESS = OperatorBytes(0, 0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain, filterfalse
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
@@ -80,7 +81,7 @@ class LocalState:
         """What ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types ``compute``.
 
         Of an operator the very same cuts again, but of units that peers share by rows. What other ranks hold costs no
-        bytecode, nor do experts that are known.
+        bytecode, nor do operators that are known, as long as units are dealt as before.
         """
         if compute is not None and compute is not self._compute:
             self._light, self._compute = _Known(), compute
@@ -95,10 +96,12 @@ class LocalState:
             known.cuts[at] = known.apart[at, writes] = before or self._describe(operator, writes, compute)
             known.is_there[at] = True
         found = list(map(known.cuts.__getitem__, places.tolist()))
-        given = dealt.given(rank)
-        for at in places[~catalog.is_expert[places]].tolist():
+        others = places[~catalog.is_expert[places]].tolist()
+        units = known.of_given(given := dealt.given(rank))
+        for at in filterfalse(units.__contains__, others):
             operator = catalog.everything[at]
-            found += [self._unit(operator, each, known, compute) for each in given.get(operator, ())]
+            units[at] = [self._unit(operator, each, known, compute) for each in given.get(operator, ())]
+        found += chain.from_iterable(map(units.__getitem__, others))
         return list(filter(_COUNT, found))
 
     def _unit(self, operator: str, given: Given, known: _Known, compute: ComputeTypes | None) -> Cut:
@@ -170,11 +173,23 @@ class _Known:
         self.is_there = np.zeros(0, dtype=bool)
         self.cuts: dict[int, Cut] = {}
         self._rank: int | None = None
+        self._given: Mapping[str, Sequence[Given]] = {}
+        self._of_given: dict[int, list[Cut]] = {}
 
     def begin(self, rank: int, operators: int) -> None:
         """``rank`` is asked about, of a catalog of so many operators."""
         if rank != self._rank:
             self.is_there, self.cuts, self._rank = np.zeros(operators, dtype=bool), {}, rank
+
+    def of_given(self, given: Mapping[str, Sequence[Given]]) -> dict[int, list[Cut]]:
+        """Place of an operator -> the cuts of what was given of its units, as far as known.
+
+        What is no expert is in every plan, and nearly always given as before: by the very same ``given`` then, so that
+        no unit need be looked up.
+        """
+        if given is not self._given:
+            self._given, self._of_given = given, {}
+        return self._of_given
 
 
 def cut(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[Cut]:

@@ -11,7 +11,8 @@ from torch import nn
 
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.gathering import WORD, Words
-from moe_ckpt.format.tensor_words import counters, counts, lying
+from moe_ckpt.format.tensor_words import counters, counts, lying, requiring
+from moe_ckpt.modeling.trainable import Frozen
 
 
 def some():
@@ -189,3 +190,76 @@ def test_what_lies_behind_an_object_by_chance_misleads_nobody():
         between.append([torch.zeros(count % 7 + 1, 3) for _ in range(count)][::3])  # the heap gets holes
         tensor_words._layout.cache_clear()
         assert tensor_words._layout() == known
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 4])
+def test_whether_a_gradient_is_required_is_seen_each_time(at):
+    """Of parameters that were made with one, and without, of a plain tensor, and of a parameter that is a view."""
+    tensors = some()
+    found = requiring(tensors)
+    assert found is not None
+    for _ in range(3):
+        assert found.same()
+        tensors[at].requires_grad_(not tensors[at].requires_grad)
+        assert not found.same()
+        again = requiring(tensors)
+        assert again is not None
+        found = again
+
+
+def test_training_changes_nothing_of_what_is_required():
+    tensors = some()
+    found = requiring(tensors)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(2)
+    sum(each.square().sum() for each in tensors if each.requires_grad).backward()
+    assert tensors[0].grad is not None
+    tensors[0].grad = None
+    assert found is not None
+    assert found.same()
+
+
+@pytest.mark.parametrize(("field", "more"), [("required", -8), ("bit", 1)])
+def test_no_gradient_is_looked_for_where_it_is_not_what_torch_says(field, more, monkeypatch):
+    known = tensor_words._gradient_layout()
+    assert known is not None
+    changed = replace(known, **{field: getattr(known, field) + more})
+    monkeypatch.setattr(tensor_words, "_gradient_layout", lambda: changed)
+    assert requiring(some()) is None
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_what_is_frozen_and_thawed_is_named(is_readable, monkeypatch):
+    if not is_readable:
+        monkeypatch.setattr(tensor_words, "requiring", lambda tensors: None)
+    parameters = {str(at): nn.Parameter(torch.randn(2), requires_grad=at != 1) for at in range(4)}
+    frozen = Frozen()
+    first = frozen.names(parameters)
+    assert first == ["1"]
+    assert frozen.names(parameters) is first
+    parameters["1"].requires_grad_(True)
+    parameters["3"].requires_grad_(False)
+    second = frozen.names(parameters)
+    assert second == ["3"]
+    for changed in ("2", "2", "0"):
+        parameters[changed].requires_grad_(not parameters[changed].requires_grad)
+        frozen.names(parameters)
+    assert frozen.names(parameters) == ["0", "3"]
+    third = frozen.names(parameters)
+    (parameters["1"] * 1).sum().backward()
+    parameters["2"].register_hook(lambda gradient: gradient)
+    assert frozen.names(parameters) is third
+    assert frozen.names({"0": parameters["0"]}) == ["0"]
+
+
+def test_what_autograd_notes_besides_lets_parameters_be_asked_one_by_one():
+    parameters = {"a": nn.Parameter(torch.randn(2)), "b": nn.Parameter(torch.randn(2), requires_grad=False)}
+    frozen = Frozen()
+    names = frozen.names(parameters)
+    torch.utils.swap_tensors(parameters["a"], nn.Parameter(torch.randn(2)))  # another object behind the same tensor
+    assert frozen.names(parameters) is names
+    parameters["a"].requires_grad_(False)
+    assert frozen.names(parameters) == ["a", "b"]
+    torch.utils.swap_tensors(parameters["a"], nn.Parameter(torch.randn(2)))
+    assert frozen.names(parameters) == ["b"]

@@ -1,10 +1,10 @@
 """What torch notes in its tensors themselves, read from there, many tensors at a time.
 
-Where a tensor's memory lies, and how often it was written to, are machine words of the objects behind it. To ask
-75 000 tensors by calls for both takes longer than all else that a checkpoint asks of the training thread; one operation
-of numpy reads the words of all. Where they are is not taken for granted: it is found out on tensors made for that, by
-what changes with what, and what is read of each other tensor is compared with torch's answer when it is first seen.
-Where anything is not as found, nobody reads here.
+Where a tensor's memory lies, how often it was written to, and whether it requires a gradient are machine words of the
+objects behind it. To ask 75 000 tensors by calls takes longer than all else that a checkpoint asks of the training
+thread; one operation of numpy reads the words of all. Where they are is not taken for granted: it is found out on
+tensors made for that, by what changes with what, and what is read of each other tensor is compared with torch's answer
+when it is first seen. Where anything is not as found, nobody reads here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ _IS_READABLE = sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 an
 """``id`` is an address, and words are as wide as they are taken to be."""
 _TENSOR_WORDS, _STORAGE_WORDS = 24, 6
 """Of the C++ objects; what is looked for is within the first so many."""
+_NOTED_WORDS = 20
+"""Of what autograd notes of a tensor; likewise."""
 _SAMPLES = 8
-"""Tensors that are looked at to find the version counter."""
+"""Tensors that are looked at to find the version counter, and whether they require gradients."""
 _COUNT_AT = 16
 """Of a version counter: its count, in 32 bits, follows on the two words of every object that torch counts."""
 
 _CDATA = attrgetter("_cdata")
 VERSION = attrgetter("_version")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _STORAGE = methodcaller("untyped_storage")
 _OFFSET = methodcaller("storage_offset")
 
@@ -101,6 +104,56 @@ def lying(tensors: Sequence[torch.Tensor]) -> Lying | None:
         found = Lying(tensors, layout)
     except (RuntimeError, NotImplementedError):  # some have no storage
         return None
+    return found if found.is_known else None
+
+
+@dataclass(frozen=True)
+class _GradientLayout:
+    """Where words are, in bytes.
+
+    Attributes:
+        noted: In the C++ tensor, the pointer to what autograd notes of it; 0 where it notes nothing.
+        required: In that, the word with the bit that says whether a gradient is required.
+        bit: Which it is.
+    """
+
+    noted: int
+    required: int
+    bit: int
+
+
+class Requiring:
+    """Which tensors require a gradient: the words that say so, and some other things that autograd notes.
+
+    Args:
+        tensors: Which this keeps alive.
+        layout: Of torch's objects.
+        gradients: Likewise.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: _Layout, gradients: _GradientLayout) -> None:
+        impls = _numbers(map(_CDATA, tensors), len(tensors))
+        objects, pointers = Words(tensors, _ids(tensors) + layout.tensor), Words(tensors, impls + gradients.noted)
+        noted = pointers.read().astype(np.int64)
+        there = np.flatnonzero(noted)
+        required = Words(tensors, noted[there] + gradients.required)
+        self._levels = objects, pointers, required  # each is read only where the one before is what it was
+        found = np.zeros(len(tensors), dtype=bool)
+        found[there] = required.read() & np.uint64(gradients.bit) > 0
+        asked = np.fromiter(map(_REQUIRES_GRAD, tensors), bool, len(tensors))
+        self.is_known = objects.are(impls) and np.array_equal(found, asked)
+
+    def same(self) -> bool:
+        """True only if they all do, or do not, as they did."""
+        return all(words.same() for words in self._levels)
+
+
+def requiring(tensors: Sequence[torch.Tensor]) -> Requiring | None:
+    """Which of them require a gradient; None where that cannot be read."""
+    layout, gradients = _layout(), _gradient_layout()
+    if layout is None or gradients is None or not tensors:
+        return None
+    found = Requiring(tensors, layout, gradients)
     return found if found.is_known else None
 
 
@@ -193,6 +246,47 @@ def _require_counted(layout: _Layout, base: torch.Tensor, part: torch.Tensor, ot
         pointers = words_at(np.array([base._cdata, other._cdata]) + layout.counter).astype(np.int64)
         if counts(pointers + _COUNT_AT).tolist() != [base._version, other._version]:
             raise ValueError("no version count")
+
+
+@lru_cache(maxsize=1)
+def _gradient_layout() -> _GradientLayout | None:
+    """As ``_layout``."""
+    if not _IS_READABLE:
+        return None
+    try:
+        with torch.device("cpu"), torch.inference_mode(False):
+            return _found_gradients()
+    except (ValueError, AttributeError, RuntimeError):
+        return None
+
+
+def _found_gradients() -> _GradientLayout:
+    """Raises ``ValueError`` for a word that is not there."""
+    samples = [torch.zeros(3) for _ in range(_SAMPLES)]
+    noted = _moving([tensor._cdata for tensor in samples], _TENSOR_WORDS, samples)
+    places = np.array([tensor._cdata for tensor in samples], dtype=np.int64) + noted
+    pointers = words_at(places).astype(np.int64)
+    required = _moving(pointers.tolist(), _NOTED_WORDS, samples)
+    now = words_at(pointers + required)
+    for tensor in samples:
+        tensor.requires_grad_(not tensor.requires_grad)
+    bits = set((words_at(pointers + required) ^ now).tolist())
+    if len(bits) != 1 or not np.array_equal(words_at(places).astype(np.int64), pointers):
+        raise ValueError("no single bit")
+    return _GradientLayout(noted, required, bits.pop())
+
+
+def _moving(addresses: Sequence[int], count: int, samples: Sequence[torch.Tensor]) -> int:
+    """Where, of the first ``count`` words at each address, one is another as soon as its sample requires a gradient, or
+    does so no more. Raises ``ValueError`` unless it is one place in all."""
+    places = set(range(count))
+    for address, tensor in zip(addresses, samples, strict=True):
+        before = _words(address, count)
+        tensor.requires_grad_(not tensor.requires_grad)
+        places &= {at for at, (was, now) in enumerate(zip(before, _words(address, count), strict=True)) if was != now}
+    if len(places) != 1:
+        raise ValueError("no single word")
+    return WORD * places.pop()
 
 
 def _words(address: int, count: int) -> list[int]:

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import random
 import re
 import signal
 import tempfile
@@ -16,13 +15,12 @@ import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.callbacks import MoECheckpoint
@@ -31,6 +29,7 @@ from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, MoEvement
 from tests.support import run_ranks, start_ranks
+from tests.support.streams import Counted, Stream
 from tests.support.tiny_moe import TinyMoE, Tokens, state_of
 
 
@@ -124,36 +123,8 @@ def both_keep_a_position():
     return StatefulDataLoader(numbered, 4, sampler=RecoverableDistributedSampler(numbered))
 
 
-class Stream(IterableDataset):
-    """Samples in order, dealt to the loader's workers; only ``Counted`` says how many."""
-
-    def __init__(self, samples: int = 32, noise: float = 0.0) -> None:
-        self.samples, self.noise, self.start, self.next = Numbered(samples), noise, 0, 0
-
-    def __iter__(self):
-        worker = get_worker_info()
-        workers, first = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        self.next, self.start = self.start, 0
-        while self.next * workers + first < len(self.samples):
-            self.next += 1
-            x, y, number = self.samples[(self.next - 1) * workers + first]
-            drawn = torch.rand(1).item() + random.random() + np.random.rand() if self.noise else 0.0
-            yield x + self.noise * drawn, y, number
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.start = state["next"]
-
-
-class Counted(Stream):
-    def __len__(self) -> int:
-        return len(self.samples)
-
-
 def stream(kind=Stream, samples=32, noise=0.0, **options):
-    return StatefulDataLoader(kind(samples, noise), 4, **options)
+    return StatefulDataLoader(kind(Numbered(samples), noise), 4, **options)
 
 
 def stream_beside_a_sampler():

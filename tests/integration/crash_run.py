@@ -57,6 +57,7 @@ from tests.support.opened import note_shards
 from tests.support.plain_store import read_body
 from tests.support.resources import taken
 from tests.support.round_robin import RoundRobin
+from tests.support.streams import Stream
 from tests.support.tiny_moe import Router, TinyMoE, Tokens, loader
 
 POLICIES = {
@@ -89,6 +90,7 @@ class Run:
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
+    sampler: "none": the data are a stream, whose length nobody knows.
     sharded: several ranks divide all tensors by FSDP2; else DDP.
     fixed_buckets: DDP does not rearrange its buckets after a process's first step.
     watched: each shard of the store that a process opens to read is noted (``lives.shards_read``); and in the log what
@@ -520,6 +522,9 @@ def _beside(name: str, run: Run) -> pl.Callback:
 def loaders(run: Run) -> tuple[Any, Any]:
     if issubclass(KINDS[run.kind], FamilyMoE):
         train = text_loader(run.samples)
+    elif run.sampler == "none":
+        part = run.ranks, int(os.environ.get("RANK", "0"))
+        train = StatefulDataLoader(Stream(Tokens(run.samples), part=part), batch_size=4, num_workers=run.workers)
     elif run.ranks > 1 or run.sampler == "recoverable":
         # Lightning's own sampler for several ranks would hide the order of a shuffling loader from its state.
         dataset = Tokens(run.samples)

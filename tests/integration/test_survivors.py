@@ -184,6 +184,15 @@ def test_a_rank_of_ddp_that_dies_in_an_update_that_the_others_end_costs_nothing(
     assert left(run) == []
 
 
+def test_a_rank_of_ddp_that_reads_a_stream_dies_in_an_update(place):  # noqa: F811
+    """What it has sealed of its position is without the batch that Lightning has fetched ahead."""
+    run = in_memory(replace(POLICIES["dense rarely"], ranks=2, sampler="none"), place)
+    assert lose(run, 1, 9, how="updated") == [1, KILLED]
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == 9
+    assert_same_run(run, unwritten=[8])
+
+
 @pytest.mark.slow
 def test_a_rank_of_which_the_update_fails_comes_to_the_step_of_the_others(place):  # noqa: F811
     """It seals nothing, being between two steps, but had its gradients: it takes that step after the restart."""

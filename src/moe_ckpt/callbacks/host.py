@@ -126,12 +126,14 @@ class LightningHost(Host):
     def own(self) -> dict[tuple[str, ...], Any]:
         """What may have changed of ``capture()`` since the step before, when the forward pass of another is done, but
         for counters and schedules, which the update moves alike on every rank."""
-        positions: dict[str, Any] = {}
+        loop = {"state_dict": self.trainer.fit_loop.on_save_checkpoint()}
+        positions: dict[str, Any] = {"loops": {"fit_loop": loop}}
         if self.data is not None:
             self.data.save(self.trainer, positions)
+        del positions["loops"]
         return {
             ("rng",): capture_rng(),
-            ("checkpoint", "loops", "fit_loop", "state_dict"): self.trainer.fit_loop.on_save_checkpoint(),
+            ("checkpoint", "loops", "fit_loop", "state_dict"): loop["state_dict"],
             **{("checkpoint", key): value for key, value in positions.items()},
             **{("plain", key): value for key, value in self.state.module_plain().items()},
         }

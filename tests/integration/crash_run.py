@@ -182,6 +182,8 @@ class Recorder(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All is restored by now, save the RNG: MoECheckpoint's turn comes after this callback's."""
+        if self.run.ranks > 1:
+            torch.manual_seed(100 + trainer.global_rank)  # Lightning gives all ranks the same random numbers
         callback = _ours(trainer)
         step = None if callback is None else callback.restored_step
         what: dict[str, Any] = {"event": "start", "step": step}

@@ -1,6 +1,7 @@
 """Places that cannot be written or are not there: what the commands say of them. Nothing half-written stays."""
 
 import resource
+import shlex
 import subprocess
 import sys
 
@@ -106,3 +107,11 @@ def test_output_that_nobody_takes_is_one_line(run, argv):
         done = subprocess.run(command, stdout=nowhere, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "moe-ckpt: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("bogus", 2)])
+def test_closed_streams_are_no_error(argument, code):
+    command = f"{shlex.quote(sys.executable)} -m moe_ckpt.cli.main {argument} <&- >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr

@@ -53,6 +53,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. Errors of this package become one line on stderr."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names in a store may be in characters that this terminal lacks
             stream.reconfigure(errors="backslashreplace")
@@ -71,6 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe-ckpt: standard output cannot be written: {error}", file=sys.stderr)
         return 2
     return code
+
+
+def _open_closed_streams() -> None:
+    """Where the caller has closed a standard stream (``>&-``), nobody reads it, and no file may get its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  for good
 
 
 class _NotTakenError(Exception):

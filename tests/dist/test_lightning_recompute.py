@@ -45,7 +45,7 @@ def fit(
     from moe_ckpt import Memory
     from moe_ckpt.callbacks import MoECheckpoint
     from tests.support.recompute import Steady
-    from tests.support.tiny_moe import TinyMoE, loader
+    from tests.support.tiny_moe import Router, TinyMoE, loader
 
     class Sharded(TinyMoE):
         def configure_model(self) -> None:
@@ -55,7 +55,16 @@ def fit(
 
     class Watch(pl.Callback):
         history: dict[int, dict[str, torch.Tensor]] = {}  # noqa: RUF012 - of one process
+        routed: list[tuple[int, int, list[int]]] = []  # noqa: RUF012
         back: Any = None
+
+        def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            for layer, router in enumerate(each for each in module.modules() if isinstance(each, Router)):
+                router.register_forward_hook(
+                    lambda _, __, out, layer=layer: self.routed.append(
+                        (trainer.global_step + 1, layer, torch.bincount(out[1].flatten(), minlength=EXPERTS).tolist())
+                    )
+                )
 
         def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
             self.history[trainer.global_step] = parts(module, trainer.optimizers[0])
@@ -64,7 +73,8 @@ def fit(
             step = trainer.global_step
             if stop is None:
                 state, updates = parts(module, trainer.optimizers[0]), checkpoint.recovery_plan.updates
-                self.back = {"step": step, "state": state, "updates": updates}
+                lost = checkpoint._fit.session.run_ledger.tokens.lost_tokens
+                self.back = {"step": step, "state": state, "updates": updates, "lost": lost}
                 raise KeyboardInterrupt
             if step:
                 checkpoint._fit.driver.session.drain(step)
@@ -72,6 +82,7 @@ def fit(
                     pass
             if step == stop:
                 torch.save(self.history, f"{root}/history_{rank}.pt")
+                torch.save(self.routed, f"{root}/routed_{rank}.pt")
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -147,7 +158,7 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
     assert step >= stop - 1
     assert planned[step]["gradients"], "else nothing is shown"
     assert all(rank["updates"] is not None for rank in told)
-    rows, versions = -(-EXPERTS // ranks), set()
+    rows, versions, of_expert = -(-EXPERTS // ranks), set(), {}
     for rank, found in enumerate(told):
         history = torch.load(tmp_path / f"history_{rank}.pt", weights_only=True)
         assert found["state"].keys() == history[step].keys()
@@ -160,8 +171,17 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
                 expert = f"expert/{layer}/{rows * rank + row}"
                 version = newest(planned, step, expert, from_peers=rank in lost)
                 versions.add(version)
+                of_expert[layer, rows * rank + row] = version
                 assert torch.equal(value[row], history[version][key][row]), (rank, key, expert, version)
     assert len(versions) > 1
+    routed = [line for rank in range(ranks) for line in torch.load(tmp_path / f"routed_{rank}.pt", weights_only=True)]
+    lost_tokens = sum(
+        tokens
+        for at, layer, counts in routed
+        for expert, tokens in enumerate(counts)
+        if of_expert[layer, expert] < at <= step
+    )
+    assert {found["lost"] for found in told} == {lost_tokens}
 
 
 def test_a_replica_that_missed_a_gradient_gets_full_state(tmp_path: Path):

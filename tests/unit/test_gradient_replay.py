@@ -91,10 +91,10 @@ KINDS = {
     "adamw-fused": Kind(adamw(**FUSED)),
     "adamw-foreach": Kind(adamw(**FOREACH)),
     "adamw-loop": Kind(adamw(**LOOP)),
-    "adamw-fused-bf16": Kind(adamw(**FUSED), BF16, steps=40),
+    "adamw-fused-bf16": Kind(adamw(**FUSED), BF16),
     "adamw-loop-amsgrad-bf16": Kind(adamw(**LOOP, amsgrad=True), BF16, steps=40),
     "adamw-foreach-masters": Kind(adamw(**FOREACH), BF16, masters=True),
-    "adamw-fused-masters": Kind(adamw(**FUSED, maximize=True), BF16, masters=True, steps=40),
+    "adamw-fused-masters": Kind(adamw(**FUSED, maximize=True), BF16, masters=True),
     "adamw-fused-scaler": Kind(adamw(**FUSED), scaler=True, clip=None),
     "adamw-loop-scaler": Kind(adamw(**LOOP), scaler=True),
     "sgd-fused": Kind(sgd(**FUSED, nesterov=True), rarely=1, steps=40),  # torch's own kernel wants all momenta or none

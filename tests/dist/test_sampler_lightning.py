@@ -131,9 +131,12 @@ def stream_beside_a_sampler():
     return CombinedLoader([stream(), plain(20, batch_size=2, shuffle=None)], "max_size_cycle")
 
 
-def fit(root, make=plain, model=Recorded, stop=None, every=1, beside=(), ckpt_path=None, policy=None, **options):
+def fit(
+    root, make=plain, model=Recorded, stop=None, every=1, beside=(), ckpt_path=None, policy=None, seed=7, **options
+):
     pl.seed_everything(7, verbose=False)
     module = model(stop)
+    pl.seed_everything(seed, verbose=False)
     checkpoint = MoECheckpoint(policy or Dense(every), root, when_busy="wait")
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -216,10 +219,11 @@ def test_a_resume_is_exact(tmp_path, make, model, step, options):
     assert_as_uninterrupted(lives, make, model, **options)
 
 
-@pytest.mark.parametrize(("stop", "first"), [(4, 1), (8, 4)])
+@pytest.mark.parametrize(("stop", "first"), [(1, 0), (4, 1), (8, 4)])
 def test_steps_of_a_stream_are_computed_again(tmp_path, stop, first):
     """A window is replayed from where its first step's batch was taken, though that was fetched a batch ahead."""
-    lives = [fit(tmp_path, noisy, stop=at, policy=MoEvement(window=3)) for at in (stop, None)]
+    windows = {"policy": MoEvement(window=3)}
+    lives = [fit(tmp_path, noisy, stop=stop, **windows), fit(tmp_path, noisy, seed=8, **windows)]
     whole, state = _uninterrupted(noisy, Recorded, ())
     assert lives[1][0].trained == whole.trained[first:]
     assert {step: whole.losses[step] for step in lives[1][0].losses} == lives[1][0].losses

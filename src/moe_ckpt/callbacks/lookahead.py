@@ -94,7 +94,7 @@ class Lookahead:
         loader = self._loop._combined_loader
         self._states = given or deepcopy(loader._state_dicts())  # a dataset may return what its next sample changes
         self._consumed = list(getattr(loader._iterator, "_consumed", ()))
-        self._rng = _rng()
+        self._rng, self._drew = _rng(), True  # until the fetch has ended, of which the first is not seen
 
     def _take_due(self) -> None:
         """Takes up what the fetch of a resumed run's first batch needs."""
@@ -106,8 +106,8 @@ class Lookahead:
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Sets the loaders' states in a Lightning checkpoint to those before the batch that waits was fetched."""
-        if self.states is None:
-            return
+        if not self.states:
+            return  # nothing waits, or no loader says where it is
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = self.states
         more: dict[str, Any] = {"rng": self._rng} if self._drew else {}
         if any(self._consumed):

@@ -68,6 +68,22 @@ THREE = {name: replace(layout, **_TWICE) for name, layout in LAYOUTS.items()}
 """Each rank's share lies on all three nodes."""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nodes_that_are_numbered_anew_come_back_from_memory(name, place):  # noqa: F811
+    """Each of three ranks starts where another one was: what it had lies on other nodes now."""
+    run = in_memory(replace(THREE[name], replicas=1), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 7))), output(run)
+    before = stored(run)
+    nodes = [Path(run.memory, f"node_{node}") for node in range(3)]
+    away = [node.rename(node.with_suffix(".away")) for node in nodes]
+    for number, node in enumerate(away):
+        node.rename(nodes[(number + 1) % 3])
+    ends_alike(run)
+    assert restored(run) > before
+    assert shards_read(run) == [[]] * 3
+
+
 @pytest.mark.parametrize("name", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_of_three_nodes_may_be_lost_with_two_copies(name, place):  # noqa: F811
     run = in_memory(THREE[name], place)

@@ -43,6 +43,21 @@ def ends_alike(case: Case, directory: Path) -> Ended:
 
 @pytest.mark.slow
 @layouts
+def test_nodes_that_are_numbered_anew_come_back_from_memory(layout, tmp_path):
+    """The ranks of each node start on the other one: without copies, what they had lies there alone."""
+    copies = {"replicas": 0, "storage_every_n_steps": 1000}
+    case = replace(layout, copies=copies, kills=((2, 5, "train"),))
+    kill(case, tmp_path)
+    before = newest(tmp_path)
+    nodes = [tmp_path / "memory" / f"node_{node}" for node in (0, 1)]
+    away = [node.rename(node.with_suffix(".away")) for node in nodes]
+    for node, other in zip(away, reversed(nodes), strict=True):
+        node.rename(other)
+    assert ends_alike(case, tmp_path).resumed > [int(before.split("_")[1])]
+
+
+@pytest.mark.slow
+@layouts
 @pytest.mark.parametrize("lost", [None, 0, 1])
 @pytest.mark.parametrize(("phase", "n"), MEMORY, ids=[phase for phase, _ in MEMORY])
 def test_killed_in_a_phase_of_memory(phase, n, lost, layout, tmp_path):

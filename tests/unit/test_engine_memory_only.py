@@ -377,7 +377,7 @@ def test_who_goes_back_by_removing_checkpoints_does_go_back(where, caplog):
     with life(where) as second:
         restored, _ = come_back(second)
         assert restored.manifest.step == 4
-    assert "which came after step_00000008" in caplog.text
+    assert "it came after step_00000008, which is not on storage any more" in caplog.text
 
 
 def test_a_new_beginning_leaves_nothing_to_come_back_to(where):

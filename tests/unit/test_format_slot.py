@@ -79,7 +79,7 @@ def test_tokens_that_ranks_had_not_agreed_on_come_back_beside_those_that_they_ha
     assert decode_slot(other_version(HEADER, 7), "a").facts.own is None
 
 
-@pytest.mark.parametrize("version", [1, 2, 9])
+@pytest.mark.parametrize("version", [1, 2, 10])
 def test_another_version_is_named_and_refused(version: int):
     with pytest.raises(DamagedError, match=rf"format_version.*{version}"):
         decode_slot(other_version(HEADER, version), "a")

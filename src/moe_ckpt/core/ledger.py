@@ -69,7 +69,7 @@ class Ledger:
         if kept is not None:
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
             in_memory = np.concatenate([experts, self._experts(self.catalog.places_of(kept))]) if kept else experts
-            self.tokens.mark_held(in_memory, seen)
+            self.tokens.mark_in_host(in_memory, seen)
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:

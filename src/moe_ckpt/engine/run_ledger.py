@@ -34,7 +34,7 @@ class Pending:
         window, slot: The sparse window that it is a part of.
         stored: It goes to storage at all.
         copied: ``operators`` go to peers, where there are any.
-        sends_held: So do ``host_only``.
+        sends_host_only: So do ``host_only``.
         gradients: What else memory brings to this step, by the gradients that are saved of it.
     """
 
@@ -49,7 +49,7 @@ class Pending:
     slot: int = 0
     stored: bool = True
     copied: bool = True
-    sends_held: bool = True
+    sends_host_only: bool = True
     gradients: tuple[str, ...] = ()
 
     @property
@@ -63,7 +63,7 @@ class Pending:
             return operators_at_step((), self.catalog.everything, self.window, self.slot)
         if tier is Tier.PEER and not self.copied:
             return ()
-        full = self._copied if tier is Tier.HOST or self.sends_held else self.operators
+        full = self._copied if tier is Tier.HOST or self.sends_host_only else self.operators
         if not self.gradients:
             return full
         whole = len(full) + len(self.gradients) == len(self.catalog.everything)

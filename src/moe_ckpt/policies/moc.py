@@ -128,8 +128,9 @@ class MoC:
             chosen[_places(catalog, more)] = True
         chosen |= ~catalog.is_expert
         stored = tuple(map(catalog.everything.__getitem__, np.flatnonzero(chosen).tolist()))
-        held = tuple(catalog.everything[at] for at in _places(catalog, selection.held).tolist() if not chosen[at])
-        return save_full(context.step, stored, host_only=held, k=k, plt_budget=budget)
+        places = _places(catalog, selection.host_only).tolist()
+        host_only = tuple(catalog.everything[at] for at in places if not chosen[at])
+        return save_full(context.step, stored, host_only=host_only, k=k, plt_budget=budget)
 
     @property
     def needs(self) -> Needs:

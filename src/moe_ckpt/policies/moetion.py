@@ -245,7 +245,7 @@ class MoEtion:
             _named(catalog, gradients) if gradients.any() else (),
             host_only=_named(catalog, here & ~first),
             k=sum(most for _, most, _ in rooms) // max(len(catalog.layers), 1),
-            sends_held=False,
+            sends_host_only=False,
         )
 
     def _parted(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from moe_ckpt.core.ledger import Ledger
@@ -353,9 +354,13 @@ class RunLedger:
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
         """Operators that no checkpoint holds for a partial one to build on, committed or under way."""
-        absent, since = self.ledger.missing(), 0
-        for number, pending in enumerate(under_way, start=1):
+        absent = self.ledger.lacking
+        for pending in under_way:
             if pending.window is not None and pending.is_checkpoint and pending.stored:
-                absent, since = self.catalog.everything, number
-        running = {op for pending in under_way[since:] for op in pending.operators} if absent else set()
-        return tuple(op for op in absent if op not in running)
+                absent[:] = True
+            else:
+                absent[self.catalog.places_of(pending.operators)] = False
+        if not absent.any():
+            return ()
+        everything = self.catalog.everything
+        return everything if absent.all() else tuple(compress(everything, absent.tolist()))

@@ -253,7 +253,7 @@ def test_no_sequence_of_faults_breaks_the_budget_with_memory_and_without(policy,
 
 
 @settings(max_examples=30, deadline=None)
-@example(policy=MoEtion(experts=1), seed=1_186_748_566, every=1, older=2)  # the first complete write fails after a return
+@example(policy=MoEtion(experts=1), seed=1_186_748_566, every=1, older=2)  # its first complete write fails
 @given(
     policy=st.builds(MoC, k=st.sampled_from([1, 3]), selector=st.sampled_from(sorted(SELECTORS)))
     | st.builds(MoEtion, experts=st.sampled_from([1, 3])),

@@ -1,4 +1,4 @@
-"""Trains a small MoE model under PyTorch Lightning, with an exact checkpoint at every step.
+"""Trains a small MoE model under PyTorch Lightning, with a checkpoint at every step that storage keeps up with.
 
 Start it, kill it at any moment, and start it again: ``python recipes/quickstart.py``.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.policies import MoEvement
+from moe_ckpt.policies import Dense
 
 FEATURES, WIDTH, EXPERTS = 16, 64, 8
 
@@ -66,7 +66,7 @@ def main() -> None:
     pl.seed_everything(1)
     data = torch.randn(20_000, FEATURES)
     loader = StatefulDataLoader(data, batch_size=32, shuffle=True)  # can say where it is: needed for exact resume
-    checkpoint = MoECheckpoint(MoEvement(), dirpath=arguments.dir)
+    checkpoint = MoECheckpoint(Dense(), dirpath=arguments.dir)
     trainer = pl.Trainer(max_steps=arguments.steps, max_epochs=-1, callbacks=[checkpoint], logger=False)
     trainer.fit(Model(), loader)
 

@@ -87,7 +87,7 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
 def test_settings_and_calls_that_contradict(tmp_path: Path):
     expected = {
         "k": ("ConfigError", "MoC(k=5)", "decoder.layers.0.mlp", "only 4 experts"),
-        "class": ("ConfigError", "make one of it: policy=MoC()"),
+        "class": ("ConfigError", "create a policy from it: policy=MoC()"),
         "resume": ("ConfigError", "resume='maybe'", "choose from 'auto', 'extend', 'never'"),
         "sharding": ("ConfigError", "sharding='fair'", "'adaptive'"),
         "guard": ("ConfigError", "pray", "escalate"),

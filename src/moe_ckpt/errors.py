@@ -368,9 +368,17 @@ class RecoveryLoopError(StoreError, RuntimeError):
 class HostMemoryError(UserError, MemoryError):
     """A snapshot does not fit into the budget of host memory."""
 
-    def __init__(self, needed_bytes: int, budget_bytes: int, what: str = "one snapshot", advice: str = "") -> None:
+    def __init__(
+        self,
+        needed_bytes: int,
+        budget_bytes: int,
+        what: str = "one snapshot",
+        advice: str = "",
+        rank: int | None = None,
+    ) -> None:
+        where = "this rank" if rank is None else f"rank {rank}"
         super().__init__(
-            f"{what} needs {needed_bytes:,} bytes of host memory on this rank, and its budget is {budget_bytes:,} "
+            f"{what} needs {needed_bytes:,} bytes of host memory on {where}, and its budget is {budget_bytes:,} "
             f"bytes. {advice or f'Set host_memory_bytes to {needed_bytes} or more.'}"
         )
         self.needed_bytes = needed_bytes

@@ -149,6 +149,19 @@ class MemoryFacts:
     sends: Sends = ALL_SENT
 
 
+@dataclass(frozen=True)
+class SnapshotLimit:
+    """What decides how large a snapshot may be, for messages.
+
+    Attributes:
+        setting: The user's.
+        at_once: Snapshots that may be under way at once, and share its bytes.
+    """
+
+    setting: str = "host_memory_bytes"
+    at_once: int = 1
+
+
 def _nothing() -> Counts:
     return np.zeros((0, 0), dtype=np.int64)
 
@@ -196,6 +209,7 @@ class PolicyContext:
             optimizer lets rows of a parameter that they share act on one another.
         activity: What popularity orders go by.
         snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
+        snapshot_limit: What decides it.
         nothing_safe: Checkpoints were begun, but none is committed or under way: they failed, or are in another store.
         dense_step: Step of the newest dense checkpoint, begun or committed; None where nobody keeps track of it.
         memory: Of memory that outlives the process; None without.
@@ -226,6 +240,7 @@ class PolicyContext:
     coupled_operators: tuple[frozenset[str], ...] = ()
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
+    snapshot_limit: SnapshotLimit = SnapshotLimit()
     nothing_safe: bool = False
     dense_step: int | None = None
     memory: MemoryFacts | None = None

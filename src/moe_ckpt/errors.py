@@ -385,14 +385,20 @@ class HostMemoryError(UserError, MemoryError):
         self.budget_bytes = budget_bytes
 
 
+LARGER_FILE_SYSTEM = (
+    "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit; "
+    "SLURM: job_container/tmpfs), or give Memory(directory=...) another one"
+)
+"""What to do where slots of host memory find no room."""
+
+
 class MemoryFullError(StoreError, OSError):
     """The file system that host memory lies on has no room for a slot."""
 
     def __init__(self, directory: str, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(
             f"{directory} has {free_bytes:,} bytes free, and a snapshot of this rank needs {needed_bytes:,} there. "
-            "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a "
-            "sizeLimit; SLURM: job_container/tmpfs), or give Memory(directory=...) another one"
+            f"{LARGER_FILE_SYSTEM}"
         )
         self.directory = directory
         self.needed_bytes = needed_bytes

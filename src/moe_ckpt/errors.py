@@ -371,13 +371,28 @@ class RecoveryLoopError(StoreError, RuntimeError):
 class HostMemoryError(UserError, MemoryError):
     """A snapshot does not fit into the budget of host memory."""
 
-    def __init__(self, needed_bytes: int, budget_bytes: int, what: str = "one snapshot", advice: str = "") -> None:
+    def __init__(
+        self,
+        needed_bytes: int,
+        budget_bytes: int,
+        what: str = "one snapshot",
+        advice: str = "",
+        rank: int | None = None,
+    ) -> None:
+        where = "this rank" if rank is None else f"rank {rank}"
         super().__init__(
-            f"{what} needs {needed_bytes:,} bytes of host memory on this rank, but its budget is {budget_bytes:,} "
+            f"{what} needs {needed_bytes:,} bytes of host memory on {where}, but its budget is {budget_bytes:,} "
             f"bytes. {advice or f'Set host_memory_bytes to {needed_bytes} or more.'}"
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+
+
+LARGER_FILE_SYSTEM = (
+    "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit; "
+    "SLURM: job_container/tmpfs), or set Memory(directory=...) to another one"
+)
+"""What to do where slots of host memory find no room."""
 
 
 class MemoryFullError(StoreError, OSError):
@@ -386,8 +401,7 @@ class MemoryFullError(StoreError, OSError):
     def __init__(self, directory: str, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(
             f"{directory} has {free_bytes:,} bytes free, but a snapshot of this rank needs {needed_bytes:,} there. "
-            "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a "
-            "sizeLimit; SLURM: job_container/tmpfs), or set Memory(directory=...) to another one"
+            f"{LARGER_FILE_SYSTEM}"
         )
         self.directory = directory
         self.needed_bytes = needed_bytes

@@ -31,6 +31,7 @@ from moe_ckpt.policies import (
     Wrapper,
 )
 from moe_ckpt.policies import needs_of as needs
+from moe_ckpt.policies.base import SnapshotLimit
 from moe_ckpt.sim.choosing import exact
 from moe_ckpt.sim.system import System
 from tests.unit.builders import catalog, context
@@ -198,7 +199,7 @@ def takers(tmp_path):
         "Guarded": Guarded,
         "Wrapper": Wrapper,
         "AnyOf": lambda policy: AnyOf([Dense(), policy]),
-        "Planner": lambda policy: Planner(policy, LiveState(Ledger(MODEL), None, None), 0),  # type: ignore[arg-type]
+        "Planner": lambda policy: Planner(policy, LiveState(Ledger(MODEL), None, None), 0, SnapshotLimit()),  # type: ignore[arg-type]
     }
 
 

@@ -76,6 +76,18 @@ class Settings:
                 raise ConfigError(f"{name}={value!r}: must be a whole number greater than 0")
 
     @property
+    def budget_setting(self) -> str:
+        """The setting that bounds this rank's snapshots, or that would; for messages."""
+        budget = None if self.memory is None else self.memory.budget_bytes
+        by_memory = budget is not None or (self.memory is not None and self.host_memory_bytes is None)
+        return "Memory(budget_bytes=...)" if by_memory else "host_memory_bytes"
+
+    @property
+    def budget_is_given(self) -> bool:
+        """False where nobody set it, and half of the free memory is taken."""
+        return self.host_memory_bytes is not None or (self.memory is not None and self.memory.budget_bytes is not None)
+
+    @property
     def most_failures(self) -> float:
         """Checkpoints that may fail on storage in a row."""
         return self.max_failures if self.memory is None else math.inf

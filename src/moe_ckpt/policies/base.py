@@ -150,6 +150,19 @@ class MemoryFacts:
     sends: Sends = ALL_SENT
 
 
+@dataclass(frozen=True)
+class SnapshotLimit:
+    """What decides how large a snapshot may be, for messages.
+
+    Attributes:
+        setting: The user's.
+        at_once: Snapshots that may be under way at once, and share its bytes.
+    """
+
+    setting: str = "host_memory_bytes"
+    at_once: int = 1
+
+
 def _nothing() -> Counts:
     return np.zeros((0, 0), dtype=np.int64)
 
@@ -198,6 +211,7 @@ class PolicyContext:
             parameter and the optimizer's update of a row depends on its other rows.
         activity: How much work each expert got, for orders by popularity.
         snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
+        snapshot_limit: What decides it.
         nothing_safe: Checkpoints were started, but none is committed or under way: they failed, or are in another
             store.
         dense_step: Step of the newest dense checkpoint, started or committed; None if the policy does not need it.
@@ -229,6 +243,7 @@ class PolicyContext:
     coupled_operators: tuple[frozenset[str], ...] = ()
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
+    snapshot_limit: SnapshotLimit = SnapshotLimit()
     nothing_safe: bool = False
     dense_step: int | None = None
     memory: MemoryFacts | None = None

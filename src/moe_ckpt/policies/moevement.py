@@ -271,17 +271,19 @@ class MoEvement:
         longest = _balanced(lanes, context.sizes, max(len(lane.order) for lane in lanes))
         least = max(share_bytes(longest, context.sizes, lanes))
         needed = _needed(lanes, context.sizes, bound, None)
+        setting, at_once = context.snapshot_limit.setting, context.snapshot_limit.at_once
+        raised = f"set {setting} to {at_once * heaviest} or more"
         if context.step == 0:
-            advice = "raise host_memory_bytes: before training everything is saved at once"
+            advice = f"{raised}: before training everything is saved at once"
         elif needed is None:
-            advice = f"no window does: give at least {least:,} bytes per rank (host_memory_bytes)"
+            advice = f"no window does: set {setting} to {at_once * least} or more"
         else:
             name = "max_window" if self.window is None else "window"
-            advice = f"raise host_memory_bytes, or set {name}={needed}, with which it would fit"
+            advice = f"{raised}, or {name}={needed}, with which it would fit"
         return (
             f"{self._name()}: at step {context.step}, the heaviest snapshot of a window of W = {size} has "
             f"{heaviest:,} bytes on each of {context.ranks} ranks, but host memory leaves room for "
-            f"{bound:,}; {advice}"
+            f"{bound:,}{f' with {at_once} of them at once' if at_once > 1 else ''}; {advice}"
         )
 
     def _name(self) -> str:

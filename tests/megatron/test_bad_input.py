@@ -94,6 +94,8 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
         "budget": ("ConfigError", "plt_budget=2.0 without guard", "guard='escalate'"),
         "stateful": ("ConfigError", "loader (object)", "state_dict"),
         "one stage": ("ConfigError", "upstream_bytes=1000000", "one stage", "pipeline_model_parallel_size above 1"),
+        bad_input.RING: ("UnsupportedError", "upstream_bytes=1000", bad_input.RING, "Leave one of them"),
+        bad_input.OVERLAP: ("UnsupportedError", "upstream_bytes=1000", bad_input.OVERLAP, "the same bits"),
         "two schedulers": ("ConfigError", "stateful={'scheduler': ...}", "another name"),
         "resume twice": ("ConfigError", "resume() was called twice", "before the first step"),
         "too late to resume": ("ConfigError", "resume() was called twice"),

@@ -71,7 +71,7 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
     "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity "
-    "snapshot_bytes nothing_safe dense_step memory anchored_at"
+    "snapshot_bytes snapshot_limit nothing_safe dense_step memory anchored_at"
 )
 """What a policy of one's own decides from."""
 

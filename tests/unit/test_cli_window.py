@@ -186,7 +186,7 @@ def test_a_checkpoint_without_optimizer_state_says_so(tmp_path, capsys):
         (["--window", "2", "--order", "soft_count"], "--order soft_count: checkpoints hold token counts only"),
         (["--window", "2", "--order", "popular"], "order='popular'"),
         (["--window", "2", "--budget-fraction", "2"], "budget_fraction=2.0"),
-        (["--window", "2", "--host-memory", "10B"], "host memory leaves room for 10"),
+        (["--window", "2", "--host-memory", "10B"], "room for 10; no window does: set --host-memory to "),
     ],
 )
 def test_what_cannot_work_is_said_with_exit_code_2(run, capsys, argv, said):

@@ -15,7 +15,7 @@ from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.planning import Planner
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.policies.base import Measured, Needs, PolicyContext
+from moe_ckpt.policies.base import Measured, Needs, PolicyContext, SnapshotLimit
 from tests.support.tiny_moe import TinyMoE
 
 CHOSEN, OTHER = "expert/0/1", "expert/0/2"
@@ -135,7 +135,7 @@ class Logs:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_gradients_that_do_not_fit_are_said_once_when_rates_are_known(rank, caplog):
     run = Run()
-    planner = Planner(Logs(), run.live, rank)
+    planner = Planner(Logs(), run.live, rank, SnapshotLimit())
     known = Measured(recent_iteration_secs=1.0, copy_bytes_per_sec=1e9)
     said = []
     for step, measured in enumerate([Measured(), known, known], 1):

@@ -14,8 +14,15 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine import host_tier
-from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError, StoreError, StoreUnwritableError
+from moe_ckpt.engine import host_memory, host_tier
+from moe_ckpt.errors import (
+    ConfigError,
+    DamagedError,
+    HostMemoryError,
+    MemoryFullError,
+    StoreError,
+    StoreUnwritableError,
+)
 from moe_ckpt.memory import preflight
 from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
 from moe_ckpt.memory.files import remove_run, sweep
@@ -384,12 +391,48 @@ def test_settings_that_cannot_be(given, said):
         Memory(**given)
 
 
-def test_a_budget_below_one_snapshot_names_both(where):
-    store, memory = where
-    with (
-        Life(LocalStorage(store), policy=Dense(), memory=Memory(directory=memory, budget_bytes=100)) as only,
-        pytest.raises(MemoryError, match=r"its budget is 100 bytes"),
-    ):
+@pytest.mark.parametrize(
+    ("budget", "host_memory", "setting"),
+    [
+        (100, None, "Memory(budget_bytes=...)"),
+        (100, 10**9, "Memory(budget_bytes=...)"),
+        (None, 100, "host_memory_bytes"),
+    ],
+)
+def test_a_budget_below_one_snapshot_is_refused_with_both_sizes_and_the_setting_in_force(
+    where, tmp_path, budget, host_memory, setting
+):
+    raised, nodes = {}, ThreadRanks(2)
+
+    def begin(comm, nbytes):
+        node = tmp_path / f"node_{comm.rank}"
+        node.mkdir(exist_ok=True)
+        small = comm.rank == 1  # the other rank's has room
+        chosen = Memory(directory=node, budget_bytes=nbytes or budget if small else None)
+        given = {"memory": chosen, "host_memory_bytes": host_memory if small and not nbytes else None}
+        try:
+            with Life(LocalStorage(where[0]), policy=Dense(), comm=comm, **given) as each:
+                each.go(1)
+        except (HostMemoryError, RuntimeError) as error:
+            raised[comm.rank] = error
+            nodes.abandon()
+
+    run_threads(nodes, partial(begin, nbytes=None))
+    error = raised[1]
+    assert isinstance(error, HostMemoryError)
+    assert error.budget_bytes == 100
+    needed = f"needs {error.needed_bytes:,} bytes of host memory on rank 1, but its budget is 100 bytes. "
+    assert f"{needed}Set {setting} to {error.needed_bytes} or more; " in str(error)
+    assert "free" not in str(error), "somebody gave it"
+    raised.clear()
+    run_threads(ThreadRanks(2), partial(begin, nbytes=error.needed_bytes))
+    assert raised == {}, "as advised"
+
+
+def test_a_budget_that_nobody_gave_is_said_to_be_half_of_what_was_free(where, monkeypatch):
+    monkeypatch.setattr(host_memory, "default_budget_bytes", lambda local_ranks, left_bytes=0: 100)
+    said = r"100 bytes\. That is half of what was free .* Set Memory\(budget_bytes=\.\.\.\) to \d+ or more"
+    with life(where) as only, pytest.raises(HostMemoryError, match=said):
         only.go(1)
 
 

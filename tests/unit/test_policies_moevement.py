@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Activity, Measured, Policy
+from moe_ckpt.policies.base import Activity, Measured, Policy, SnapshotLimit
 from moe_ckpt.policies.moevement import FIRST_SLOTS, PROFILE_STEPS, MoEvement
 from moe_ckpt.policies.popularity import ORDERS
 from tests.unit.builders import catalog, context
@@ -289,15 +289,24 @@ def test_host_memory_makes_windows_longer():
 @pytest.mark.parametrize(
     ("policy", "step", "room", "said"),
     [
-        (MoEvement(window=2), 5, 71, "window=2.*W = 2 has 72 bytes on each of 1 ranks.*room for 71.*set window=3,"),
-        (MoEvement(max_window=3), 25, 40, "max_window=3.*W = 3 has 56 bytes.*room for 40.*set max_window=6,"),
-        (MoEvement(window=11), 5, 31, "W = 8 has 32 bytes.*no window does: give at least 32 bytes per rank"),
-        (MoEvement(), 0, 131, "at step 0.*has 132 bytes.*before training everything is saved at once"),
+        (MoEvement(window=2), 5, 71, "window=2.*W = 2 has 72 bytes on each of 1 ranks.*to 72 or more, or window=3,"),
+        (MoEvement(max_window=3), 25, 40, "max_window=3.*W = 3 has 56 bytes.*room for 40; .* or max_window=6,"),
+        (MoEvement(window=11), 5, 31, "W = 8 has 32 bytes.*no window does: set host_memory_bytes to 32 or more"),
+        (MoEvement(), 0, 131, "at step 0.*has 132 bytes.*set host_memory_bytes to 132 or more: before training"),
     ],
 )
 def test_what_does_not_fit_in_host_memory_is_refused_with_numbers(policy, step, room, said):
     with pytest.raises(ConfigError, match=said):
         policy.plan(facts(step, None if step == 0 else step - 1, snapshot_bytes=room))
+
+
+def test_the_setting_that_bounds_snapshots_is_named_with_a_value_that_is_enough():
+    """Two snapshots at once share a budget of 63: none of 32 bytes, the least that there is, has room."""
+    limit = SnapshotLimit("Memory(budget_bytes=...)", at_once=2)
+    said = r"room for 31 with 2 of them at once; no window does: set Memory\(budget_bytes=\.\.\.\) to 64 or more$"
+    with pytest.raises(ConfigError, match=said):
+        MoEvement(window=11).plan(facts(5, 4, snapshot_bytes=31, snapshot_limit=limit))
+    assert MoEvement(window=8).plan(facts(5, 4, snapshot_bytes=32, snapshot_limit=limit)).window.size == 8
 
 
 def test_the_window_that_a_refusal_names_does_fit():

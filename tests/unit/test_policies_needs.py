@@ -31,6 +31,7 @@ from moe_ckpt.policies import (
     Wrapper,
 )
 from moe_ckpt.policies import needs_of as needs
+from moe_ckpt.policies.base import SnapshotLimit
 from moe_ckpt.sim.choosing import exact
 from moe_ckpt.sim.system import System
 from tests.unit.builders import catalog, context
@@ -198,7 +199,7 @@ def takers(tmp_path):
         "Guarded": Guarded,
         "Wrapper": Wrapper,
         "AnyOf": lambda policy: AnyOf([Dense(), policy]),
-        "Planner": lambda policy: Planner(policy, LiveState(Ledger(MODEL), None, None), 0),  # type: ignore[arg-type]
+        "Planner": lambda policy: Planner(policy, LiveState(Ledger(MODEL), None, None), 0, SnapshotLimit()),  # type: ignore[arg-type]
     }
 
 
@@ -225,7 +226,7 @@ def test_three_methods_are_a_policy(tmp_path, taker):
 @pytest.mark.parametrize("taker", TAKERS)
 def test_needs_that_are_said_as_before_are_refused_with_what_to_write(tmp_path, taker, attribute, value, said):
     old = type("Old", (Own,), {attribute: value})()
-    with pytest.raises(ConfigError, match=rf"Old has {attribute}, but no needs.*'needs' that returns .*{said}"):
+    with pytest.raises(ConfigError, match=rf"Old has {attribute}, but no attribute.*'needs' that returns .*{said}"):
         takers(tmp_path)[taker](old)
 
 

@@ -16,7 +16,7 @@ from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.policies.base import Activity, Measured, PolicyContext
+from moe_ckpt.policies.base import Activity, Measured, PolicyContext, SnapshotLimit
 from moe_ckpt.recovery.reader import StoreReader
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1}
@@ -43,6 +43,7 @@ def context_of(reader: StoreReader, manifest: Manifest, args: argparse.Namespace
         sizes=sizes_of(reader, manifest, COMPUTE_BYTES.get(args.compute_dtype)),
         activity=_activity(manifest, catalog),
         snapshot_bytes=args.host_memory,
+        snapshot_limit=SnapshotLimit("--host-memory"),
     )
 
 

@@ -6,10 +6,11 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.engine import host_tier
+from moe_ckpt.engine import cgroups, host_tier
 from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_tier import HostTier
@@ -20,8 +21,9 @@ from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.memory.preflight import say_file_system
+from moe_ckpt.memory.preflight import RoomNeeded, free_bytes, say_file_system, say_room
 from moe_ckpt.replicas.opening import open_replication
+from moe_ckpt.slices.expected import ExpectedShare
 
 _NUMBER_BITS = 62
 """Of what ranks agree on as a whole number."""
@@ -87,11 +89,24 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
     say_file_system(memory.root)
     newest = newest_generation(memory.root, run_id)
     sweep(memory.root, run_id)
-    budget = memory.budget_bytes or run.settings.host_memory_bytes
-    if budget is None:
-        left = left_bytes(memory.root, run_id, run.storage.root)
-        budget = default_budget_bytes(run.settings.local_ranks, left)
-    return newest, int(budget)
+    left = left_bytes(memory.root, run_id, run.storage.root)
+    given = memory.budget_bytes or run.settings.host_memory_bytes
+    budget = default_budget_bytes(run.settings.local_ranks, left) if given is None else int(given)
+    if run.comm.rank % run.settings.local_ranks == 0:  # one of the node
+        _say_room(run, memory, budget, left)
+    return newest, budget
+
+
+def _say_room(run: RunContext, memory: Memory, budget: int, left: int) -> None:
+    """Warns before training if slots will find no room. left: bytes that earlier lives left on this node."""
+    settings, free = run.settings, free_bytes(memory.root) + left
+    limit = cgroups.free_bytes(left_bytes=left)
+    share = ExpectedShare(run.state.tensors(), run.state.specs())
+    of_node = settings.max_in_flight + 1, budget, memory.replicas, settings.local_ranks, share.is_estimated
+    needed = RoomNeeded(share.most_nbytes, *of_node)
+    if needed.nbytes > min(free, free if limit is None else limit):  # else there is no need to weigh what peers share
+        exact = share.nbytes(run.catalog, run.placement, settings.sharding, run.comm.rank)
+        say_room(memory.root, replace(needed, share_bytes=exact), free, limit)
 
 
 class _Begun(NamedTuple):

@@ -159,7 +159,7 @@ class Pipeline:
         if buffer is None:
             refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
             if request.since is not None:
-                refused = _no_room(plan.nbytes, self._pool.budget_bytes)
+                refused = _no_room(plan.nbytes, self._pool.budget_bytes, self._settings.budget_setting)
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
@@ -293,8 +293,8 @@ def _overwritten(names: Sequence[str]) -> str:
     )
 
 
-def _no_room(nbytes: int, budget_bytes: int) -> str:
+def _no_room(nbytes: int, budget_bytes: int, setting: str) -> str:
     return (
-        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside what it needs; raise "
-        "Memory(budget_bytes=...), or anchor more operators in each step"
+        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside what it needs; raise {setting}, or "
+        "anchor more operators in each step"
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.run_ledger import Pending
-from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
+from moe_ckpt.policies.base import Policy, PolicyContext, SnapshotLimit, needs_of
 
 log = logging.getLogger("moe_ckpt")
 
@@ -21,6 +22,7 @@ class Planner:
         policy: Whom to ask.
         live: The training state.
         rank: 0 tells the user of windows.
+        limit: What decides ``room``.
 
     Attributes:
         dense_step: Step of the newest dense checkpoint, committed or under way; 0 if that is not known.
@@ -28,13 +30,13 @@ class Planner:
             nobody goes by it.
     """
 
-    def __init__(self, policy: Policy, live: LiveState, rank: int) -> None:
+    def __init__(self, policy: Policy, live: LiveState, rank: int, limit: SnapshotLimit) -> None:
         self.dense_step = 0
         self.room: int | None = None
         self._policy = policy
         self._needs = needs_of(policy)
         self._live = live
-        self._rank = rank
+        self._rank, self._limit = rank, limit
         self._window_layout = self._window_size = -1
         self._log_said = False
 
@@ -44,7 +46,7 @@ class Planner:
         changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
         context = replace(context, placement=live.placement, sizes=live.sizes)
         if needs.gradients:
-            context = replace(context, coupled_operators=live.coupled, snapshot_bytes=self.room)
+            context = replace(context, coupled_operators=live.coupled, **self._bounds())
         if not needs.windows:
             plan = _with_coupled(policy.plan(context), live.coupled)
             if plan.gradients:
@@ -52,12 +54,15 @@ class Planner:
             return plan
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
-        context = replace(context, coupled_operators=live.coupled, snapshot_bytes=self.room, dense_step=self.dense_step)
+        context = replace(context, coupled_operators=live.coupled, dense_step=self.dense_step, **self._bounds())
         plan = policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
             self._say_window(plan.window.size, context)
         return plan
+
+    def _bounds(self) -> dict[str, Any]:
+        return {"snapshot_bytes": self.room, "snapshot_limit": self._limit}
 
     def _say_window(self, size: int, context: PolicyContext) -> None:
         """Tell, on one rank, that windows have another length from now on, and whether training will stall for it."""
@@ -107,7 +112,12 @@ def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
     left = tuple(op for op in plan.gradients if op not in operators)
     host_only = plan.operators(Tier.HOST)
     return save_logged(
-        plan.step, (*plan.operators(), *moved), left, host_only=host_only, k=plan.k, sends_held=plan.sends_held
+        plan.step,
+        (*plan.operators(), *moved),
+        left,
+        host_only=host_only,
+        k=plan.k,
+        sends_host_only=plan.sends_host_only,
     )
 
 

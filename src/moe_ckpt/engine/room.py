@@ -153,7 +153,9 @@ class Room:
             needed,
             self._pool.budget_bytes,
             f"{what} of step {request.step}, of which memory must hold two, because not each of them goes to storage,",
-            f"Set Memory(budget_bytes=...) to {needed + 2 * nbytes} or more, or Memory(storage_every_n_steps=1).",
+            f"Set {self._settings.budget_setting} to {needed + 2 * nbytes} or more, or "
+            "Memory(storage_every_n_steps=1).",
+            rank=self._rank,
         )
 
     def _too_small(self, request: SnapshotRequest, nbytes: int) -> HostMemoryError:
@@ -162,14 +164,14 @@ class Room:
         what = f"the checkpoint of step {request.step}, which holds {'everything' if whole else 'a part of the model'},"
         free = "That is half of what was free at the start, divided among the ranks of this host. "
         advice = (
-            f"{'' if self._settings.host_memory_bytes is not None else free}Set host_memory_bytes to {nbytes} "
+            f"{'' if self._settings.budget_is_given else free}Set {self._settings.budget_setting} to {nbytes} "
             f"or more; {self._buffers * nbytes} is enough for checkpoints not to wait for one another."
         )
         if whole:
             advice += " Every policy saves everything at first, so another one needs no less; more ranks share it."
         else:
             advice += " A policy that saves fewer experts at once needs less, too."
-        return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice)
+        return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)
 
     def _give_up_recovery(self, nbytes: int, *, chain: bool) -> bool:
         """Make room by what only a fault would need; True if there was something to give up. chain: see ``drop``."""
@@ -178,11 +180,15 @@ class Room:
         if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
             self._gave_up = True
             log.warning(
-                "host_memory_bytes=%s holds no %d snapshots of %s bytes on rank %d: the newest committed one is not "
-                "kept in memory while others are under way, so that a fault may cost more tokens than it had to",
+                "the budget of host memory on rank %d, %s bytes%s, holds no %d snapshots of %s bytes: the newest "
+                "committed one is not kept in memory while others are under way, so that a fault may cost more tokens "
+                "than it had to. Set %s to %d or more",
+                self._rank,
                 f"{self._pool.budget_bytes:,}",
+                "" if self._settings.budget_is_given else " (half of what was free at the start)",
                 self._buffers,
                 f"{nbytes:,}",
-                self._rank,
+                self._settings.budget_setting,
+                self._buffers * nbytes,
             )
         return dropped

@@ -24,7 +24,7 @@ from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of
 from moe_ckpt.errors import SaveFailedError
-from moe_ckpt.policies.base import PolicyContext, needs_of
+from moe_ckpt.policies.base import PolicyContext, SnapshotLimit, needs_of
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -61,7 +61,12 @@ class Snapshotter:
         self._leaves_out = needs.gradients and needs.partial
         self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended, logs_for_peers=self._leaves_out)
         self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement, needs.stored_gradients)
-        self.planner = Planner(run.policy, self.live, run.comm.rank)
+        self.planner = Planner(
+            run.policy,
+            self.live,
+            run.comm.rank,
+            SnapshotLimit(run.settings.budget_setting, run.settings.max_in_flight),
+        )
         self.backlog = Backlog(run.settings, run.comm)
         self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)
         self.copies = PeerCopies(run.settings, rank=run.comm.rank)
@@ -296,7 +301,7 @@ class Snapshotter:
             plan.slot,
             ways.stored,
             ways.copied,
-            plan.sends_held,
+            plan.sends_host_only,
             gradients,
         )
         sets = self._run.catalog.sets
@@ -320,7 +325,7 @@ class Snapshotter:
             stored=ways.stored,
             copied=ways.copied,
             updates=self.updates,
-            sends_held=plan.sends_held,
+            sends_host_only=plan.sends_host_only,
             experts=experts and experts & sets.of(pending.operators_in(Tier.HOST)),
             sent=experts and experts & sets.of(pending.operators_in(Tier.PEER)),
             gradients=gradients,

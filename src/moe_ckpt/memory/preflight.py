@@ -1,13 +1,95 @@
-"""What kind of file system memory slots would lie on."""
+"""What kind of file system memory slots would lie on, and whether it has room for them."""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 
+from moe_ckpt.errors import LARGER_FILE_SYSTEM
 from moe_ckpt.notices import announce
 
 _IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@dataclass(frozen=True)
+class RoomNeeded:
+    """What the slots of a node's ranks come to.
+
+    Attributes:
+        share_bytes: Of one rank's share of a complete checkpoint.
+        snapshots: That a rank holds at once.
+        budget_bytes: The most that a rank's own may take.
+        replicas: Copies of each on other nodes: a rank holds as many of theirs.
+        ranks: Of the node.
+        is_estimated: Optimizer state that is not there yet is in ``share_bytes``.
+    """
+
+    share_bytes: int
+    snapshots: int
+    budget_bytes: int
+    replicas: int
+    ranks: int
+    is_estimated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the node."""
+        return min(self.snapshots * self.share_bytes, self.budget_bytes) * (1 + self.replicas) * self.ranks
+
+    def explained(self) -> str:
+        """Says what the number is made of."""
+        found = f"{self.snapshots} snapshots of {self.share_bytes:,} bytes on each rank"
+        if self.is_estimated:
+            found += ", which counts two moments per weight that the optimizer has yet to make"
+        if self.budget_bytes < self.snapshots * self.share_bytes:
+            found += f", within a budget of {self.budget_bytes:,}"
+        if self.replicas:
+            found += f", and as many again for each of the copies of other ranks (replicas={self.replicas})"
+        return found
+
+
+def free_bytes(root: str) -> int:
+    """What the file system of ``root`` has free for users.
+
+    Raises:
+        OSError: It cannot be asked.
+    """
+    found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize
+
+
+def say_room(root: str, needed: RoomNeeded, free: int, limit: int | None) -> None:
+    """Warn, once per process and directory, if slots would find no room.
+
+    Args:
+        root: The memory directory.
+        needed: By all slots of this node.
+        free: Bytes of its file system, with those that earlier lives of the run left and this one takes over.
+        limit: Likewise what cgroups leave this process, in which a tmpfs counts; None if nothing limits it.
+    """
+    short = min(free, free if limit is None or file_system(root) not in _IN_MEMORY else limit)
+    if needed.nbytes <= short or (root, "room") in _said:
+        return
+    _said.add((root, "room"))
+    if short == free:
+        where, mend = f"has {free:,} bytes free", LARGER_FILE_SYSTEM
+    else:
+        where = f"has {free:,} bytes free, but the memory limit of this job's cgroup leaves {short:,}"
+        mend = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
+    budget = short // ((1 + needed.replicas) * needed.ranks)
+    announce(
+        "Memory(directory=%r) %s, and the slots of this node's ranks (%d) will need about %s: %s. Snapshots that find "
+        "no room there lie in private memory, and do not survive their process. %s%s",
+        root,
+        where,
+        needed.ranks,
+        f"{needed.nbytes:,}",
+        needed.explained(),
+        mend,
+        f", or set Memory(budget_bytes=...) to {budget}" if budget >= needed.share_bytes else "",
+        level=logging.WARNING,
+    )
 
 
 def file_system(path: str, mounts: str = "/proc/self/mounts") -> str:
@@ -40,4 +122,4 @@ def say_file_system(root: str) -> None:
         )
 
 
-_said: set[str] = set()
+_said: set[str | tuple[str, str]] = set()

@@ -1,0 +1,157 @@
+"""What a start says of the room that slots will need, before training."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_ckpt import Memory
+from moe_ckpt.core.placement import everywhere
+from moe_ckpt.engine import cgroups, host_tier
+from moe_ckpt.memory import preflight
+from moe_ckpt.memory.preflight import RoomNeeded, say_room
+from moe_ckpt.policies import Dense
+from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.expected import ExpectedShare
+from moe_ckpt.storage import LocalStorage
+from tests.unit.engine_parts import Life, ThreadRanks, catalog, run_threads
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(preflight, "_said", set())
+    host_tier.release_host_memory()
+    yield
+    host_tier.release_host_memory()
+
+
+@pytest.mark.parametrize(
+    ("needed", "nbytes"),
+    [
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=0, ranks=1), 300),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=0, ranks=8), 2400),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=2, ranks=8), 7200),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=250, replicas=1, ranks=2), 1000),
+    ],
+)
+def test_what_the_slots_of_a_node_come_to(needed, nbytes):
+    """Three shares, or the budget if that is less; with copies of others'; for each rank of the node."""
+    assert needed.nbytes == nbytes
+
+
+NEEDED = RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=1, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "kind", "said"),
+    [
+        (1200, None, "tmpfs", None),
+        (1200, 1200, "tmpfs", None),
+        (1199, None, "tmpfs", "has 1,199 bytes free, and .* about 1,200: .*--shm-size.*emptyDir of medium Memory"),
+        (1199, 1200, "tmpfs", "has 1,199 bytes free, and .*--shm-size"),
+        (5000, 1199, "tmpfs", "has 5,000 bytes free, but the memory limit .* leaves 1,199, .*resources.limits.memory"),
+        (5000, 1199, "ext4", None),
+        (1199, 1000, "ext4", "has 1,199 bytes free, and .* about 1,200: "),
+    ],
+)
+def test_what_is_short_is_said_with_both_numbers_and_what_to_raise(caplog, monkeypatch, free, limit, kind, said):
+    """Pages of a tmpfs count against a cgroup's limit, those of a disk do not."""
+    monkeypatch.setattr(preflight, "file_system", lambda path: kind)
+    for _ in range(2):
+        say_room("/memory", NEEDED, free, limit)
+    assert len(caplog.messages) == (said is not None), "once"
+    if said is not None:
+        [found] = caplog.messages
+        assert found.startswith("Memory(directory='/memory') has ")
+        assert "3 snapshots of 100 bytes on each rank" in found
+        assert "(replicas=1)" in found
+        caplog.clear()
+        preflight._said.clear()
+        assert re.search(said, found), found
+
+
+@pytest.mark.parametrize(("free", "advised"), [(1199, "set Memory(budget_bytes=...) to 299"), (399, None)])
+def test_a_smaller_budget_is_advised_where_a_snapshot_fits_in_it(caplog, free, advised):
+    say_room("/memory", NEEDED, free, None)
+    assert ("budget_bytes" in caplog.text) == (advised is not None)
+    assert advised is None or advised in caplog.text
+
+
+def start(place: Path, free: int, monkeypatch, ranks: int = 2) -> list[int]:
+    """Opens the sessions of a node's ranks where the file system has so much free. Returns bytes of their snapshots."""
+    (place / "memory").mkdir(parents=True)
+    monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=free, f_frsize=1))
+    monkeypatch.setattr(cgroups, "free_bytes", lambda **_: None)
+    nbytes = [0] * ranks
+
+    def begin(comm):
+        chosen = Memory(directory=place / "memory", budget_bytes=10**9)
+        given = {"memory": chosen, "comm": comm, "local_ranks": ranks}
+        life = Life(LocalStorage(place / "store"), catalog(30, 4), policy=Dense(), **given)
+        with life as each:
+            nbytes[comm.rank] = each.go(1, settle=True).nbytes
+
+    run_threads(ThreadRanks(ranks), begin)
+    return nbytes
+
+
+def test_a_node_whose_file_system_is_too_small_is_told_of_once_before_training(tmp_path, caplog, monkeypatch):
+    """Less than three times what snapshots of both ranks really take."""
+    snapshots = start(tmp_path / "large", 10**9, monkeypatch)
+    assert "will need" not in caplog.text
+    free = int(2.8 * sum(snapshots))
+    start(tmp_path / "small", free, monkeypatch)
+    [said] = [text for text in caplog.messages if "will need" in text]
+    assert f"has {free:,} bytes free, and the slots of this node's ranks (2) will need about " in said
+    caplog.clear()
+    preflight._said.clear()
+    start(tmp_path / "enough", int(3.2 * sum(snapshots)), monkeypatch)
+    assert "will need" not in caplog.text
+
+
+def tensor(key: str, parameter: str, *, replicated: bool = True, updated: bool = True) -> StateTensor:
+    return StateTensor(key, parameter, torch.zeros(6, 5), (0, 0), (6, 5), replicated=replicated, updated_here=updated)
+
+
+def spec(key: str, parameter: str, dtype: str = "F32", gradient: str | None = None) -> TensorSpec:
+    return TensorSpec(key, parameter, dtype, (6, 5), gradient=gradient)
+
+
+def test_two_moments_per_weight_are_counted_until_the_optimizer_has_state():
+    weights = [tensor("model/w", "w"), tensor("model/frozen", "frozen")]
+    specs = [spec("model/w", "w", gradient="F32"), spec("model/frozen", "frozen")]
+    before = ExpectedShare(weights, specs)
+    assert (before.is_estimated, before.most_nbytes) == (True, 2 * 120 + 2 * 120), "what is frozen gets none"
+    moments = [tensor(f"optim/0/w/{name}", "w") for name in ("exp_avg", "exp_avg_sq")]
+    after = ExpectedShare(weights + moments, [*specs, *(spec(each.key, "w") for each in moments)])
+    assert (after.is_estimated, after.most_nbytes) == (False, before.most_nbytes)
+
+
+def test_master_weights_are_no_moments_and_moments_are_as_wide_as_those():
+    weight = replace(tensor("model/w", "w"), local=torch.zeros(6, 5, dtype=torch.bfloat16))
+    master = tensor("optim/0/w/fp32_param", "w")
+    specs = [spec("model/w", "w", "BF16", gradient="F32"), spec(master.key, "w")]
+    expected = ExpectedShare([weight, master], specs)
+    assert (expected.is_estimated, expected.most_nbytes) == (True, 60 + 120 + 2 * 120)
+
+
+def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
+    model = catalog(0, 0)
+    [name, *_] = model.parameters
+    shape = model.parameters[name]
+    weight = StateTensor(f"model/{name}", name, torch.zeros(shape), (0,) * len(shape), shape)
+    specs = [TensorSpec(weight.key, name, "F32", shape, gradient="F32")]
+    nbytes, placement = weight.local.nbytes, everywhere(model.layers, 2)
+    shares = [ExpectedShare([weight], specs).nbytes(model, placement, "adaptive", rank) for rank in (0, 1)]
+    assert sum(shares) == 3 * nbytes
+    own = ExpectedShare([replace(weight, replicated=False)], specs)
+    assert own.nbytes(model, placement, "adaptive", 0) == 3 * nbytes, "FSDP2"
+    other = replace(weight, updated_here=False)
+    divided = ExpectedShare([weight, other], specs)
+    assert divided.nbytes(model, placement, "none", 1) == 2 * nbytes, "a distributed optimizer: moments are its own"

@@ -389,8 +389,8 @@ class HostMemoryError(UserError, MemoryError):
 
 
 LARGER_FILE_SYSTEM = (
-    "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit; "
-    "SLURM: job_container/tmpfs), or set Memory(directory=...) to another one"
+    "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit), or "
+    "set Memory(directory=...) to another one"
 )
 """What to do where slots of host memory find no room."""
 

@@ -362,7 +362,7 @@ class Needs:
 
     @property
     def stored_gradients(self) -> str | None:
-        """Type that wider gradients are rounded to and saved in, as named in headers of shards; None: not rounded."""
+        """Type, as named in shards' headers, to which wider gradients are rounded. None if they are not rounded."""
         return None if self.gradient_dtype is None else self.gradient_dtype.upper()
 
     def due(self, context: PolicyContext) -> int:

@@ -121,13 +121,15 @@ class Fit:
         """Resumes from the checkpoint that ``ckpt_path`` names, from the newest one, or starts a new run.
 
         Args:
-            previous: The callback's previous fit. If its trainer fits on, memory already holds the state of the newest
-                checkpoint, with no stale expert, and Lightning's loops must not be set back.
+            previous: The callback's previous fit. If it has trained, and its trainer fits on, memory already holds the
+                state of the newest checkpoint, with no stale expert, and Lightning's loops must not be set back. If it
+                only found that nothing was left to train, this fit is the one that was interrupted: Lightning has made
+                optimizers anew for it, which get their state from the checkpoint.
         """
         driver, host = self.driver, self.host
         if previous is not None:
             driver.last = previous.driver.last
-        if previous is not None and previous.session.run_ledger.committed_step == host.step > 0:
+        if previous is not None and previous.trained_up_to(host.step):
             driver.resume_elsewhere()
             newest, before = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
             manifest = open_step(os.path.join(driver.options.dirpath, str(newest)))[1]
@@ -215,6 +217,10 @@ class Fit:
         )
         driver.restored_step = manifest.step
 
+    def trained_up_to(self, step: int) -> bool:
+        """Returns whether this fit made updates, and the newest committed checkpoint is of its last, ``step``."""
+        return self._watch.moved and self.session.run_ledger.committed_step == step > 0
+
     # --- every step ---
 
     def join(self, *, update: bool) -> None:
@@ -275,6 +281,8 @@ class Fit:
         if windows is not None:
             windows.check_updates(self._policy, batch.updates)
         tokens = self.boosting.step_ends(self._counter.take(), applied=True)
+        if driver.replaying is not None and self._recorder is not None:
+            self._recorder.forget()  # a step that is computed again is not logged
         record = driver.after_update(began, tokens, updated=batch.sure)
         if windows is not None:
             windows.step_ends(self.session)
@@ -318,6 +326,9 @@ class Fit:
         """The fit ended. If nothing was left to train, Lightning called no hook of training: the run ends here."""
         self.host.generators.put_back()
         driver = self.driver
+        if driver.lifecycle.state is State.WINDOW:
+            self.finish()  # says that the window was not computed again
+            return
         if driver.lifecycle.state is not State.READY or driver.restored is None:
             return
         store = open_storage(driver.options.dirpath, access=driver.options.access)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_ckpt.core.freshness import STALE, UNKNOWN, Checksums, of_all
+from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN, Checksums, of_all
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart
 from moe_ckpt.format.shard import SliceEntry
@@ -17,17 +17,26 @@ class FreshnessWatch:
     def __init__(self) -> None:
         self._entries: list[SliceEntry] | None = None
         self._checksums = Checksums()
+        self._of_window = UNKNOWN
 
     def seen(self, snapshot: Snapshot, parts: Sequence[SealedPart]) -> int:
         """Returns what the checksums of a snapshot's parts show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
 
         Of a logged step the operators saved in full may all be of an optimizer that rested. Gradients that another one
         consumed prove that training goes on, though their checksums say nothing of the state.
+
+        A sparse window is judged as a whole, at its last slot: all operators of one slot may have rested, such as experts
+        that got no tokens.
         """
-        updates = snapshot.request.updates
+        request = snapshot.request
+        updates = request.updates
         found = of_all(self._of(each, updates) for each in parts if each.part.cuts and each.part.kind != GRADIENTS)
         consumed = any(each.part.cuts for each in parts if each.part.kind == GRADIENTS)
-        return UNKNOWN if consumed and found == STALE else found
+        if request.window is None:
+            return UNKNOWN if consumed and found == STALE else found
+        self._of_window = found if request.slot == 0 else of_all((self._of_window, found))
+        is_last = request.slot + 1 == request.window.size
+        return self._of_window if is_last or self._of_window == FRESH else UNKNOWN
 
     def _of(self, sealed: SealedPart, updates: int) -> int:
         slices = sealed.part.slices

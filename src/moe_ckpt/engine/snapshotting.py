@@ -145,7 +145,7 @@ class Snapshotter:
         """
         pipeline = self._resources.pipeline
         if not self.backlog.admits(plan, pipeline, busy=consensus.busy, measured=consensus.measured):
-            if plan.slot:
+            if plan.window is not None:  # the first slot too: one under way was to end, since its tensors changed
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
         stored = self.flush.goes(plan, consensus, self.booking.run_ledger)

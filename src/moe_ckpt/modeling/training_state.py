@@ -241,12 +241,14 @@ class TorchTrainingState:
     def _list(self, walk: Walk, states: tuple[OptimizerView, ...], before: _Listing | None) -> _Listing:
         """before: the listing until now, whose tensors are used again where they are the same."""
         known, views = _Views() if before is None else before.views, _Views()
+        # What has no elements makes no slice, so that its optimizer state would belong to nothing.
         for name, parameter in walk.parameters.items():
-            self._view(views, known, f"model/{name}", name, parameter, parameter)
+            if parameter.numel():
+                self._view(views, known, f"model/{name}", name, parameter, parameter)
         for index, view in enumerate(states):
             for name, of, state in view.states:
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, torch.Tensor) and of.numel():
                         self._view(views, known, f"optim/{index}/{name}/{key}", name, of, value)
         return _Listing(walk, states, views, before)
 
@@ -284,8 +286,8 @@ class TorchTrainingState:
         for key, meta in wanted.items():
             if not key.startswith("optim/"):
                 continue
-            _, number, name, state = key.split("/", 3)
-            index = int(number)
+            at = split_key(key)
+            name, index, state = at.fqn, at.optimizer or 0, at.state or ""
             if index >= len(parameters) or name not in parameters[index]:
                 lacking = f"no optimizer {index}" if index >= len(parameters) else "not given it that parameter"
                 raise ConfigError(

@@ -1,0 +1,187 @@
+"""Runs that nobody had thought of: idle experts, state that comes late, odd parameters, other policies, several fits.
+
+Each is interrupted by an exception, started again, and compared with a run that was not.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+import moe_ckpt
+from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.driver.states import State
+from moe_ckpt.policies import Dense, GradientLog, MoEvement
+from moe_ckpt.recovery.verify import verify_store
+from moe_ckpt.storage import open_storage
+from tests.support.tiny_moe import TinyMoE, loader, state_of
+from tests.support.waiting import retry_until
+
+
+class Interrupted(Exception):
+    pass
+
+
+class At(pl.Callback):
+    """Calls what belongs to a step when it has ended."""
+
+    def __init__(self, **events) -> None:
+        self._events = {int(name.removeprefix("step")): event for name, event in events.items()}
+
+    def on_train_batch_start(self, trainer, *_):
+        self._events.pop(trainer.global_step, lambda: None)()
+
+
+def interrupt():
+    raise Interrupted
+
+
+def trainer_of(checkpoint, *callbacks, **limits) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return pl.Trainer(max_epochs=-1, callbacks=[*callbacks, checkpoint], **quiet, **limits)
+
+
+def fit(store: Path, policy, module=TinyMoE, *callbacks, max_steps: int = 20, **settings):
+    """(module, trainer, callback) of one start."""
+    pl.seed_everything(3, verbose=False)
+    checkpoint = MoECheckpoint(policy, store, **{"when_busy": "wait", **settings})
+    model, trainer = module(), trainer_of(checkpoint, *callbacks, max_steps=max_steps)
+    trainer.fit(model, loader(32))
+    return model, trainer, checkpoint
+
+
+def same(one, other) -> bool:
+    first, second = (state_of(model, trainer.optimizers[0]) for model, trainer, _ in (one, other))
+    for number, parameter in enumerate(one[0].parameters()):
+        if not parameter.numel():  # whatever its optimizer has counted is of no use to anybody
+            first.pop(f"optim.{number}.step", None)
+            second.pop(f"optim.{number}.step", None)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def require_exact(tmp_path: Path, policy, module, *callbacks, at: int = 9, **settings):
+    """Interrupts a run at a step, and requires that the next start ends as a run that was not interrupted."""
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "cut", policy, module, At(**{f"step{at}": interrupt}), *callbacks, **settings)
+    assert verify_store(open_storage(str(tmp_path / "cut"))) == []
+    resumed, whole = fit(tmp_path / "cut", policy, module), fit(tmp_path / "whole", policy, module)
+    assert resumed[2].restored_step is not None
+    assert same(resumed, whole)
+
+
+class Collapsing(TinyMoE):
+    """From a step on no token goes to some experts: listed ones, whose parameters get no gradient then."""
+
+    def __init__(self, until: int = 6, later: int = 10**9) -> None:
+        super().__init__(experts=8, stacked=False)
+        self._idle = until, later
+
+    def training_step(self, batch, batch_idx):
+        begin, end = self._idle
+        idle = begin <= self.trainer.global_step < end
+        for block in self.blocks:
+            gate = block.moe.gate
+
+            def scores(x, gate=gate):
+                found = nn.functional.linear(x, gate.weight)
+                if idle:
+                    found = found - torch.tensor([0.0] * 4 + [1e9] * 4)
+                return found.softmax(-1).topk(gate.top_k, dim=-1)
+
+            gate.forward = scores
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_slot_of_experts_that_got_no_tokens_is_not_stale(tmp_path):
+    _, _, checkpoint = fit(tmp_path, MoEvement(window=3), Collapsing, max_steps=40)
+    assert checkpoint.last.failed_checkpoints == 0
+    assert checkpoint.last.committed_step == 40
+
+
+def test_a_window_that_ends_because_optimizer_state_came_is_not_continued_later(tmp_path):
+    """The first slot of the next one finds no room, since storage is slow; the old one would have a step less then."""
+    storage = threading.Event()
+    storage.set()
+
+    class FirstTokensAtStep3(Collapsing):
+        def __init__(self) -> None:
+            super().__init__(until=0, later=2)
+
+    class Slow(pl.Callback):
+        """Storage answers before step 1, and again once step 3 has found no room."""
+
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 0:
+                storage.clear()
+            elif trainer.global_step == 3:
+                storage.set()
+                fit = trainer.callbacks[-1]._fit
+                assert fit.driver.last.skipped, "step 3 found room"
+                assert retry_until(lambda: not fit.session._resources.pipeline.busy)
+
+    answers = {"when_busy": "skip", "on_phase": lambda phase: phase != "write" or storage.wait(60.0)}
+    require_exact(tmp_path, MoEvement(window=3), FirstTokensAtStep3, Slow(), at=6, **answers)
+
+
+class WithoutElements(TinyMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, x):
+        return super().forward(x + self.nothing.sum())
+
+
+class WithASlash(TinyMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleDict({"en/de": nn.Linear(16, 16)})
+
+    def forward(self, x):
+        return super().forward(x + self.pairs["en/de"](x))
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoEvement(window=3)], ids=["dense", "moevement"])
+@pytest.mark.parametrize("module", [WithoutElements, WithASlash])
+def test_odd_parameters(tmp_path, module, policy):
+    require_exact(tmp_path, policy, module)
+
+
+def test_a_window_is_computed_again_under_a_gradient_log(tmp_path):
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "cut", MoEvement(window=3), TinyMoE, At(step9=interrupt))
+    memory = moe_ckpt.Memory(directory=str(tmp_path), storage_every_n_steps=1000)
+    resumed = fit(tmp_path / "cut", GradientLog(), TinyMoE, memory=memory)
+    assert resumed[2].restored_step is not None
+    assert same(resumed, fit(tmp_path / "whole", Dense()))
+
+
+def two_fits(store: Path, *callbacks):
+    pl.seed_everything(3, verbose=False)
+    checkpoint = MoECheckpoint(Dense(), store, when_busy="wait")
+    model, trainer = TinyMoE(), trainer_of(checkpoint, *callbacks, max_steps=8)
+    trainer.fit(model, loader(32))
+    trainer.fit_loop.epoch_loop.max_steps = 16
+    trainer.fit(model, loader(32))
+    return model, trainer, checkpoint
+
+
+def test_a_run_of_two_fits_that_is_interrupted_in_the_second(tmp_path):
+    """The first finds nothing left to train; Lightning makes optimizers anew for the second, which was interrupted."""
+    with pytest.raises(Interrupted):
+        two_fits(tmp_path / "cut", At(step13=interrupt))
+    assert same(two_fits(tmp_path / "cut"), two_fits(tmp_path / "whole"))
+
+
+def test_a_limit_before_the_window_is_told(tmp_path, caplog):
+    with pytest.raises(Interrupted):
+        fit(tmp_path, MoEvement(window=3), TinyMoE, At(step14=interrupt))
+    caplog.clear()
+    _, _, checkpoint = fit(tmp_path, MoEvement(window=3), max_steps=3)
+    assert "was computed again: nothing was saved" in caplog.text
+    assert checkpoint._fit.driver.lifecycle.state is State.ENDED

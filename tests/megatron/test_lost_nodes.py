@@ -1,12 +1,17 @@
-"""EP2 x DP2 under Megatron, each rank a node with two copies: two nodes are lost, and one more."""
+"""Megatron, each rank a node with two copies: two nodes are lost, and one more."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_ckpt.policies import Dense
+from tests.megatron.exactness import Case, finish, kill, require_exact, shards_read
+from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, moevement
+from tests.megatron.test_memory import GEMINI, left, newest
+from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_two_lives import RANKS, both_lives, require_versions
 
@@ -37,3 +42,37 @@ def test_one_more_goes_back_to_storage_and_names_the_steps_that_are_lost(tmp_pat
     [said] = [text for text in told[0]["said"] if "lost, and computed again" in text]
     assert f"iterations 2 to {LAST} are lost, and computed again: memory has a part of iteration {LAST}" in said
     assert not any("computed again" in text for rank in told[1:] for text in rank["said"]), "rank 0 says it for all"
+
+
+FOUR = Case(
+    Setup(**PIPELINE_EXPERTS),
+    GEMINI,
+    ((1, 7, "train"),),
+    memory=True,
+    ranks_per_node=1,
+    copies={"replicas": 2, "storage_every_n_steps": 1000},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [GEMINI, moevement(2)], ids=["gemini", "windows"])
+@pytest.mark.parametrize("setup", [FOUR.setup, Setup(**EXPERTS_DATA, **SHARDED)], ids=["pp2-ep2", "ep2-dp2"])
+@pytest.mark.parametrize("lost", [(0, 2), (0, 1, 2)], ids=["two", "three"])
+def test_runs_of_rarer_checkpoints_end_alike(tmp_path: Path, lost: tuple[int, ...], setup: Setup, policy):
+    """Gemini every other step, and windows of two: as many lost nodes as copies cost nothing, one more is said."""
+    case = replace(FOUR, setup=setup, policy=policy)
+    kill(case, tmp_path)
+    before = int(newest(tmp_path).split("_")[1])
+    for node in lost:
+        delete_tree(tmp_path / "memory" / f"node_{node}")
+    ended = finish(case, tmp_path)
+    require_exact(case, tmp_path, ended)
+    assert left(tmp_path) == []
+    [resumed] = ended.resumed
+    said = [text for text in ended.results[0]["said"] if "lost, and computed again" in text]
+    if len(lost) == 2:
+        assert (resumed > before, said) == (True, []), "storage has only what the run began with"
+        assert shards_read(case, tmp_path) == [[]] * case.ranks
+    else:
+        assert resumed == before
+        assert [text.startswith(f"iterations {before + 1} to ") for text in said] == [True], said

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.policies import Dense
+from moe_ckpt.policies import Dense, MoC
 from tests.megatron.exactness import Case, finish, kill, require_exact, shards_read
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, moevement
 from tests.megatron.test_memory import GEMINI, left, newest
@@ -44,6 +44,25 @@ def test_one_more_goes_back_to_storage_and_names_the_steps_that_are_lost(tmp_pat
     assert not any("computed again" in text for rank in told[1:] for text in rank["said"]), "rank 0 says it for all"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETUPS)
+def test_experts_of_moc_are_as_old_as_their_turns_and_what_they_lack_is_counted(tmp_path: Path, name: str):
+    """Storage has the first iteration only; after it each of four experts has had its turn once."""
+    setup = SETUPS[name]
+    told, lines = both_lives(tmp_path, setup, [MoC(k=1)] * RANKS, LAST, (0, 2), replicas=2)
+    assert {rank["step"] for rank in told} == {LAST}
+    wanted: dict[tuple[int, int], int] = {}
+    for rank, each in enumerate(told):
+        for expert in each["digests"].keys() - {"rest"}:
+            layer, number = map(int, expert.split("/"))
+            same = [t for t, line in enumerate(lines[rank], 1) if line["digests"][expert] == each["digests"][expert]]
+            assert wanted.setdefault((layer, number), max(same)) == max(same), "two holders, two versions"
+    for layer in range(setup.layers):
+        assert sorted(wanted[layer, expert] for expert in range(setup.experts)) == [2, 3, 4, LAST]
+    require_versions(told, lines, wanted, LAST)
+    assert told[0]["lost"] > 0
+
+
 FOUR = Case(
     Setup(**PIPELINE_EXPERTS),
     GEMINI,
@@ -75,4 +94,4 @@ def test_runs_of_rarer_checkpoints_end_alike(tmp_path: Path, lost: tuple[int, ..
         assert shards_read(case, tmp_path) == [[]] * case.ranks
     else:
         assert resumed == before
-        assert [text.startswith(f"iterations {before + 1} to ") for text in said] == [True], said
+        assert [text.startswith(f"iterations {before + 1} to ") for text in said] == [True], ended.results[0]["said"]

@@ -95,8 +95,8 @@ def resume_newest(
             window = passed_over.windows[0]
             _say_passed_over(reader.manifest(window.directory), window.reason, restored.manifest)
         if memory is not None:
-            if not restored.from_memory:
-                restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
+            behind = memory.left_behind(restored.manifest, from_memory=restored.from_memory)
+            restored = replace(restored, left_behind=behind)
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
     if not directories:

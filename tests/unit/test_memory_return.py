@@ -209,8 +209,8 @@ def test_one_more_lost_node_leaves_a_part_behind(where, tmp_path, monkeypatch): 
     told: list[LeftBehind | None] = []
     plain = MemoryCheckpoints.left_behind
 
-    def noted(self, taken, *, from_memory):
-        told.append(plain(self, taken, from_memory=from_memory))
+    def noted(self, taken):
+        told.append(plain(self, taken))
         return told[-1]
 
     monkeypatch.setattr(MemoryCheckpoints, "left_behind", noted)

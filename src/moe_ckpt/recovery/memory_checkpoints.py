@@ -206,18 +206,9 @@ class MemoryCheckpoints:
         if len(self.shares) == there:
             self._given_up.add(directory)
 
-    def left_behind(self, taken: Manifest, *, from_memory: bool) -> LeftBehind | None:
-        """What memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank.
-
-        Args:
-            from_memory: Memory gave it, or what it has of it. What is newer than a checkpoint that memory has whole was
-                under way only.
-        """
-        known = checkpoints_of(self.shares)
-        mine = (each for each in known if (each.generation, each.step) == (taken.generation, taken.step))
-        if from_memory and any(each.is_complete for each in mine):
-            return None
-        return left_behind(known, taken.generation, taken.step)
+    def left_behind(self, taken: Manifest) -> LeftBehind | None:
+        """What memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
+        return left_behind(checkpoints_of(self.shares), taken.generation, taken.step)
 
     def keep_only(self, step: int | None) -> None:
         """The run goes on: let go of all slots but those of the checkpoint opened last, if it is of that ``step``.

@@ -52,10 +52,10 @@ from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Cut
-from moe_ckpt.slices.pieces import LocalState, shard_kind, wanted_boxes, wanted_replay
-from moe_ckpt.slices.shares import Sharder
+from moe_ckpt.slices.local_state import LocalState, shard_kind, wanted_boxes, wanted_replay
 
 PERSIST_THREAD = "moe_ckpt-persist"
 _WIDTH = 4
@@ -162,7 +162,7 @@ class Others:
         return self._known[key]
 
     def _shares(self, operators: Sequence[str], frozen: Sequence[str], in_window: bool) -> list[Share]:
-        dealt = self._sharder.deal(frozenset(operators), self._state.tensors(), frozenset(frozen), {})
+        dealt = self._sharder.assign(frozenset(operators), self._state.tensors(), frozenset(frozen), {})
         shared: dict[str, set[int]] = {}
         for (op, _), parts in dealt.shares.parts.items():
             shared.setdefault(op, set()).update(part.rank for part in parts)  # all ranks are peers

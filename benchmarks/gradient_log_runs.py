@@ -15,6 +15,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from math import prod
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,7 +31,9 @@ from benchmarks.killed_lives import Events, Life, iteration_secs, killed_at, liv
 from benchmarks.windowed import workload
 from benchmarks.workload import SIZES
 from moe_ckpt.core.rolling import bytes_per_parameter
+from moe_ckpt.core.window import OperatorBytes, balance
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 
 _EXAMPLE = "example: python benchmarks/gradient_log_runs.py --size small --kills 4 --write"
 
@@ -154,15 +158,31 @@ def formula(kind: str, order: Mapping[str, Any]) -> float:
     found: dict[str, float] = {
         "log": bytes_per_parameter(window, 4.0),
         "log, bf16": bytes_per_parameter(window, 2.0),
-        "windows": windows_bytes(window, 12.0, 4.0),
+        "windows": windows_bytes(window, order["size"]),
         "dense": 12.0 / interval,
     }
     return found[kind]
 
 
-def windows_bytes(window: int, full: float, compute: float) -> float:
-    """MoEvement's, mean of a window: each operator in full once, and as compute weights in the steps before that."""
-    return (full + compute * (window - 1) / 2) / window
+@cache
+def windows_bytes(window: int, size: str) -> float:
+    """MoEvement's, mean of a window: each operator in full once, and as compute weights in the steps before that.
+
+    Of this very model: operators weigh what they do, and what is no expert comes last, so that it is frozen longest.
+    """
+    module = workload(SIZES[size][0])
+    catalog = build_catalog(module, find_moe_layers(module))
+    elements = dict.fromkeys(catalog.by_id, 0)
+    for op in catalog.operators:
+        for span in op.spans:
+            shape = catalog.parameters[span.parameter]
+            start, stop = span.rows(shape)
+            elements[op.id] += (stop - start) * prod(shape[1:])
+    sizes = {op: OperatorBytes(12 * count, 4 * count) for op, count in elements.items()}
+    experts = [op for op, *_ in catalog.experts_by_layer]
+    slots = balance([*experts, *(op.id for op in catalog.always_saved)], sizes, window)
+    frozen = (sizes[op].full + at * sizes[op].compute for at, slot in enumerate(slots) for op in slot)
+    return sum(frozen) / len(slots) / sum(elements.values())
 
 
 _NAMES = {

@@ -26,6 +26,8 @@ BLOCK = 6
 """Iterations in a row with and without a log; the first of them is not counted."""
 ORDER = (False, True, True, False)
 """Of blocks, whether messages are logged: what drifts hits both alike."""
+KILLED = "killed"
+"""File in the round's directory with the moment of the kill by ``time.monotonic``, alike for all of a machine."""
 _TIMEOUT_SECS = 120.0
 
 
@@ -59,6 +61,7 @@ def die(stage: Stage, order: Mapping[str, Any], rank: int) -> None:
         while True:
             if done == order["done"] and rank == order["victim"]:
                 time.sleep(0.5)  # as in the middle of an iteration that takes longer
+                Path(order["root"], KILLED).write_text(repr(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             done, consumed = iterate(stage, ckpt, done, consumed)
     except RuntimeError as error:  # a peer is gone
@@ -92,7 +95,7 @@ def overhead(stage: Stage, order: Mapping[str, Any], rank: int) -> dict[str, Any
     """Seconds of iterations with and without a log, in turns, in one run; and bytes that one iteration logs."""
     ckpt = attached(stage, order, rank)
     done = consumed = ckpt.resume().iteration
-    boundary = ckpt._upstream._boundary
+    boundary = ckpt.upstream._boundary
     log, found, nbytes = boundary._log, list[tuple[bool, float]](), 0
     for block in range(order["cycles"] * len(ORDER)):
         logged = ORDER[block % len(ORDER)]

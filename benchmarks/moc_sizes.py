@@ -1,7 +1,7 @@
 """What MoC's checkpoints of the PEC paper's model weigh, and what the busiest rank of them writes.
 
 Counts bytes of the 323 M GPT2-MoE-Small (conf/model/gpt2_moe_small.yaml) on the meta device: nothing is trained or
-written. The shares are those that the engine deals out (``slices.shares``), the experts those that the policy plans.
+written. The shares are those that the engine assigns (``slices.assignment``), the experts those that the policy plans.
 docs/sizes.md explains the numbers beside the paper's (arXiv 2408.04307).
 """
 
@@ -35,7 +35,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.policies import MoC
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.slices.shares import Weights, expert_owners, weigh
+from moe_ckpt.slices.assignment import Weights, expert_owners, weigh
 from recipes.gpt_moe_lightning.model import GPTMoE, GPTMoEConfig
 
 _MODEL = Path(__file__).resolve().parents[1] / "conf" / "model" / "gpt2_moe_small.yaml"

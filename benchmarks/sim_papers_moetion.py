@@ -13,7 +13,7 @@ from benchmarks.sim_papers_data import Tick, constants, scenario
 from benchmarks.sim_papers_render import bars, part, table
 from benchmarks.tokens_at_risk import selected_again
 from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.redundancy import Piece, deliveries
+from moe_ckpt.sim.redundancy import OperatorShare, deliveries
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.scenario import Outcome, Scenario
 
@@ -251,17 +251,18 @@ def ablated(case: Case) -> list[float]:
     again = experts * selected_again(_experts(case), case.selected)
     everybody = range(parallel.dp) if parallel.dp > 1 else ()
     share = [_piece("non-experts", outside, everybody), _piece("experts", experts, everybody)]
-    gradients = [*share[:1], _piece("in full", experts - again, everybody), Piece("gradients", 0, _as_gradient(again))]
+    anew = _piece("in full", experts - again, everybody)
+    gradients = [*share[:1], anew, OperatorShare("gradients", 0, _as_gradient(again))]
     whole, peers = outside + experts, range(1, 1 + COPIES)
     placed, recomputed = (sum(each.nbytes for each in deliveries(those, peers)) / 1e9 for those in (share, gradients))
     sent = [COPIES * whole, COPIES * whole, placed, recomputed]
     return [sent[0] / rate(), *(max(0.0, each - free) / rate() for each in sent[1:])]
 
 
-def _piece(name: str, gigabytes: float, everybody: Collection[int]) -> Piece:
+def _piece(name: str, gigabytes: float, everybody: Collection[int]) -> OperatorShare:
     """State of which ``everybody`` has the weights."""
     weights = round(gigabytes * 1e9 * WEIGHT_BYTES / STATE_BYTES)
-    return Piece(name, weights, round(gigabytes * 1e9) - weights, everybody)
+    return OperatorShare(name, weights, round(gigabytes * 1e9) - weights, everybody)
 
 
 def _as_gradient(gigabytes: float) -> int:

@@ -1,4 +1,4 @@
-"""Every error this package raises, in two families.
+"""All errors that this package raises, in two families.
 
 ``UserError``: something the caller gave cannot work; the message names both culprits and what to do.
 ``StoreError``: something outside (disk, peer, file) failed or is damaged; the message names step, rank
@@ -49,10 +49,10 @@ class OptimizerChangedError(ConfigError):
 
     def __init__(self, which: str, stored: str, running: str) -> None:
         super().__init__(
-            f"{which}: the checkpoint was written with {stored}, but this run has {running}. The state of one means "
-            "nothing to the other, so nothing was loaded. To go on with that run, build the optimizer that it had. To "
-            "train on from its weights with a new optimizer, give another dirpath, and weights_from= the store, a step "
-            "directory or an exported file."
+            f"{which}: the checkpoint was written with {stored}, but this run has {running}. One optimizer cannot use "
+            "the state of the other, so nothing was loaded. To continue that run, build the optimizer that it had. To "
+            "continue from its weights with a new optimizer, set another dirpath, and set weights_from= to the store, "
+            "a step directory or an exported file."
         )
         self.which = which
         self.stored = stored
@@ -65,13 +65,14 @@ class FinishedRunError(ConfigError):
     def __init__(
         self, dirpath: str, step: int, reason: str, changes: tuple[str, ...], kept: tuple[str, ...] = ()
     ) -> None:
-        """kept: of ``changes``, those of which the checkpoint's value stays in force if the run is extended."""
+        """kept: the ``changes`` that have no effect if the run is extended, because the checkpoint's value is used."""
         keeps = f", with the old values of: {'; '.join(kept)}" if kept else ""
         super().__init__(
             f"{dirpath} holds a run that is finished ({reason}, at step {step}), and this script differs from it: "
-            f"{'; '.join(changes)}. To use the new values, begin a new run with the finished one's weights: another "
-            f"dirpath, and weights_from={dirpath!r}. To train the finished run on, give MoECheckpoint(resume='extend') "
-            f"and a greater max_steps or max_epochs: it goes on with its optimizer and schedulers as they were{keeps}."
+            f"{'; '.join(changes)}. To use the new values, start a new run from the weights of the finished one: set "
+            f"another dirpath, and weights_from={dirpath!r}. To train the finished run for longer, set "
+            "MoECheckpoint(resume='extend') and a greater max_steps or max_epochs: it continues with its optimizer and "
+            f"schedulers as they were{keeps}."
         )
         self.dirpath = dirpath
         self.step = step
@@ -100,7 +101,7 @@ class NoMoELayerError(UserError, ValueError):
 
 
 class CoverageError(UserError, ValueError):
-    """State is missing from, or doubled in, a catalog or a checkpoint."""
+    """A catalog or a checkpoint lacks some state, or holds it twice."""
 
     def __init__(self, where: str, problems: tuple[str, ...]) -> None:
         shown = "; ".join(problems[:8])
@@ -124,7 +125,7 @@ class UnencodableStateError(UserError, TypeError):
 
 
 class DamagedError(StoreError, ValueError):
-    """A file's bytes are not those that were written."""
+    """The bytes of a file differ from those that were written."""
 
     def __init__(self, path: str, reason: str, *, step: int | None = None, rank: int | None = None) -> None:
         where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
@@ -136,7 +137,7 @@ class DamagedError(StoreError, ValueError):
 
 
 class StoreUnreadableError(StoreError, OSError):
-    """Storage did not give what a checkpoint needs, though asked again and again. Nothing says that it is damaged."""
+    """Storage did not return what a checkpoint needs, even after retries. The checkpoint may be intact."""
 
     def __init__(self, path: str, cause: str, *, step: int | None = None, rank: int | None = None) -> None:
         where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
@@ -149,32 +150,33 @@ class StoreUnreadableError(StoreError, OSError):
     @staticmethod
     def _what_to_do() -> str:
         return (
-            "Start again when the storage answers. To go on from an older checkpoint instead, say so: "
+            "Start again when the storage answers. To continue from an older checkpoint instead, set "
             "on_read_error='fallback', or move the step directory away"
         )
 
 
 class StoreForbiddenError(StoreUnreadableError, PermissionError):
-    """This user may not read what a checkpoint needs."""
+    """This user has no permission to read a file that a checkpoint needs."""
 
     @staticmethod
     def _what_to_do() -> str:
         return (
-            "Give this user the right to read it, or run as the user that wrote it (files are private unless "
-            "access= says otherwise)"
+            "Give this user permission to read it, or run as the user that wrote it (files are private unless access= "
+            "is set)"
         )
 
 
 class StateRefusedError(StoreError, ValueError):
-    """What a checkpoint holds of an object's state is not what that object takes."""
+    """An object does not accept the state that a checkpoint holds for it."""
 
     def __init__(self, path: str, what: str, cause: str, advice: str = "") -> None:
         super().__init__(
-            f"{path} holds state of {what} that could not be given back ({cause}). "
+            f"{path} holds state of {what} that could not be restored ({cause}). "
             + (
                 advice
-                or f"Either the file is not what the run wrote, or {what} is not what it was: restore the code and "
-                "configuration of the run, or move the step directory away to go on from the checkpoint before it."
+                or f"Either the file is not the one that the run wrote, or {what} has changed: restore the code and "
+                "configuration of the run, or move the step directory away to continue from the checkpoint before "
+                "it."
             )
         )
         self.path = path
@@ -216,17 +218,17 @@ class StoreUnwritableError(StoreError, OSError):
 
 
 class NoCheckpointError(StoreError, FileNotFoundError):
-    """Nothing that could be loaded was found at the path."""
+    """The path holds no checkpoint that can be loaded."""
 
 
 class FilesGoneError(StoreError, FileNotFoundError):
-    """Files that this run wrote, and that a checkpoint would name, are gone from the store."""
+    """Files that this run wrote, and that a checkpoint needs, are gone from the store."""
 
     def __init__(self, root: str, step: int, paths: tuple[str, ...]) -> None:
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         super().__init__(
             f"files that the checkpoint of step {step} needs are gone from {root}: {', '.join(paths[:3])}{more}. "
-            "Something deleted or replaced them during training, so everything is saved anew"
+            "Something deleted or replaced them during training, so everything is saved again"
         )
         self.root = root
         self.step = step
@@ -246,17 +248,17 @@ class SaveFailedError(StoreError, RuntimeError):
 
 
 _CAUSE_CHARACTERS = 160
-"""Of the cause that a message repeats. gloo's are longer, and say what a user can do nothing about."""
+"""The most that a message quotes of a cause. Those of gloo are longer, and do not help a user."""
 
 
 class PeerLostError(StoreError, RuntimeError):
-    """Another rank did not come, or did not answer, within the timeout."""
+    """Another rank did not answer within the timeout."""
 
     def __init__(self, rank: int, waited_for: str, timeout_secs: float, cause: str, hint: str = "") -> None:
         short = cause if len(cause) <= _CAUSE_CHARACTERS else f"{cause[:_CAUSE_CHARACTERS]} (...)"
         super().__init__(
-            f"rank {rank} waited for {waited_for}, in vain: {short}. The first error in the other ranks' "
-            f"output says why. If a rank was only slow, raise timeout_secs={timeout_secs:g}"
+            f"rank {rank} timed out waiting for {waited_for}: {short}. The first error in the other ranks' output "
+            f"shows the cause. If a rank was only slow, raise timeout_secs={timeout_secs:g}"
             + (f". {hint}" if hint else "")
         )
         self.rank = rank
@@ -266,12 +268,12 @@ class PeerLostError(StoreError, RuntimeError):
 
 
 class StaleGenerationError(StoreError, RuntimeError):
-    """Processes of different lives of the run take part in one job."""
+    """Processes of different starts of the run take part in one job."""
 
     def __init__(self, rank: int, generation: int, found: tuple[int, int]) -> None:
         others = f"generation {found[0]}" if found[0] == found[1] else f"generations {found[0]} to {found[1]}"
         super().__init__(
-            f"rank {rank} is of generation {generation} of the run, and was sent a message of {others}: a process that "
+            f"rank {rank} is of generation {generation} of the run, and received a message of {others}: a process that "
             "was paused, or that a restart left behind, still takes part. End all processes of the job, and start again"
         )
         self.rank = rank
@@ -280,27 +282,27 @@ class StaleGenerationError(StoreError, RuntimeError):
 
 
 class TornSnapshotError(StoreError, RuntimeError):
-    """Something changed the state while it was being copied, so the snapshot is of no single step."""
+    """The state changed while it was being copied, so the snapshot is not of one step."""
 
     def __init__(self, step: int, keys: tuple[str, ...]) -> None:
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
         super().__init__(
-            f"{', '.join(keys[:4])}{more} changed while step {step} was being copied. Change weights in "
-            "optimizer steps, in on_train_batch_end, or between epochs only"
+            f"{', '.join(keys[:4])}{more} changed while step {step} was being copied. Change weights only in optimizer "
+            "steps, in on_train_batch_end, or between epochs"
         )
         self.step = step
         self.keys = keys
 
 
 class SparseWindowError(UnsupportedError):
-    """A checkpoint that only training can bring to one state was asked for as one."""
+    """A sparse window was given where a dense checkpoint is needed. Only training can turn the one into the other."""
 
     def __init__(self, directory: str, first: int, last: int) -> None:
         super().__init__(
             f"checkpoint {directory} is a sparse window of the steps {first} to {last}: its operators are of different "
-            "steps, and only computing these steps again makes one state of them. Start the training script again with "
-            "the same dirpath and without ckpt_path, or take a dense checkpoint, such as the last one of a run that "
-            "ended well."
+            "steps, and only computing these steps again brings them to the same step. Start the training script again "
+            "with the same dirpath and without ckpt_path, or use a dense checkpoint, such as the last one of a run "
+            "that finished normally."
         )
         self.directory = directory
         self.first = first
@@ -308,26 +310,26 @@ class SparseWindowError(UnsupportedError):
 
 
 class OtherLayoutError(ConfigError):
-    """A sparse window, or a gradient log, is of another number of ranks, or of other parallel degrees, than this."""
+    """A sparse window or a gradient log was written with another number of ranks, or other parallel degrees."""
 
     def __init__(self, directory: str, reason: str, advice: str, what: str = "a sparse window") -> None:
         super().__init__(
-            f"checkpoint {directory} is {what} {reason}: the steps in it can only be computed again as they "
-            f"were, and no dense checkpoint is there to take instead. {advice}"
+            f"checkpoint {directory} is {what} {reason}: its steps can only be computed again in the layout that they "
+            f"were first computed in, and there is no dense checkpoint to use instead. {advice}"
         )
         self.directory = directory
         self.reason = reason
 
 
 class ReplayDivergedError(UserError, RuntimeError):
-    """Steps that were computed again are not those that a sparse window holds."""
+    """Steps that were computed again differ from those that a sparse window holds."""
 
     def __init__(self, step: int, found: str, changed: str = "") -> None:
-        cause = f" This script differs from the run's, which may be why: {changed}." if changed else ""
+        cause = f" This script differs from the run's, which may be the cause: {changed}." if changed else ""
         super().__init__(
-            f"computing step {step} again did not repeat it: {found}.{cause} The state is not what the run had, so "
-            "training does not go on. Data, seeds and configuration must be those of the run; to go back to an older "
-            "dense checkpoint, move the newer step directories away."
+            f"computing step {step} again did not repeat it: {found}.{cause} The state differs from the run's, so "
+            "training stops. Data, seeds and configuration must be those of the run; to return to an older dense "
+            "checkpoint, move the newer step directories away."
         )
         self.step = step
         self.found = found
@@ -335,12 +337,12 @@ class ReplayDivergedError(UserError, RuntimeError):
 
 
 class GradientGapError(StoreError, LookupError):
-    """An operator cannot be brought to a step: something between its anchor and that step is not held."""
+    """An operator cannot be brought to a step, because a gradient or an anchor before that step is missing."""
 
     def __init__(self, operator: str, missing: int, step: int, found: str) -> None:
         super().__init__(
-            f"{operator} does not reach step {step} from gradients: of step {missing}, {found}. It must be saved or "
-            "sent in full before gradients of it count again."
+            f"{operator} cannot be brought to step {step} by gradients: of step {missing}, {found}. It must be saved "
+            "or sent in full before its gradients can be used again."
         )
         self.operator = operator
         self.missing = missing
@@ -349,15 +351,16 @@ class GradientGapError(StoreError, LookupError):
 
 
 class RecoveryLoopError(StoreError, RuntimeError):
-    """Start after start goes on from the same checkpoint in memory, and none of them ends a step."""
+    """Several starts in a row resumed from the same checkpoint in memory, and none of them completed a step."""
 
     def __init__(self, directory: str, starts: int, slots: Sequence[str], run_id: str, root: str) -> None:
         of = f"--run {run_id} --directory {root}"
         shown = ", ".join(slots[:4]) + (f" and {len(slots) - 4} more" if len(slots) > 4 else "")
         super().__init__(
-            f"the last {starts} starts went on from {directory} in memory, and none of them ended a step; what their "
-            f"logs end with says why. This one does not try again. When the cause is mended, on every node: moe-ckpt "
-            f"memory retry {of}; to go back to what storage has: moe-ckpt memory clear {of}. Its slots: {shown}"
+            f"the last {starts} starts resumed from {directory} in memory, and none of them completed a step; the end "
+            "of their logs shows the cause. This start does not try again. When the cause is fixed, run on every node: "
+            f"moe-ckpt memory retry {of}; to return to the checkpoint on storage: moe-ckpt memory clear {of}. Its "
+            f"slots: {shown}"
         )
         self.directory = directory
         self.starts = starts
@@ -378,7 +381,7 @@ class HostMemoryError(UserError, MemoryError):
     ) -> None:
         where = "this rank" if rank is None else f"rank {rank}"
         super().__init__(
-            f"{what} needs {needed_bytes:,} bytes of host memory on {where}, and its budget is {budget_bytes:,} "
+            f"{what} needs {needed_bytes:,} bytes of host memory on {where}, but its budget is {budget_bytes:,} "
             f"bytes. {advice or f'Set host_memory_bytes to {needed_bytes} or more.'}"
         )
         self.needed_bytes = needed_bytes
@@ -386,18 +389,18 @@ class HostMemoryError(UserError, MemoryError):
 
 
 LARGER_FILE_SYSTEM = (
-    "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit; "
-    "SLURM: job_container/tmpfs), or give Memory(directory=...) another one"
+    "Make the file system larger (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit), or "
+    "set Memory(directory=...) to another one"
 )
 """What to do where slots of host memory find no room."""
 
 
 class MemoryFullError(StoreError, OSError):
-    """The file system that host memory lies on has no room for a slot."""
+    """The file system of ``Memory(directory=...)`` has no room for a slot."""
 
     def __init__(self, directory: str, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(
-            f"{directory} has {free_bytes:,} bytes free, and a snapshot of this rank needs {needed_bytes:,} there. "
+            f"{directory} has {free_bytes:,} bytes free, but a snapshot of this rank needs {needed_bytes:,} there. "
             f"{LARGER_FILE_SYSTEM}"
         )
         self.directory = directory

@@ -174,6 +174,6 @@ def test_messages_of_another_life_of_the_run_are_refused():
     first, second = (outcome.value for outcome in outcomes)
     for found in (first["agree"], second["agree"], first["share"], first["combine"]):
         assert found[0] == "StaleGenerationError"
-    assert "rank 1 is of generation 3 of the run, and was sent a message of generations 3 to 4" in second["agree"][1]
-    assert "rank 0 is of generation 4 of the run, and was sent a message of generation 3" in first["combine"][1]
+    assert "rank 1 is of generation 3 of the run, and received a message of generations 3 to 4" in second["agree"][1]
+    assert "rank 0 is of generation 4 of the run, and received a message of generation 3" in first["combine"][1]
     assert first["agree"][2] < SOON_SECS

@@ -115,7 +115,7 @@ def retries_are_bounded() -> bool:
 
 def test_a_long_partition_costs_the_copies_that_go_through_it_and_no_others(cut_off):
     assert [bool(rank["long"]) for rank in cut_off] == [True, True, False]
-    assert "waited for rank 1 to take the copy of step 4, in vain: TimeoutError" in cut_off[0]["long"]
+    assert "timed out waiting for rank 1 to take the copy of step 4: TimeoutError" in cut_off[0]["long"]
     assert [rank["lost"] for rank in cut_off] == [[1], [2], []], "for good, as what follows shows"
     assert [rank["later"] for rank in cut_off] == [rank["long"] for rank in cut_off]
     assert [rank["held later"] for rank in cut_off] == [([2], [2]), ([], []), ([], [])]

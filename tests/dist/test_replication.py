@@ -233,7 +233,7 @@ def test_a_short_pause_of_a_peer_only_delays(failing):
 
 def test_a_long_pause_costs_this_peer_and_no_other(failing):
     error, secs = failing[0]["long pause"]
-    assert error.startswith("rank 0 waited for rank 2 to take the copy of step 3, in vain: TimeoutError")
+    assert error.startswith("rank 0 timed out waiting for rank 2 to take the copy of step 3: TimeoutError")
     assert secs > TIMEOUT_SECS / 2
     again, at_once = failing[0]["given up"]
     assert again == error
@@ -252,7 +252,7 @@ def test_who_was_paused_itself_gives_up_nobody(failing):
 
 def test_a_killed_peer_fails_what_was_meant_for_it(failing):
     error, secs = failing[1]["killed"]
-    assert error.startswith("rank 1 waited for rank 3 to take the copy of step 6, in vain")
+    assert error.startswith("rank 1 timed out waiting for rank 3 to take the copy of step 6:")
     assert secs < TIMEOUT_SECS, "its connection tells, and not the timeout"
     assert failing[2]["after"] == 1
 

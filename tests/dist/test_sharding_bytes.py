@@ -28,7 +28,7 @@ from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.slices.shares import Sharder, expert_owners, weigh
+from moe_ckpt.slices.assignment import Sharder, expert_owners, weigh
 from moe_ckpt.storage import LocalStorage
 from tests.support import run_ranks
 from tests.unit.engine_parts import told
@@ -208,7 +208,7 @@ def planned_bytes(manifest: Manifest, ranks: int, sharding: str) -> tuple[list[i
     tensors = TorchTrainingState(model, [optimizer]).tensors()
     catalog = build_catalog(model, find_moe_layers(model))
     saved = {op for op, record in manifest.operators.items() if record.step == manifest.step}
-    dealt = Sharder(catalog, everywhere(catalog.layers, ranks), sharding).deal(saved, tensors)
+    dealt = Sharder(catalog, everywhere(catalog.layers, ranks), sharding).assign(saved, tensors)
     weights, owners = weigh(catalog, tensors), expert_owners(catalog, everywhere(catalog.layers, ranks))
     preload = [0] * ranks
     for op in saved & weights.experts.keys():

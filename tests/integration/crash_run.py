@@ -88,7 +88,8 @@ class Run:
     ("forward", n) kills it before that, ("reduced", n) after it, when all gradients are reduced, ("updating", n) in the
     optimizer, ("failing", n) makes the optimizer raise, ("updated", n) kills when it has written the n-th update,
     ("hook", n) in the last callback's hook after that, ("ended", n) when its step is final, and its peers do not know
-    its tokens; ("train end", 1) when training ended.
+    its tokens; ("train end", 1) when training ended; ("validating", n) raises in the n-th batch of validations and
+    ("epoch end", n) at the n-th end of an epoch, ("killed validating", n) and ("killed at epoch end", n) kill there.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
@@ -243,6 +244,22 @@ class DeadlyRecorder(Recorder):
         if self.run.crash is None or self.run.crash[0] != "forward":
             self.on_compute(trainer.global_step)
 
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._stop("validating", "killed validating")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._stop("epoch end", "killed at epoch end")
+
+    def _stop(self, raises: str, kills: str) -> None:
+        if self.run.crash is None or self.run.crash[0] not in (raises, kills):
+            return
+        self.stops = getattr(self, "stops", 0) + 1
+        if self.stops == self.run.crash[1]:
+            time.sleep(0.5)  # the step is sealed by then
+            if self.run.crash[0] == raises:
+                raise StopHere(raises)
+            kill_process()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.run.crash is not None and self.run.crash[0] == "train end":
             time.sleep(0.5)  # the last step is sealed by then
@@ -395,7 +412,7 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
     elif run.crash is not None and run.crash[0] in DEADLY_UPDATES:
         _kill_at_update(*run.crash)
         return None, lambda step: None
-    elif run.crash is not None and run.crash[0] == "train end":
+    elif run.crash is not None and run.crash[0] in BETWEEN_BATCHES:
         return None, lambda step: None
     elif run.crash is not None:
         phase = crash_at(*run.crash)
@@ -423,6 +440,7 @@ def _stops(how: str, n: int) -> Callable[[int], None]:
     return stop
 
 
+BETWEEN_BATCHES = ("train end", "validating", "epoch end", "killed validating", "killed at epoch end")
 DEADLY_UPDATES = ("reduced", "updating", "failing", "updated", "hook", "ended")
 
 

@@ -24,7 +24,7 @@ from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
 from tests.integration.lives import place  # noqa: F401 - a fixture
 from tests.support.bad_disks import PATIENCE_SECS as BAD_PATIENCE_SECS
-from tests.support.bad_disks import HangingDisk, SmallDisk
+from tests.support.bad_disks import HangingDisk, SlowDisk, SmallDisk
 from tests.support.deleting import delete_tree
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 from tests.support.waiting import retry_until
@@ -128,6 +128,15 @@ def test_a_disk_that_hangs_for_a_while(policy, place, monkeypatch, caplog):  # n
     assert verified(disk.root)[-1] == 60
     if isinstance(policy, MoEvement):
         assert "is given up" in caplog.text
+
+
+@pytest.mark.parametrize("policy", [MoEvement(window=3), Dense()], ids=["moevement", "dense"])
+def test_a_disk_that_sets_the_pace_of_training_is_named_once(policy, place, monkeypatch, caplog):  # noqa: F811
+    """Slots of a window wait for it; a dense checkpoint is skipped instead."""
+    trainer, callback, _ = fit(monkeypatch, SlowDisk(place / "store", secs=0.02), policy, steps=40)
+    assert trainer.global_step == 40
+    assert caplog.text.count("training waits for storage") == isinstance(policy, MoEvement)
+    assert bool(callback.last.waits) or not isinstance(policy, MoEvement)
 
 
 @every_policy

@@ -243,8 +243,8 @@ def test_a_router_that_cannot_take_a_boost_trains_on_and_says_why(place):  # noq
     assert live(run) == 0, output(run)
     said = Path(f"{run.log}.txt").read_text()
     for layer in range(2):
-        assert f"no capacity boost in MoE layer blocks.{layer}.moe, whose stale experts go on without" in said
-    assert "its router, Router, cannot take it: it calls no torch.topk (4 experts for the best 2)" in said
+        assert f"no capacity boost in MoE layer blocks.{layer}.moe, whose stale experts continue without" in said
+    assert "its router, Router, does not support it: it calls no torch.topk (4 experts for the best 2)" in said
     last = split_lives(events(run))[-1]
     assert not _extra([line for line in last if line["event"] == "batch"]).any()
     assert [line["owed"] for line in last if line["event"] == "batch"][-1] == 0

@@ -86,7 +86,7 @@ def test_weights_come_and_nothing_else(run, tmp_path, kind, caplog):
     assert (began.step, began.stepped, min(module.losses)) == (0, False, 0)
     assert began.optimizer.param_groups[0]["momentum"] == 0.9
     assert "betas" not in began.optimizer.param_groups[0]
-    said = [line for line in caplog.text.splitlines() if "a new run begins with" in line]
+    said = [line for line in caplog.text.splitlines() if "a new run starts with" in line]
     assert len(said) == 1
     assert str(source) in said[0] or step.name in said[0]
     # A restart goes on from its own store.

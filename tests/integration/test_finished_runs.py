@@ -238,11 +238,11 @@ def test_without_logging_set_up_every_start_says_one_line(tmp_path):
     said = [[line for line in life if line.startswith("moe_ckpt: ")] for life in lives]
     store = re.escape(str(tmp_path / "store"))
     expected = [
-        [rf"moe_ckpt: training starts new: {store} holds no checkpoint yet"],
-        [rf"moe_ckpt: resumed at step 5 from {store}/step_00000005: every expert is of that step \(PLT 0\.00%\)"],
+        [rf"moe_ckpt: training starts from scratch: {store} holds no checkpoint yet"],
+        [rf"moe_ckpt: resumed at step 5 from {store}/step_00000005: all experts are of that step \(PLT 0\.00%\)"],
         [rf"moe_ckpt: WARNING: the run in {store} is finished \(max_epochs=1, at step 8, PLT 0\.00%\): nothing is .*"],
         [],  # an error
-        [rf"moe_ckpt: training starts new, as resume='never' says, beside the checkpoints in {store}"],
+        [rf"moe_ckpt: training starts from scratch, because resume='never' is set; the checkpoints in {store} stay"],
     ]
     assert [len(life) for life in said] == [len(life) for life in expected], done.stderr
     for found, wanted in zip(said, expected, strict=True):

@@ -124,8 +124,8 @@ def test_with_the_third_node_the_run_goes_on_from_storage_and_says_what_is_lost(
     ends_alike(run)
     assert restored(run) == before
     assert all(shards_read(run))
-    assert "no node holds anything of an earlier life in memory" in output(run)
-    assert f"whatever steps there were after {before} " in output(run)
+    assert "no node has a checkpoint of an earlier start in memory" in output(run)
+    assert f"steps after {before} that were only in memory" in output(run)
 
 
 def test_what_a_rank_left_that_died_at_the_very_end_is_removed(place):  # noqa: F811

@@ -121,7 +121,7 @@ def test_dev_shm_of_a_container_and_a_larger_model(experts, small, place):  # no
     run = replace(placed(run, place), memory=str(small))
     assert live(replace(run, crash=("compute", 5))) == KILLED, output(run)
     assert live(run) == 0, output(run)
-    assert "bytes free, and a snapshot of this rank needs" in output(run), output(run)
+    assert "bytes free, but a snapshot of this rank needs" in output(run), output(run)
     assert_same_run(run)
     assert left(run) == []
 

@@ -131,7 +131,7 @@ def test_a_lost_node_goes_back_to_storage(policy, place):  # noqa: F811
     for path in left(run):
         path.unlink()
     assert live(run) == 0, output(run)
-    assert "no node holds anything of an earlier life in memory" in output(run)
+    assert "no node has a checkpoint of an earlier start in memory" in output(run)
     if policy != "moc":
         assert_same_run(run)
     assert_store_sound(run, ended=True)
@@ -196,7 +196,7 @@ def test_one_more_lost_node_costs_steps_that_are_named(place):  # noqa: F811
         delete_tree(path)
     assert live_ranks(run) == [0, 0], output(run)
     assert restored(run) == before
-    said = re.search(r"steps (\d+) to (\d+) are lost, .* what rank 1 had of it is on no node", output(run))
+    said = re.search(r"steps (\d+) to (\d+) are lost, .* the part of rank 1 is on no surviving node", output(run))
     assert said is not None, output(run)
     assert int(said[1]) == before + 1
     reached = before + max(recomputed(run))

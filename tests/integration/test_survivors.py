@@ -316,6 +316,56 @@ def test_a_torn_step_is_not_sealed(place):  # noqa: F811
     assert_same_run(run)
 
 
+@pytest.mark.parametrize("how", ["validating", "epoch end"])
+@every_policy
+def test_an_error_between_two_batches_costs_no_step(policy, how, place):  # noqa: F811
+    """After an epoch's last step: hooks may change weights there, and nobody has."""
+    run = in_memory(replace(POLICIES[policy], validate=True), place)
+    assert exit_code(replace(run, crash=(how, 1))) == 1
+    assert "keeps its state of step 10 in memory" in said(run)
+    assert live(run) == 0, output(run)
+    assert restored(run) == 10
+    assert split_lives(events(run))[-1][0].get("lost", 0) == 0
+    assert max(recomputed(run)) == 0
+    assert_same_run(run)
+    assert left(run) == []
+
+
+@pytest.mark.parametrize("how", ["validating", pytest.param("epoch end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_rank_that_fails_between_two_batches_costs_no_step(kills, how, place):  # noqa: F811
+    run = in_memory(replace(POLICIES["dense rarely"], validate=True, ranks=2), place)
+    dead = {"validating": "killed validating", "epoch end": "killed at epoch end"}[how] if kills else how
+    step = 5  # of an epoch of two ranks
+    assert lose(run, 1, 1, how=dead) == [1, KILLED if kills else 1]
+    assert f"rank 0 keeps its state of step {step} in memory" in said(run)
+    assert (f"rank 1 keeps its state of step {step} in memory" in said(run)) != kills
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == step
+    assert_same_run(run)
+    assert left(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["validating", "epoch end"])
+def test_an_error_between_two_batches_under_fsdp_costs_no_step(how, place):  # noqa: F811
+    run = in_memory(replace(POLICIES["dense rarely"], validate=True, ranks=2, sharded=True), place)
+    assert lose(run, 0, 1, how=how, alike=(1,)) == [1, 1]
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == 5
+    assert_same_run(run)
+    assert left(run) == []
+
+
+def test_weights_that_a_callback_has_put_in_are_not_sealed(place):  # noqa: F811
+    """A validation on averaged weights, which torch does not count as written to."""
+    run = in_memory(replace(POLICIES["dense every step"], validate=True, beside=("ema",)), place)
+    assert exit_code(replace(run, crash=("validating", 1))) == 1
+    assert "keeps its state" not in said(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+
+
 def test_tensors_that_appeared_without_a_checkpoint_are_sealed(place):  # noqa: F811
     run = in_memory(replace(POLICIES["dense rarely"], beside=("rebinding",)), place)
     assert exit_code(replace(run, crash=("raise", 9))) == 1

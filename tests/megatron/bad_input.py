@@ -202,6 +202,21 @@ def without_experts(built: Any) -> Iterator[None]:
             group["params"] = params
 
 
+RING, OVERLAP = "use_ring_exchange_p2p", "overlap_moe_expert_parallel_comm"
+
+
+def with_log(chunks: Any, name: str) -> None:
+    """A log of two stages, and a setting of the model."""
+    from moe_ckpt import Memory
+    from moe_ckpt.engine.options import make_options
+    from moe_ckpt.megatron.upstream import upstream_budget
+
+    options = make_options("megatron.attach", None, "store", {"memory": Memory(upstream_bytes=1000)}, ())
+    assert upstream_budget(options, {0: 0, 1: 1}, chunks) == 1000
+    with changed(chunks[0].config, name, True):
+        upstream_budget(options, {0: 0, 1: 1}, chunks)
+
+
 def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     """Settings that contradict each other or the model, and calls in a wrong order."""
     from moe_ckpt import Memory, megatron
@@ -210,6 +225,7 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     built = megatron_gpt.build(SETUP, 1)
     found = {
         "one stage": said(lambda: attach(built, root, memory=Memory(upstream_bytes="1MB"))),
+        **{name: said(lambda name=name: with_log(built.chunks, name)) for name in (RING, OVERLAP)},
         "k": said(lambda: attach(built, root, policy=("MoC", {"k": 5}))),
         "class": said(lambda: megatron.attach(built.chunks, built.optimizer, policy=MoC, dirpath=root)),
         "resume": said(lambda: attach(built, root, resume="maybe")),

@@ -21,6 +21,7 @@ from tests.support.megatron_run import EXACT, Life, live
 def write_job(case: Case, directory: Path) -> None:
     """What ``main`` is to do: in each life the next of the case's kills, and none in the one after."""
     job = {"steps": case.steps, "setup": asdict(case.setup), "policy": case.policy, "kills": case.kills}
+    job |= {"memory": case.memory, "copies": dict(case.copies), "survives": case.survives}
     (directory / "job.json").write_text(json.dumps(job))
 
 
@@ -47,6 +48,9 @@ def main(directory: Path) -> None:
         seed=1 + number,
         kill=kills[number] if number < len(kills) else None,
         journal=str(directory / "journal"),
+        memory=str(directory / "memory") if job["memory"] else None,
+        copies=job["copies"],
+        survives=job["survives"],
     )
     result = telling(live(rank, world_size, life))
     (directory / f"ended.{rank}").write_text(json.dumps(result))

@@ -87,13 +87,15 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
 def test_settings_and_calls_that_contradict(tmp_path: Path):
     expected = {
         "k": ("ConfigError", "MoC(k=5)", "decoder.layers.0.mlp", "only 4 experts"),
-        "class": ("ConfigError", "make one of it: policy=MoC()"),
+        "class": ("ConfigError", "create a policy from it: policy=MoC()"),
         "resume": ("ConfigError", "resume='maybe'", "choose from 'auto', 'extend', 'never'"),
         "sharding": ("ConfigError", "sharding='fair'", "'adaptive'"),
         "guard": ("ConfigError", "pray", "escalate"),
         "budget": ("ConfigError", "plt_budget=2.0 without guard", "guard='escalate'"),
         "stateful": ("ConfigError", "loader (object)", "state_dict"),
         "one stage": ("ConfigError", "upstream_bytes=1000000", "one stage", "pipeline_model_parallel_size above 1"),
+        bad_input.RING: ("UnsupportedError", "upstream_bytes=1000", bad_input.RING, "Leave one of them"),
+        bad_input.OVERLAP: ("UnsupportedError", "upstream_bytes=1000", bad_input.OVERLAP, "the same bits"),
         "two schedulers": ("ConfigError", "stateful={'scheduler': ...}", "another name"),
         "resume twice": ("ConfigError", "resume() was called twice", "before the first step"),
         "too late to resume": ("ConfigError", "resume() was called twice"),

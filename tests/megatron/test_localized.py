@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import shutil
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_ckpt.format.sealed import seal
+from moe_ckpt.format.upstream import SEND, Channel, Message, decode_log, encode_log
+from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX
 from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
-from tests.megatron.exactness import Case, finish, kill, one_life, require_exact, split_lives, uninterrupted
+from tests.megatron.exactness import (
+    Case,
+    finish,
+    kill,
+    life_of,
+    one_life,
+    require_exact,
+    split_lives,
+    start_life,
+    uninterrupted,
+)
 from tests.megatron.test_exact import PIPELINE_EXPERTS, SHARDED
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
@@ -76,6 +94,7 @@ DENSE = ("Dense", {"every_n_steps": 4})
         pytest.param(TIED, WINDOWS, (3, 1), [5, 6, 7], marks=pytest.mark.slow),
         pytest.param(INTERLEAVED, WINDOWS, (2,), [5, 6, 7], marks=pytest.mark.slow),
         pytest.param(INTERLEAVED, DENSE, (0, 3), [5, 6, 7], marks=pytest.mark.slow),
+        pytest.param(INTERLEAVED, WINDOWS, (1, 2), [5, 6, 7], marks=pytest.mark.slow),
     ],
 )
 def test_several_stages(setup, policy, dead, steps, tmp_path):
@@ -139,6 +158,124 @@ def test_a_damaged_log_lets_all_go_back(tmp_path, capfd):
     assert "is damaged" in said
 
 
+Messages = list[tuple[Message, bytes]]
+
+
+def reseal(path: Path, change: Callable[[Messages], None], *, counted: bool = False, **header: Any) -> None:
+    """The log again, with other messages or other values in its header, and right checksums.
+
+    path: of its files, without a suffix. change: of the messages, each with its bytes. counted: how many there are is
+    told as well.
+    """
+    sealed, messages = path.with_suffix(SEALED_SUFFIX), path.with_suffix(MESSAGES_SUFFIX)
+    before, raw = decode_log(sealed.read_bytes(), str(sealed)), messages.read_bytes()
+    found = [(each, raw[each.begin : each.begin + each.nbytes]) for each in before.messages]
+    change(found)
+    begins = itertools.accumulate((len(body) for _, body in found), initial=0)
+    told = tuple(replace(each, begin=begin) for (each, _), begin in zip(found, begins, strict=False))
+    after = b"".join(body for _, body in found)
+    messages.write_bytes(after)
+    made = encode_log(replace(before, messages=told, nbytes=len(after), **header))
+    body = json.loads(made)["body"]
+    for channel in () if counted else body["channels"]:  # as it was sealed: how many were sent
+        channel["messages"] = before.counts[Channel(channel["kind"], tuple(channel["ranks"]))]
+    sealed.write_bytes(seal(body))
+
+
+def sends(messages: Messages) -> list[int]:
+    """Places of those that rank 2 sent to rank 0."""
+    return [at for at, (each, _) in enumerate(messages) if each.channel == Channel(SEND, (2, 0))]
+
+
+def dropped(messages: Messages) -> None:
+    del messages[sends(messages)[0]]
+
+
+def doubled(messages: Messages) -> None:
+    first = sends(messages)[0]
+    messages.insert(first, messages[first])
+
+
+def swapped(messages: Messages) -> None:
+    one, other = sends(messages)[:2]
+    assert messages[one][0].shape == messages[other][0].shape
+    assert messages[one][1] != messages[other][1]
+    messages[one], messages[other] = messages[other], messages[one]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "header", "why"),
+    [
+        (dropped, {}, "a message lacks"),
+        (doubled, {}, "a message lacks, or is there twice"),
+        (swapped, {}, "in the place of another one"),
+        (lambda messages: None, {"history": 5}, "has no upstream log of step"),
+    ],
+    ids=["missing", "twice", "swapped", "history"],
+)
+def test_a_log_that_is_not_what_was_sent_lets_all_go_back(change, header, why, tmp_path, capfd):
+    run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
+    kill(run, tmp_path)
+    [log] = (tmp_path / "memory" / "node_1").rglob("rank_00002/upstream_00000004.messages")
+    reseal(log.with_suffix(""), change, **header)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[2, 3]] * 4
+    said = capfd.readouterr().err
+    assert "2 ranks kept step 5, but all go back" in said
+    assert why in said
+
+
+@pytest.mark.slow
+def test_a_log_of_an_earlier_life_lets_all_go_back(tmp_path, capfd):
+    """It is of the right step, but what was sent then belongs to a state that the run went back behind."""
+    run = case(Setup(**PIPELINE_EXPERTS), (0, 2, "forward"), steps=10)
+    run = replace(run, kills=(*run.kills, (0, 9, "forward")))
+    kill(run, tmp_path)
+    [log] = (tmp_path / "memory" / "node_1").rglob("rank_00002/upstream_00000008.messages")
+    sealed = log.with_suffix(SEALED_SUFFIX)
+    generation = decode_log(sealed.read_bytes(), str(sealed)).generation
+    reseal(log.with_suffix(""), lambda messages: None, generation=generation - 1)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    [steps] = {tuple(each) for each in again(tmp_path)}
+    assert steps, "all ranks compute the same ones again"
+    assert "2 ranks kept step 8, but all go back: rank 2 has no upstream log of step 8" in capfd.readouterr().err
+
+
+def renumbered(change: Callable[[Messages], None]) -> Callable[[Messages], None]:
+    """As by a program that sent other messages: all of them have numbers in order."""
+
+    def made(messages: Messages) -> None:
+        change(messages)
+        seen: Counter[Channel] = Counter()
+        for at, (each, body) in enumerate(messages):
+            messages[at] = replace(each, number=seen[each.channel]), body
+            seen[each.channel] += 1
+
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [dropped, doubled], ids=["missing", "twice"])
+def test_after_a_recovery_that_diverged_all_go_back_at_the_next_start(change, tmp_path, capfd):
+    run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
+    kill(run, tmp_path)
+    [log] = (tmp_path / "memory" / "node_1").rglob("rank_00002/upstream_00000004.messages")
+    reseal(log.with_suffix(""), renumbered(change), counted=True)
+    outcomes = start_life(run, replace(life_of(run, tmp_path), seed=2))
+    assert not any(outcome.ok for outcome in outcomes)
+    assert "ReplayDivergedError" in (outcomes[0].error or "")
+    run = replace(run, kills=(*run.kills, (0, 0, "diverged")))
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[2, 3]] * 4
+    said = capfd.readouterr().err
+    assert "but all go back: what some stages computed again, at a start since, was not what it had been" in said
+    assert list((tmp_path / "memory").rglob("diverged")) == []
+
+
 def test_what_two_stages_share_is_lost_with_the_one_that_sealed_it(tmp_path, capfd):
     run = case(replace(TIED, pp=2), (0, 6, "forward"), ranks=2)
     kill(run, tmp_path)
@@ -168,6 +305,61 @@ def test_eight_ranks(setup, dead, stages, tmp_path):
     kill(run, tmp_path)
     require_exact(run, tmp_path, finish(run, tmp_path))
     assert again(tmp_path, 8) == [[5, 6, 7] if rank * setup.pp // 8 in stages else [] for rank in range(8)]
+
+
+EIGHTS = {"pp4-dp2": Setup(**EIGHT, pp=4), "pp2-ep2-dp2": Setup(**EIGHT, pp=2, ep=2)}
+on_eight = pytest.mark.parametrize("layout", EIGHTS)
+
+
+def of_stage(setup: Setup, rank: int) -> list[int]:
+    """All ranks of a rank's stage."""
+    return [each for each in range(8) if each * setup.pp // 8 == rank * setup.pp // 8]
+
+
+@pytest.mark.slow
+@on_eight
+@pytest.mark.parametrize(
+    ("second", "dead", "steps"),
+    [
+        ((2, 2, "replay"), 2, [5, 6, 7]),
+        ((3, 2, "replay"), 2, [5, 6, 7]),
+        ((4, 0, "resume"), 2, [5, 6, 7]),
+        ((5, 9, "forward"), 5, [5, 6, 7, 8]),
+    ],
+    ids=["the same again", "its peer", "next to it", "just after"],
+)
+def test_one_of_eight_ranks_dies_during_the_recovery_or_just_after_it(layout, second, dead, steps, tmp_path):
+    setup = EIGHTS[layout]
+    run = replace(case(setup, (2, 8, "forward"), steps=10, ranks=8), kills=((2, 8, "forward"), second))
+    kill(run, tmp_path)
+    require_exact(run, tmp_path, finish(run, tmp_path))
+    assert again(tmp_path, 8) == [steps if rank in of_stage(setup, dead) else [] for rank in range(8)]
+
+
+@pytest.mark.slow
+@on_eight
+def test_a_node_of_two_of_eight_ranks_is_lost(layout, tmp_path):
+    setup = EIGHTS[layout]
+    run = replace(case(setup, (2, 8, "forward"), steps=10, ranks=8), copies={**RARELY, "replicas": 1}, together=(3,))
+    kill(run, tmp_path)
+    shutil.rmtree(tmp_path / "memory" / "node_1")
+    require_exact(run, tmp_path, finish(run, tmp_path))
+    assert again(tmp_path, 8) == [[5, 6, 7] if rank in of_stage(setup, 2) else [] for rank in range(8)]
+
+
+@pytest.mark.slow
+@on_eight
+def test_a_node_of_eight_ranks_is_lost_next_to_a_recovery(layout, tmp_path, capfd):
+    """PP4: stage 2 joins stage 1. PP2: no stage is whole any more, and all go back."""
+    setup = EIGHTS[layout]
+    run = replace(case(setup, (2, 8, "forward"), steps=10, ranks=8), copies={**RARELY, "replicas": 1})
+    run = replace(run, kills=((2, 8, "forward"), (4, 0, "resume")))
+    kill(run, tmp_path)
+    shutil.rmtree(tmp_path / "memory" / "node_2")
+    require_exact(run, tmp_path, finish(run, tmp_path))
+    lost = [*of_stage(setup, 2), *of_stage(setup, 4)]
+    steps = [5, 6, 7] if len(lost) < 8 else [5, 6]
+    assert again(tmp_path, 8) == [steps if rank in lost else [] for rank in range(8)]
 
 
 @pytest.mark.slow

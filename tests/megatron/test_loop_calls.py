@@ -37,7 +37,7 @@ def test_lives_that_draw_between_resume_and_the_first_step(tmp_path: Path):
 
 def require_equal(plan: Plan, first: dict, second: dict, third: dict, unbroken: dict) -> None:
     assert second["progress"].restored
-    assert first["said"][0].startswith("training starts new: ")
+    assert first["said"][0].startswith("training starts from scratch: ")
     for life in (second, third):
         resumed, *_ = (said for said in life["said"] if not said.startswith("recovery plan"))
         assert resumed.startswith(f"resumed at iteration {life['progress'].iteration} from "), life["said"]
@@ -71,7 +71,7 @@ def test_complete_checkpoints_on_demand_and_an_end_said_twice(tmp_path: Path):
 
 def test_the_end_of_a_run_and_other_settings_are_said(tmp_path: Path):
     found = only(loop_calls.ending, tmp_path)
-    assert [each[:19] for each in found["cut short"]] == ["training starts new"]
+    assert [each[:28] for each in found["cut short"]] == ["training starts from scratch"]
     assert found["cut short, noted when the store was let go of"] == ["False"]
     assert found["ended, noted when the store was let go of"] == ["True"]
     [resumed] = found["ended"]

@@ -39,8 +39,8 @@ def test_one_more_goes_back_to_storage_and_names_the_steps_that_are_lost(tmp_pat
     told, lines = both_lives(tmp_path, SETUPS[name], [Dense()] * RANKS, LAST, (0, 1, 2), replicas=2)
     assert {rank["step"] for rank in told} == {1}
     require_versions(told, lines, every(SETUPS[name], 1), 1)
-    [said] = [text for text in told[0]["said"] if "lost, and computed again" in text]
-    assert f"iterations 2 to {LAST} are lost, and computed again: memory has a part of iteration {LAST}" in said
+    [said] = [text for text in told[0]["said"] if "lost, and must be computed again" in text]
+    assert f"iterations 2 to {LAST} are lost, and must be computed again: memory holds only a part of iteration" in said
     assert not any("computed again" in text for rank in told[1:] for text in rank["said"]), "rank 0 says it for all"
 
 

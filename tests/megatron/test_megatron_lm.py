@@ -10,7 +10,7 @@ import functools
 import json
 import signal
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from tests.support.torchrun import torchrun
 RANKS = 4
 LIFE_SECS = 500.0
 DENSE, WINDOWS = "Dense(every_n_steps=1)", "MoEvement(window=3)"
+SHARDED = "--bf16 --use-distributed-optimizer"
+OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 
 Kill = tuple[int, int, str]
 
@@ -72,16 +74,17 @@ def line(policy: str, directory: Path, more: str = "") -> str:
 
 
 @functools.cache
-def unbroken(script: str, installed: bool = True) -> tuple[list[dict[str, Any]], ...]:
+def unbroken(script: str, installed: bool = True, draws: bool = False) -> tuple[list[dict[str, Any]], ...]:
     """What each rank notes of a run that saves nothing and nobody kills.
 
     installed: False for the script as it is. On a CPU dropout draws from the generator that making data iterators
     draws from, and what is installed keeps the two apart: the random numbers are others then, though as random.
+    draws: see ``Life``.
     """
     with tempfile.TemporaryDirectory() as directory:
         journal = f"{directory}/journal"
         saves_nothing = line("Dense(every_n_steps=1000000)", Path(directory), ", save_last=False")
-        life = Life(script, journal, saves_nothing if installed else None)
+        life = Life(script, journal, saves_nothing if installed else None, draws=draws)
         run_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
         return tuple(Journal(f"{journal}.{rank}").lives()[0] for rank in range(RANKS))
 
@@ -98,6 +101,15 @@ def run(directory: Path, script: str, install: str, kill: Kill | None = None) ->
 
 def lives(directory: Path, rank: int) -> list[list[dict[str, Any]]]:
     return Journal(str(directory / f"journal.{rank}")).lives()
+
+
+LOGS = ", upstream_bytes='16MB'"
+
+
+def in_memory(directory: Path, more: str = "") -> str:
+    """For ``line``: checkpoints stay in memory that outlives the processes."""
+    (directory / "memory").mkdir()
+    return f", memory=Memory(directory={str(directory / 'memory')!r}, storage_every_n_steps=1000{more})"
 
 
 def steps_of(life: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -139,7 +151,7 @@ def check(case: Case, directory: Path) -> None:
 def test_other_versions_of_megatron_lm_are_refused_by_name(tmp_path: Path):
     [found] = run_ranks(megatron_lm_refusals.moved_names, 1, str(tmp_path), preload=WARM)
     assert found.pop("untouched") == ("[]", "")
-    assert len(found) == 25, "each is refused: gone, not called, without a parameter"
+    assert len(found) == 31, "each is refused: gone, not called, without a parameter"
     for case, (kind, text) in found.items():
         assert kind == "UnsupportedError", case
         for part in ("megatron-core 0.16.1", "core_v0.16.1", case.partition(" ")[0].partition("(")[0]):
@@ -183,17 +195,87 @@ def test_killed_and_started_again_in_other_setups(name: str, tmp_path: Path):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("logs", ["", LOGS])
 @pytest.mark.parametrize("where", ["fails", pytest.param("log", marks=pytest.mark.slow)])
-def test_an_error_after_the_update_costs_no_iteration(where: str, tmp_path: Path):
-    """No rank has come to the iteration's end: its weights are there, and the rest is counted as the loop would."""
-    (tmp_path / "memory").mkdir()
-    memory = f", memory=Memory(directory={str(tmp_path / 'memory')!r}, storage_every_n_steps=1000)"
+def test_an_error_after_the_update_costs_no_iteration(where: str, logs: str, tmp_path: Path):
+    """No rank has come to the iteration's end: its weights are there, and the rest is counted as the loop would. Nor
+    does an upstream log of that iteration matter, which is not whole: nobody goes back."""
+    memory = in_memory(tmp_path, logs)
     case = Case("Dense(every_n_steps=100)", (), "--dataloader-type cyclic")
     life = Life(arguments(case), str(tmp_path / "journal"), line(case.policy, tmp_path, memory), (1, 7, where))
     outcomes = start_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
     assert not any(outcome.ok for outcome in outcomes)
     run(tmp_path, arguments(case), line(case.policy, tmp_path, memory))
     assert [found[-1][0]["begin"] for found in (lives(tmp_path, rank) for rank in range(RANKS))] == [7] * RANKS
+    require_exact(tmp_path, unbroken(arguments(case)))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_error_when_weights_are_gathered_costs_no_iteration(rank: int, tmp_path: Path):
+    """The distributed optimizer of the dense parameters has stepped, and that of the experts has not. Each rank keeps
+    weights of its own range alone, so that it matters to none whose weights it got."""
+    memory = in_memory(tmp_path)
+    case = Case("Dense(every_n_steps=100)", (), "--bf16 --use-distributed-optimizer")
+    life = Life(arguments(case), str(tmp_path / "journal"), line(case.policy, tmp_path, memory), (rank, 7, "gathers"))
+    outcomes = start_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
+    assert not any(outcome.ok for outcome in outcomes)
+    run(tmp_path, arguments(case), line(case.policy, tmp_path, memory))
+    assert [found[-1][0]["begin"] for found in (lives(tmp_path, rank) for rank in range(RANKS))] == [7] * RANKS
+    require_exact(tmp_path, unbroken(arguments(case)))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("where", "logs", "more"),
+    [
+        ("validates", "", ""),
+        pytest.param("validates", LOGS, "", marks=pytest.mark.slow),
+        pytest.param("validated", "", "", marks=pytest.mark.slow),
+        pytest.param("validates", "", OVERLAPPED, marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_at_a_validation_costs_no_iteration(where: str, logs: str, more: str, tmp_path: Path):
+    """Some ranks were through with it, others in the middle: all make it again, on the same batches, before they go on.
+    Where all were through with it, nobody does."""
+    memory = in_memory(tmp_path, logs)
+    case = Case("Dense(every_n_steps=100)", (), more)
+    installed = line(case.policy, tmp_path, memory)
+    life = Life(arguments(case), str(tmp_path / "journal"), installed, (1, 5, where), draws=True)
+    outcomes = start_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM)
+    assert not any(outcome.ok for outcome in outcomes)
+    run_ranks(live, RANKS, replace(life, kill=None), timeout=LIFE_SECS, preload=WARM)
+    for rank in range(RANKS):
+        last = lives(tmp_path, rank)[-1]
+        assert last[0]["begin"] == 5
+        assert sorted(validations_of(last)) == ([5] if where == "validates" else [])
+    require_exact(tmp_path, unbroken(arguments(case), draws=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_validation_that_the_last_iteration_lacks_is_made_at_the_end(tmp_path: Path):
+    memory = in_memory(tmp_path)
+    case = Case("Dense(every_n_steps=100)", (), steps=5)
+    life = Life(arguments(case), str(tmp_path / "journal"), line(case.policy, tmp_path, memory), (1, 5, "validates"))
+    assert not any(outcome.ok for outcome in start_ranks(live, RANKS, life, timeout=LIFE_SECS, preload=WARM))
+    run(tmp_path, arguments(case), line(case.policy, tmp_path, memory))
+    for rank, expected in enumerate(unbroken(arguments(case))):
+        last = lives(tmp_path, rank)[-1]
+        wanted, found = ([each["losses"] for each in life if "validated" in each] for life in (expected, last))
+        assert len(wanted) == 3, "of the iteration, and at the end of validation data and test data"
+        assert found == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rank_that_is_killed_in_a_validation_costs_one_iteration(tmp_path: Path):
+    """What it alone had of that iteration is nowhere. The iteration and its validation are made once more."""
+    memory = in_memory(tmp_path)
+    case = Case(DENSE, (), "")
+    run(tmp_path, arguments(case), line(case.policy, tmp_path, memory), (1, 5, "validating"))
+    run(tmp_path, arguments(case), line(case.policy, tmp_path, memory))
+    assert [found[-1][0]["begin"] for found in (lives(tmp_path, rank) for rank in range(RANKS))] == [4] * RANKS
     require_exact(tmp_path, unbroken(arguments(case)))
 
 

@@ -62,7 +62,7 @@ def last_held(seen, step, tier):
     for context, plan in seen:
         if context.step > step:
             break
-        goes = plan.operators() + (plan.operators(Tier.HOST) if tier is Tier.HOST or plan.sends_held else ())
+        goes = plan.operators() + (plan.operators(Tier.HOST) if tier is Tier.HOST or plan.sends_host_only else ())
         if tier is Tier.STORAGE and not context.memory.storage_due:
             continue
         for op in plan.operators() if tier is Tier.STORAGE else goes:
@@ -81,8 +81,8 @@ def test_memory_gets_two_sets_and_storage_one():
     one = [context.step for context, plan in seen if context.memory.storage_due]
     assert one[0] == seen[0][0].step
     assert next(step for step in one[1:] if step > 20) == 50
-    assert all(not plan.sends_held and plan.operators(Tier.HOST) for plan in two)
-    assert all(plan.sends_held and not plan.operators(Tier.HOST) for context, plan in seen if context.step in one)
+    assert all(not plan.sends_host_only and plan.operators(Tier.HOST) for plan in two)
+    assert all(plan.sends_host_only and not plan.operators(Tier.HOST) for context, plan in seen if context.step in one)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,18 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+class SlowDisk(LocalStorage):
+    """Takes ``secs`` longer for each file."""
+
+    def __init__(self, root: str | Path, secs: float) -> None:
+        super().__init__(root)
+        self._secs = secs
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        time.sleep(self._secs)
+        return super().write(path, chunks)
 
 
 class SmallDisk(LocalStorage):

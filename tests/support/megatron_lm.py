@@ -58,20 +58,23 @@ class Life:
     the script as it is. journal: file that each rank writes to, with its number behind it. kill: (rank, iteration,
     where) of a SIGKILL between backward pass and update ("update") or right after the update ("end"), or of a SIGTERM
     right after the update ("term"); or of an error between the update and what the ranks tell each other of it
-    ("fails"), or when the iteration is logged ("log").
+    ("fails"), when the iteration is logged ("log"), at a validation's end ("validates") or after it ("validated"), or
+    when weights are gathered ("gathers"); or of a SIGKILL at a validation's end ("validating"). draws: validations draw
+    a random number, as a router with jitter does.
     """
 
     arguments: str
     journal: str
     line: str | None = None
     kill: tuple[int, int, str] | None = None
+    draws: bool = False
 
 
 def live(rank: int, world_size: int, life: Life) -> None:
     """Run the script to its end, or to the SIGKILL."""
     tree = os.environ["MEGATRON_LM"]
     journal = Journal(f"{life.journal}.{rank}")
-    _watch(journal, life.kill if life.kill is not None and life.kill[0] == rank else None)
+    _watch(journal, life.kill if life.kill is not None and life.kill[0] == rank else None, life.draws)
     script = Path(tree) / "pretrain_gpt.py"
     source = script.read_text()
     if life.line is not None:
@@ -108,8 +111,9 @@ class Journal:
         return found
 
 
-def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
+def _watch(journal: Journal, kill: tuple[int, int, str] | None, draws: bool) -> None:
     """Put the journal into Megatron's functions, before anything else is put around them."""
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.training import get_args, training
 
     train, step, evaluate = training.train, training.train_step, training.evaluate
@@ -142,7 +146,11 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
 
     @functools.wraps(evaluate)
     def watched_evaluation(*args: Any, **kwargs: Any) -> Any:
+        if draws:
+            torch.rand(())
         result = evaluate(*args, **kwargs)
+        fail("validates")
+        die(getattr(get_args(), "curr_iteration", -1) + 1, "validating")
         losses = {name: float(value).hex() for name, value in (result[0] or {}).items()}
         journal.note(validated=getattr(get_args(), "curr_iteration", -1) + 1, losses=losses)
         return result
@@ -157,19 +165,27 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None) -> None:
             chunks, optimizer = args[1], args[2]
             journal.note(end=dict(_digests(chunks, optimizer)), counted=_counted(settings))
 
-    def failing(name: str, where: str) -> None:
-        real = getattr(training, name)
+    def fail(where: str) -> None:
+        if kill is not None and kill[1:] == (getattr(get_args(), "curr_iteration", -1) + 1, where):
+            raise RuntimeError("the user's program fails")
 
+    def failing(owner: Any, name: str, where: str) -> None:
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
         def fails(*args: Any, **kwargs: Any) -> Any:
-            if kill is not None and kill[1:] == (get_args().curr_iteration + 1, where):
-                raise RuntimeError("the user's program fails")
+            fail(where)
             return real(*args, **kwargs)
 
-        setattr(training, name, fails)
+        setattr(owner, name, fails)
 
-    failing("logical_and_across_model_parallel_group", "fails")
+    failing(training, "logical_and_across_model_parallel_group", "fails")
     if kill is not None and kill[2] == "log":
-        failing("training_log", "log")
+        failing(training, "training_log", "log")
+    if kill is not None and kill[2] == "validated":
+        failing(training, "post_training_step_callbacks", "validated")
+    if kill is not None and kill[2] == "gathers":
+        failing(DistributedDataParallel, "start_param_sync", "gathers")
     training.train, training.train_step, training.evaluate = watched_train, watched_step, watched_evaluation
 
 

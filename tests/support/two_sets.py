@@ -52,7 +52,7 @@ class TwoSets:
         rest = tuple(op.id for op in catalog.always_saved)
         stored = (*rest, *(expert_id(*at) for at in sorted(sent)))
         held = tuple(expert_id(*at) for at in sorted(here - sent))
-        return save_full(context.step, stored, host_only=held, sends_held=False)
+        return save_full(context.step, stored, host_only=held, sends_host_only=False)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "two-sets"}

@@ -16,9 +16,9 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.policies import PolicyContext
+from moe_ckpt.slices.assignment import WriteAssignment
 from moe_ckpt.slices.cuts import SliceSource
-from moe_ckpt.slices.pieces import LocalState, cut
-from moe_ckpt.slices.shares import WriteAssignment
+from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 
 def catalog(layers: int, experts: int, *, stacked: bool = True, first_index: int = 0) -> Catalog:
@@ -53,7 +53,8 @@ def mixed(*sizes: int) -> Catalog:
 
 def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[SliceSource]:
     """What ``rank`` writes of ``operators``, slice by slice."""
-    numbers = [(each, each.first + at) for each in cut(local, operators, dealt, rank) for at in range(each.count)]
+    found = collect_slices(local, operators, dealt, rank)
+    numbers = [(each, each.first + at) for each in found for at in range(each.count)]
     return [SliceSource(each.shelf.entries[n], each.shelf.source(n), each.shelf.blocks[n]) for each, n in numbers]
 
 

@@ -96,7 +96,7 @@ def test_routers_that_cannot_or_do_not_ask_are_named_and_the_others_are_boosted(
     ports = [Port("first", why="it is made of wood. Take another"), Port("second")]
     with caplog.at_level(logging.WARNING, logger="moe_ckpt"):
         boosting, ledger = begun(ports)
-    assert "in MoE layer first, whose stale experts go on without: its router, Gate, cannot" in caplog.text
+    assert "in MoE layer first, whose stale experts continue without it: its router, Gate, does not" in caplog.text
     assert "it is made of wood. Take another" in caplog.text
     assert ledger.owed.tolist() == [[0] * 4, LACKING[1].tolist()]
     assert stepped(boosting, ledger, applied=False).any(), "nothing was trained yet"

@@ -128,7 +128,7 @@ def test_several_policies_are_put_together_by_name(user_app):
     assert policy("moe_ckpt/policy@moe_ckpt.policy.policies.often=moetion", own) == AnyOf(
         [MoEtion(), Dense(100), MoEtion(experts=2)]
     )
-    with pytest.raises(InstantiationException, match=r"MoEvement cannot be one of several"):
+    with pytest.raises(InstantiationException, match=r"MoEvement cannot be combined with other"):
         policy("moe_ckpt/policy@moe_ckpt.policy.policies.often=moevement")
 
 

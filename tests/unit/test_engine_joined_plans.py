@@ -24,14 +24,14 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, with_checksums
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.slices import pieces
+from moe_ckpt.slices import local_state
+from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import CompiledPart, CompiledPlan, PlanCompiler, cover_difference
 from moe_ckpt.slices.copier import carry_out
 from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import Shelf, SliceSource, sorted_rows
-from moe_ckpt.slices.pieces import LocalState, cut_replay
+from moe_ckpt.slices.local_state import LocalState, collect_replay_slices
 from moe_ckpt.slices.request import SnapshotRequest
-from moe_ckpt.slices.shares import Sharder
 from tests.unit.builders import catalog, pieces_of
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
@@ -217,7 +217,7 @@ def test_what_is_known_of_an_operator_is_not_worked_out_again():
 
 def test_what_was_described_for_one_plan_alone_is_forgotten(monkeypatch):
     """Peers share in operators by rows, differently at each step: what they write of these is not remembered."""
-    monkeypatch.setattr(pieces, "_REMEMBERED", 32)
+    monkeypatch.setattr(local_state, "_REMEMBERED", 32)
     model = catalog(2, 6)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     specs, none = specs_of(tensors), Future()
@@ -256,8 +256,8 @@ def test_state_without_rows_is_repeated_once_per_slot():
     model = catalog(1, 4)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     local = LocalState(model, tensors)
-    dealt = Sharder(model, everywhere(model.layers, 1), "none").deal({"expert/0/1"}, tensors, {"expert/0/2"}, {})
-    found = [cut_replay(local, {"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}) for _ in range(2)]
+    dealt = Sharder(model, everywhere(model.layers, 1), "none").assign({"expert/0/1"}, tensors, {"expert/0/2"}, {})
+    found = [collect_replay_slices(local, {"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}) for _ in range(2)]
     keys = [sorted(entry.key for cut in cuts for entry in cut.entries) for cuts in found]
     assert keys[0] == keys[1] == ["replay/model/layers.0.moe.w", "replay/optim/0/layers.0.moe.w/step"]
     assert found[0][1] is found[1][1]

@@ -421,7 +421,7 @@ def test_a_budget_below_one_snapshot_is_refused_with_both_sizes_and_the_setting_
     error = raised[1]
     assert isinstance(error, HostMemoryError)
     assert error.budget_bytes == 100
-    needed = f"needs {error.needed_bytes:,} bytes of host memory on rank 1, and its budget is 100 bytes. "
+    needed = f"needs {error.needed_bytes:,} bytes of host memory on rank 1, but its budget is 100 bytes. "
     assert f"{needed}Set {setting} to {error.needed_bytes} or more; " in str(error)
     assert "free" not in str(error), "somebody gave it"
     raised.clear()

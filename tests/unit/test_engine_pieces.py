@@ -17,8 +17,8 @@ from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.shard import lay_out
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.slices.pieces import LocalState, shard_kind, wanted_boxes
-from moe_ckpt.slices.shares import Sharder, expert_owners
+from moe_ckpt.slices.assignment import Sharder, expert_owners
+from moe_ckpt.slices.local_state import LocalState, shard_kind, wanted_boxes
 from tests.unit.builders import catalog, pieces_of
 
 
@@ -88,7 +88,7 @@ def worlds(draw):
 def shares(model, ranks, tensors, chosen, sharding="adaptive"):
     """Every rank's pieces, dealt out by each rank for itself, as in a real run."""
     where = everywhere(model.layers, ranks)
-    dealt = [Sharder(model, where, sharding).deal(chosen, tensors[rank]) for rank in range(ranks)]
+    dealt = [Sharder(model, where, sharding).assign(chosen, tensors[rank]) for rank in range(ranks)]
     return [pieces_of(LocalState(model, tensors[rank]), chosen, dealt[rank], rank) for rank in range(ranks)]
 
 

@@ -9,7 +9,7 @@ from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.sharding import GRAIN_BYTES
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.slices.shares import Sharder, WriteAssignment
+from moe_ckpt.slices.assignment import Sharder, WriteAssignment
 from tests.unit.builders import catalog
 
 EXPERT_BYTES = 48
@@ -54,7 +54,7 @@ def deal(sharding: str, ranks: int, expert_parallel: int, experts: int, saved: l
     placement = Placement(owners, tuple(range(ranks)), (ranks,), experts_apart=True)
     operators = [op.id for op in found.always_saved] + [expert_id(0, e) for e in saved]
     return [
-        Sharder(found, placement, sharding).deal(operators, tensors_of(found, rank, ranks, expert_parallel))
+        Sharder(found, placement, sharding).assign(operators, tensors_of(found, rank, ranks, expert_parallel))
         for rank in range(ranks)
     ]
 
@@ -82,5 +82,5 @@ def test_experts_of_an_owner_among_the_peers_only():
     found = model(4)
     placement = Placement(((0, 0, 1, 1),), (1, 3), (4,), experts_apart=True)
     operators = [op.id for op in found.always_saved] + [expert_id(0, e) for e in (0, 1, 2)]
-    loads = Sharder(found, placement, "none").deal(operators, tensors_of(found, 1, 2, 2)).shares.loads
+    loads = Sharder(found, placement, "none").assign(operators, tensors_of(found, 1, 2, 2)).shares.loads
     assert loads == (EXPERT_BYTES + EMBEDDING_BYTES + GATE_BYTES, 0)

@@ -11,11 +11,11 @@ from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.gradients.layout import Device, UpdateLayout
-from moe_ckpt.gradients.units import Piece, Unit, whole_unit
+from moe_ckpt.gradients.units import Unit, UnitBlock, whole_unit
 
 UNITS = (
     whole_unit("w", 0, 0, torch.ones(3, 4).T),
-    Unit("1: e[2:5]", 1, 0, "float32", (3,), (1,), (Piece("e", Box((1, 0), (1, 3)), (3, 1), 0),), "fp32_param"),
+    Unit("1: e[2:5]", 1, 0, "float32", (3,), (1,), (UnitBlock("e", Box((1, 0), (1, 3)), (3, 1), 0),), "fp32_param"),
 )
 LAYOUT = UpdateLayout(("torch.optim.AdamW", "torch.optim.SGD"), (0, 0), UNITS, Device("cpu", "x86_64 AVX2", 2))
 

@@ -41,11 +41,16 @@ def test_a_step_weighs_a_round_a_whole_window_or_a_share_of_a_dense_checkpoint()
     assert runs.per_step("dense", 10, {}) is None
 
 
+def test_a_window_of_one_step_is_a_dense_checkpoint_and_longer_ones_freeze_what_comes_last():
+    assert runs.windows_bytes(1, "tiny") == 12.0
+    assert 12.0 / 4 + 4.0 * 3 / 4 > runs.windows_bytes(4, "tiny") > 12.0 / 4
+
+
 def test_docs_have_the_table_of_the_results():
     assert runs.markdown(json.loads(runs.RESULTS.read_text())) in DOC.read_text()
 
 
-@pytest.mark.parametrize("kind", ["log", "log, bf16", "dense"])
+@pytest.mark.parametrize("kind", ["log", "log, bf16", "windows", "dense"])
 def test_bytes_are_those_of_the_formula(kind):
     told = json.loads(runs.RESULTS.read_text())
     measured = mean(told["found"][kind]["step_bytes"]) / told["parameters"]

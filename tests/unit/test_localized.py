@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.localized import LocalRecovery, LogGap, Segment, local_recovery, log_gap, segments
+from moe_ckpt.core.localized import (
+    LocalRecovery,
+    LogGap,
+    Segment,
+    local_recoveries,
+    local_recovery,
+    log_gap,
+    segments,
+)
 
 STAGES = [0, 0, 1, 1, 2, 2, 3, 3]
 """PP4 x DP2."""
@@ -64,6 +72,18 @@ def test_a_rank_that_is_ahead_of_its_stage_does_not_keep_the_others_from_staying
         9, (Segment(0, 0), Segment(3, 3)), (0, 1, 6, 7)
     )
     assert local_recovery([0, 0, 1, 1], [9, 10, None, 9]) is None, "no stage is whole"
+
+
+def test_an_older_step_that_a_stage_kept_comes_next():
+    """Stage 3 is lost; stages 0 and 1 have ended the update that stage 2 had not."""
+    found = local_recoveries(STAGES, [10, 10, 10, 10, 9, 9, None, 9])
+    assert found == [
+        LocalRecovery(10, (Segment(2, 3),), (4, 5, 6, 7)),
+        LocalRecovery(9, (Segment(0, 1), Segment(3, 3)), (0, 1, 2, 3, 6, 7)),
+    ]
+    assert local_recoveries(STAGES, [9] * 7 + [None]) == [LocalRecovery(9, (Segment(3, 3),), (6, 7))]
+    assert local_recoveries(STAGES, [9] * 8) == [], "nobody goes back"
+    assert local_recoveries(STAGES, [10, 9] * 4) == [], "no stage is whole"
 
 
 def test_what_the_logs_lack():

@@ -17,6 +17,10 @@ from moe_ckpt.megatron.loop import FirstForward, Loop, Progress, StepWatch
 from moe_ckpt.megatron.trainer_state import restore_stateful
 
 
+def no() -> None:
+    """Does nothing."""
+
+
 class Optimizer:
     def __init__(self, *results: Any) -> None:
         self.calls: list[Any] = []
@@ -29,7 +33,7 @@ class Optimizer:
 
 def test_a_step_is_watched_until_the_watch_is_closed():
     optimizer, told = Optimizer((True, 1.0, None), (False, None, None), None, None), []
-    watch = StepWatch(optimizer, lambda: told.append("before"), lambda: told.append(len(optimizer.calls)))
+    watch = StepWatch(optimizer, lambda: told.append("before"), lambda: told.append(len(optimizer.calls)), no)
     assert watch.updated is None
     assert optimizer.step(scale=2.0) == (True, 1.0, None)
     assert (told, optimizer.calls, watch.updated) == (["before", 1], [2.0], True)
@@ -47,7 +51,7 @@ def test_a_step_is_watched_until_the_watch_is_closed():
 def test_a_watch_under_another_wrapper_only_passes_on():
     optimizer, told = Optimizer(1, 2), []
     own = optimizer.step = optimizer.step
-    watch = StepWatch(optimizer, lambda: told.append("before"), lambda: None)
+    watch = StepWatch(optimizer, lambda: told.append("before"), no, no)
     inner = optimizer.step
     optimizer.step = outer = lambda: inner() * 10
     assert optimizer.step() == 10
@@ -55,7 +59,7 @@ def test_a_watch_under_another_wrapper_only_passes_on():
     assert optimizer.step is outer
     assert optimizer.step() == 20
     assert told == ["before"]
-    alone = StepWatch(SimpleNamespace(step=own), lambda: None, lambda: None)
+    alone = StepWatch(SimpleNamespace(step=own), no, no, no)
     alone.close()
     assert alone._optimizer.step is own, "what stood there comes back"
 

@@ -186,10 +186,10 @@ def test_what_is_left_behind(shares: list[Share], found: LeftBehind | None):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (LeftBehind(), "no node holds anything of an earlier life in memory: whatever steps there were after 3"),
-        (LeftBehind(4, (1,)), "step 4 is lost, and computed again: memory has a part of step 4, but what rank 1 had"),
-        (LeftBehind(6, (1, 2)), "steps 4 to 6 are lost, and computed again: memory has a part of step 6, but what"),
-        (LeftBehind(6, tuple(range(20))), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more had of it"),
+        (LeftBehind(), "no node has a checkpoint of an earlier start in memory: steps after 3"),
+        (LeftBehind(4, (1,)), "step 4 is lost, and must be computed again: memory holds only a part of step 4, and"),
+        (LeftBehind(6, (1, 2)), "steps 4 to 6 are lost, and must be computed again: memory holds only a part of step"),
+        (LeftBehind(6, tuple(range(20))), "the part of ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more is on no"),
     ],
 )
 def test_lost_steps_are_named(found: LeftBehind, said: str, caplog):

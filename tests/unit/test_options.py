@@ -122,7 +122,7 @@ def test_paths():
         ({"sharding": []}, r"sharding=\[\]: choose from"),
         ({"on_phase": "copy"}, "on_phase='copy'"),
         ({"policy": "moc"}, r"policy='moc' is text; give the policy itself: policy=MoC\(\)"),
-        ({"policy": MoC}, r"policy=MoC is the class of a policy; make one of it: policy=MoC\(\)"),
+        ({"policy": MoC}, r"policy=MoC is the class of a policy; create a policy from it: policy=MoC\(\)"),
         ({"policy": "MoEvement"}, r"policy='MoEvement' is text; .*policy=MoEvement\(\), with MoEvement from"),
         ({"policy": "some/dir"}, r"policy='some/dir': .*MoC\(k=1\).* by name: dirpath='some/dir'"),
         ({"policy": Path("some/dir")}, r"directory of the checkpoints is given by name: dirpath='some/dir'"),
@@ -135,7 +135,7 @@ def test_paths():
         ({"timeout_sec": 3}, r"MoECheckpoint\(timeout_sec=...\): no such option; did you mean timeout_secs\?"),
         ({"pinned": True}, r"MoECheckpoint\(pinned=...\): no such option"),
         ({"zzz": 1}, "no such option; there are: .*when_busy"),
-        ({"every_n_steps": 5}, r"it is one of the policy: policy=Dense\(every_n_steps=...\)"),
+        ({"every_n_steps": 5}, r"it is an option of the policy: policy=Dense\(every_n_steps=...\)"),
         ({"plt_budgets": 5}, r"did you mean plt_budget\?"),
     ],
 )

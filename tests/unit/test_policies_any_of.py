@@ -160,9 +160,9 @@ def test_what_any_of_them_needs_is_needed(name):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([Dense(), MoEvement()], r"AnyOf\(policies\[1\]=MoEvement\(.*several steps.*; use it by itself, or Dense, MoC"),
-        ([Guarded(MoEvement())], r"AnyOf\(policies\[0\]=Guarded\(.*several steps, which no other"),
-        ([CheckFreq(), MoC()], r"AnyOf\(policies\[0\]=CheckFreq\(.*would wait for ever behind another's"),
+        ([Dense(), MoEvement()], r"AnyOf\(policies\[1\]=MoEvement\(.*several steps.*; use it alone, or Dense, MoC"),
+        ([Guarded(MoEvement())], r"AnyOf\(policies\[0\]=Guarded\(.*several steps, and no other"),
+        ([CheckFreq(), MoC()], r"AnyOf\(policies\[0\]=CheckFreq\(.*would wait for ever after those of others"),
         ([AnyOf([Dense()]), Says(save_nothing(1), Needs(alone=True))], r"policies\[1\]=Says.*would wait for ever"),
         ([], r"AnyOf\(policies=\[\]\): give at least one policy"),
         (MoC(), r"AnyOf\(policies=MoC\(.*give several policies"),
@@ -178,7 +178,7 @@ def test_what_cannot_be_put_together_is_refused(given, said):
 
 def test_a_window_that_was_not_announced_is_refused():
     slot = save_slot(9, ALL[:1], ALL[1:], Window(9, (ALL[:1], ALL[1:])), 0)
-    with pytest.raises(ConfigError, match=r"does not say Needs\(windows=True\) plans a slot .* at step 9"):
+    with pytest.raises(ConfigError, match=r"without Needs\(windows=True\) plans a slot .* at step 9"):
         plan_of(slot, save_full(9, ALL))
 
 

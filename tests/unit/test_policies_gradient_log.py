@@ -290,7 +290,7 @@ def test_it_says_what_does_not_fit_and_why():
     assert short.gradients_fit
     assert "a longer round would, and most_window=4 allows none; training stalls by up to 0.2 s" in short.warning
     never = policy.explain(context(MODEL, 9, sizes=weighing(MODEL), measured=rates(600.0)))
-    assert "the gradients alone have 640, which no round avoids: use MoEvement" in str(never)
+    assert "the gradients alone have 640, in a round of any length: use MoEvement" in str(never)
     assert never.to_dict()["stall_secs"] == pytest.approx(0.6)
 
 
@@ -373,7 +373,7 @@ def test_what_it_is_not_told_it_names():
 
 
 def test_it_cannot_be_one_of_several():
-    with pytest.raises(ConfigError, match=r"GradientLog cannot be one of several: its log has a gap"):
+    with pytest.raises(ConfigError, match=r"GradientLog cannot be combined with other policies: its log has a gap"):
         AnyOf([GradientLog()])
     assert needs_of(GradientLog()).gradients
     assert not needs_of(GradientLog()).partial

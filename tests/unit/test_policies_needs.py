@@ -226,7 +226,7 @@ def test_three_methods_are_a_policy(tmp_path, taker):
 @pytest.mark.parametrize("taker", TAKERS)
 def test_needs_that_are_said_as_before_are_refused_with_what_to_write(tmp_path, taker, attribute, value, said):
     old = type("Old", (Own,), {attribute: value})()
-    with pytest.raises(ConfigError, match=rf"Old has {attribute}, but no needs.*'needs' that returns .*{said}"):
+    with pytest.raises(ConfigError, match=rf"Old has {attribute}, but no attribute.*'needs' that returns .*{said}"):
         takers(tmp_path)[taker](old)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.placement import Placement, interleaved_order
-from moe_ckpt.policies.load_aware import Dealer, part_of
+from moe_ckpt.policies.load_aware import Dealer, group_of
 from moe_ckpt.policies.selection import Request
 from moe_ckpt.policies.selectors import SELECTORS
 from tests.unit.builders import catalog, context
@@ -92,7 +92,7 @@ def test_held_experts_are_dealt_by_stage_too(selector, depths, k, seed):
     unsaved = np.random.default_rng(seed).integers(0, 9, (sum(depths), experts))
     asked = context(model, 5, placement=placement, expected_unsaved=unsaved, chosen_at=unsaved * 0, index=5)
     chosen = selector(asked, Request(k, 4))
-    assert len(set(chosen.stored + chosen.held)) == sum(depths) * 4
+    assert len(set(chosen.stored + chosen.host_only)) == sum(depths) * 4
 
 
 @settings(max_examples=30)
@@ -121,7 +121,7 @@ def test_the_order_interleaves_the_ranks_of_the_layers_own_stage():
 def test_a_dealer_of_some_rows_counts_only_their_ranks():
     placement, (_, second) = staged([2, 2], 4, 2)
     orders = [[0, 1, 2, 3]] * 4
-    dealer = Dealer(orders, list(second), part_of(placement.owners, second))
+    dealer = Dealer(orders, list(second), group_of(placement.owners, second))
     dealer.deal(1)
     assert [len(taken) for taken in dealer.taken] == [0, 0, 1, 1]
     assert {placement.owners[row][e] for row in second for e in dealer.taken[row]} == {2, 3}

@@ -66,7 +66,7 @@ def test_every_layer_gives_k_different_experts_and_holds_others(selector, sizes,
     rounds = Rounds(selector, model, ranks, expected_unsaved=unsaved)
     for _ in range(3):
         chosen = rounds.take(k, snapshot_k)
-        everything = chosen.stored + chosen.held
+        everything = chosen.stored + chosen.host_only
         assert len(set(everything)) == len(everything)
         assert all(expert < sizes[layer] for layer, expert in everything)
         assert Counter(layer for layer, _ in chosen.stored) == {i: min(k, n) for i, n in enumerate(sizes)}
@@ -117,8 +117,8 @@ def test_sequential_by_hand():
     rounds = Rounds(sequential, catalog(2, 8), 4)
     first = rounds.take(2, 4)
     assert first.stored == ((0, 0), (0, 2), (1, 4), (1, 6))
-    assert first.held == ((0, 4), (0, 6), (1, 1), (1, 3))
-    assert rounds.take(2).stored == first.held
+    assert first.host_only == ((0, 4), (0, 6), (1, 1), (1, 3))
+    assert rounds.take(2).stored == first.host_only
     rounds.take(2, forget=True)
     assert rounds.take(2).stored == ((0, 1), (0, 3), (1, 5), (1, 7))
     assert rounds.take(2).stored == ((0, 5), (0, 7), (1, 0), (1, 2))
@@ -129,7 +129,7 @@ def test_sequential_goes_by_age_before_position():
     """Expert 1 was to be saved by a checkpoint that failed, while a later one was committed."""
     now = context(catalog(1, 4), 5, chosen_at=np.array([[3, 0, 4, 2]]))
     chosen = sequential(now, Request(1, 4))
-    assert chosen.stored + chosen.held == ((0, 1), (0, 3), (0, 0), (0, 2))
+    assert chosen.stored + chosen.host_only == ((0, 1), (0, 3), (0, 0), (0, 2))
 
 
 def test_sequential_takes_the_oldest_of_many_by_their_age():
@@ -137,7 +137,7 @@ def test_sequential_takes_the_oldest_of_many_by_their_age():
     chosen = sequential(context(mixed(3000, 3000), 4000, chosen_at=chosen_at), Request(5, 1500))
     oldest = [[(layer, int(expert)) for expert in np.argsort(steps)[:1500]] for layer, steps in enumerate(chosen_at)]
     assert list(chosen.stored) == [pair for pairs in oldest for pair in pairs[:5]]
-    assert list(chosen.held) == [pair for pairs in oldest for pair in pairs[5:]]
+    assert list(chosen.host_only) == [pair for pairs in oldest for pair in pairs[5:]]
 
 
 @every
@@ -160,7 +160,7 @@ def ask(model, tokens, k=1, snapshot_k=None, **facts):
 def test_most_unsaved_tokens_go_first():
     chosen = ask(catalog(2, 4), unsaved([1, 9, 3, 7], [5, 0, 6, 2]), k=2, snapshot_k=3)
     assert chosen.stored == ((0, 1), (0, 3), (1, 2), (1, 0))
-    assert chosen.held == ((0, 2), (1, 3))
+    assert chosen.host_only == ((0, 2), (1, 3))
 
 
 def test_equal_loads_go_by_age_and_then_by_index():
@@ -189,8 +189,8 @@ def test_what_stays_in_memory_is_spread_over_the_ranks_too(selector):
     facts = {"expected_unsaved": unsaved([9, 8, 2, 1], [7, 6, 2, 1]), "ranks": 2}
     chosen = selector(context(catalog(2, 4), 1, **facts), Request(1, 2))
     assert chosen.stored == ((0, 0), (1, 2))
-    assert sorted(load(chosen.stored + chosen.held, catalog(2, 4), 2).items()) == [(0, 2), (1, 2)]
-    assert Counter(layer for layer, _ in chosen.held) == {0: 1, 1: 1}
+    assert sorted(load(chosen.stored + chosen.host_only, catalog(2, 4), 2).items()) == [(0, 2), (1, 2)]
+    assert Counter(layer for layer, _ in chosen.host_only) == {0: 1, 1: 1}
 
 
 def test_ranks_that_own_nothing_leave_more_capacity_to_the_others():

@@ -43,7 +43,7 @@ from moe_ckpt.sim.failures import NoFailures, Poisson
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.system import System
-from moe_ckpt.slices.shares import operator_bytes
+from moe_ckpt.slices.assignment import operator_bytes
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.local import remove_temporaries_of, replace_file
 from tests.unit import engine_parts

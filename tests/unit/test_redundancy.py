@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.sim.redundancy import Piece, deliveries, portion_saved
+from moe_ckpt.sim.redundancy import OperatorShare, deliveries, portion_saved
 
 RANKS = st.integers(0, 7)
 
 
 @st.composite
-def shares(draw: st.DrawFn) -> list[Piece]:
+def shares(draw: st.DrawFn) -> list[OperatorShare]:
     nbytes, on = st.integers(0, 1000), st.frozensets(RANKS)
     count = draw(st.integers(0, 6))
-    return [Piece(f"op/{at}", draw(nbytes), draw(nbytes), draw(on), draw(on)) for at in range(count)]
+    return [OperatorShare(f"op/{at}", draw(nbytes), draw(nbytes), draw(on), draw(on)) for at in range(count)]
 
 
 @given(shares(), st.lists(RANKS, unique=True))
-def test_shares_sum_and_nothing_is_sent_that_a_peer_has(share: list[Piece], peers: list[int]):
+def test_shares_sum_and_nothing_is_sent_that_a_peer_has(share: list[OperatorShare], peers: list[int]):
     found = deliveries(share, peers)
     whole = sum(piece.weights + piece.state for piece in share)
     assert [each.peer for each in found] == peers
@@ -51,9 +51,9 @@ GROUP, EXPERT_GROUP, OWN = (0, 1, 2, 3), (0, 2), (0,)
     ids=["none", "none, experts data-parallel", "ZeRO-1, ZeRO-2", "ZeRO-3"],
 )
 def test_what_each_sharding_saves(of_rest, of_experts, saved: float):
-    share = [Piece("non_expert/0", 10, 50, *of_rest), Piece("expert/0/0", 20, 80, *of_experts)]
+    share = [OperatorShare("non_expert/0", 10, 50, *of_rest), OperatorShare("expert/0/0", 20, 80, *of_experts)]
     assert portion_saved(deliveries(share, [2])) == pytest.approx(saved)
 
 
 def test_without_copies_nothing_is_saved():
-    assert portion_saved(deliveries([Piece("gate/0", 1, 2)], [])) == 0.0
+    assert portion_saved(deliveries([OperatorShare("gate/0", 1, 2)], [])) == 0.0

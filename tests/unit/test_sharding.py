@@ -14,7 +14,7 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.sharding import (
     GRAIN_BYTES,
     SHARDINGS,
-    Part,
+    RowRange,
     Unit,
     in_dealing_order,
     parts_equal,
@@ -26,8 +26,8 @@ from moe_ckpt.core.sharding import (
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.slices.pieces import LocalState
-from moe_ckpt.slices.shares import Sharder, weigh
+from moe_ckpt.slices.assignment import Sharder, weigh
+from moe_ckpt.slices.local_state import LocalState
 from tests.unit.builders import catalog, pieces_of
 
 
@@ -120,8 +120,8 @@ def test_the_order_in_which_units_are_found_does_not_matter(case, random):
 def test_what_does_not_fit_is_split_and_fills_the_ranks_evenly():
     big, small = unit(0, 100, 10, 4), unit(1, 1, 100)
     shares = shares_adaptive([big, small], [0, 300, 0], grain_bytes=64)
-    assert shares.parts[big.name] == (Part(0, 0, 46), Part(2, 46, 92), Part(1, 92, 100))
-    assert shares.parts[small.name] == (Part(1, 0, 1),)
+    assert shares.parts[big.name] == (RowRange(0, 0, 46), RowRange(2, 46, 92), RowRange(1, 92, 100))
+    assert shares.parts[small.name] == (RowRange(1, 0, 1),)
     assert shares.loads == (464, 480, 460)
 
 
@@ -191,7 +191,7 @@ def test_state_is_weighed_with_what_is_cut_like_it():
 def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_lies():
     model, tensors = model_and_tensors(sharded=("embed", "stack"))
     everything = frozenset(model.by_id)
-    dealt = Sharder(model, everywhere(model.layers, 2), "adaptive").deal(everything, tensors)
+    dealt = Sharder(model, everywhere(model.layers, 2), "adaptive").assign(everything, tensors)
     assert sum(dealt.shares.loads) == sum(t.local.nbytes for t in tensors if t.replicated)
     for rank in range(2):
         held = {p.entry.key for p in pieces_of(LocalState(model, tensors), everything, dealt, rank)}
@@ -204,7 +204,7 @@ def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_
 def test_what_is_cut_weighs_what_was_dealt(sharding, ranks, experts):
     model, tensors = model_and_tensors()
     chosen = {op.id for op in model.always_saved} | {f"expert/0/{e}" for e in experts}
-    dealt = Sharder(model, everywhere(model.layers, ranks), sharding).deal(chosen, tensors)
+    dealt = Sharder(model, everywhere(model.layers, ranks), sharding).assign(chosen, tensors)
     shares = [pieces_of(LocalState(model, tensors), chosen, dealt, rank) for rank in range(ranks)]
     assert tuple(sum(p.entry.nbytes for p in share) for share in shares) == dealt.shares.loads
     names = [p.entry.name for share in shares for p in share]
@@ -218,9 +218,9 @@ def test_only_adaptive_shares_follow_the_experts():
     always = {op.id for op in model.always_saved}
     for sharding, moves in (("none", False), ("equal", False), ("adaptive", True)):
         sharder = Sharder(model, everywhere(model.layers, 2), sharding)
-        first, second = (sharder.deal(always | {f"expert/0/{e}"}, tensors).shares for e in (0, 3))
+        first, second = (sharder.assign(always | {f"expert/0/{e}"}, tensors).shares for e in (0, 3))
         assert (first.parts != second.parts) == moves, sharding
-        assert first == sharder.deal(always | {"expert/0/0"}, tensors).shares
+        assert first == sharder.assign(always | {"expert/0/0"}, tensors).shares
 
 
 def test_a_tensor_that_appears_is_weighed():
@@ -228,7 +228,7 @@ def test_a_tensor_that_appears_is_weighed():
     sharder = Sharder(model, everywhere(model.layers, 2), "equal")
     early = [t for t in tensors if t.key.startswith("model/")]
     for now in (early, tensors, early):
-        shares = sharder.deal(frozenset(model.by_id), now).shares
+        shares = sharder.assign(frozenset(model.by_id), now).shares
         assert sum(shares.loads) == sum(t.local.nbytes for t in now)
 
 
@@ -236,7 +236,7 @@ def test_dealing_is_balanced_where_the_embedding_is_most_of_the_model():
     model, tensors = model_and_tensors()
     chosen = frozenset(op.id for op in model.always_saved) | {"expert/0/0"}
     where = everywhere(model.layers, 4)
-    peaks = {how: Sharder(model, where, how).deal(chosen, tensors).shares.peak_bytes for how in SHARDINGS}
+    peaks = {how: Sharder(model, where, how).assign(chosen, tensors).shares.peak_bytes for how in SHARDINGS}
     assert peaks["adaptive"] < peaks["equal"] / 2 < peaks["none"] / 2
 
 
@@ -246,7 +246,7 @@ def test_stacked_state_without_rows_has_one_writer_in_every_checkpoint():
         StateTensor(f"optim/0/{name}/step", name, torch.tensor(1.0), (), ()) for name in model.parameters
     ]
     chosen = frozenset(op.id for op in model.always_saved)
-    dealt = Sharder(model, everywhere(model.layers, 3), "adaptive").deal(chosen, tensors)
+    dealt = Sharder(model, everywhere(model.layers, 3), "adaptive").assign(chosen, tensors)
     written = [p.entry.key for rank in range(3) for p in pieces_of(LocalState(model, tensors), chosen, dealt, rank)]
     assert sorted(written) == sorted(t.key for t in tensors)
 

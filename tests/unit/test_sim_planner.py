@@ -162,6 +162,20 @@ def test_bytes_per_iteration_are_those_of_the_checkpoints():
     assert use.host_bytes == 4 * 3 * costs.bytes_of.dense.rank
 
 
+def test_memory_keeps_two_windows_of_its_own():
+    """As many buffers as ``engine.room`` has, once they are more than three complete snapshots."""
+    found = []
+    for window in (2, 10):
+        given = scenario(System("windows", MoEvement(window=window), durable="node"), mtbf_secs=1e9)
+        outcome = simulate(given)
+        assert outcome.window == window
+        found.append((use_of(given, outcome).host_bytes, outcome))
+    (short, two), (long, ten) = found
+    assert short == pytest.approx(4 * 3 * two.heaviest_bytes)
+    assert long == pytest.approx(4 * (3 + 2 * 9) * ten.rank_bytes_per_step)
+    assert long > 4 * 3 * ten.heaviest_bytes
+
+
 def test_peers_keep_a_checkpoint_and_the_one_that_comes_in_for_each_replica():
     given = scenario(System("near", Dense(10), durable="peers", replicas=1), mtbf_secs=1e9)
     costs = Costs(given.layout, given.precision, given.iteration, given.system)

@@ -19,7 +19,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.began, self.done = threading.Event(), threading.Event()
-        self.sealed = 0
+        self.sealed = self.noted = 0
+        self.is_unchanged: bool | Exception = False
+
+    def note_weights(self) -> None:
+        self.noted += 1
+
+    def has_noted_weights(self) -> bool:
+        if isinstance(self.is_unchanged, Exception):
+            raise self.is_unchanged
+        return self.is_unchanged
 
     def seal(self, secs: float) -> Survived:
         self.began.set()
@@ -60,9 +69,30 @@ def test_a_peer_that_is_missed_at_the_join_is_missed_between_two_steps(surviving
 def test_after_the_join_weights_may_be_others(surviving, recorder, update):
     with surviving.joining(update=update):
         assert surviving.is_whole
+    assert surviving.ends_soon == update
     surviving.survive("an exception")
     assert not recorder.began.is_set()
-    assert surviving.ends_soon == update
+
+
+@pytest.mark.parametrize("is_unchanged", [True, False, RuntimeError("a tensor is gone")])
+def test_weights_that_others_may_change_are_sealed_if_nobody_has(surviving, recorder, is_unchanged):
+    """A validation, and the hooks of an epoch's end: each joins, and the first one counts."""
+    recorder.done.set()
+    for _ in range(2):
+        with surviving.joining(update=False):
+            pass
+    assert (surviving.moment, recorder.noted) == (Moment.LENT, 1)
+    recorder.is_unchanged = is_unchanged
+    surviving.survive("RuntimeError")
+    assert recorder.sealed == int(is_unchanged is True)
+
+
+def test_in_the_middle_of_an_update_weights_are_not_noted(surviving, recorder):
+    with surviving.joining(update=True):
+        pass
+    with surviving.joining(update=False):
+        pass
+    assert (surviving.moment, recorder.noted) == (Moment.UNKNOWN, 0)
 
 
 def test_a_second_optimizers_join_does_not_make_a_half_written_step_whole(surviving):

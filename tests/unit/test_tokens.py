@@ -122,7 +122,7 @@ def test_tiers_are_kept_apart():
     book = TokenBook(1, 2)
     book.apply(counts([3, 4]))
     book.mark_saved(Tier.STORAGE, [(0, 0)], book.applied.copy())
-    book.mark_held([(0, 0), (0, 1)], book.applied.copy())
+    book.mark_in_host([(0, 0), (0, 1)], book.applied.copy())
     assert book.unsaved(Tier.STORAGE).tolist() == [[0, 4]]
     assert book.unsaved(Tier.HOST).tolist() == [[0, 0]]
     assert book.unsaved(Tier.PEER).tolist() == [[0, 4]], "a tier that holds nothing leaves storage"
@@ -131,8 +131,8 @@ def test_tiers_are_kept_apart():
 def test_host_memory_holds_one_checkpoint_only():
     book = TokenBook(1, 2)
     book.apply(counts([3, 4]))
-    book.mark_held([(0, 0)], book.applied.copy())
-    book.mark_held([(0, 1)], book.applied.copy())
+    book.mark_in_host([(0, 0)], book.applied.copy())
+    book.mark_in_host([(0, 1)], book.applied.copy())
     assert book.unsaved(Tier.HOST).tolist() == [[3, 0]]
 
 

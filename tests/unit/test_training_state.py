@@ -15,7 +15,7 @@ from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
-from moe_ckpt.slices.shares import operator_bytes
+from moe_ckpt.slices.assignment import operator_bytes
 from tests.support.moe_models import ListMoE, Stack
 
 

@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.core.tree import TreeNode, hops, most_messages
+from moe_ckpt.engine import memory_tier
+from moe_ckpt.engine.agreement import Standing, step_numbers
+from moe_ckpt.policies.base import Measured
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
+GENERATIONS = 2
+"""Numbers that a lane adds to each agreement: the run's generation, twice."""
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 100]
 
 
@@ -45,9 +50,21 @@ def test_large_worlds():
 
 
 def test_the_table_in_the_docs_is_that_of_the_formulas():
-    rows = re.findall(r"^\| ([\d ]+) \| (\d+) \| (\d+) \| ([\d ]+) \| ([\d ]+) \|$", SCALE.read_text(), re.MULTILINE)
-    assert len(rows) == 7
+    """Bytes are those of the numbers that ranks really send; ``dist/test_agreement_tree`` counts messages and bytes."""
+    alone = len(step_numbers(Standing(busy=False), Measured(), leads=True)) + GENERATIONS
+    text = SCALE.read_text().replace("\N{MULTIPLICATION SIGN}", "x")
+    assert f"8 x ({alone} + L x E) bytes" in text
+    row_of_seven = r"^\| " + r" \| ".join([r"([\d ]+)"] * 7) + r" \|$"
+    rows = re.findall(row_of_seven, text, re.MULTILINE)
+    assert [int(row[0].replace(" ", "")) for row in rows] == [8, 16, 64, 512, 2048, 16_384, 131_072]
     for row in rows:
-        ranks, found_hops, most, every, ring = (int(number.replace(" ", "")) for number in row)
-        assert (found_hops, most) == (hops(ranks), most_messages(ranks))
-        assert every == ring == 2 * (ranks - 1)
+        ranks, found_hops, most, every, kib, commit, commit_every = (int(number.replace(" ", "")) for number in row)
+        assert (found_hops, most, every) == (hops(ranks), most_messages(ranks), 2 * (ranks - 1))
+        assert kib == round(most_messages(ranks) * 8 * (alone + 61 * 256) / 1024)
+        assert (commit, commit_every) == (2 * most, 2 * every), "a length and a body each"
+
+
+def test_what_memory_adds_to_an_agreement_is_that_of_the_docs():
+    reports = 2 * 2 * memory_tier._REPORTED
+    alone = len(step_numbers(Standing(busy=False), Measured(), leads=True)) + GENERATIONS
+    assert f"and {alone} numbers more ({alone + reports} with `Memory()`)" in SCALE.read_text()

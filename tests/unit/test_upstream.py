@@ -171,8 +171,10 @@ def test_logs_of_one_history_count(histories, gap, tmp_path):
     assert (found.history, found.gap) == (histories[-1], gap)
 
 
-MESSAGE = Message(TO_NEXT, "F32", (2, 3), 0, 24, "0" * 16)
-HEADER = LogHeader("run", "life", 2, 1, 1, 4, "pp=4", 5, 48, (MESSAGE, Message(NORM, "F64", (3,), 24, 24, "1" * 16)))
+MESSAGE = Message(TO_NEXT, "F32", (2, 3), 0, 24, "0" * 16, 0)
+HEADER = LogHeader(
+    *("run", "life", 2, 1, 1, 4, "pp=4", 5, 48), (MESSAGE, Message(NORM, "F64", (3,), 24, 24, "1" * 16, 0))
+)
 
 
 def test_headers_come_back():
@@ -183,13 +185,16 @@ def test_headers_come_back():
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("format_version",), 1),
+        (("format_version",), 2),
         (("history",), -1),
         (("kind",), "moe_ckpt.slot"),
         (("nbytes",), 47),
         (("messages", 1, "begin"), 20),
         (("messages", 0, "shape"), [2, 4]),
         (("messages", 0, "channel"), 2),
+        (("messages", 0, "channel"), 1),
+        (("messages", 0, "number"), 1),
+        (("channels", 0, "messages"), 2),
         (("messages", 0, "dtype"), "F31"),
         (("step",), -1),
     ],
@@ -213,8 +218,9 @@ def test_other_bytes_are_no_header(raw):
 def answers(*sent: tuple[Channel, torch.Tensor]) -> Answers:
     received: dict[Channel, list[tuple[Message, torch.Tensor]]] = {}
     for channel, tensor in sent:
-        message = Message(channel, "F32", tuple(tensor.shape), 0, tensor.numel() * 4, "")
-        received.setdefault(channel, []).append((message, tensor))
+        before = received.setdefault(channel, [])
+        message = Message(channel, "F32", tuple(tensor.shape), 0, tensor.numel() * 4, "", len(before))
+        before.append((message, tensor))
     return Answers(5, received)
 
 
@@ -239,6 +245,36 @@ def test_a_message_too_many_or_of_another_shape_is_refused():
         found.give(TO_NEXT, torch.empty(3))
     with pytest.raises(ReplayDivergedError, match="is F64"):
         answers((TO_NEXT, torch.ones(2))).give(TO_NEXT, torch.empty(2, dtype=torch.float64))
+
+
+def test_a_message_in_the_place_of_another_is_refused_and_told():
+    told: list[str] = []
+    second = Message(TO_NEXT, "F32", (2,), 0, 8, "", 1)
+    found = Answers(5, {TO_NEXT: [(second, torch.ones(2))]}, lambda: told.append("diverged"))
+    with pytest.raises(ReplayDivergedError, match="number 0, is needed now, and number 1 is next"):
+        found.give(TO_NEXT, torch.empty(2))
+    assert told == ["diverged"]
+
+
+def spoiled(header: LogHeader, how: str) -> LogHeader:
+    """``header`` without a message, with one twice, or with two swapped, all of one channel and one shape."""
+    one, two, three = header.messages
+    kept = {"missing": (one, three), "last missing": (one, two), "twice": (one, two, two, three)}.get(how)
+    kept = kept or (two, one, three)
+    begins = [replace(each, begin=at * each.nbytes) for at, each in enumerate(kept)]
+    return replace(header, messages=tuple(begins), nbytes=len(kept) * one.nbytes)
+
+
+@pytest.mark.parametrize("how", ["missing", "last missing", "twice", "swapped"])
+def test_messages_that_are_not_all_there_in_their_order_are_refused(how):
+    """Whatever their checksums say."""
+    messages = tuple(replace(MESSAGE, begin=24 * at, checksum=f"{at:016x}", number=at) for at in range(3))
+    header = replace(HEADER, messages=messages, nbytes=72)
+    assert decode_log(encode_log(header), "a.sealed") == header
+    body = json.loads(encode_log(spoiled(header, how)))["body"]
+    body["channels"][0]["messages"] = 3
+    with pytest.raises(DamagedError, match=r"was due|were sent"):
+        decode_log(seal(body), "a.sealed")
 
 
 def test_who_gives_what_to_whom():

@@ -9,6 +9,7 @@ it lives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ class Ledger:
         if kept is not None:
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
             in_memory = np.concatenate([experts, self._experts(self.catalog.places_of(kept))]) if kept else experts
-            self.tokens.mark_held(in_memory, seen)
+            self.tokens.mark_in_host(in_memory, seen)
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
@@ -135,11 +136,14 @@ class Ledger:
         """Operators to be saved whatever the policy says, each with the change that it is owed to (see ``owe``)."""
         return dict(self._owed)
 
+    @property
+    def lacking(self) -> npt.NDArray[np.bool_]:
+        """Per operator: no checkpoint holds it for a partial one to build on, of all that were saved since a window."""
+        return ~self._built_upon
+
     def missing(self) -> Sequence[str]:
-        """Operators that no checkpoint holds for a partial one to build on: of all that were saved since a window."""
-        if self._built_upon.all():
-            return ()
-        return [self.catalog.everything[at] for at in np.flatnonzero(~self._built_upon)]
+        """Ids of the operators that are ``lacking``."""
+        return tuple(compress(self.catalog.everything, self.lacking.tolist()))
 
     def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
         """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if

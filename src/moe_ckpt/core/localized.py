@@ -78,6 +78,22 @@ def local_recovery(stage_of: Sequence[int], kept: Sequence[int | None]) -> Local
     return LocalRecovery(step, tuple(segments(lost)), ranks)
 
 
+def local_recoveries(stage_of: Sequence[int], kept: Sequence[int | None]) -> list[LocalRecovery]:
+    """Returns who goes back for each step that a whole stage kept, the newest step first.
+
+    To come to an older one, stages that kept a newer one go back as well: of that one a log may be missing, where some
+    ranks had ended their update, and the others had not.
+
+    Args:
+        stage_of: As of ``local_recovery``.
+        kept: Likewise.
+    """
+    steps = sorted({step for step in kept if step is not None}, reverse=True)
+    up_to = ([None if each is None or each > step else each for each in kept] for step in steps)
+    found = (local_recovery(stage_of, each) for each in up_to)
+    return [each for step, each in zip(steps, found, strict=True) if each is not None and each.step == step]
+
+
 class LogGap(NamedTuple):
     """A step of which a rank that keeps its state has no log."""
 

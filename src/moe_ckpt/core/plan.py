@@ -67,7 +67,7 @@ class SnapshotPlan:
         window: The sparse window that this step belongs to (MoEvement). Such a step's snapshot is no checkpoint by
             itself: that exists when the window's last one is committed.
         slot: The step's place in ``window``.
-        sends_held: Items of the HOST tier go to peers, too, where there are any; what goes to storage always does.
+        sends_host_only: Items of the HOST tier go to peers, too, where there are any; what goes to storage always does.
     """
 
     step: int
@@ -78,7 +78,7 @@ class SnapshotPlan:
     halt: str | None = None
     window: Window | None = None
     slot: int = 0
-    sends_held: bool = True
+    sends_host_only: bool = True
 
     def __getattr__(self, name: str) -> Any:
         """``items``, where the plan was made without them: nobody needs thousands of them who asks for operators."""
@@ -129,7 +129,7 @@ def save_full(
     wait: bool = False,
     k: int | None = None,
     plt_budget: float | None = None,
-    sends_held: bool = True,
+    sends_host_only: bool = True,
 ) -> SnapshotPlan:
     """Returns a plan that saves operators at full fidelity.
 
@@ -140,9 +140,9 @@ def save_full(
         wait: See ``SnapshotPlan``.
         k: See ``SnapshotPlan``.
         plt_budget: See ``SnapshotPlan``.
-        sends_held: See ``SnapshotPlan``.
+        sends_host_only: See ``SnapshotPlan``.
     """
-    plan = SnapshotPlan(step, (), wait, k, plt_budget, sends_held=sends_held)
+    plan = SnapshotPlan(step, (), wait, k, plt_budget, sends_host_only=sends_host_only)
     return _answering(plan, {Tier.STORAGE: operators, Tier.HOST: host_only}, ())
 
 
@@ -161,7 +161,7 @@ def save_logged(
     *,
     host_only: tuple[str, ...] = (),
     k: int | None = None,
-    sends_held: bool = True,
+    sends_host_only: bool = True,
 ) -> SnapshotPlan:
     """Returns a plan that saves ``anchored`` at full fidelity, and of ``gradients`` what the step's update consumed.
 
@@ -171,9 +171,9 @@ def save_logged(
         gradients: Ids of others, each of which was saved at the step before.
         host_only: Ids of what is kept in this node's memory in full besides.
         k: See ``SnapshotPlan``.
-        sends_held: See ``SnapshotPlan``.
+        sends_host_only: See ``SnapshotPlan``.
     """
-    plan = SnapshotPlan(step, k=k, sends_held=sends_held)
+    plan = SnapshotPlan(step, k=k, sends_host_only=sends_host_only)
     return _answering(plan, {Tier.STORAGE: anchored, Tier.HOST: host_only}, (), gradients)
 
 

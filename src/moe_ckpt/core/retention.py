@@ -1,4 +1,4 @@
-"""Which committed checkpoints stay, and which files go with the others.
+"""Which committed checkpoints stay, and which files are deleted with the others.
 
 Partial checkpoints share files: the newest view of an expert may be a file of an older step. Files come in groups, such
 as all shards of experts that were written at one step. A group lives as long as some retained checkpoint names it, and
@@ -60,18 +60,19 @@ class CheckpointRecord:
 class RetentionPolicy:
     """Which committed checkpoints stay on storage.
 
-    The newest always stays, and where that is a sparse window (MoEvement), the newest dense one too, for a run that
-    comes back on another layout.
+    The newest always stays. If that is a sparse window (MoEvement), the newest dense one stays too, for a run that
+    resumes on another layout.
 
     Attributes:
-        keep_last: How many of the newest stay: of all checkpoints, and of the run's own line. The two differ only after
-            a run came back past damaged checkpoints, until it has made as many new ones.
-        keep_every_n_steps: Steps divisible by it stay too (of one step one generation: the newest on the line, or else
+        keep_last: How many of the newest stay: of all checkpoints, and of those that the current state descends from
+            (the line). The two differ only after a run resumed from a checkpoint older than damaged ones, until it has
+            made as many new ones.
+        keep_every_n_steps: Steps divisible by it stay too (one generation of each step: the newest on the line, or else
             the newest).
-        max_age_secs: Seconds, or text such as "7d". Older checkpoints go, whatever the two rules above say; not the
-            newest, the newest dense one and the spares.
+        max_age_secs: Seconds, or text such as "7d". Older checkpoints are deleted, whatever the two rules above say,
+            except the newest, the newest dense one and the spares.
         keep_spare: Also keep a fallback that shares no file with the newest, and the candidate to follow it: at most
-            two more checkpoints, and two more while the line is not all. Costs nothing where every checkpoint is whole
+            two more checkpoints, and two more while the line is not all. Costs nothing if every checkpoint is complete
             and ``keep_last >= 2``.
 
     Raises:

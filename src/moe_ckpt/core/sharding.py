@@ -62,7 +62,7 @@ class Unit:
         return (self.stop - self.start) * self.row_bytes + self.whole_bytes
 
     @cached_property
-    def whole_on(self) -> dict[int, tuple[Part, ...]]:
+    def whole_on(self) -> dict[int, tuple[RowRange, ...]]:
         """Rank -> the parts where it writes all of it, made when first asked for: most units are never split."""
         return _OnRank(self)
 
@@ -73,7 +73,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowRange:
     """Rows ``[start, stop)`` of a unit, and the rank that writes them. The first part has the state without rows."""
 
     rank: int
@@ -81,17 +81,17 @@ class Part:
     stop: int
 
 
-class _OnRank(dict[int, tuple[Part, ...]]):
+class _OnRank(dict[int, tuple[RowRange, ...]]):
     def __init__(self, unit: Unit) -> None:
         super().__init__()
         self._start, self._stop = unit.start, unit.stop
 
-    def __missing__(self, rank: int) -> tuple[Part, ...]:
-        found = self[rank] = (Part(rank, self._start, self._stop),)
+    def __missing__(self, rank: int) -> tuple[RowRange, ...]:
+        found = self[rank] = (RowRange(rank, self._start, self._stop),)
         return found
 
 
-Parts = Mapping[Name, tuple[Part, ...]]
+Parts = Mapping[Name, tuple[RowRange, ...]]
 """Unit -> its parts in row order, which tile its rows."""
 
 
@@ -106,7 +106,7 @@ class Shares:
     """
 
     units: tuple[Unit, ...]
-    dealt: tuple[tuple[Part, ...], ...]
+    dealt: tuple[tuple[RowRange, ...], ...]
     loads: tuple[int, ...]
 
     @cached_property
@@ -187,14 +187,14 @@ def water_level(preload: Sequence[int], nbytes: int) -> int:
 
 def _fill(
     ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: int
-) -> tuple[tuple[Part, ...], ...]:
+) -> tuple[tuple[RowRange, ...], ...]:
     """Give each unit to the rank with the least bytes, splitting what would rise above ``level``; adds to ``loads``.
 
     Each split fills a rank, so there are about R of them, however many units.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    found: list[tuple[Part, ...]] = []
+    found: list[tuple[RowRange, ...]] = []
     for unit in ordered:
         left = unit.nbytes
         load, rank = heap[0]
@@ -208,7 +208,7 @@ def _fill(
             stop, nbytes = unit.stop, left
             if left > max(grain_bytes, level - load):
                 stop, nbytes = _first_rows(unit, start, left, level - load)
-            parts.append(Part(rank, start, stop))
+            parts.append(RowRange(rank, start, stop))
             heapq.heapreplace(heap, (load + nbytes, rank))
             start, left = stop, left - nbytes
             if stop == unit.stop:

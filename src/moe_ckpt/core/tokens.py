@@ -164,7 +164,7 @@ class TokenBook:
             self._mark(later, experts, at)
         return self.applied - later
 
-    def mark_held(self, experts: Experts, at: Counts) -> None:
+    def mark_in_host(self, experts: Experts, at: Counts) -> None:
         """Note what this node's memory holds now: ``experts`` as of ``at``, and nothing older."""
         self.saved[Tier.HOST] = self.saved[Tier.STORAGE].copy()
         self.mark_saved(Tier.HOST, experts, at)

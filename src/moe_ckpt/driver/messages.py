@@ -1,4 +1,4 @@
-"""Messages to the user, from rank 0, the same for every framework. ``unit`` is its name for a step."""
+"""Messages to the user, the same for every framework. ``unit`` is the framework's name for a step."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
     """A new run begins.
 
     Args:
-        generation: Of this life of the run; 0 if the store is new.
+        generation: Number of this start of the run; 0 if the store is new.
     """
     if rank:
         return
     if resume == "never" and generation:
-        announce("training starts new, as resume='never' says, beside the checkpoints in %s", dirpath)
+        announce("training starts from scratch, because resume='never' is set; the checkpoints in %s stay", dirpath)
     else:
-        announce("training starts new: %s holds no checkpoint yet", dirpath)
+        announce("training starts from scratch: %s holds no checkpoint yet", dirpath)
 
 
 def say_weights(unit: str, loaded: Loaded, rank: int) -> None:
     """A new run begins with loaded weights."""
     if rank == 0:
-        announce("a new run begins with %s; %ss, optimizer, schedules and data begin anew", loaded, unit)
+        announce("a new run starts with %s; %s count, optimizer, schedules and data start from scratch", loaded, unit)
 
 
 def say_resumed(
     unit: str, step: int, place: str, fault: FaultRecord, plt: float, dirpath: str, rank: int, besides: str = ""
 ) -> None:
-    """Where training resumes, and what was lost.
+    """Says where training resumes, and what was lost.
 
     Args:
         place: ``Restored.place``.
@@ -49,7 +49,7 @@ def say_resumed(
     """
     if rank:
         return
-    lost, portion = f"every expert is of that {unit}", ""
+    lost, portion = f"all experts are of that {unit}", ""
     if fault.stale_experts:
         lost = f"{fault.stale_experts} experts are older than that, {fault.lost_tokens:,} tokens lost"
         portion = "" if fault.mlt is None else f"MLT {fault.mlt:.2%}, "
@@ -59,13 +59,13 @@ def say_resumed(
 
 
 def say_left_behind(unit: str, step: int, found: LeftBehind, rank: int) -> None:
-    """The run goes on from ``step`` on storage, though memory had newer ones."""
+    """The run continues from ``step`` on storage, although memory held newer steps."""
     if rank:
         return
     if found.step is None:
         announce(
-            "no node holds anything of an earlier life in memory: whatever %ss there were after %d that were in memory "
-            "only are lost, and computed again",
+            "no node has a checkpoint of an earlier start in memory: %ss after %d that were only in memory are lost, "
+            "and are computed again",
             *(unit, step),
         )
         return
@@ -73,8 +73,8 @@ def say_left_behind(unit: str, step: int, found: LeftBehind, rank: int) -> None:
     lost = f"{unit}s {step + 1} to {found.step} are" if several else f"{unit} {found.step} is"
     whose = f"rank {found.writers[0]}" if len(found.writers) == 1 else f"ranks {_listed(found.writers)}"
     announce(
-        "%s lost, and computed again: memory has a part of %s %d, but what %s had of it is on no node that is left. "
-        "Copies on more nodes, Memory(replicas=...), keep it when as many are lost",
+        "%s lost, and must be computed again: memory holds only a part of %s %d, and the part of %s is on no surviving "
+        "node. More copies on other nodes, Memory(replicas=...), survive the loss of more nodes",
         *(lost, unit, found.step, whose),
         level=logging.WARNING,
     )
@@ -93,18 +93,18 @@ def say_survived(unit: str, step: int, why: str, nbytes: int, secs: float, rank:
         why: Training stops.
         nbytes: 0 if a snapshot had all of it.
     """
-    kept = f"{human_bytes(nbytes)} in {secs:.1f} s" if nbytes else "as its checkpoint had it"
+    kept = f"{human_bytes(nbytes)} in {secs:.1f} s" if nbytes else "a checkpoint of which was there"
     said = "training stops (%s): rank %d keeps its state of %s %d in memory, %s"
     (announce if rank == 0 else log.info)(said, why, rank, unit, step, kept)
 
 
 def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int) -> None:
-    """This rank could not seal its newest step, so that older checkpoints count."""
+    """This rank could not seal its newest step, so the next start uses an older checkpoint."""
     log.warning("training stops (%s), and rank %d could not keep %s %d in memory: %s", why, rank, unit, step, problem)
 
 
 def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:
-    """Experts have tokens to make up.
+    """Experts get more tokens to make up for lost ones.
 
     Args:
         boost: Portion that they get more.
@@ -119,14 +119,19 @@ def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:
 def say_not_boosted(layer: str, router: str, why: str) -> None:
     """A router cannot take a boost. On one rank that has it."""
     log.warning(
-        "no capacity boost in MoE layer %s, whose stale experts go on without: its router, %s, cannot take it: %s",
+        "no capacity boost in MoE layer %s, whose stale experts continue without it: its router, %s, does not support "
+        "it: %s",
         *(layer, router, why),
     )
 
 
 def say_forgotten(rank: int, error: Exception) -> None:
-    """What a rank that is no more had still to make up cannot be read. On the rank that takes care of it."""
-    log.warning("the capacity boost goes on without what rank %d of the checkpoint still had to do: %s", rank, error)
+    """The tokens that a rank of an earlier start still had to make up cannot be read."""
+    log.warning(
+        "the capacity boost continues without the tokens that rank %d of the checkpoint still had to make up: %s",
+        rank,
+        error,
+    )
 
 
 def say_inexact(why: str | None, rank: int) -> None:
@@ -149,7 +154,7 @@ def say_replayed(unit: str, first: int, last: int, place: str, dirpath: str, ran
 
 
 def _path(dirpath: str, place: str) -> str:
-    """Of a checkpoint in the store, also where memory gave a part of it."""
+    """The path of a checkpoint in the store, also where memory held a part of it."""
     *memory, directory = place.split(" ")
     return place if directory == "memory" else " ".join([*memory, os.path.join(dirpath, directory)])
 
@@ -163,8 +168,8 @@ def say_unfinished(unit: str, step: int, window: tuple[int, int], rank: int) -> 
     if rank == 0:
         log.warning(
             "training ended at %s %d, before the sparse window of %ss %d to %d was computed again: nothing was saved, "
-            "and the optimizer state in memory is incomplete. The store is as it was; the next start goes on from that "
-            "window.",
+            "and the optimizer state in memory is incomplete. The store is unchanged; the next start continues from "
+            "that window.",
             *(unit, step, unit, *window),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.recovery.localized import LocalPart
 
@@ -42,6 +43,12 @@ class Rejoining:
             self._session.comm.everyone(b"")  # so that no wait is longer than one step
             note_replayed(self._session, equal=True)
         self._go_on()
+
+    def diverged(self) -> None:
+        """A step that this rank computed again is not what it was: at the next start all ranks go back."""
+        tier = self._session.tier
+        if isinstance(tier, MemoryTier):
+            tier.files.note_divergence()
 
     def step_replayed(self, *, last: bool) -> None:
         """A rank that goes back has computed a step again.

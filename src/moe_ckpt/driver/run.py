@@ -363,6 +363,8 @@ class Driver:
             equal = True
         finally:
             note_replayed(self.session, equal=equal)
+            if self.local is not None and not equal:
+                self.local.diverged()
         local = self.local
         if replaying.done:
             self.replaying = None

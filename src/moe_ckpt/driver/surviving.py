@@ -22,6 +22,7 @@ class Moment(enum.Enum):
 
     UNKNOWN = "no state of this life, or callbacks may have put other weights in"
     RESTING = "those of the newest step"
+    LENT = "those of the newest step, unless callbacks have put other weights in"
     REDUCING = "the same; an update has begun, which first reduces gradients over ranks"
     WRITING = "between two steps"
     WRITTEN = "those of the next step, which the loop has not counted yet"
@@ -87,12 +88,18 @@ class Surviving:
         Args:
             update: By an update of the optimizer.
 
-        Until then they are as they were: a peer that is missed here is missed between two steps.
+        Until then they are as they were: a peer that is missed here is missed between two steps. Without an update they
+        are noted first, so that it is known whether anybody has changed them.
         """
         if update and self.is_whole:
             self.enter(Moment.REDUCING)
         yield
-        self.enter(Moment.WRITING if update else Moment.UNKNOWN)
+        if update:
+            self.enter(Moment.WRITING)
+        elif self.moment is Moment.RESTING:
+            self.enter(Moment.LENT if self._notes() else Moment.UNKNOWN)
+        elif self.moment is not Moment.LENT:
+            self.enter(Moment.UNKNOWN)
 
     @contextlib.contextmanager
     def booking(self) -> Iterator[None]:
@@ -118,6 +125,8 @@ class Surviving:
                 return
             if self.moment is Moment.WRITTEN and self._counts():
                 self.moment = Moment.RESTING
+            if self.moment is Moment.LENT:
+                self.moment = Moment.RESTING if self._are_unchanged() else Moment.UNKNOWN
             if not self.is_whole:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return
@@ -131,6 +140,18 @@ class Surviving:
             say_not_survived(self._unit, found.step, why, found.problem, self._rank)
         else:
             say_survived(self._unit, found.step, why, found.nbytes, found.secs, self._rank)
+
+    def _notes(self) -> bool:
+        if self._survivor.is_on:
+            self._survivor.note_weights()
+        return self._survivor.is_on
+
+    def _are_unchanged(self) -> bool:
+        try:
+            return self._survivor.has_noted_weights()
+        except Exception as error:  # as below
+            log.warning("whether weights are those of the newest %s is not known: %s", self._unit, error)
+            return False
 
     def _counts(self) -> bool:
         try:

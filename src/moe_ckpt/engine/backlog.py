@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan
@@ -16,6 +18,37 @@ log = logging.getLogger("moe_ckpt")
 _LEAST_PATIENCE_SECS = 5.0
 _TIMES_AS_LONG = 5.0
 _WARN_AFTER_SECS = 60.0
+_WAITS = 16
+_NOTABLE = 0.2
+
+
+class _Pace:
+    """Notices that storage sets the pace of training, and says so once."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_WAITS)
+        self._said = False
+
+    def note(self, began: float, ended: float, measured: Measured) -> None:
+        """Training waited for storage.
+
+        Args:
+            began: When (``time.monotonic``).
+            ended: Likewise.
+            measured: Times so far.
+        """
+        self._waits.append((began, ended))
+        first, secs = self._waits[0][0], sum(end - begin for begin, end in self._waits)
+        if self._said or len(self._waits) < _WAITS or secs < _NOTABLE * (ended - first):
+            return
+        self._said = True
+        log.warning(
+            "training waits for storage, %.0f %% of its time lately: a sparse window saves a part of the state at each "
+            "step, and storage takes %.2f s for a part. Keep checkpoints in memory (memory=moe_ckpt.Memory()), use "
+            "faster storage, or a policy that skips checkpoints while storage is busy, such as Dense",
+            100 * secs / (ended - first),
+            measured.persist_secs or secs / _WAITS,
+        )
 
 
 class Backlog:
@@ -36,6 +69,7 @@ class Backlog:
         self._settings = settings
         self._comm = comm
         self._warned_of: int | None = None
+        self._pace = _Pace()
 
     def admits(self, plan: SnapshotPlan, pipeline: Pipeline, *, busy: bool, measured: Measured) -> bool:
         """Returns whether the snapshot of ``plan`` begins now. A collective where a window's later slot finds no room.
@@ -55,7 +89,10 @@ class Backlog:
         return False
 
     def _room_in_time(self, pipeline: Pipeline, measured: Measured) -> bool:
+        began = time.monotonic()
         in_time = pipeline.wait_for_room(self.patience_secs(measured))
+        if self._comm.rank == 0 and self._settings.memory is None:
+            self._pace.note(began, time.monotonic(), measured)
         [late] = largest(self._comm, [int(not in_time)])
         return not late
 

@@ -16,7 +16,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.slices.shares import ComputeTypes
+from moe_ckpt.slices.assignment import ComputeTypes
 
 
 @dataclass(frozen=True)

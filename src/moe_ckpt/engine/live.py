@@ -16,7 +16,7 @@ from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.layout import Layout
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
-from moe_ckpt.slices.shares import ComputeTypes, coupled_operators, operator_bytes, places_of
+from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes, places_of
 
 _MANY = 4
 """Of so many operators one is many: to name the parameters of more takes longer than to look at all."""
@@ -119,9 +119,9 @@ class _Here:
 
     def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
         self.tensors = tensors
-        held = {tensor.parameter for tensor in tensors}
-        self._parameters: list[set[str]] = [{span.parameter for span in op.spans} & held for op in catalog.operators]
-        for parameter in held:
+        here = {tensor.parameter for tensor in tensors}
+        self._parameters: list[set[str]] = [{span.parameter for span in op.spans} & here for op in catalog.operators]
+        for parameter in here:
             self._parameters[catalog.place[catalog.home[parameter]]].add(parameter)
         self._any = np.array(list(map(bool, self._parameters)), dtype=bool)
 

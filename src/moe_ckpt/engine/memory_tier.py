@@ -203,7 +203,7 @@ class MemoryTier:
             replicator.left_out(snapshot.step)
             self._sealed(sequence, ALONE, freshness)
         else:
-            end = snapshot.plan.own_nbytes(held=snapshot.request.sends_held)
+            end = snapshot.plan.own_nbytes(host_only=snapshot.request.sends_host_only)
             share = SealedSlot(snapshot.step, slot.memory[:end], header)
             copies = replicator.submit(sequence, share)
             copies.add_done_callback(

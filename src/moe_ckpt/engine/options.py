@@ -1,4 +1,4 @@
-"""Everything that a user chooses about checkpoints: one object, checked once, for every adapter."""
+"""The options that users set, for every adapter, checked in one place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESUME = ("auto", "extend", "never")
 ON_READ_ERROR = ("stop", "fallback")
 _POLICIES = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini, GradientLog)
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
-"""Fields that an adapter finds out by itself."""
+"""Fields that an adapter sets automatically."""
 
 
 class OptionValues(TypedDict, total=False):
@@ -57,42 +57,42 @@ class OptionValues(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options(Settings):
-    """The options of ``MoECheckpoint`` and ``megatron.attach``, besides those of the engine (``Settings``).
+    """The options of ``MoECheckpoint`` and ``megatron.attach``, in addition to those of the engine (``Settings``).
 
     Attributes:
         policy: What is saved when; see ``moe_ckpt.policies``. With ``guard`` it is wrapped in ``Guarded``.
         dirpath: The store: a directory that all ranks see, or an fsspec URL. One run per store.
-        resume: "auto" goes on from the newest good step in ``dirpath``; a run that is finished is extended if only its
-            length was raised. "extend" goes on from a finished run whatever has changed (Megatron: as "auto").
-            "never" does not look there.
-        save_last: Leave a complete checkpoint of the final state when training ends well.
-        guard: What happens when a failure might lose more tokens than a budget allows. "escalate": the checkpoint
-            holds the experts that are needed besides. "dense": it holds all. "stop": that too, and training ends in
-            good order, with the reason in the log. None: nothing. Short for
-            ``policy=Guarded(policy, plt_budget, guard, mlt_budget)``.
-        plt_budget: Of the guard: portion of tokens that all failures together may lose, or a name in
+        resume: "auto" resumes from the newest good step in ``dirpath``; a finished run is extended if only its length
+            was raised. "extend" continues a finished run whatever has changed (Megatron: as "auto"). "never" ignores
+            the checkpoints there.
+        save_last: Save a complete checkpoint of the final state when training ends without an error.
+        guard: What happens when a failure might lose more tokens than a budget allows. "escalate": the checkpoint saves
+            more experts, as many as the budget needs. "dense": it saves all. "stop": it saves all, then training stops,
+            with the reason in the log. None: nothing. Short for ``policy=Guarded(policy, plt_budget, guard,
+            mlt_budget)``.
+        plt_budget: For the guard: portion of tokens that all failures together may lose, or a name in
             ``policies.budget.PLT_BUDGETS``; "default" if neither budget is given.
-        mlt_budget: Of the guard: portion of a layer's tokens that a single failure may lose, mean over layers, or a
+        mlt_budget: For the guard: portion of a layer's tokens that a single failure may lose, mean over layers, or a
             name in ``policies.budget.MLT_BUDGETS``.
-        profile: File that rank 0 keeps the run's profile in, for simulator and planner; None: none. See
+        profile: File to which rank 0 writes the run's profile, for the simulator and the planner; None: no profile. See
             docs/profile.md.
-        weights_from: Fine-tuning: weights that the run begins with, as long as ``dirpath`` holds no checkpoint of its
-            own. A store (its newest dense step), a step directory, a safetensors file or a directory of those, as
-            ``moe-ckpt export`` and transformers write them. Step count, optimizer, schedules and position in the data
-            begin anew.
-        on_read_error: When storage does not give the bytes of the newest checkpoint at a restart, which may be good:
-            "stop" ends the run with an error that names step, rank and file; "fallback" goes on from the next older
-            one, and retention keeps the newer.
-        access: Who may read the store, on file systems: "private", this user alone; "group", its group too, whatever
-            the umask; "umask", as the umask says. Without effect behind an fsspec URL.
-        bubbles: Whether copies and sends are held back until a pipeline's schedule leaves a rank idle, as far as they
-            still end in time (Megatron-Core with several stages; elsewhere there are no bubbles). "auto": with policies
-            that ask for it, which is MoEtion. "on": with any policy. "off": with none.
+        weights_from: Fine-tuning: weights that the run starts with, as long as ``dirpath`` holds no checkpoint. A store
+            (its newest dense step), a step directory, a safetensors file or a directory of those, as ``moe-ckpt
+            export`` and transformers write them. Step count, optimizer, schedules and position in the data start from
+            scratch.
+        on_read_error: What happens when storage does not return the newest checkpoint at a restart, although it may be
+            intact: "stop" ends the run with an error that names step, rank and file; "fallback" resumes from the next
+            older one, and retention keeps the newer.
+        access: Who may read the store, on file systems: "private": this user only. "group": the user's group too,
+            whatever the umask. "umask": as the umask allows. No effect for fsspec URLs.
+        bubbles: Whether copies and sends wait until the pipeline schedule leaves a rank idle, as long as they still
+            finish in time (Megatron-Core with several stages; elsewhere there are no bubbles). "auto": with policies
+            that ask for it, such as MoEtion. "on": with any policy. "off": never.
         on_phase: Called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this rank;
             for tests that kill processes (``moe_ckpt.testing``).
 
     Raises:
-        ConfigError: A value that cannot be, or two that contradict each other; the message names them.
+        ConfigError: An invalid value, or two that contradict each other; the message names them.
     """
 
     policy: Policy = field(default_factory=MoC)
@@ -141,8 +141,8 @@ class Options(Settings):
         wanted, kept = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
         if wanted > kept:
             raise ConfigError(
-                f"policy={type(self.policy).__name__}(...) is for checkpoints in the memory of at least {wanted} "
-                f"peers, and memory={self.memory!r} keeps copies on {kept}: give "
+                f"policy={type(self.policy).__name__}(...) needs copies of checkpoints in the memory of at least "
+                f"{wanted} peers, and memory={self.memory!r} keeps copies on {kept}: give "
                 f"memory=moe_ckpt.Memory(replicas={wanted}), or a policy for storage, such as Dense or CheckFreq"
             )
 
@@ -150,9 +150,9 @@ class Options(Settings):
         source, own = (text if "://" in text else os.path.realpath(text) for text in (weights_from, self.dirpath))
         if f"{source}/".startswith(f"{own.rstrip('/')}/"):
             raise ConfigError(
-                f"weights_from={weights_from!r} lies in dirpath={self.dirpath!r}: a run goes on from its own "
-                "checkpoints by itself; a new run that begins with its weights needs a store of its own. Give another "
-                "dirpath"
+                f"weights_from={weights_from!r} lies in dirpath={self.dirpath!r}: a run resumes from its own "
+                "checkpoints automatically, and a new run that starts from its weights needs another store. Set "
+                "another dirpath"
             )
 
     @property
@@ -199,7 +199,7 @@ def make_options(
 def _not_a_policy(given: object) -> str:
     """What to write in place of something that was given as the policy."""
     if isinstance(given, type) and isinstance(given, Policy):
-        return f"policy={given.__name__} is the class of a policy; make one of it: policy={given.__name__}()"
+        return f"policy={given.__name__} is the class of a policy; create a policy from it: policy={given.__name__}()"
     known = {kind.__name__.lower(): kind.__name__ for kind in _POLICIES}
     if isinstance(given, str) and given.lower() in known:
         name = known[given.lower()]
@@ -213,7 +213,7 @@ def _not_a_policy(given: object) -> str:
 def _hint(name: str, known: Sequence[str]) -> str:
     owners = [kind.__name__ for kind in _POLICIES if name in _names(kind)]
     if owners:
-        return f"it is one of the policy: policy={owners[0]}({name}=...)"
+        return f"it is an option of the policy: policy={owners[0]}({name}=...)"
     return nearest(name, known)
 
 

@@ -112,7 +112,12 @@ def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
     left = tuple(op for op in plan.gradients if op not in operators)
     host_only = plan.operators(Tier.HOST)
     return save_logged(
-        plan.step, (*plan.operators(), *moved), left, host_only=host_only, k=plan.k, sends_held=plan.sends_held
+        plan.step,
+        (*plan.operators(), *moved),
+        left,
+        host_only=host_only,
+        k=plan.k,
+        sends_host_only=plan.sends_host_only,
     )
 
 

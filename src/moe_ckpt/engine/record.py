@@ -1,4 +1,4 @@
-"""What checkpointing tells of one step."""
+"""The record of one training step: what was saved, how long it took, and how many tokens are lost or at risk."""
 
 from __future__ import annotations
 
@@ -7,52 +7,56 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What checkpointing did at one step, and what the books said then. Bytes are this rank's tensor bytes.
+    """What checkpointing did at one step, with the token counts and PLT of that step. Bytes are this rank's tensor
+    bytes.
 
-    On several ranks the books of a step are agreed on while the next one is computed, so that tokens, PLT and committed
-    checkpoints are those of one step earlier; after the end of training the newest record has all.
+    On several ranks the counts of a step are exchanged while the next one is computed, so tokens, PLT and committed
+    checkpoints are those of the step before; after the end of training the newest record is complete.
 
     Attributes:
         step: Optimizer step.
-        begun: A snapshot began.
+        begun: A snapshot was started.
         skipped: One was due, but dropped because earlier ones were still being written.
         waited: Training waited for earlier snapshots, because no buffer was free on this rank.
-        skips: Checkpoints left out so far in this life of the run because earlier ones were still being written: those
-            ``skipped``, and those that were due on storage and stayed in memory. Of a window the first step counts.
-        waits: Snapshots waited for so far in this life of the run.
+        skips: Checkpoints left out since this start of the run because earlier ones were still being written: those
+            ``skipped``, and those that were due on storage and stayed in memory. A window counts once, at its first
+            step.
+        waits: Snapshots that training waited for since this start of the run.
         nbytes: Tensor bytes that go to storage.
         experts_saved: Experts that go to storage, of all ranks.
-        k: Experts per layer that the policy sends to storage, where it counts them so.
-        plt_budget_left: What of the policy's PLT budget is left, if it has one.
+        k: Experts per layer that the policy sends to storage, if it has such a number.
+        plt_budget_left: The rest of the policy's PLT budget, if it has one.
         oldest_expert_steps: Steps since the state of the expert whose newest committed copy is the oldest.
         stall_secs: Time that training waited for checkpointing since the last record.
         agree_secs: Time that training waited for the ranks' agreement on the step before; near 0 unless a rank is slow,
             for which the next gradient reduction would have waited instead, so that it is not counted as a stall.
         plt: Proportion of lost tokens.
-        at_risk_plt: PLT if the run failed now and came back to the newest committed step.
+        at_risk_plt: PLT if the run failed now and resumed from the newest committed step. Logged as the metric
+            ``plt_if_failed_now``.
         at_risk_mlt: MLT of such a recovery (``core.tokens.tokens_at_risk``).
-        mlt_newest: MLT of the run's newest recovery; None before the first, or if an earlier release booked it.
+        mlt_newest: MLT of the run's newest recovery; None before the first, or if an earlier release recorded it.
         mlt_worst: The highest MLT of a recovery of the run so far; None as before.
         lost_tokens: Lost in all recoveries of the run.
-        owed_tokens: Of those lost, what boosted experts have still to make up; None without a capacity boost in this
+        owed_tokens: Lost tokens that boosted experts still have to make up; None without a capacity boost in this
             process.
         routed_tokens: Token assignments whose update ran, of all ranks, since the run began.
         committed_step: Newest committed step; None before the first.
-        failed_checkpoints: Checkpoints of this life of the run that failed.
+        failed_checkpoints: Checkpoints that failed since this start of the run.
         halt: Why the policy asks to end training; None if it does not.
-        frozen_nbytes: Of ``nbytes``, what is saved at compute fidelity only (sparse windows).
+        frozen_nbytes: The part of ``nbytes`` that is saved at compute fidelity only (sparse windows).
         window: Size W of the sparse window that this step belongs to; 0 without one.
         slot: The step's place in its window.
-        replayed: This step was computed again to bring a window back; nothing is saved at it.
+        replayed: This step was computed again to restore a window; nothing is saved at it.
         to_storage: The snapshot goes to storage, not only into memory.
         memory_step: Newest checkpoint that every rank has in memory that outlives the process; None without one.
-        memory_nbytes: What this rank has there, copies of peers included.
+        memory_nbytes: Bytes that this rank has there, copies of peers included.
         replica_lag_steps: Steps by which this rank's copies on peers are behind.
-        replica_sent_nbytes: Sent to peers in this life of the run.
-        replica_saved_nbytes: Of the copies on peers, what was not sent because they had it in their own training state.
-        bubble_nbytes: Copied, or sent to peers, in this life of the run while a pipeline's schedule left this rank
-            idle; 0 where nothing is held back for that.
-        beside_nbytes: Likewise at other times, beside compute most of all.
+        replica_sent_nbytes: Bytes sent to peers since this start of the run.
+        replica_saved_nbytes: Bytes of the copies on peers that were not sent, because the peers hold the same training
+            state.
+        bubble_nbytes: Bytes copied or sent to peers, since this start of the run, while the pipeline schedule left this
+            rank idle; 0 if copies do not wait for that (``bubbles``).
+        beside_nbytes: The same at all other times, mostly during compute.
     """
 
     step: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from moe_ckpt.core.ledger import Ledger
@@ -34,7 +35,7 @@ class Pending:
         window, slot: The sparse window that it is a part of.
         stored: It goes to storage at all.
         copied: ``operators`` go to peers, where there are any.
-        sends_held: So do ``host_only``.
+        sends_host_only: So do ``host_only``.
         gradients: What else memory brings to this step, by the gradients that are saved of it.
     """
 
@@ -49,7 +50,7 @@ class Pending:
     slot: int = 0
     stored: bool = True
     copied: bool = True
-    sends_held: bool = True
+    sends_host_only: bool = True
     gradients: tuple[str, ...] = ()
 
     @property
@@ -63,7 +64,7 @@ class Pending:
             return operators_at_step((), self.catalog.everything, self.window, self.slot)
         if tier is Tier.PEER and not self.copied:
             return ()
-        full = self._copied if tier is Tier.HOST or self.sends_held else self.operators
+        full = self._copied if tier is Tier.HOST or self.sends_host_only else self.operators
         if not self.gradients:
             return full
         whole = len(full) + len(self.gradients) == len(self.catalog.everything)
@@ -353,9 +354,13 @@ class RunLedger:
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
         """Operators that no checkpoint holds for a partial one to build on, committed or under way."""
-        absent, since = self.ledger.missing(), 0
-        for number, pending in enumerate(under_way, start=1):
+        absent = self.ledger.lacking
+        for pending in under_way:
             if pending.window is not None and pending.is_checkpoint and pending.stored:
-                absent, since = self.catalog.everything, number
-        running = {op for pending in under_way[since:] for op in pending.operators} if absent else set()
-        return tuple(op for op in absent if op not in running)
+                absent[:] = True
+            else:
+                absent[self.catalog.places_of(pending.operators)] = False
+        if not absent.any():
+            return ()
+        everything = self.catalog.everything
+        return everything if absent.all() else tuple(compress(everything, absent.tolist()))

@@ -19,7 +19,7 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare, seal_share
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
-from moe_ckpt.slices.compiling import HELD
+from moe_ckpt.slices.compiling import HOST_ONLY
 
 log = logging.getLogger("moe_ckpt")
 
@@ -73,10 +73,10 @@ class MemorySealer:
         header = self._header(snapshot, share, nbytes)
         raw = encode_slot(header)
         slot.seal(raw)
-        request, kept = snapshot.request, tuple(part for part in header.parts if part.kind != HELD)
-        if not request.copied or request.sends_held or len(kept) == len(header.parts):
+        request, kept = snapshot.request, tuple(part for part in header.parts if part.kind != HOST_ONLY)
+        if not request.copied or request.sends_host_only or len(kept) == len(header.parts):
             return raw
-        sent_nbytes = min(nbytes, roomy(max(1, snapshot.plan.own_nbytes(held=False))))
+        sent_nbytes = min(nbytes, roomy(max(1, snapshot.plan.own_nbytes(host_only=False))))
         return encode_slot(replace(header, parts=kept, nbytes=sent_nbytes, sent=True))
 
     def _header(self, snapshot: Snapshot, share: SealedShare, nbytes: int) -> SlotHeader:

@@ -38,8 +38,8 @@ from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Measured, Policy, needs_of
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
+from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.gating import BubbleGate
-from moe_ckpt.slices.shares import ComputeTypes
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 

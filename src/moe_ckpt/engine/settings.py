@@ -1,4 +1,4 @@
-"""How the engine may use the machine."""
+"""The engine's settings: limits on memory, waiting and failures."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _LONGEST_WAIT_SECS = 30 * 86_400.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits and habits of the engine; every field has a safe default.
+    """Limits of the engine; every field has a safe default.
 
     Attributes:
         retention: Which committed checkpoints stay on storage.
         host_memory_bytes: Budget of this rank's snapshot buffers, as a number or as text such as "8GB"; None takes half
-            of what is free. Where it does not hold ``max_in_flight`` + 1 of them, the newest committed one is given up
-            when room is needed.
-        when_busy: "skip" drops a checkpoint for which no buffer is free, "wait" stalls training for it.
+            of what is free. If it does not hold ``max_in_flight`` + 1 of them, the newest committed one is dropped when
+            room is needed.
+        when_busy: "skip" drops a checkpoint for which no buffer is free; "wait" stalls training until one is.
         max_in_flight: Snapshots copied or being written at the same time.
         timeout_secs: Longest wait for a peer, or for the last writes at the end of training; a number, or text such as
             "10min".
-        max_failures: Checkpoints that may fail in a row before training is stopped. With ``memory``, which goes on
-            taking them, it never is.
-        pinned: Page-locked buffers, for copies from a GPU.
+        max_failures: Checkpoints that may fail in a row before training stops. With ``memory`` training never stops for
+            it, because memory still takes checkpoints.
+        pinned: Use page-locked buffers, for copies from a GPU.
         local_ranks: Ranks that share this host's memory.
-        memory: Snapshots lie in files on a tmpfs, and outlive the process; None: in private memory.
-        sharding: How the ranks divide the writing of what all of them hold, experts aside: "none", "equal" or
-            "adaptive", see ``core.sharding``.
-        read_patience_secs: For how long, in all, reads that fail at a start (ETIMEDOUT, EIO, ESTALE, ...) are tried
-            again before they count; a number, or text such as "2min".
+        memory: Keep snapshots in files on a tmpfs, which outlive the process; None: in private memory.
+        sharding: How the ranks divide the writing of the state that all of them hold, except experts: "none", "equal"
+            or "adaptive", see ``core.sharding``.
+        read_patience_secs: How long reads that fail at a start (ETIMEDOUT, EIO, ESTALE, ...) are retried, in total; a
+            number, or text such as "2min".
 
     Raises:
-        ConfigError: A value that cannot be; the message names it.
+        ConfigError: An invalid value; the message names it.
     """
 
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)

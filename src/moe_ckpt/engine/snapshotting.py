@@ -301,7 +301,7 @@ class Snapshotter:
             plan.slot,
             ways.stored,
             ways.copied,
-            plan.sends_held,
+            plan.sends_host_only,
             gradients,
         )
         sets = self._run.catalog.sets
@@ -325,7 +325,7 @@ class Snapshotter:
             stored=ways.stored,
             copied=ways.copied,
             updates=self.updates,
-            sends_held=plan.sends_held,
+            sends_host_only=plan.sends_host_only,
             experts=experts and experts & sets.of(pending.operators_in(Tier.HOST)),
             sent=experts and experts & sets.of(pending.operators_in(Tier.PEER)),
             gradients=gradients,

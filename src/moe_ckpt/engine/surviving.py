@@ -23,6 +23,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.fingerprint import Fingerprint
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Plain, Snapshot, side_tensors
 from moe_ckpt.engine.snapshotting import Snapshotter
@@ -103,6 +104,9 @@ class Survivor:
         run: The session's.
         resources: Likewise.
         snapshots: Likewise.
+
+    Attributes:
+        lends: Whether this rank has what others write of the newest step as they have it.
     """
 
     def __init__(self, run: RunContext, resources: SessionResources, snapshots: Snapshotter) -> None:
@@ -113,6 +117,8 @@ class Survivor:
         self._states: StateKeeper | None = None
         self._kept: int | None = None
         self._patience = Patience(time.perf_counter())
+        self._weights: Fingerprint | None = None
+        self.lends = True
 
     @property
     def is_on(self) -> bool:
@@ -138,6 +144,14 @@ class Survivor:
         """
         self._snapshots.step_begins(updated=updated)
         self.step_ends(step, plain, tokens)
+
+    def note_weights(self) -> None:
+        """Others may write to weights and optimizer state of the newest step from here on."""
+        self._weights = Fingerprint(self._run.state.tensors())
+
+    def has_noted_weights(self) -> bool:
+        """Whether they are what they were at ``note_weights``."""
+        return self._weights is not None and self._weights.fits(self._run.state.tensors())
 
     def keep_plain(self, *, described: bool) -> None:
         """The next step begins: random numbers and buffers are about to change, and tensors of them are copied.
@@ -257,6 +271,8 @@ class Survivor:
 
     def _lends(self, rank: int) -> int | None:
         """Whose share this rank seals besides its own."""
+        if not self.lends:
+            return None
         placement = self._run.placement
         found = lends(rank, placement.expert_peers or placement.peers)
         if found is None and needs_of(self._run.policy).gradients:  # nobody has its experts, but some have the rest

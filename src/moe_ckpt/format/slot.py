@@ -78,7 +78,7 @@ class SlotPart:
     """Slices that follow one another from byte ``begin`` of the slot on.
 
     Attributes:
-        kind: Of the shard that they are, or ``slices.compiling.HELD``: they never go to storage.
+        kind: Of the shard that they are, or ``slices.compiling.HOST_ONLY``: they never go to storage.
         begin: First byte.
         raw: Their header, as in a shard.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,15 @@ from moe_ckpt.format.manifest import MOST_RANKS
 from moe_ckpt.format.schema import listing, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 
-LOG_VERSION = 2
+LOG_VERSION = 3
 KIND = "moe_ckpt.upstream"
 SEND = "send"
 _NOT_OURS = "not the header of an upstream log of this format: "
-_CHANNEL = record({"kind": text, "ranks": listing(whole(0, MOST_RANKS))})
+_CHANNEL = record({"kind": text, "ranks": listing(whole(0, MOST_RANKS)), "messages": whole(1)})
 _MESSAGE = record(
     {
         "channel": whole(),
+        "number": whole(),
         "dtype": one_of(*TORCH_DTYPES),
         "shape": listing(whole()),
         "begin": whole(),
@@ -80,6 +82,7 @@ class Message:
         begin: First byte in the file.
         nbytes: In the file.
         checksum: XXH3-64 of its bytes.
+        number: Of the message in its channel and step, from 0, in the order of the program.
     """
 
     channel: Channel
@@ -88,6 +91,7 @@ class Message:
     begin: int
     nbytes: int
     checksum: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ def encode_log(header: LogHeader) -> bytes:
     messages = [
         {
             "channel": place[each.channel],
+            "number": each.number,
             "dtype": each.dtype,
             "shape": list(each.shape),
             "begin": each.begin,
@@ -145,8 +150,9 @@ def encode_log(header: LogHeader) -> bytes:
     ]
     body: dict[str, Any] = {"kind": KIND, "format_version": LOG_VERSION}
     body |= {name: getattr(header, name) for name in _SCALARS}
-    body |= {"channels": [{"kind": each.kind, "ranks": list(each.ranks)} for each in channels], "messages": messages}
-    return seal(body)
+    counts = header.counts
+    told = [{"kind": each.kind, "ranks": list(each.ranks), "messages": counts[each]} for each in channels]
+    return seal(body | {"channels": told, "messages": messages})
 
 
 def decode_log(raw: bytes, path: str) -> LogHeader:
@@ -156,7 +162,8 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
         path: For messages.
 
     Raises:
-        DamagedError: It is not as it was written, or of another format.
+        DamagedError: It is not as it was written, or of another format; or a message lacks, or is there twice, or in
+            the place of another one.
     """
     body = unseal(raw, path)
     require(_BODY, body, path, _NOT_OURS)
@@ -170,7 +177,24 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
             raise DamagedError(path, f"{_NOT_OURS}message {len(messages)} does not fit")
         end += entry["nbytes"]
         channel = channels[entry["channel"]]
-        messages.append(Message(channel, entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]))
+        found = entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]
+        messages.append(Message(channel, *found, entry["number"]))
     if end != body["nbytes"]:
         raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, and it speaks of {body['nbytes']:,}")
+    sent = {channel: entry["messages"] for channel, entry in zip(channels, body["channels"], strict=True)}
+    _require_every_message(messages, sent, path)
     return LogHeader(**{name: body[name] for name in _SCALARS}, messages=tuple(messages))
+
+
+def _require_every_message(messages: Sequence[Message], sent: Mapping[Channel, int], path: str) -> None:
+    """Raises ``DamagedError`` unless each channel has as many messages as were sent, in their order."""
+    seen: Counter[Channel] = Counter()
+    for message in messages:
+        if message.number != seen[message.channel]:
+            said = f"{message.channel} is number {message.number}, and number {seen[message.channel]} was due"
+            raise DamagedError(path, f"{said}: a message lacks, or is there twice, or in the place of another one")
+        seen[message.channel] += 1
+    lacking = [channel for channel, count in sent.items() if seen[channel] != count]
+    if lacking:
+        said = f"{lacking[0]}: {sent[lacking[0]]} were sent, and {seen[lacking[0]]} are there"
+        raise DamagedError(path, said)

@@ -25,7 +25,7 @@ from moe_ckpt.gradients.layout import Device, UpdateLayout
 from moe_ckpt.gradients.log_content import LogContent
 from moe_ckpt.gradients.replay import OptimizerReplay
 from moe_ckpt.gradients.returning import LogReplayer
-from moe_ckpt.gradients.units import Piece, Unit
+from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.gradients.updates import WEIGHT, Block
 from moe_ckpt.ports import LoggedSteps
 from moe_ckpt.recovery.gradient_log import PLAIN
@@ -239,7 +239,7 @@ def _bytes_of(values: torch.Tensor) -> torch.Tensor:
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
 
 
-def _pieces_of(replay: OptimizerReplay, layout: UpdateLayout, key: StateKey) -> Iterator[tuple[int, Unit, Piece]]:
+def _pieces_of(replay: OptimizerReplay, layout: UpdateLayout, key: StateKey) -> Iterator[tuple[int, Unit, UnitBlock]]:
     """Yields (number of the optimizer, unit, piece) of a tensor of the checkpoint."""
     for number, prefix in enumerate(layout.keys):
         if key.optimizer in (None, prefix):

@@ -16,7 +16,7 @@ import torch
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import FixedStrings
-from moe_ckpt.gradients.units import Piece, Unit
+from moe_ckpt.gradients.units import Unit, UnitBlock
 
 _UNIT = ("name", "optimizer", "group", "dtype", "shape", "stride", "stored")
 
@@ -105,9 +105,9 @@ def _unit(row: Sequence[Any]) -> Unit:
     return Unit(str(name), int(optimizer), int(group), dtype, _dims(shape), _dims(stride), blocks, str(stored))
 
 
-def _piece(row: Sequence[Any]) -> Piece:
+def _piece(row: Sequence[Any]) -> UnitBlock:
     parameter, offsets, shape, stride, start = row
-    return Piece(str(parameter), Box(_dims(offsets), _dims(shape)), _dims(stride), int(start))
+    return UnitBlock(str(parameter), Box(_dims(offsets), _dims(shape)), _dims(stride), int(start))
 
 
 def _dims(numbers: Iterable[Any]) -> tuple[int, ...]:

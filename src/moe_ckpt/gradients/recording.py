@@ -14,7 +14,7 @@ from moe_ckpt.format.fragment import FixedStrings
 from moe_ckpt.format.shard import GRADIENT
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.layout import Device, UpdateLayout
-from moe_ckpt.gradients.units import Piece, Unit
+from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_class import class_name
@@ -213,7 +213,7 @@ class Ignored(GradientConsumer):
 
 
 def _gradient(
-    unit: Unit, piece: Piece, gradient: torch.Tensor, templates: Mapping[_Place, StateTensor], stored: str | None
+    unit: Unit, piece: UnitBlock, gradient: torch.Tensor, templates: Mapping[_Place, StateTensor], stored: str | None
 ) -> StateTensor:
     place = piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)
     template = templates.get(place)

@@ -17,7 +17,7 @@ from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, ReplayDivergedError, UnsupportedError
 from moe_ckpt.gradients.coupling import Coupling, coupling_of
-from moe_ckpt.gradients.units import Piece, Pieces, Tensors, Unit
+from moe_ckpt.gradients.units import Pieces, Tensors, Unit, UnitBlock
 from moe_ckpt.gradients.updates import GRADIENT, WEIGHT, Block, Update
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS, fitted
@@ -88,7 +88,7 @@ class OptimizerReplay:
                         written += part.box.volume if block.kind == WEIGHT else 0
         return written
 
-    def _write(self, unit: Unit, part: Piece, block: Block) -> None:
+    def _write(self, unit: Unit, part: UnitBlock, block: Block) -> None:
         tensor = self.tensors[unit.optimizer, unit.name]
         if block.kind != WEIGHT:
             state = self.optimizers[unit.optimizer].state[tensor]

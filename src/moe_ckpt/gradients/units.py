@@ -17,7 +17,7 @@ from moe_ckpt.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnitBlock:
     """A block of one of the model's tensors, in the memory of a unit.
 
     Attributes:
@@ -36,7 +36,7 @@ class Piece:
         """Returns the block as a view of ``tensor``, which is the unit or is laid out like it."""
         return tensor.as_strided(self.box.shape, self.stride, tensor.storage_offset() + self.start)
 
-    def part(self, box: Box) -> Piece | None:
+    def part(self, box: Box) -> UnitBlock | None:
         """Returns what of the piece lies in ``box`` of the whole tensor; None if nothing does."""
         common = self.box.overlap(box)
         if common is None or not common.volume:
@@ -44,7 +44,7 @@ class Piece:
         steps = zip(common.offsets, self.box.offsets, self.stride, strict=True)
         return replace(self, box=common, start=self.start + sum((low - first) * step for low, first, step in steps))
 
-    def rows(self, span: Span) -> Piece | None:
+    def rows(self, span: Span) -> UnitBlock | None:
         """Returns what of the piece lies in the rows of ``span``."""
         if span.start is None or span.stop is None:
             return self
@@ -73,7 +73,7 @@ class Unit:
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UnitBlock, ...]
     stored: str = ""
 
     def require_alike(self, tensor: torch.Tensor, what: str) -> None:
@@ -117,7 +117,7 @@ def whole_unit(name: str, optimizer: int, group: int, tensor: torch.Tensor, box:
             f"parameter {name} of shape {shape} with strides {stride} does not fill its memory densely, so that its "
             "updates cannot be repeated from a log. Make it contiguous."
         )
-    piece = Piece(name, box or Box((0,) * len(shape), shape), stride, 0)
+    piece = UnitBlock(name, box or Box((0,) * len(shape), shape), stride, 0)
     return Unit(name, optimizer, group, str(tensor.dtype).removeprefix("torch."), shape, stride, (piece,))
 
 
@@ -135,18 +135,18 @@ class Pieces:
     """The pieces of many units, by optimizer and parameter."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        self._found: dict[tuple[int, str], list[tuple[Unit, Piece]]] = {}
+        self._found: dict[tuple[int, str], list[tuple[Unit, UnitBlock]]] = {}
         self._optimizers: set[int] = set()
         for unit in units:
             self._optimizers.add(unit.optimizer)
             for piece in unit.pieces:
                 self._found.setdefault((unit.optimizer, piece.parameter), []).append((unit, piece))
 
-    def of(self, optimizer: int, parameter: str) -> Sequence[tuple[Unit, Piece]]:
+    def of(self, optimizer: int, parameter: str) -> Sequence[tuple[Unit, UnitBlock]]:
         """Returns the pieces of a parameter in the units of an optimizer."""
         return self._found.get((optimizer, parameter), ())
 
-    def of_operator(self, spans: Iterable[Span], optimizer: int | None = None) -> Iterator[tuple[Unit, Piece]]:
+    def of_operator(self, spans: Iterable[Span], optimizer: int | None = None) -> Iterator[tuple[Unit, UnitBlock]]:
         """Yields what of each piece belongs to the operator with ``spans``.
 
         Args:

@@ -171,7 +171,11 @@ class MegatronCheckpoint:
             spares.update_begins()
             note(Moment.REDUCING)
 
-        self._watch = StepWatch(optimizer, reduces, self._stepped)
+        def ends_alone() -> None:
+            self._driver.session.survivor.lends = False  # of other ranks' weights nobody knows which are here
+            note(Moment.WRITTEN)
+
+        self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone)
         self._watch.before_writing(lambda: note(Moment.WRITING))
         self._first: FirstForward | None = None
         self._pipeline = None if gate is None else PipelineWatch(gate)
@@ -447,11 +451,21 @@ def has_updated(ckpt: MegatronCheckpoint) -> bool:
 
 
 def count_iteration(
-    ckpt: MegatronCheckpoint, iteration: int, consumed_samples: int, counters: Mapping[str, Any]
+    ckpt: MegatronCheckpoint,
+    iteration: int,
+    consumed_samples: int,
+    counters: Mapping[str, Any],
+    generators: Mapping[str, Any] | None = None,
 ) -> None:
-    """Counts an iteration after whose update training stops, instead of ``after_step``: no checkpoint begins."""
+    """Counts an iteration after whose update training stops, instead of ``after_step``: no checkpoint begins.
+
+    Args:
+        generators: States of random number generators that belong to it; None for those of now.
+    """
     updated = has_updated(ckpt)
-    ckpt._driver.count(_counted(ckpt, iteration, consumed_samples, counters, updated=updated), updated=updated)
+    tokens = _counted(ckpt, iteration, consumed_samples, counters, updated=updated)
+    ckpt._host.generators.state = generators or ckpt._host.generators.state
+    ckpt._driver.count(tokens, updated=updated)
 
 
 def _counted(

@@ -17,7 +17,7 @@ from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.coupling import Coupling, register
-from moe_ckpt.gradients.units import Piece, Unit
+from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.megatron.blocks import Placed, place
 from moe_ckpt.megatron.inventory import Inventory, LiveParameter
@@ -106,7 +106,7 @@ class _Describe:
         )
 
 
-def _pieces(live: LiveParameter, slot: Slot, start: int, stop: int) -> Iterator[Piece]:
+def _pieces(live: LiveParameter, slot: Slot, start: int, stop: int) -> Iterator[UnitBlock]:
     """Yields the blocks in elements ``[start, stop)`` of a parameter, which are contiguous in what is updated."""
     for part in live.parts:
         # Without a range ``place`` counts from the part's own first element.
@@ -115,11 +115,11 @@ def _pieces(live: LiveParameter, slot: Slot, start: int, stop: int) -> Iterator[
             yield _piece(part.name, placed, low - start)
 
 
-def _piece(name: str, placed: Placed, first: int) -> Piece:
+def _piece(name: str, placed: Placed, first: int) -> UnitBlock:
     """first: of the range that ``placed.first`` counts in, from the unit's first element."""
     array = torch.empty(prod(placed.memory_shape), device="meta").view(placed.memory_shape)
     for axis, (low, length) in enumerate(placed.narrow):
         array = array.narrow(axis, low, length)
     array = array.permute(placed.order)
     begin = first + placed.first + int(array.storage_offset())
-    return Piece(name, Box(placed.offsets, tuple(array.shape)), tuple(array.stride()), begin)
+    return UnitBlock(name, Box(placed.offsets, tuple(array.shape)), tuple(array.stride()), begin)

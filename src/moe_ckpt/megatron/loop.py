@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.optimizers import leaves
+from moe_ckpt.megatron.optimizers import finish_update, leaves
 from moe_ckpt.modeling.param_groups import require_plain
+
+log = logging.getLogger("moe_ckpt")
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,10 @@ class Loop:
 
 
 class StepWatch:
-    """Wraps ``optimizer.step``: calls one function before it, another after it.
+    """Wraps ``optimizer.step``: calls one function before it, another after it, a third where it ends alone.
+
+    An exception may come when inner optimizers have stepped: the distributed optimizer gathers weights last. Then this
+    rank's part of the update is completed without the others.
 
     Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of those that it chains, so
     the method of this object is replaced. After ``close`` a wrapper under another one only calls through.
@@ -97,11 +103,15 @@ class StepWatch:
         updated: Whether the newest step changed the weights, by its result; None before the first.
     """
 
-    def __init__(self, optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: Any, before: Callable[[], None], after: Callable[[], None], alone: Callable[[], None]
+    ) -> None:
         self._optimizer = optimizer
         self._step: Callable[..., Any] = optimizer.step
         self._replaced = vars(optimizer).get("step")
-        self._before, self._after = before, after
+        self._before, self._after, self._alone = before, after, alone
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
         self._open = True
         self.updated: bool | None = None
         self._handles: list[RemovableHandle] = []
@@ -112,15 +122,40 @@ class StepWatch:
         if not self._open:
             return self._step(*args, **kwargs)
         self._before()
-        result = self._step(*args, **kwargs)
+        self._begun.clear()
+        self._ended.clear()
+        try:
+            result = self._step(*args, **kwargs)
+        except Exception:
+            self._end_alone()
+            raise
         self.updated = bool(result[0]) if isinstance(result, tuple) and result else True
         self._after()
         return result
 
     def before_writing(self, call: Callable[[], None]) -> None:
         """From here on, ``call`` runs when an inner optimizer is about to write to parameters."""
+
+        def begins(inner: Any, *_: Any) -> None:
+            self._begun.add(id(inner))
+            call()
+
         for leaf in leaves(self._optimizer):
-            self._handles.append(leaf.optimizer.register_step_pre_hook(lambda *_: call()))
+            self._handles.append(leaf.optimizer.register_step_pre_hook(begins))
+            self._handles.append(leaf.optimizer.register_step_post_hook(lambda inner, *_: self._ended.add(id(inner))))
+
+    def _end_alone(self) -> None:
+        """``step`` failed: ends it if no inner optimizer was in the middle of its own."""
+        if not self._begun or self._begun != self._ended:
+            return
+        try:
+            is_whole = finish_update(self._optimizer, tuple(self._ended))
+        except Exception as error:  # older checkpoints count
+            log.warning("the update that failed cannot be completed on this rank alone: %r", error)
+            return
+        if is_whole:
+            self.updated = True
+            self._alone()
 
     def close(self) -> None:
         """Removes the wrapper. May be called twice."""

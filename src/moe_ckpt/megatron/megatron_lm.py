@@ -9,10 +9,11 @@ other by name, so some of them are replaced by functions that call the original 
                                           from training's
     train_step, dummy_train_step          begin training before the first; count the tokens of a rerun forward pass
                                           once; record an iteration without an update
+    evaluate_and_print_results            an iteration that stops in it is sealed as of before; with an upstream log it
+                                          is no part of an iteration, and not made again
     checkpoint_and_decide_exit            after_step, when the iteration is counted and validated; no more than that
                                           while some stages compute iterations again alone
     training_log                          with an upstream log: at the same iterations on all stages
-    evaluate_and_print_results            with an upstream log: no part of an iteration, and not made again
     save_checkpoint                       write no checkpoint of Megatron's during a replay
     train                                 finish, also on ``sys.exit``
 """
@@ -20,6 +21,7 @@ other by name, so some of them are replaced by functions that call the original 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import inspect
@@ -36,12 +38,13 @@ from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
 from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.megatron.counters import COUNTED, counters_of, rerun_machine
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.script_values import changed, flat
 from moe_ckpt.megatron.stopping import BegunIteration, close_after
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
 from moe_ckpt.megatron.trainer_state import Stateful
-from moe_ckpt.megatron.validation import can_pass_over, pass_over
+from moe_ckpt.megatron.validation import USED_OF_TRAIN, LateValidation, can_pass_over, pass_over
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.newest import newest_step
@@ -55,19 +58,16 @@ KNOWN = "core_v0.16.1"
 
 REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "setup_model_and_optimizer": ("pretrain", ()),
-    "train": ("pretrain", ()),
+    "train": ("pretrain", (*USED_OF_TRAIN, "non_loss_data_func")),
     "build_train_valid_test_data_loaders": ("build_train_valid_test_data_iterators", ()),
     "train_step": ("train", ("forward_backward_func", "opt_param_scheduler")),
     "dummy_train_step": ("train", ()),
+    "evaluate_and_print_results": ("train", ("data_iterator",)),
     "checkpoint_and_decide_exit": ("train", ("iteration", "num_floating_point_operations_so_far")),
     "save_checkpoint": ("save_checkpoint_and_time", ("iteration",)),
 }
 """Replaced function of ``TRAINING`` -> (its caller, the parameters that are used)."""
-REPLACED_WITH_LOG = {
-    **REPLACED,
-    "training_log": ("train", ("is_first_iteration",)),
-    "evaluate_and_print_results": ("train", ("data_iterator",)),
-}
+REPLACED_WITH_LOG = {**REPLACED, "training_log": ("train", ("is_first_iteration",))}
 """The same with ``Memory(upstream_bytes=...)``."""
 
 USED = (
@@ -77,8 +77,6 @@ USED = (
     ("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
 )
 ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
-COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")
-"""Counters in ``args`` that are saved, if this version has them."""
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _installed: MegatronLM | None = None
@@ -211,6 +209,7 @@ class MegatronLM:
         self._updated, self._leaving = True, False  # the newest step updated weights; all ranks will exit
         self._floating_point_operations: Any = 0
         self._begun: BegunIteration | None = None
+        self._late = LateValidation()
         self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in replaced}
         for name in replaced:
             setattr(training, name, getattr(self, f"_{name}"))
@@ -253,6 +252,7 @@ class MegatronLM:
         self.checkpoint.surviving.count = self._count
         progress = self.checkpoint.resume(functools.partial(self._loaded, settings) if settings.iteration else None)
         self._tell(settings, progress)
+        self._late.agree(self.checkpoint, settings, progress)
         if found is not None:
             self._say_what_was_left(settings, progress.iteration)
         return built
@@ -288,7 +288,7 @@ class MegatronLM:
             settings.iteration,
             settings.consumed_train_samples,
             restored=True,
-            counters=_counters(settings, getattr(settings, "num_floating_point_operations_so_far", 0)),
+            counters=counters_of(settings, getattr(settings, "num_floating_point_operations_so_far", 0)),
         )
 
     def _tell(self, settings: Any, progress: Progress) -> None:
@@ -300,7 +300,7 @@ class MegatronLM:
         self._floating_point_operations = progress.counters.get("num_floating_point_operations_so_far", 0)
         largest = progress.counters.get("rerun_max_values")
         if largest is not None:
-            _rerun_machine().max_values = dict(largest)
+            rerun_machine().max_values = dict(largest)
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         calculator.update_num_microbatches(consumed_samples=progress.consumed_samples, verbose=True)
         if is_rank_zero() and settings.train_iters is not None and progress.iteration >= settings.train_iters:
@@ -332,7 +332,8 @@ class MegatronLM:
             )
 
     def _build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
-        built = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
+        with self._late.counted(self._args):
+            built = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
         seed = torch.initial_seed() + self._args.iteration
         for loader in flat(built):
             if isinstance(loader, DataLoader) and loader.generator is None:
@@ -341,8 +342,10 @@ class MegatronLM:
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, self._leaving = self._running, False
+        self._late.given = self._arguments("train", args, kwargs)
         try:
             result = self._original["train"](*args, **kwargs)
+            self._late.make(ckpt, self._args, self._evaluate_and_print_results)  # if there was no iteration left
         except SystemExit as error:
             if not self._leaving:  # this rank alone exits, so the others would not answer
                 close_after(error, ckpt)
@@ -368,6 +371,7 @@ class MegatronLM:
         ckpt.begin_training()
         if ckpt.upstream is not None:
             ckpt.upstream.begin()
+        self._late.make(ckpt, self._args, self._evaluate_and_print_results)
         name, given = "forward_backward_func", self._arguments("train_step", args, kwargs)
         inner = given[name]
         self._begun = BegunIteration(ckpt, self._args, self._training, given["opt_param_scheduler"])
@@ -387,17 +391,18 @@ class MegatronLM:
         return result
 
     def _count(self) -> bool:
-        return self._begun is not None and self._begun.count(self._floating_point_operations, _counters)
+        return self._begun is not None and self._begun.count(self._floating_point_operations)
 
     def _dummy_train_step(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, settings = self._running, self._args
         ckpt.begin_training()
+        self._late.make(ckpt, settings, self._evaluate_and_print_results)
         result = self._original["dummy_train_step"](*args, **kwargs)
         # The loop counts these samples when this returns.
         ranks = megatron_core().parallel_state.get_data_parallel_world_size()
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         samples = ranks * settings.micro_batch_size * calculator.get_num_microbatches()
-        counters = _counters(settings, self._floating_point_operations)
+        counters = counters_of(settings, self._floating_point_operations)
         if "skipped_train_samples" in counters:
             counters["skipped_train_samples"] += samples
         ckpt.skip(ckpt.iteration + 1, settings.consumed_train_samples + samples, counters=counters)
@@ -414,7 +419,7 @@ class MegatronLM:
             iteration,
             consumed_samples=settings.consumed_train_samples,
             updated=self._updated,
-            counters=_counters(settings, self._floating_point_operations),
+            counters=counters_of(settings, self._floating_point_operations),
         )
         if stage is not None:
             stage.rest()
@@ -441,11 +446,14 @@ class MegatronLM:
 
     def _evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
         stage, settings = self._running.upstream, self._args
-        if stage is None or not can_pass_over(settings):
-            return self._original["evaluate_and_print_results"](*args, **kwargs)
-        if stage.is_alone:
-            return pass_over(settings, self._arguments("evaluate_and_print_results", args, kwargs)["data_iterator"])
-        with stage.aside():
+        with contextlib.ExitStack() as within:
+            if self._begun is not None:
+                within.enter_context(self._begun.validating())
+            if stage is not None and can_pass_over(settings):
+                if stage.is_alone:
+                    given = self._arguments("evaluate_and_print_results", args, kwargs)
+                    return pass_over(settings, given["data_iterator"])
+                within.enter_context(stage.aside())
             return self._original["evaluate_and_print_results"](*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -465,17 +473,6 @@ class MegatronLM:
             ckpt.save()
             return None
         return self._original["save_checkpoint"](*args, **kwargs)
-
-
-def _counters(settings: Any, floating_point_operations: Any) -> dict[str, Any]:
-    found = {name: getattr(settings, name) for name in COUNTED if hasattr(settings, name)}
-    found["num_floating_point_operations_so_far"] = floating_point_operations
-    largest = getattr(_rerun_machine(), "max_values", None)
-    return found if largest is None else {**found, "rerun_max_values": dict(largest)}
-
-
-def _rerun_machine() -> Any:
-    return importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
 
 
 def _require_trainable(settings: Any) -> None:

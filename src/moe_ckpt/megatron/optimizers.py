@@ -7,7 +7,7 @@ bf16 ones; ``DistributedOptimizer`` updates a flat range of either, another on e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.megatron.script_values import changed
 
 MASTER = "fp32_param"
 """State name of master weights, as in Megatron's own checkpoints."""
@@ -100,6 +101,44 @@ def _check(leaf: Any, version: str) -> None:
             "use_megatron_fsdp keeps parameters in buffers of its own. Use the distributed optimizer instead of it, or "
             "FSDP2 with the Lightning callback."
         )
+
+
+def finish_update(optimizer: Any, ended: Collection[int]) -> bool:
+    """Completes on this rank alone an update of which the end failed: that is where weights are gathered.
+
+    Gradients are ready once any inner optimizer has stepped, and what a rank updates needs no other rank.
+
+    Args:
+        optimizer: Of Megatron.
+        ended: ``id`` of the inner optimizers that have stepped.
+
+    Returns:
+        Whether all that this rank updates is that of the next iteration. Not with parameters of 8 bits, whose scales
+        the ranks agree on.
+    """
+    found = leaves(optimizer)
+    if any(_quantizes(leaf) for leaf in found):
+        return False
+    with torch.no_grad():
+        for leaf in found:
+            with changed(leaf.config, timers=None):  # which may wait for all ranks
+                if id(leaf.optimizer) in ended:
+                    getattr(leaf, "_copy_main_params_to_model_params", lambda: None)()
+                else:
+                    _step_alone(leaf)
+    return True
+
+
+def _step_alone(leaf: Any) -> None:
+    """``step_with_ready_grads`` without what the distributed optimizer's adds: it gathers weights."""
+    kind = megatron_core().distributed_optimizer
+    local: Any = super(kind, leaf) if isinstance(leaf, kind) else leaf
+    local.step_with_ready_grads()
+
+
+def _quantizes(leaf: Any) -> bool:
+    gathers = getattr(getattr(leaf, "ddp_config", None), "fp8_param_gather", False)
+    return bool(gathers or getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
 def require_quiet_weights(optimizer: Any) -> None:

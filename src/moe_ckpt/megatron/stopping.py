@@ -2,8 +2,10 @@
 
 The loop counts samples and operations after the update, and the update's own function moves the scheduler. Where an
 error comes in between, the weights are those of the next iteration already, so that its state is whole once the rest
-is counted as the loop would have. Under Megatron-LM's own ``--inprocess-restart`` a monitor interrupts what the process
-is at, to let it train again; not so while the newest iteration is sealed.
+is counted as the loop would have. A validation that did not end is left to the next start.
+
+Under Megatron-LM's own ``--inprocess-restart`` a monitor interrupts what the process is at, to let it train again; not
+so while the newest iteration is sealed.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, count_iteration, has_updated
 from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.megatron.counters import counters_of
+from moe_ckpt.megatron.trainer_state import capture_generators
+from moe_ckpt.megatron.validation import DUE, follows
 
 _CLOSE_SECS = 10.0
 
@@ -62,24 +67,31 @@ class BegunIteration:
         self._scheduler_steps = scheduler.num_steps
         self._consumed: int = settings.consumed_train_samples
         self._skipped: int = getattr(settings, "skipped_train_samples", 0)
+        self._validated: int = getattr(settings, "consumed_valid_samples", 0)
+        self._generators: Mapping[str, Any] | None = None
+        self._is_validated = False
 
-    def count(self, operations: Any, counters_of: Callable[[Any, Any], dict[str, Any]]) -> bool:
+    @contextlib.contextmanager
+    def validating(self) -> Iterator[None]:
+        """The validation that follows the iteration is made in this block."""
+        self._generators = capture_generators()
+        yield
+        self._is_validated = True
+
+    def count(self, operations: Any) -> bool:
         """Counts the iteration, whose update is made, as the loop would have.
 
         Args:
             operations: Floating-point operations by the iteration before.
-            counters_of: Returns the counters of these settings and operations.
 
         Returns:
-            False where something that belongs to the iteration is not done: a validation, a change of weights after
-            the update, or what the stages say to each other, which a log must have whole.
+            False where weights change after the update, since it is not known whether they have.
         """
         ckpt, settings = self._ckpt, self._settings
-        iteration, interval = ckpt.iteration + 1, getattr(settings, "eval_interval", None)
-        validates = interval and iteration % interval == 0 and getattr(settings, "do_valid", False)
-        changes = getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False)
-        if validates or changes or ckpt.upstream is not None:
+        iteration = ckpt.iteration + 1
+        if getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False):
             return False
+        is_due = follows(settings, iteration) and not self._is_validated
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         micro_batches = calculator.get_num_microbatches() * settings.micro_batch_size
         samples = megatron_core().parallel_state.get_data_parallel_world_size() * micro_batches
@@ -89,5 +101,7 @@ class BegunIteration:
         if "skipped_train_samples" in counters:
             left_out = calculator.get_current_global_batch_size() - calculator.get_current_running_global_batch_size()
             counters["skipped_train_samples"] = self._skipped + left_out
-        count_iteration(ckpt, iteration, self._consumed + samples, counters)
+        if is_due:
+            counters |= {"consumed_valid_samples": self._validated, DUE: True}
+        count_iteration(ckpt, iteration, self._consumed + samples, counters, self._generators if is_due else None)
         return True

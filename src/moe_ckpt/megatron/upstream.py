@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
@@ -22,6 +22,15 @@ from moe_ckpt.upstream.boundary import Boundary
 from moe_ckpt.upstream.files import sealed_logs
 from moe_ckpt.upstream.interception import Interception
 from moe_ckpt.upstream.recording import UpstreamLog, Whose
+
+_REFUSED = {
+    "use_ring_exchange_p2p": "sends by a function that torch.distributed does not have, so that nothing can be logged",
+    "overlap_moe_expert_parallel_comm": (
+        "computes the forward pass of one micro-batch beside the backward pass of another, on streams of its own: no "
+        "run has shown that a stage that is alone comes to the same bits"
+    ),
+}
+"""Settings of Megatron's model that a log does not go with, and why."""
 
 
 def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequence[Any]) -> int | None:
@@ -49,11 +58,9 @@ def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequenc
             f"Memory(upstream_bytes={budget}) and a policy with capacity_boost: a boost follows failures of all ranks. "
             "Leave one of them out"
         )
-    if any(getattr(getattr(chunk, "config", None), "use_ring_exchange_p2p", False) for chunk in chunks):
-        raise UnsupportedError(
-            "Memory(upstream_bytes=...): use_ring_exchange_p2p sends by a function that torch.distributed does not "
-            "have, so that nothing can be logged. Leave one of them out"
-        )
+    for name, why in _REFUSED.items():
+        if any(getattr(getattr(chunk, "config", None), name, False) for chunk in chunks):
+            raise UnsupportedError(f"Memory(upstream_bytes={budget}) and {name}, which {why}. Leave one of them out")
     return int(budget)
 
 
@@ -90,7 +97,7 @@ class PipelineStage:
     @property
     def kept(self) -> KeptLogs:
         """What earlier lives left."""
-        return KeptLogs(self._stage_of, self._left)
+        return KeptLogs(self._stage_of, self._left, self._tier.files.diverged)
 
     def resumed(self, iteration: int) -> None:
         """``resume`` is done: from here on messages are seen.
@@ -132,7 +139,7 @@ class PipelineStage:
         if driver.local is None:
             return
         if driver.replaying is not None:
-            driver.replaying.begin(_Alone(self._boundary, driver.local.part))
+            driver.replaying.begin(_Alone(self._boundary, driver.local.part, driver.local.diverged))
         driver.local.wait()
 
     def step_ends(self) -> None:
@@ -145,6 +152,8 @@ class PipelineStage:
         if since is not None:
             self._log.drop(since)
         self._log.step_begins(iteration)
+        if self._driver.replaying is None:
+            self._tier.files.forget_divergence()
 
     def _settle(self, secs: float) -> None:
         """Training stops: the log of the newest step is written."""
@@ -168,10 +177,11 @@ class _Alone(StepSource):
     Args:
         boundary: Of this rank's stage.
         part: This rank's.
+        diverges: Called where a step is not what it was the first time.
     """
 
-    def __init__(self, boundary: Boundary, part: LocalPart) -> None:
-        self._boundary, self._part = boundary, part
+    def __init__(self, boundary: Boundary, part: LocalPart, diverges: Callable[[], None]) -> None:
+        self._boundary, self._part, self._diverges = boundary, part, diverges
         self._steps = iter(part.steps)
         self._is_done = False
         self._answers: Answers | None = None
@@ -179,7 +189,7 @@ class _Alone(StepSource):
     def prepare(self, replay: Replay, recorded: Plain) -> None:
         self._require_all_given()
         step = next(self._steps)
-        self._answers = Answers(step, self._part.received.pop(step, {}))
+        self._answers = Answers(step, self._part.received.pop(step, {}), self._diverges)
         self._boundary.go_alone(self._part.recovery.ranks, self._answers)
 
     def done(self) -> None:

@@ -1,15 +1,36 @@
-"""Validations of Megatron-LM's ``train`` beside an upstream log.
+"""Validations of Megatron-LM's ``train``, in which training may stop, and which are beside an upstream log.
 
-A validation changes no weights, and all stages have made it. So a stage that computes the iteration before it again
-leaves it out: it only draws the validation's batches, and counts them, to stand where the others do.
+A validation changes no weights. So where training stops at one, the iteration is sealed as it was when the validation
+began, and the next start makes the validation first. A stage that computes the iteration before it again leaves it out,
+since all stages have made it: it only draws the validation's batches, and counts them, to stand where the others do.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from moe_ckpt.megatron.script_values import flat
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
+from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.script_values import changed, flat
+
+DUE = "validation_due"
+"""Name of the counter that says that the validation after an iteration is still to be made."""
+USED_OF_TRAIN = ("forward_step_func", "model", "valid_data_iterator", "process_non_loss_data_func", "config")
+"""Parameters of ``train`` that a validation is made with, beside ``non_loss_data_func``."""
+
+
+def follows(settings: Any, iteration: int) -> bool:
+    """Returns whether ``train`` makes a validation after ``iteration``.
+
+    Args:
+        settings: Megatron's arguments.
+    """
+    interval = getattr(settings, "eval_interval", None)
+    return bool(interval and iteration % interval == 0 and getattr(settings, "do_valid", False))
 
 
 def can_pass_over(settings: Any) -> bool:
@@ -41,3 +62,75 @@ def pass_over(settings: Any, data_iterator: Any) -> None:
     finally:
         state.set_mode(mode)
     settings.consumed_valid_samples += settings.global_batch_size * settings.eval_iters
+
+
+class LateValidation:
+    """The validation at which training stopped, before the first iteration after it.
+
+    Attributes:
+        iteration: That it follows; None if none is late.
+        given: Arguments of ``train``, by name.
+    """
+
+    def __init__(self) -> None:
+        self.iteration: int | None = None
+        self.given: Mapping[str, Any] = {}
+        self._is_made_again = False
+
+    def agree(self, ckpt: MegatronCheckpoint, settings: Any, progress: Progress) -> None:
+        """Training resumes. A collective: if it is late on one rank, all make it, those too that were through with it.
+
+        Args:
+            ckpt: Of the run.
+            settings: Megatron's arguments, which stand where this rank resumes.
+            progress: Where that is.
+        """
+        is_due = bool(progress.counters.get(DUE, False))
+        told = json.dumps([progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]).encode()
+        everyone = [json.loads(raw) for raw in ckpt.session.comm.everyone(told)]
+        late = [(iteration, consumed) for iteration, is_due_there, consumed in everyone if is_due_there]
+        self.iteration, consumed = max(late, default=(None, 0))
+        if progress.iteration == self.iteration:
+            self._is_made_again = not is_due
+            settings.consumed_valid_samples = consumed
+
+    def counted(self, settings: Any) -> AbstractContextManager[None]:
+        """While loaders are built: Megatron takes a count of 0 for one that a checkpoint lacks, and makes one up.
+
+        Args:
+            settings: Megatron's arguments.
+        """
+        is_first = self.iteration is not None and getattr(settings, "consumed_valid_samples", None) == 0
+        is_first = is_first and not getattr(settings, "phase_transition_iterations", None)
+        return changed(settings, **({"iteration": 0} if is_first else {}))
+
+    def make(self, ckpt: MegatronCheckpoint, settings: Any, evaluate: Callable[..., Any]) -> None:
+        """Makes it, if it is next. Called before each iteration, and at the loop's end.
+
+        Args:
+            ckpt: Of the run.
+            settings: Megatron's arguments.
+            evaluate: As ``evaluate_and_print_results``.
+        """
+        iteration, given = self.iteration, self.given
+        if iteration is None or ckpt.iteration != iteration:
+            return
+        self.iteration = None
+        if not follows(settings, iteration):  # other arguments than those of the run
+            return
+        ckpt.begin_training()
+        if ckpt.upstream is not None:
+            ckpt.upstream.begin()
+        settings.curr_iteration = iteration - 1  # as it counts them, from 0
+        evaluate(
+            f"iteration {iteration}",
+            *(given[name] for name in ("forward_step_func", "valid_data_iterator", "model")),
+            iteration,
+            *(given[name] for name in ("process_non_loss_data_func", "config")),
+            verbose=False,
+            write_to_tensorboard=True,
+            non_loss_data_func=given["non_loss_data_func"],
+        )
+        settings.curr_iteration = iteration
+        if self._is_made_again:
+            ckpt._host.generators.go_back()  # random numbers of this rank had moved on already

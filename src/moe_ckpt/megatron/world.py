@@ -159,9 +159,9 @@ class World:
 
     def _require_whole(self) -> None:
         problems = []
-        held = set(self.operator_of.values())
+        found = set(self.operator_of.values())
         for layer in self.layers:
-            lacking = [e for e in range(layer.experts) if expert_id(layer.index, e) not in held]
+            lacking = [e for e in range(layer.experts) if expert_id(layer.index, e) not in found]
             problems += [f"expert {e} of {layer.name} is on no rank" for e in lacking]
         for name, tensor in self.tensors.items():
             elements = sum(prod(shape) for _, shape in tensor.blocks)

@@ -34,6 +34,9 @@ OWNER = "owner.json"
 _GENERATION, _RANK = re.compile(r"\d{6,}"), re.compile(r"rank_(\d{5,})")
 _NAMED = re.compile(r"names_(\d{6,})")
 """An empty file in a rank's directory: its life has used this generation, too, in names of step directories."""
+DIVERGED = "diverged"
+"""An empty file in a rank's directory: what its life computed again from upstream logs was not what it was the first
+time, and no life has ended a step since."""
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _MOST_OWNER_NBYTES = 4096
 _TRIES = 64
@@ -131,13 +134,28 @@ class RankDirectory:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(PRIVATE.create(str(self.path / f"names_{generation:06d}"), flags))
 
+    def note_divergence(self) -> None:
+        """See ``DIVERGED``. Raises ``OSError``: it cannot be written down."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(PRIVATE.create(str(self.path / DIVERGED), flags))
+
+    @property
+    def diverged(self) -> bool:
+        """See ``DIVERGED``."""
+        return (self.path / DIVERGED).exists()
+
+    def forget_divergence(self) -> None:
+        """A step has ended."""
+        if self.diverged:
+            _delete(self.path / DIVERGED)
+
     def clear_unsealed(self) -> None:
         """Delete what nobody can read: bytes without a header, and what was set aside as damaged."""
         there = {path.name: path for path in entries(self.path)} if self._is_held else {}
         for name, path in there.items():
             pair = {path.stem + DATA_SUFFIX, path.stem + HEADER_SUFFIX}
             is_of_slot = name in (*pair, path.stem + STARTS_SUFFIX) and pair <= there.keys()
-            is_kept = name in (LOCK, OWNER) or _NAMED.fullmatch(name)
+            is_kept = name in (LOCK, OWNER, DIVERGED) or _NAMED.fullmatch(name)
             if not is_of_slot and not is_kept and not is_log(name, there.keys()):
                 _delete(path)
 

@@ -96,6 +96,23 @@ class MemoryFiles:
         except OSError as error:
             log.warning("that generation %d is in use cannot be written down in %s: %s", generation, self.path, error)
 
+    @property
+    def diverged(self) -> bool:
+        """Whether an earlier life that left something here computed steps again, and they were others."""
+        return any(directory.diverged for directory in self._left)
+
+    def note_divergence(self) -> None:
+        """This life has. A warning tells of trouble."""
+        try:
+            self._own.note_divergence()
+        except OSError as error:
+            log.warning("that steps were others when they were computed again is not written down: %s", error)
+
+    def forget_divergence(self) -> None:
+        """Training gets on."""
+        for directory in self._left:
+            directory.forget_divergence()
+
     def remove(self, found: list[FoundSlot]) -> None:
         """Delete slots of earlier lives, in the background. Their memory is free when nobody else knows them.
 
@@ -156,7 +173,7 @@ class MemoryFiles:
         for directory in (self._own, *left):
             if keep:
                 directory.clear_unsealed()
-            if keep and directory.slots:
+            if keep and (directory.slots or directory.diverged):
                 directory.release()
             else:
                 directory.remove()

@@ -1,4 +1,4 @@
-"""What a user chooses about memory that outlives the process."""
+"""``Memory``: the options of snapshots in host memory that outlive the process."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ TORCHRUN_GRACE_SECS = 30.0
 
 @dataclass(frozen=True)
 class Memory:
-    """Snapshots lie in files on a tmpfs, so that what they hold survives the process (``kill -9``).
+    """Keeps snapshots in files on a tmpfs, so that they survive the end of the process (``kill -9``).
 
-    With ``replicas`` it survives the node as well.
+    With ``replicas`` they survive the loss of the node as well.
 
     Attributes:
-        directory: Where; None for ``/dev/shm``. Another tmpfs, or a local disk, which is slower and warned of. Must not
-            be shared by several nodes.
+        directory: Where the files lie; None for ``/dev/shm``. Another tmpfs, or a local disk, which is slower and gives
+            a warning. Nodes must not share it.
         budget_bytes: The most that this rank's snapshots may take, as a number or as text such as "8GB"; None for
-            ``host_memory_bytes``. Three snapshots of a rank's share is what lets none of them wait.
+            ``host_memory_bytes``. Three snapshots per rank avoid stalls.
         replicas: Copies of each rank's snapshots in the memory of that many other nodes, which need as much room there.
-        failure_domain: What else fails together with this node, such as the name of its rack or switch: copies lie
-            outside of it. The same on all ranks of a node. None: nothing does.
-        storage_every_n_steps: Which of the checkpoints that memory holds go on to storage as well, see
-            ``core.cadence.StorageCadence``: with 1 each of them does, with "auto" as often as failures and the cost of
-            writing ask for. None: by ``storage_every_secs`` alone, or each if that is None too.
-        storage_every_secs: A checkpoint also goes to storage so long after the last one that did; a number of seconds,
-            or text such as "10min".
-        survivor_secs: When training stops at a failure, each rank that lives on seals the newest step in memory for up
-            to so long; a number of seconds, or text such as "20s". Less than what the launcher waits before it kills
-            (torchrun: 30 s, SLURM: ``KillWait``). 0: never.
-        upstream_bytes: The most that this rank's log of what it sends over the boundaries of its pipeline stage may
-            take, as a number or as text such as "8GB": with it only stages that lost something go back after a failure
+        failure_domain: Name of the rack or switch that fails together with this node: copies lie outside of it. The
+            same on all ranks of a node. None: each node fails alone.
+        storage_every_n_steps: Which checkpoints in memory are also written to storage, see
+            ``core.cadence.StorageCadence``: 1 is each of them; "auto" chooses by the rate of failures and the cost of
+            writing. None: only ``storage_every_secs`` decides, or each is written if that is None too.
+        storage_every_secs: A checkpoint is also written to storage when this time has passed since the last one that
+            was; a number of seconds, or text such as "10min".
+        survivor_secs: When training stops at a failure, each surviving rank takes at most this time to seal the newest
+            step in memory; a number of seconds, or text such as "20s". Must be less than the time that the launcher
+            waits before it kills (torchrun: 30 s, SLURM: ``KillWait``). 0: never.
+        upstream_bytes: The most that this rank's log of messages over the boundaries of its pipeline stage may take, as
+            a number or as text such as "8GB": with the log, only stages that lost state go back after a failure
             (Megatron). None: nothing is logged.
 
     Raises:
-        ConfigError: A value that cannot be.
+        ConfigError: An invalid value.
     """
 
     directory: str | os.PathLike[str] | None = None
@@ -89,15 +89,15 @@ class Memory:
         if secs > TORCHRUN_GRACE_SECS and "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
                 f"Memory(survivor_secs={given!r}): torchrun kills ranks {TORCHRUN_GRACE_SECS:g} s after it has asked "
-                "them to end, so that what takes longer is cut off. Give less than that"
+                "them to end, which cuts off anything longer. Set less than that"
             )
         object.__setattr__(self, "survivor_secs", secs)
         if self.upstream_bytes is not None:
             object.__setattr__(self, "upstream_bytes", parse_bytes(self.upstream_bytes, "Memory(upstream_bytes)"))
             if not secs:
                 raise ConfigError(
-                    "Memory(upstream_bytes=..., survivor_secs=0): a log helps those that go back only where the others "
-                    "keep their state. Give survivor_secs, such as 20"
+                    "Memory(upstream_bytes=..., survivor_secs=0): the log is of use only where the other ranks keep "
+                    "their state. Set survivor_secs, such as 20"
                 )
 
     @property

@@ -173,11 +173,11 @@ def _rows(stacked: Sequence[nn.Parameter], experts: int, names: Mapping[int, str
 def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, str]) -> _Draft:
     """A draft of a registered layer."""
     who = f"{type(layer).__name__} at {name!r}"
-    held = [_member(layer, path, who) for path in spec.experts]
-    children = [structure.expert_children(m) if structure.is_container(m) else [] for m in held]
-    declared = _declared(layer, held)
-    listed = [structure.expert_parameters(m, declared) for m in held]
-    stacks = [_stacked(m) for m, kids, row in zip(held, children, listed, strict=True) if not kids and not row]
+    named = [_member(layer, path, who) for path in spec.experts]
+    children = [structure.expert_children(m) if structure.is_container(m) else [] for m in named]
+    declared = _declared(layer, named)
+    listed = [structure.expert_parameters(m, declared) for m in named]
+    stacks = [_stacked(m) for m, kids, row in zip(named, children, listed, strict=True) if not kids and not row]
     lengths = {len(kids) for kids in children if kids} | {len(row) for row in listed if row}
     size = _registered_size(lengths, declared, [p for s in stacks for p in s], spec, who)
     spans: list[list[Span]] = [[] for _ in range(size)]
@@ -196,7 +196,7 @@ def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, 
         raise ConfigError(f"register_moe: no parameter with {size} experts was found under {spec.experts} of {who}")
     router = _member(layer, spec.router, who) if spec.router else None
     routers = [router] if isinstance(router, nn.Module) else []
-    modules = [m for m in held if isinstance(m, nn.Module)]
+    modules = [m for m in named if isinstance(m, nn.Module)]
     source = _registered_source(layer, spec, modules, children, routers, who)
     return _Draft(name, layer, spans, modules, routers, source)
 
@@ -213,16 +213,16 @@ def _member(layer: nn.Module, path: str, who: str) -> nn.Module | nn.Parameter:
     raise ConfigError(f"register_moe: {who} has no submodule or parameter {path!r}; name what its forward uses")
 
 
-def _stacked(held: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+def _stacked(member: nn.Module | nn.Parameter) -> list[nn.Parameter]:
     """Candidates for stacks. A vector below a module may be shared by all experts, so it is no candidate."""
-    if isinstance(held, nn.Parameter):
-        return [held]
-    return [p for p in held.parameters() if p.ndim >= 2]
+    if isinstance(member, nn.Parameter):
+        return [member]
+    return [p for p in member.parameters() if p.ndim >= 2]
 
 
-def _declared(layer: nn.Module, held: Sequence[nn.Module | nn.Parameter]) -> int | None:
+def _declared(layer: nn.Module, named: Sequence[nn.Module | nn.Parameter]) -> int | None:
     """E of a registered layer, if it or what holds the experts says so by an attribute."""
-    owners = [m for m in held if isinstance(m, nn.Module)] + [layer]
+    owners = [m for m in named if isinstance(m, nn.Module)] + [layer]
     found = (vars(m)["num_experts"] for m in owners if type(vars(m).get("num_experts")) is int)
     return next(found, None)
 

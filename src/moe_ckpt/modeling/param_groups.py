@@ -103,9 +103,9 @@ def take_added(
     own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if any(set(here) != set(there["params"]) for here, there in zip(own, stored, strict=False)):
         return
-    held = {name for group in own for name in group}
+    named = {name for group in own for name in group}
     added = [name for group in stored[began:] for name in group["params"]]
-    if held.isdisjoint(added) and len({*added}) == len(added) and parameters.keys() >= {*added}:
+    if named.isdisjoint(added) and len({*added}) == len(added) and parameters.keys() >= {*added}:
         for entry in stored[began:]:
             optimizer.add_param_group({"params": [parameters[name] for name in entry["params"]]})
 

@@ -40,14 +40,14 @@ def expert_children(module: nn.Module) -> list[nn.Module]:
     return children if all(_signature(child) == first for child in children[1:]) else []
 
 
-def expert_parameters(held: object, experts: int | None) -> list[nn.Parameter]:
+def expert_parameters(named: object, experts: int | None) -> list[nn.Parameter]:
     """The entries of a ParameterList, if they are of one shape, two or more, and as many as there are experts; else [].
 
     Args:
-        held: What a registration names.
+        named: What a registration names.
         experts: How many there are, if that is known.
     """
-    entries = list(held.parameters()) if isinstance(held, nn.ParameterList) else []
+    entries = list(named.parameters()) if isinstance(named, nn.ParameterList) else []
     alike = len(entries) > 1 and len({each.shape for each in entries}) == 1
     return entries if alike and experts in (None, len(entries)) else []
 

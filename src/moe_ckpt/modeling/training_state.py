@@ -19,8 +19,8 @@ from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.modeling import module_state, param_groups, pretrained
 from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of
-from moe_ckpt.modeling.held_state import HeldState, scalars_of
 from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
+from moe_ckpt.modeling.optimizer_view import OptimizerView, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.modeling.walk import Walk
 from moe_ckpt.modeling.watching import Memory
@@ -67,13 +67,13 @@ class TorchTrainingState:
         self._pretrained = pretrained.read(model)
         self._sharded_modules = tuple(fsdp_modules(model))
         self._walk: Walk | None = None
-        self._held: tuple[HeldState, ...] = ()
+        self._optimizer_views: tuple[OptimizerView, ...] = ()
         self._listing: _Listing | None = None
         self._prepared = True
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[StateTensor, ...] = ()
         self._updated: frozenset[str] = frozenset()
-        _, held = self._refresh()
+        _, views = self._refresh()
         for index, optimizer in enumerate(self._optimizers):
             if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
                 raise UnsupportedError(
@@ -81,15 +81,15 @@ class TorchTrainingState:
                     "the parameters' back. Use FSDP2 (ModelParallelStrategy), or another optimizer under DDP."
                 )
             if type(optimizer) not in _ELEMENTWISE:
-                self._mixed.update(held[index].parameters)
+                self._mixed.update(views[index].parameters)
 
     def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
         """All parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
         known = self._walk if listed else None
-        walk, held = self._refresh() if known is None else (known, self._held)
+        walk, views = self._refresh() if known is None else (known, self._optimizer_views)
         listing = self._listing
-        if listing is None or not listing.is_of(walk, held, of):
-            listing = self._listing = self._list(walk, held, listing)
+        if listing is None or not listing.is_of(walk, views, of):
+            listing = self._listing = self._list(walk, views, listing)
         self._prepared = False
         return listing.tensors
 
@@ -101,7 +101,7 @@ class TorchTrainingState:
         """Alike on every rank, since all hold every tensor, or a part of it."""
         tensors = self.tensors() if self._listing is None or self._prepared else self._listing.tensors
         if tensors is not self._specs_of:
-            updated = frozenset(chain.from_iterable(held.parameters for held in self._held))
+            updated = frozenset(chain.from_iterable(view.parameters for view in self._optimizer_views))
             same = updated == self._updated
             known = dict(zip(map(id, self._specs_of), self._specs, strict=True)) if same else {}
             found = tuple(known.get(id(tensor)) or _spec_of(tensor, updated) for tensor in tensors)
@@ -113,11 +113,11 @@ class TorchTrainingState:
     def plain(self, *, described: bool = False) -> dict[str, Any]:
         """Buffers, hyperparameters, scalar optimizer state, extra state. Tensors in it are live: copy at once."""
         known = self._walk if described else None
-        walk, states = self._refresh() if known is None else (known, self._held)
+        walk, states = self._refresh() if known is None else (known, self._optimizer_views)
         optimizers = []
-        for index, (optimizer, held) in enumerate(zip(self._optimizers, states, strict=True)):
-            scalars = {name: scalars_of(state) for name, state in held.scalars}
-            groups = param_groups.read(index, optimizer, held.groups)
+        for index, (optimizer, view) in enumerate(zip(self._optimizers, states, strict=True)):
+            scalars = {name: scalars_of(state) for name, state in view.scalars}
+            groups = param_groups.read(index, optimizer, view.groups)
             optimizers.append({"class": class_name(optimizer), "param_groups": groups, "scalars": scalars})
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
@@ -150,11 +150,11 @@ class TorchTrainingState:
             ConfigError: a key names an optimizer or parameter that this run does not have.
             UnsupportedError: state of a sharded parameter in another shape than the parameter's.
         """
-        _, held = self._refresh()
+        _, views = self._refresh()
         self._prepared = True
-        missing = self._check_wanted(wanted, held)
+        missing = self._check_wanted(wanted, views)
         for index, optimizer in enumerate(self._optimizers):
-            for name, parameter in held[index].parameters.items():
+            for name, parameter in views[index].parameters.items():
                 metas = missing.get((index, name), {})
                 self._prepare_one(optimizer, name, parameter, metas)
 
@@ -168,9 +168,9 @@ class TorchTrainingState:
         module_state.write(self._model, plain)
         _, states = self._refresh()
         self.freeze(plain.get("frozen"))
-        for optimizer, held, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
+        for optimizer, view, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
             param_groups.write(optimizer, entry["param_groups"])
-            for name, parameter in held.parameters.items():
+            for name, parameter in view.parameters.items():
                 _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
 
     def freeze(self, names: Collection[str] | None) -> None:
@@ -189,7 +189,7 @@ class TorchTrainingState:
             OptimizerChangedError: an optimizer is of another class.
             ConfigError: buffers, optimizers, groups or their parameters are not the stored ones.
         """
-        _, held = self._refresh()
+        _, views = self._refresh()
         stored = plain.get("optimizers")
         if stored is None:
             raise ConfigError(
@@ -210,9 +210,9 @@ class TorchTrainingState:
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
             groups = entry["param_groups"]
             require_same_class(f"optimizer {index}", optimizer, entry.get("class"), groups, found[index])
-            param_groups.check(index, optimizer, held[index].groups, groups)
+            param_groups.check(index, optimizer, views[index].groups, groups)
 
-    def _refresh(self) -> tuple[Walk, tuple[HeldState, ...]]:
+    def _refresh(self) -> tuple[Walk, tuple[OptimizerView, ...]]:
         """What model and optimizers consist of now; the very same objects, as long as that is what it was.
 
         After a forward pass without a backward pass (validation), FSDP2 leaves whole tensors in the place
@@ -220,11 +220,13 @@ class TorchTrainingState:
         back first; the next forward pass gathers again.
         """
         walk = self._walked()
-        same = walk is self._walk and len(self._held) == len(self._optimizers)
-        if not same or not all(held.is_current() for held in self._held):
-            self._held = tuple(HeldState(at, optimizer, walk.names) for at, optimizer in enumerate(self._optimizers))
+        same = walk is self._walk and len(self._optimizer_views) == len(self._optimizers)
+        if not same or not all(view.is_current() for view in self._optimizer_views):
+            self._optimizer_views = tuple(
+                OptimizerView(at, optimizer, walk.names) for at, optimizer in enumerate(self._optimizers)
+            )
             self._walk = walk
-        return walk, self._held
+        return walk, self._optimizer_views
 
     def _walked(self) -> Walk:
         walk = self._walk
@@ -236,13 +238,13 @@ class TorchTrainingState:
             return walk
         return Walk(self._model)
 
-    def _list(self, walk: Walk, states: tuple[HeldState, ...], before: _Listing | None) -> _Listing:
+    def _list(self, walk: Walk, states: tuple[OptimizerView, ...], before: _Listing | None) -> _Listing:
         """before: the listing until now, whose tensors are used again where they are the same."""
         known, views = _Views() if before is None else before.views, _Views()
         for name, parameter in walk.parameters.items():
             self._view(views, known, f"model/{name}", name, parameter, parameter)
-        for index, held in enumerate(states):
-            for name, of, state in held.states:
+        for index, view in enumerate(states):
+            for name, of, state in view.states:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
                         self._view(views, known, f"optim/{index}/{name}/{key}", name, of, value)
@@ -274,10 +276,10 @@ class TorchTrainingState:
         )
 
     def _check_wanted(
-        self, wanted: Mapping[str, TensorMeta], states: Sequence[HeldState]
+        self, wanted: Mapping[str, TensorMeta], states: Sequence[OptimizerView]
     ) -> dict[tuple[int, str], dict[str, TensorMeta]]:
         """The wanted optimizer tensors by (optimizer, parameter), refused where this run has no place for them."""
-        parameters = [held.parameters for held in states]
+        parameters = [view.parameters for view in states]
         by_parameter: dict[tuple[int, str], dict[str, TensorMeta]] = {}
         for key, meta in wanted.items():
             if not key.startswith("optim/"):
@@ -355,17 +357,17 @@ class _Listing:
     before: the listing until now; it lends its sequence if nothing has changed.
     """
 
-    def __init__(self, walk: Walk, states: tuple[HeldState, ...], views: _Views, before: _Listing | None) -> None:
+    def __init__(self, walk: Walk, states: tuple[OptimizerView, ...], views: _Views, before: _Listing | None) -> None:
         self.views = views
         self._walk = walk
         self._states = states
-        self._memory = Memory([*walk.parameters.items(), *chain.from_iterable(held.tensors for held in states)])
+        self._memory = Memory([*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states)])
         self.tensors: tuple[StateTensor, ...] = tuple(views.tensors)
         given = () if before is None else before.tensors
         if len(given) == len(self.tensors) and all(map(is_, given, self.tensors)):
             self.tensors = given
 
-    def is_of(self, walk: Walk, states: tuple[HeldState, ...], parameters: Collection[str] | None) -> bool:
+    def is_of(self, walk: Walk, states: tuple[OptimizerView, ...], parameters: Collection[str] | None) -> bool:
         """parameters: of these alone it matters where they lie; None for all."""
         return self._walk is walk and self._states is states and self._memory.same(parameters)
 

@@ -1,4 +1,4 @@
-"""Several policies at once: a checkpoint whenever any of them wants one, of all that any of them wants."""
+"""``AnyOf``: combines policies. A checkpoint is made when any of them wants one, and holds what any of them wants."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moe_ckpt.policies.wrapper import require_policy
 @named_arguments
 @dataclass(frozen=True)
 class AnyOf:
-    """Save what any of ``policies`` wants: ``AnyOf([MoC(k=1), Dense(every_n_steps=1000)])``.
+    """Saves what any of ``policies`` wants: ``AnyOf([MoC(k=1), Dense(every_n_steps=1000)])``.
 
-    Each of them is asked at every step, with the same context. So each sees the checkpoints of all as if they were its
-    own: ``last_step``, ``index`` and ``chosen_at`` count them, whoever wanted them. Policies on multiples of an
-    interval are due as they would be alone; those that need to be alone (``Needs.alone``) are refused.
+    Each of them is asked at every step, with the same context. So each sees the checkpoints of all: ``last_step``,
+    ``index`` and ``chosen_at`` count them, whichever policy started them. Policies on multiples of an interval are due
+    as they would be alone; those that need to be alone (``Needs.alone``) are refused.
 
     Attributes:
-        policies: In a sequence, or by name in a mapping, as Hydra puts them together; the names say nothing.
+        policies: A sequence, or a mapping by name, as Hydra composes it; the names have no effect.
 
     Raises:
-        ConfigError: There are none, or one of them is no policy or cannot be one of several.
+        ConfigError: There are none, or one of them is not a policy or cannot be combined with others.
     """
 
     policies: Sequence[Policy] | Mapping[str, Policy]
@@ -45,15 +45,15 @@ class AnyOf:
             needs = needs_of(policy)
             if needs.alone or needs.windows:
                 why = (
-                    "its log has a gap where another's checkpoint takes the place of its own"
+                    "its log has a gap where another policy's checkpoint replaces its own"
                     if needs.gradients
-                    else "it spreads a checkpoint over several steps, which no other checkpoint may come between"
+                    else "it spreads a checkpoint over several steps, and no other checkpoint may come between them"
                     if needs.windows
-                    else "it counts steps from the newest checkpoint, and would wait for ever behind another's"
+                    else "it counts steps from the newest checkpoint, and would wait for ever after those of others"
                 )
                 raise ConfigError(
-                    f"AnyOf(policies[{number}]={policy!r}): {type(policy).__name__} cannot be one of several: {why}; "
-                    "use it by itself, or Dense, MoC or MoEtion here"
+                    f"AnyOf(policies[{number}]={policy!r}): {type(policy).__name__} cannot be combined with other "
+                    f"policies: {why}; use it alone, or Dense, MoC or MoEtion here"
                 )
 
     @property
@@ -90,7 +90,7 @@ class AnyOf:
         since more experts never lose more.
 
         Raises:
-            ConfigError: A policy plans a slot of a sparse window, which its needs do not say.
+            ConfigError: A policy plans a slot of a sparse window without ``Needs(windows=True)``.
         """
         plans = [policy.plan(context) for policy in self._all]
         halts = [plan.halt for plan in plans if plan.halt is not None]
@@ -102,8 +102,8 @@ class AnyOf:
         for plan in plans:
             if plan.window is not None or plan.compute_only:
                 raise ConfigError(
-                    "AnyOf: a policy that does not say Needs(windows=True) plans a slot of a sparse window at step "
-                    f"{context.step}; use it by itself"
+                    "AnyOf: a policy without Needs(windows=True) plans a slot of a sparse window at step "
+                    f"{context.step}; use it alone"
                 )
         stored, in_memory, sent = (_together(context, plans, tier) for tier in (Tier.STORAGE, Tier.HOST, Tier.PEER))
         there = set(stored)  # what goes to storage passes through host memory anyway

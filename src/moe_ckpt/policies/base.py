@@ -1,8 +1,8 @@
-"""The Protocol of a policy, what it may need besides, and the frozen facts it decides from.
+"""The ``Policy`` protocol, what a policy may need (``Needs``), and the facts that it decides from (``PolicyContext``).
 
 A policy is a frozen value: same context, same plan, on every rank and in the simulator. It keeps no
-state; what it must remember across steps and restarts (checkpoints begun, versions held, tokens lost)
-comes in through the context.
+state; what it must remember across steps and restarts (checkpoints started, versions held, tokens lost) comes in
+through the context.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Measured:
-    """What this run's clock has shown so far, the maximum over ranks. None until known.
+    """Times and rates measured so far, the maximum over ranks. None until known.
 
     Attributes:
-        iteration_secs: Median of iterations with no checkpoint work beside them.
-        checkpoint_cost_secs: Time that one checkpoint adds to training: stalls plus the slowdown of the iterations that
-            ran beside it.
+        iteration_secs: Median of iterations during which no checkpoint work ran.
+        checkpoint_cost_secs: Time that one checkpoint adds to training: stalls plus the slowdown of the iterations
+            during which it ran.
         persist_secs: From the start of a snapshot to its commit.
         copy_bytes_per_sec: From live tensors to host memory; the minimum over ranks.
         persist_bytes_per_sec: From host memory to a commit; the minimum over ranks.
-        recent_iteration_secs: Median of the last iterations, whatever ran beside them, less what training waited.
-        update_secs: Of an iteration, the optimizer's update, beside which nothing may be copied.
-        send_bytes_per_sec: From host memory into that of all peers, verified; the minimum over ranks.
+        recent_iteration_secs: Median of the last iterations, with or without checkpoint work, minus the time that
+            training waited.
+        update_secs: The part of an iteration that is the optimizer's update, during which nothing may be copied.
+        send_bytes_per_sec: From host memory to the memory of all peers, verified; the minimum over ranks.
     """
 
     iteration_secs: float | None = None
@@ -53,22 +54,22 @@ class Measured:
 
     @property
     def interference_secs(self) -> float:
-        """What an iteration takes longer for what runs beside it, waits apart; 0 until both are known."""
+        """How much checkpoint work slows down an iteration, without waits; 0 until both times are known."""
         if self.recent_iteration_secs is None or self.iteration_secs is None:
             return 0.0
         return max(0.0, self.recent_iteration_secs - self.iteration_secs)
 
     @property
     def overlap_secs(self) -> float | None:
-        """Time from one update to the next, forward and backward, in which a copy costs no wait; None until known.
+        """Time of the forward and backward pass, during which a copy causes no wait; None until known.
 
-        What saving itself makes an iteration longer is no time to save more in.
+        The time that saving itself adds to an iteration does not count.
         """
         whole = self.recent_iteration_secs
         return None if whole is None else max(0.0, whole - self.interference_secs - (self.update_secs or 0.0))
 
     def copy_bytes(self, fraction: float = 1.0) -> int | None:
-        """Most bytes that one rank copies to host memory beside forward and backward; None until known."""
+        """Most bytes that one rank copies to host memory during forward and backward; None until known."""
         return bytes_in_time(self.overlap_secs, self.copy_bytes_per_sec, fraction)
 
     def persist_bytes(self, every_n_steps: int, fraction: float = 1.0) -> int | None:
@@ -86,18 +87,18 @@ class Measured:
 
     @property
     def saving_bytes_per_sec(self) -> float | None:
-        """The slower of both rates, since what is copied must be committed too; None until both are known."""
+        """The slower of the two rates, since what is copied must be committed too; None until both are known."""
         copied, persisted = self.copy_bytes_per_sec, self.persist_bytes_per_sec
         return None if not copied or not persisted else min(copied, persisted)
 
 
 class Sends(NamedTuple):
-    """What of what is saved must be sent to peers, since they do not have it anyway (``slices.mirroring``).
+    """Which parts of a snapshot must be sent to peers, because these lack the same state (``slices.mirroring``).
 
     Attributes:
-        shared: Anything of what is no expert.
-        experts: Anything of experts.
-        shared_weights: Weights of what is no expert, and not its master weights and optimizer state alone.
+        shared: Some state of gates and non-experts.
+        experts: Some state of experts.
+        shared_weights: Weights of gates and non-experts too, not only their master weights and optimizer state.
         expert_weights: The same of experts.
     """
 
@@ -112,11 +113,11 @@ class Sends(NamedTuple):
         return not (self.shared or self.experts)
 
     def nbytes(self, size: OperatorBytes, *, expert: bool) -> int:
-        """What is sent of an operator that is saved in full.
+        """Bytes that are sent of an operator that is saved in full.
 
         Args:
-            size: Of it.
-            expert: It is one.
+            size: The operator's size.
+            expert: The operator is an expert.
         """
         if not (self.experts if expert else self.shared):
             return 0
@@ -128,17 +129,17 @@ ALL_SENT = Sends()
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """What a policy knows of memory that outlives the process.
+    """What a policy is told about memory that outlives the process.
 
     Attributes:
-        expected_unsaved: Of this node's memory (``Tier.HOST``) and that of peers (``Tier.PEER``), ``U[l][e]`` once the
-            snapshots under way are complete there. What storage has is in both.
-        chosen_at: Of both, ``[L, E]`` step of the newest snapshot, complete or under way, or checkpoint on storage that
-            holds the expert; -1 if none.
-        storage_due: The checkpoint of this step goes to storage, too.
-        storage_steps: Steps since the newest one that went there, of any life; None if none did.
+        expected_unsaved: For this node's memory (``Tier.HOST``) and that of peers (``Tier.PEER``): ``U[l][e]`` once the
+            snapshots under way are complete there. Both include what storage has.
+        chosen_at: For both, ``[L, E]``: step of the newest snapshot (complete or under way) or checkpoint on storage
+            that holds the expert; -1 if none.
+        storage_due: The checkpoint of this step is also written to storage.
+        storage_steps: Steps since the newest one that was, also before a restart; None if none was.
         replicas: Copies that peers hold.
-        sends: What must be sent to them.
+        sends: Which parts of a snapshot must be sent to them.
     """
 
     expected_unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
@@ -172,7 +173,7 @@ class Activity:
 
     Attributes:
         hard: Tokens routed since the newest window began, or since the run's start.
-        soft: Gate weights, summed likewise, in a unit of their own; all 0 where the router does not tell them.
+        soft: Gate weights, summed in the same way, in arbitrary units; all 0 if the router does not return them.
         decayed: Tokens per step, ``A <- 0.9 A + 0.1 count`` at each step.
     """
 
@@ -183,39 +184,41 @@ class Activity:
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """Everything a policy may know at one step. All counts are already reduced over ranks.
+    """Everything that a policy is told at one step. All counts are already reduced over ranks.
 
     Attributes:
         step: Optimizer steps done (the state to be saved is the one after this step).
         catalog: The model's operators.
-        last_step: Step of the newest checkpoint that was begun, or None.
-        index: Checkpoints begun so far in this run, across restarts.
+        last_step: Step of the newest checkpoint that was started, or None.
+        index: Checkpoints started so far in this run, across restarts.
         ranks: Number of ranks of the run.
-        placement: Who holds what; None where every rank holds everything.
-        missing: Operators that no committed or running checkpoint of the storage tier holds.
+        placement: Which rank holds which operators; None if every rank holds everything.
+        missing: Operators that no checkpoint on storage holds, neither a committed one nor one under way.
         chosen_at: ``[L, E]`` step of the newest checkpoint, committed or under way, that holds the expert; -1 if none.
-        unsaved: Per tier, ``U[l][e]`` as of what is committed. A fault that leaves this tier loses these tokens.
+        unsaved: Per tier, ``U[l][e]`` from committed checkpoints only: the tokens lost by a failure that this tier
+            survives.
         expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
         popularity: ``A[l][e]``, tokens assigned in this step.
         measured: Times and rates.
         faults: Recoveries of the run so far.
-        lost_tokens: Token-expert pairs that were lost in them.
-        routed_tokens: Token-expert pairs since the run began.
-        routed_per_layer: ``[L]`` those of each MoE layer.
-        window: The newest sparse window, as long as no snapshot of it failed or was left out; None if there is none.
-        next_slot: How many slots of ``window`` have begun; 0 if there is none.
+        lost_tokens: Token-expert pairs lost in these recoveries.
+        routed_tokens: Token-expert pairs since the start of the run.
+        routed_per_layer: ``[L]``: the same for each MoE layer.
+        window: The newest sparse window, unless one of its snapshots failed or was skipped; None if there is none.
+        next_slot: How many slots of ``window`` were started; 0 if there is none.
         sizes: Bytes of every operator, as its tensors are now.
-        coupled_operators: Groups of operators that must be anchored in the same slot of a window, because the
-            optimizer lets rows of a parameter that they share act on one another.
-        activity: What popularity orders go by.
+        coupled_operators: Groups of operators that must be anchored in the same slot of a window, because they share a
+            parameter and the optimizer's update of a row depends on its other rows.
+        activity: How much work each expert got, for orders by popularity.
         snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
         snapshot_limit: What decides it.
-        nothing_safe: Checkpoints were begun, but none is committed or under way: they failed, or are in another store.
-        dense_step: Step of the newest dense checkpoint, begun or committed; None where nobody keeps track of it.
-        memory: Of memory that outlives the process; None without.
+        nothing_safe: Checkpoints were started, but none is committed or under way: they failed, or are in another
+            store.
+        dense_step: Step of the newest dense checkpoint, started or committed; None if the policy does not need it.
+        memory: Facts about memory that outlives the process; None without such memory.
         anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``core.gradient_chain``),
-            complete or under way, from which the operator comes to the newest step by gradients that are held or under
-            way; -1 where there is none. Empty where nobody keeps track of it.
+            complete or under way, from which gradients (held or under way) bring the operator to the newest step; -1 if
+            there is none. Empty if the policy does not need it.
     """
 
     step: int
@@ -258,8 +261,8 @@ class Policy(Protocol):
 
     Called on every rank, on the training thread, before the next forward pass; must be fast and pure.
 
-    A policy that needs more than every policy is told has an attribute or property ``needs`` besides, of type
-    ``Needs``. It is no member of this protocol, so that three methods are enough; ``needs_of`` reads it.
+    A policy that needs further facts also has an attribute or property ``needs``, of type ``Needs``. It is not a member
+    of this protocol, so three methods are enough; ``needs_of`` reads it.
     """
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
@@ -286,44 +289,44 @@ BF16 = "bf16"
 @named_arguments
 @dataclass(frozen=True)
 class Needs:
-    """What a policy must be told beyond what all policies are told, and what it brings about. By default: nothing.
+    """What a policy needs from the engine beyond the default facts, and what its checkpoints need. By default: nothing.
 
     It is read when the policy is given to an adapter or a simulation, and must not change. A policy that wraps another
-    passes its needs on whole (``Wrapper``), changed by ``dataclasses.replace`` where it must.
+    passes on all of its needs (``Wrapper``), changed by ``dataclasses.replace`` if necessary.
 
     Attributes:
-        sizes: It goes by ``PolicyContext.sizes``, which are only told to policies that say so.
-        windows: It spreads checkpoints over sparse windows (``SnapshotPlan.window``). It is told ``sizes``,
-            ``coupled_operators``, ``snapshot_bytes`` and ``dense_step`` and is asked about step 0 too; and training
-            must be such that each step can be computed again.
-        soft_counts: It goes by ``Activity.soft``, which costs a little to take.
-        decayed_counts: It goes by ``Activity.decayed``.
-        lost_tokens: It goes by ``lost_tokens``, ``routed_tokens`` or ``faults``, such as a policy with a budget: what
-            it saves changes as training goes on, though nothing else does.
+        sizes: It uses ``PolicyContext.sizes``, which is empty otherwise.
+        windows: It spreads checkpoints over sparse windows (``SnapshotPlan.window``). It gets ``sizes``,
+            ``coupled_operators``, ``snapshot_bytes`` and ``dense_step``, and is asked about step 0 too. Training must
+            be able to compute each step again exactly.
+        soft_counts: It uses ``Activity.soft``, which costs a little time to count.
+        decayed_counts: It uses ``Activity.decayed``.
+        lost_tokens: It uses ``lost_tokens``, ``routed_tokens`` or ``faults``, as a policy with a budget does: what it
+            saves changes during training, even if nothing else does.
         gradients: It plans logs of gradients (``SnapshotPlan.gradients``): at each step, in memory that outlives the
-            process. It is told ``sizes``, ``coupled_operators``, ``snapshot_bytes`` and ``anchored_at``. Adapters
-            refuse such a policy where no memory outlives the process.
-        gradient_dtype: "bf16": on every rank, what an update consumes is rounded to bf16 before it, so that a log of it
-            takes 2 bytes per parameter and a replay does what training did. This changes training. None: it is left
-            as it is.
-        tiers: It plans what stays in memory and what goes to storage apart, by ``PolicyContext.memory``. For the
-            simulator, which otherwise takes to storage whatever memory holds.
-        partial: It leaves experts at older versions, so that a failure loses tokens.
-        alone: No other policy may begin checkpoints beside it (``AnyOf``): it counts steps from the newest checkpoint,
-            whoever wanted that, or spreads one over several steps.
-        boost: After a failure that left experts stale, they get this portion more tokens (0.1: 10 %), until they have
-            made up for what they lost (``core.capacity_boost``). None: they do not.
-        replicas: Its checkpoints are meant to lie in the memory of at least so many peers. Adapters and simulator
-            refuse it where memory keeps fewer.
-        bubbles: Its copies and sends go in the bubbles of a pipeline's schedule first (``core.bubbles``), where there
-            is one and ``engine.options.Options.bubbles`` is "auto".
-        period_steps: It has a rhythm of so many steps, counted from step 0: the same facts lead to the same plan at
-            steps that differ by a multiple of it. For the simulator, which steps through what repeats only once.
+            process. It gets ``sizes``, ``coupled_operators``, ``snapshot_bytes`` and ``anchored_at``. Adapters refuse
+            such a policy without such memory.
+        gradient_dtype: "bf16": every rank rounds the gradients to bf16 before each update, so a log of them takes 2
+            bytes per parameter and a replay repeats training exactly. This changes training. None: gradients are not
+            rounded.
+        tiers: It plans separately what stays in memory and what is written to storage, from ``PolicyContext.memory``.
+            For the simulator, which otherwise writes to storage whatever memory holds.
+        partial: Its checkpoints hold some experts in older versions, so a failure loses tokens.
+        alone: It cannot be combined with other policies (``AnyOf``): it counts steps from the newest checkpoint,
+            whichever policy started it, or spreads one over several steps.
+        boost: Experts that are stale after a failure get this portion more tokens (0.1: 10 %), until they have made up
+            for the lost ones (``core.capacity_boost``). None: no more tokens.
+        replicas: Its checkpoints must lie in the memory of at least this many peers. Adapters and simulator refuse it
+            if memory keeps fewer copies.
+        bubbles: Its copies and sends use the bubbles of a pipeline schedule first (``core.bubbles``), if there is a
+            pipeline and ``engine.options.Options.bubbles`` is "auto".
+        period_steps: Its plans repeat after this many steps, counted from step 0: the same facts give the same plan at
+            steps that differ by a multiple of it. For the simulator, which simulates a repeated period only once.
         next_due: ``next_due(context)`` returns the first step from ``context.step`` on at which the policy may want a
             checkpoint, if nothing else changes. None: it may want one at each step. For the simulator, which does not
-            call ``plan`` before.
+            call ``plan`` before that step.
         explain: ``explain(context)`` returns the window of ``context.step`` with its costs, a
-            ``window_report.WindowReport``. None: nobody is told that a window takes longer than an iteration.
+            ``window_report.WindowReport``. None: there is no warning when a window takes longer than an iteration.
     """
 
     sizes: bool = False
@@ -359,7 +362,7 @@ class Needs:
 
     @property
     def stored_gradients(self) -> str | None:
-        """Type that wider gradients are rounded to and saved in, as named in headers of shards; None for their own."""
+        """Type, as named in shards' headers, to which wider gradients are rounded. None if they are not rounded."""
         return None if self.gradient_dtype is None else self.gradient_dtype.upper()
 
     def due(self, context: PolicyContext) -> int:
@@ -374,14 +377,14 @@ _OLD_NAMES = {
     "plt_budget": "lost_tokens=True",
     "next_due": "next_due=self.next_due",
 }
-"""Attributes by which policies said what they need before there was ``Needs``, and what says it now."""
+"""Attributes by which policies declared their needs before there was ``Needs``, and the field that replaces each."""
 
 
 def needs_of(policy: Policy) -> Needs:
     """Returns ``policy.needs``; ``Needs()`` for a policy that has none.
 
     Raises:
-        ConfigError: ``needs`` is something else, or the policy says what it needs as policies did before ``Needs``.
+        ConfigError: ``needs`` is not a ``Needs``, or the policy declares its needs as policies did before ``Needs``.
     """
     # Of the class first: an AttributeError from within a property must not read as "no needs".
     found = policy.needs if hasattr(type(policy), "needs") else getattr(policy, "needs", None)  # type: ignore[attr-defined]
@@ -391,20 +394,20 @@ def needs_of(policy: Policy) -> Needs:
         if old:
             there = ", ".join(attribute for attribute, said in _OLD_NAMES.items() if said in old)
             raise ConfigError(
-                f"{name} has {there}, but no needs, by which alone a policy says what it must be told: add a property "
-                f"'needs' that returns moe_ckpt.policies.Needs({', '.join(old)}), or Needs() if that is not what is "
-                "meant; a policy around another one is best a moe_ckpt.policies.Wrapper"
+                f"{name} has {there}, but no attribute 'needs', which declares what a policy needs: add a property "
+                f"'needs' that returns moe_ckpt.policies.Needs({', '.join(old)}), or Needs() if nothing is needed. A "
+                "policy that wraps another should subclass moe_ckpt.policies.Wrapper"
             )
         return Needs()
     if not isinstance(found, Needs):
         raise ConfigError(
-            f"{name}.needs is {found!r}: make it a property, or a ClassVar, that gives moe_ckpt.policies.Needs(...)"
+            f"{name}.needs is {found!r}: make it a property, or a ClassVar, that returns moe_ckpt.policies.Needs(...)"
         )
     return found
 
 
 def require_served(policy: Policy, *, gradients: bool = False) -> None:
-    """Raise ``ConfigError`` if the policy needs what is not there to give it.
+    """Raises ``ConfigError`` if the run cannot provide what the policy needs.
 
     Args:
         policy: Whose needs.

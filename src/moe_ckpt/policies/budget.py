@@ -1,8 +1,8 @@
-"""The budget for lost tokens: how it is split over values of K (Dynamic-K), and how it is never broken (the wall).
+"""The budget for lost tokens: how Dynamic-K spends it, and how checkpoints are kept within it.
 
 PLT, the portion of lost tokens, is the tokens lost in all recoveries over the tokens routed (PEC, section 3). MLT, the
 momentary lost tokens, is what one recovery loses, of each layer's own tokens (``core.tokens.tokens_at_risk``). All
-functions are pure, and everything they need is in the manifest, so what they say survives a restart by itself.
+functions are pure, and everything they need is in the manifest, so their results are the same after a restart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CheckFreq (Mohan et al., FAST'21): dense checkpoints as often as a declared overhead allows."""
+"""``CheckFreq`` (Mohan et al., FAST'21): dense checkpoints as often as a given overhead allows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from moe_ckpt.policies.base import Measured, Needs, PolicyContext, due_as_measur
 @named_arguments
 @dataclass(frozen=True)
 class CheckFreq:
-    """Dense two-phase checkpoints at the smallest interval that keeps overhead within ``max_overhead``.
+    """Saves everything at the smallest interval that keeps the overhead within ``max_overhead``.
 
-    The first ``profile_steps`` steps run without checkpoints to learn the iteration time; one checkpoint is then taken
-    to learn its cost; from there on the interval follows the newest measurements (CheckFreq, FAST '21).
+    The first ``profile_steps`` steps run without checkpoints, to measure the iteration time; one checkpoint then
+    measures the cost; from there on the interval follows the newest measurements (CheckFreq, FAST '21).
 
     Attributes:
         max_overhead: Share of training time, 0.03 in the paper.
         profile_steps: Steps before the first checkpoint.
-        max_interval: Upper bound on the interval in steps, so that one odd measurement cannot switch saving off.
+        max_interval: Upper bound on the interval in steps, so that one wrong measurement cannot stop saving.
 
     Raises:
         ConfigError: A value out of range.
@@ -43,13 +43,13 @@ class CheckFreq:
             )
 
     def check(self, catalog: Catalog) -> None:
-        """Any model will do, dense ones too."""
+        """Accepts any model, also one without MoE layers."""
 
     def interval(self, measured: Measured) -> int | None:
         """Steps between checkpoints, or None while there is nothing to compute it from.
 
         Smallest n with ``cost <= max_overhead * n * iteration`` and ``persist <= n * iteration``: the
-        second keeps at most one checkpoint on its way (CheckFreq, section 4.1).
+        second keeps at most one checkpoint under way (CheckFreq, section 4.1).
         """
         iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
         if not iteration or cost is None or persist is None:

@@ -1,4 +1,4 @@
-"""Dense: everything, every N steps. What plain Lightning and Megatron users have today."""
+"""``Dense``: saves everything every N steps, as plain Lightning and Megatron do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Dense:
 
     Attributes:
         every_n_steps: Steps from one checkpoint to the next.
-        sync: True: training waits until the checkpoint is committed. False: the copy runs beside the next forward and
-            backward pass, and the write beside the steps after it.
+        sync: True: training waits until the checkpoint is committed. False: the copy runs during the next forward and
+            backward pass, and the write during the steps after it.
 
     Raises:
         ConfigError: ``every_n_steps`` is below 1.
@@ -32,7 +32,7 @@ class Dense:
         require_positive("Dense", every_n_steps=self.every_n_steps)
 
     def check(self, catalog: Catalog) -> None:
-        """Any model will do, dense ones too."""
+        """Accepts any model, also one without MoE layers."""
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):

@@ -1,4 +1,4 @@
-"""Gemini (Wang et al., SOSP '23): dense checkpoints into the memory of peers, as often as failures make worth while."""
+"""``Gemini`` (Wang et al., SOSP 2023): dense checkpoints in the memory of peers, at the interval that loses least."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ FORMULAS = {"young": young_secs, "daly": daly_secs}
 @named_arguments
 @dataclass(frozen=True)
 class Gemini:
-    """Everything, into the memory of peers, at a fixed interval or at the one that loses least time.
+    """Saves everything to the memory of peers, at a fixed interval or at the one that loses least time.
 
-    What makes it Gemini is where checkpoints lie: it needs memory with at least one replica, from which a lost node
-    comes back (``Needs.replicas``). Which of them go on to storage too is a setting of that memory. The paper sends
-    them in gaps of training's own traffic; here they are sent beside training.
+    It needs memory with at least one replica, from which a lost node is restored (``Needs.replicas``). ``Memory`` also
+    sets which checkpoints are written to storage. The paper sends copies in gaps of the training traffic; here they are
+    sent at any time during training.
 
     Attributes:
-        every_n_steps: Steps from one checkpoint to the next; or "young" or "daly", the formula that finds them from
-            what a checkpoint was measured to cost, and from the mean time between failures. It is at least as many
-            as one takes until it is complete.
-        mtbf_secs: Mean time between failures, where it is known. None: from the failures of this run
-            (``core.intervals.expected_mtbf_secs``; of a run's time only the steps that it kept are counted).
+        every_n_steps: Steps from one checkpoint to the next; or "young" or "daly", the formula that computes them from
+            the measured cost of a checkpoint and the mean time between failures. The interval is at least the time that
+            a checkpoint takes until it is complete.
+        mtbf_secs: Mean time between failures, if known. None: estimated from the failures of this run
+            (``core.intervals.expected_mtbf_secs``; only the time of steps that were kept counts).
         profile_steps: With a formula, steps before the first checkpoint, as in ``CheckFreq``.
         max_interval: With a formula, upper bound on the steps between two checkpoints.
 
@@ -55,14 +55,14 @@ class Gemini:
         if every not in FORMULAS and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ConfigError(
                 f"Gemini(every_n_steps={every!r}): every_n_steps must be a whole number of at least 1, or one of "
-                f"{', '.join(map(repr, FORMULAS))} to find it from what is measured"
+                f"{', '.join(map(repr, FORMULAS))} to compute it from measurements"
             )
         require_positive("Gemini", profile_steps=self.profile_steps, max_interval=self.max_interval)
         if mtbf is not None and not (isinstance(mtbf, (int, float)) and isfinite(mtbf) and mtbf > 0):
             raise ConfigError(f"Gemini(mtbf_secs={mtbf!r}): mtbf_secs must be a number of seconds above 0, or None")
 
     def check(self, catalog: Catalog) -> None:
-        """Any model will do, dense ones too."""
+        """Accepts any model, also one without MoE layers."""
 
     def interval(self, context: PolicyContext) -> int | None:
         """Steps between checkpoints, or None while there is nothing to compute it from."""

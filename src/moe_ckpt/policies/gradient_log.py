@@ -1,9 +1,9 @@
-"""Anchors and a gradient log: each step saves some operators in full, and of all others what their optimizer consumed.
+"""``GradientLog``: each step saves some operators in full (anchors), and the gradients of all others.
 
 Between two anchors an operator's state follows from the anchor and the consumed gradients (``core.gradient_chain``), so
-that a recovery takes optimizer steps alone: it comes back to the newest step, and trains nothing again but the step
-under way. MoEtion's Algorithm 3 (arXiv 2412.15411 v1) sends gradients for the same reason, for experts whose replicas
-were sent in full at the step before.
+a recovery needs optimizer steps only: it restores the newest step, and only the step under way is trained again.
+MoEtion's Algorithm 3 (arXiv 2412.15411 v1) sends gradients for the same reason, for experts whose replicas were sent in
+full at the step before.
 """
 
 from __future__ import annotations
@@ -32,35 +32,37 @@ AS_CONSUMED = "as_consumed"
 @named_arguments
 @dataclass(frozen=True)
 class GradientLog:
-    """Log every step: anchors of some operators, gradients of the others; every operator is anchored once in W steps.
+    """Saves at every step: anchors of some operators (each operator once in W steps), gradients of the others.
 
-    With ``f`` bytes per parameter in full and ``g`` of gradient a step weighs ``f/W + g (W - 1)/W`` per parameter. W is
-    the fewest steps with which that fits beside an iteration: within what a rank copies beside forward and backward at
-    the measured rate, and, where peers hold copies, within what it sends them in an iteration. While rates are not
-    known, W is ``most_window``, the lightest.
+    With ``f`` bytes per parameter in full and ``g`` of gradient a step saves ``f/W + g (W - 1)/W`` bytes per parameter.
+    W is the smallest number of steps with which a rank can copy that during forward and backward at the measured rate
+    and, where peers hold copies, send it within an iteration. While rates are not known, W is ``most_window``, with
+    which each step saves least.
 
-    A round's cut goes by bytes alone, in an order that never changes. In a rolling schedule each operator is found at
-    each distance from its anchor equally often, so that order changes nothing that a recovery costs; a new order would
-    leave some operators without an anchor for up to two rounds. (MoEvement anchors popular experts last, since what is
-    not anchored yet does less work in a replay. Here a replay is optimizer steps, which cost a popular expert what they
-    cost any other.) Popularity decides where nothing else does, in the round that follows a save of everything: steps
-    whose operators got most tokens come first, since an expert without tokens has no gradient, and what was not updated
-    since its anchor has nothing to replay and nothing to keep.
+    A round is divided by bytes only, in an order that never changes. In a rolling schedule each operator is found at
+    each distance from its anchor equally often, so the order does not change the cost of a recovery; a new order would
+    leave some operators without an anchor for up to two rounds. (MoEvement anchors popular experts last, since
+    operators that are not anchored yet do less work in a replay. Here a replay is optimizer steps, which cost the same
+    for every expert.) Popularity decides only in the round that follows a save of everything: steps whose operators got
+    most tokens come first, since an expert without tokens has no gradient, and an operator that was not updated since
+    its anchor needs no replay.
 
-    Everything is saved in full at the first step, when storage is due (it gets dense checkpoints, no logs), and when
-    storage lacks an operator. What can no longer be brought to the newest step is anchored at once.
+    Everything is saved in full at the first step, when a checkpoint on storage is due (storage gets dense checkpoints,
+    no logs), and when storage lacks an operator. An operator that gradients can no longer bring to the newest step is
+    anchored at once.
 
     Needs memory that outlives the process (``moe_ckpt.Memory``), whose ``storage_every_n_steps`` or
-    ``storage_every_secs`` says how often storage is due: with neither, each step is a dense checkpoint.
+    ``storage_every_secs`` sets how often a checkpoint is written to storage: with neither, each step is a dense
+    checkpoint.
 
     Attributes:
-        window: W, or ``"auto"`` to size it as above.
-        most_window: No round is longer, though it may then not fit: memory holds a round and what is under way, and a
-            replay is as long as a round.
-        budget_fraction: Portion of both times that a step's save may take.
+        window: W, or ``"auto"`` to compute it as above.
+        most_window: Upper bound on W, even if a step then does not fit: memory holds a round and the snapshots under
+            way, and a replay is as long as a round.
+        budget_fraction: Portion of both times that saving a step may use.
         grad_dtype: ``"as_consumed"`` logs gradients as wide as optimizers consume them. ``"bf16"`` rounds them to bf16
-            before each update, on every rank, and logs those: 2 bytes per parameter where it would be 4. Training and
-            replay agree to the last bit, but training is another than without. Gradients of 16 bits stay as they are.
+            before each update, on every rank, and logs those: 2 bytes per parameter instead of 4. Training and replay
+            are equal in every bit, but training differs from training without it. Gradients of 16 bits are not changed.
 
     Raises:
         ConfigError: A value out of range.
@@ -82,7 +84,7 @@ class GradientLog:
         if window != AUTO and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise ConfigError(
                 f"GradientLog(window={window!r}): window must be a whole number of at least 1, the steps in which "
-                f"every operator is anchored once, or {AUTO!r} to find it from what is measured"
+                f"every operator is anchored once, or {AUTO!r} to compute it from measurements"
             )
         value = self.budget_fraction
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
@@ -106,7 +108,7 @@ class GradientLog:
         )
 
     def check(self, catalog: Catalog) -> None:
-        """Any model will do, dense ones too, if it has as many operators as a round has steps."""
+        """Accepts any model that has at least as many operators as a round has steps."""
         count = len(catalog.operators)
         if not count:
             raise ConfigError("GradientLog: the model has no parameters, so there is nothing to save")
@@ -120,7 +122,7 @@ class GradientLog:
         """Returns a dense plan, or anchors and gradients of all other operators.
 
         Raises:
-            ConfigError: There is no memory that outlives the process, or sizes or anchors are not told.
+            ConfigError: There is no memory that outlives the process, or ``context`` lacks sizes or anchors.
         """
         everything, memory = context.catalog.everything, context.memory
         if memory is None:
@@ -150,7 +152,7 @@ class GradientLog:
         """Returns the round that ``context.step`` belongs to, with its costs.
 
         Raises:
-            ConfigError: Sizes are not told.
+            ConfigError: ``context`` lacks sizes.
         """
         rounds, memory = self._rounds(context), context.memory or MemoryFacts()
         window = self._window(context, rounds, memory)

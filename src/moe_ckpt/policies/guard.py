@@ -1,4 +1,4 @@
-"""A guard around any policy: no planned checkpoint lets the lost tokens exceed a budget."""
+"""``Guarded``: a wrapper that keeps any policy within a budget of lost tokens."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ ACTIONS = ("escalate", "dense", "stop")
 @named_arguments
 @dataclass(frozen=True)
 class Guarded(Wrapper):
-    """``policy``, kept within a budget for lost tokens (PLT, MLT or both) whatever it plans.
+    """Keeps ``policy`` within a budget for lost tokens (PLT, MLT or both), whatever it plans.
 
-    Where a fault that returns to the checkpoint planned would break a budget (``budget.top_up``, ``top_up_mlt``), that
-    checkpoint saves more experts than ``policy`` asked for. When it saves, and that it saves at all, stays the policy's
-    decision.
+    If a failure that returns to the planned checkpoint would exceed a budget (``budget.top_up``, ``top_up_mlt``), that
+    checkpoint saves more experts than ``policy`` asked for. When checkpoints are made remains the policy's decision.
 
     Attributes:
-        policy: What decides within the budget.
-        budget: Of PLT, all failures together: a number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
+        policy: The policy that decides within the budget.
+        budget: For PLT, all failures together: a number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
             None: only ``mlt_budget`` counts.
-        action: ``"escalate"``: the fewest experts that keep the budget are saved besides. ``"dense"``: all are, in that
-            checkpoint. ``"stop"``: all are, and training is asked to end, since the policy cannot keep the budget by
-            itself; not while no token was lost yet: every run starts with too few routed tokens for a budget, so it
-            escalates.
-        mlt_budget: Of MLT, each failure by itself: a number likewise, or a name in ``policies.budget.MLT_BUDGETS``.
+        action: ``"escalate"``: that checkpoint also saves the fewest experts that keep the budget. ``"dense"``: it
+            saves all experts. ``"stop"``: it saves all experts and asks training to end, since the policy alone cannot
+            keep the budget; but while no token was lost yet it escalates, because every run starts with too few routed
+            tokens for a budget.
+        mlt_budget: For MLT, each failure separately: a number between 0 and 1, or a name in
+            ``policies.budget.MLT_BUDGETS``.
 
     Raises:
-        ConfigError: No policy, no such action, no budget, or one that is no portion.
+        ConfigError: No policy, no such action, no budget, or one that is not between 0 and 1.
     """
 
     budget: float | str | None = "default"
@@ -120,7 +120,7 @@ class Guarded(Wrapper):
             )
         return (
             f"{found}, at step {context.step}. All experts are saved. Before going on, save more experts per "
-            f"checkpoint (raise k, or give MoC a plt_budget, by which k rises by itself), save more often, or raise "
+            f"checkpoint (raise k, or give MoC a plt_budget, which raises k automatically), save more often, or raise "
             f"the guard's {setting} or change its action from 'stop' to 'escalate'."
         )
 
@@ -158,9 +158,8 @@ def guarded(
         alone = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
         if alone:
             raise ConfigError(
-                f"{alone} without guard: say what is to happen when the budget for "
-                "lost tokens would be broken (guard='escalate', 'dense' or 'stop'), or give MoC(plt_budget=...), by "
-                "which K rises by itself"
+                f"{alone} without guard: set what happens when the budget for lost tokens would be exceeded "
+                "(guard='escalate', 'dense' or 'stop'), or give MoC(plt_budget=...), which raises K automatically"
             )
         return policy
     if isinstance(policy, Guarded):

@@ -27,7 +27,7 @@ def load_aware(context: PolicyContext, request: Request) -> Selection:
     What the paper leaves open, or what would lose more tokens than ``sequential`` (docs/moc.md has the figures):
     - Capacity is the smallest one with which all K of all layers can be taken: ceil(L*K/R) where R divides E, and
       more where some ranks own less than others, or nothing. Layers that have no owner in common (pipeline stages)
-      have nothing to share, so each such part of the model is dealt by itself.
+      have nothing to share, so each such group of layers chooses by itself.
     - Layers choose in the order of the unsaved tokens that they would save if all ranks were free, and from the last
       to the first only where these are equal. The paper always goes from the last to the first; where capacity is
       scarce, its first layers then get what the others left, at every checkpoint.
@@ -70,18 +70,18 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
     turns = sorted(range(len(sizes)), key=lambda row: (-at_stake[row], -row))
     overdue = _overdue(context, chosen_at, sizes, request)
     stored: list[list[int]] = [[] for _ in sizes]
-    held: list[list[int]] = [[] for _ in sizes]
-    for part in _parts(context.owners):
-        rows = part.owners.keys()
-        dealer = Dealer(orders, [row for row in turns if row in rows], part)
+    host_only: list[list[int]] = [[] for _ in sizes]
+    for group in _groups(context.owners):
+        rows = group.owners.keys()
+        dealer = Dealer(orders, [row for row in turns if row in rows], group)
         dealer.deal(request.k, first=[(row, expert) for row, expert in overdue if row in rows])
         for row in rows:
             stored[row] = list(dealer.taken[row])
         if request.snapshot_k > request.k:
             dealer.deal(request.snapshot_k)
         for row in rows:
-            held[row] = dealer.taken[row][len(stored[row]) :]
-    return Selection(_pairs(stored), _pairs(held))
+            host_only[row] = dealer.taken[row][len(stored[row]) :]
+    return Selection(_pairs(stored), _pairs(host_only))
 
 
 def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> Counts:
@@ -103,7 +103,7 @@ def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> Co
     return found
 
 
-class Part(NamedTuple):
+class OwnerGroup(NamedTuple):
     """Layers that share owners, directly or through others.
 
     Attributes:
@@ -115,11 +115,11 @@ class Part(NamedTuple):
     owned: Counts
 
 
-def _parts_of(owners: tuple[tuple[int, ...], ...]) -> tuple[Part, ...]:
-    return tuple(part_of(owners, rows) for rows in _connected(owners))
+def _groups_of(owners: tuple[tuple[int, ...], ...]) -> tuple[OwnerGroup, ...]:
+    return tuple(group_of(owners, rows) for rows in _connected(owners))
 
 
-_parts = Remembered(_parts_of)
+_groups = Remembered(_groups_of)
 
 
 def _connected(owners: Sequence[Sequence[int]]) -> Iterator[set[int]]:
@@ -134,13 +134,13 @@ def _connected(owners: Sequence[Sequence[int]]) -> Iterator[set[int]]:
         yield rows
 
 
-def part_of(owners: Sequence[Sequence[int]], rows: Iterable[int]) -> Part:
+def group_of(owners: Sequence[Sequence[int]], rows: Iterable[int]) -> OwnerGroup:
     number = {rank: at for at, rank in enumerate(sorted({rank for row in rows for rank in owners[row]}))}
     numbered = {row: [number[rank] for rank in owners[row]] for row in rows}
     owned = np.zeros((len(owners), len(number)), dtype=np.int64)
     for row, found in numbered.items():
         owned[row] = np.bincount(found, minlength=len(number))
-    return Part(numbered, owned)
+    return OwnerGroup(numbered, owned)
 
 
 def _pairs(per_layer: list[list[int]]) -> tuple[Expert, ...]:
@@ -168,7 +168,7 @@ class Dealer:
     Args:
         orders: Per layer, its experts in the order of preference.
         turns: The layers that take part, first to choose first.
-        part: Has their owners.
+        group: Has their owners.
 
     Attributes:
         taken: Per layer, the experts taken so far, in the order they were.
@@ -180,12 +180,12 @@ class Dealer:
     that sum by one. Passing over experts when neither is left is a matroid, in which greedy never gets stuck.
     """
 
-    def __init__(self, orders: list[list[int]], turns: list[int], part: Part) -> None:
+    def __init__(self, orders: list[list[int]], turns: list[int], group: OwnerGroup) -> None:
         self.taken: list[list[int]] = [[] for _ in orders]
         self._orders, self._turns = orders, turns
-        self._owners = part.owners
-        self._load = np.zeros(part.owned.shape[1], dtype=np.int64)
-        self._owned = part.owned.copy()
+        self._owners = group.owners
+        self._load = np.zeros(group.owned.shape[1], dtype=np.int64)
+        self._owned = group.owned.copy()
         """``[L, R]`` experts not taken yet."""
         self._supply = self._owned.sum(axis=0)
 

@@ -62,13 +62,13 @@ class LogReport:
             return None
         stall = "" if self.stall_secs is None else f"; training stalls by up to {self.stall_secs:.3g} s per step"
         numbers = f"{self.heaviest_bytes:,} bytes per rank, {self.limit_bytes or 0:,} would fit"
-        what = f"a log of gradients with rounds of W = {self.window} does not fit beside an iteration ({numbers})"
+        what = f"a log of gradients with rounds of W = {self.window} does not fit into an iteration ({numbers})"
         if self.gradients_fit:
             why = f"a longer round would, and most_window={self.most_window} allows none"
         else:
             why = (
-                f"the gradients alone have {self.gradient_bytes:,}, which no round avoids: use MoEvement, whose "
-                "windows save none, or a policy that does not save at each step"
+                f"the gradients alone have {self.gradient_bytes:,}, in a round of any length: use MoEvement, which "
+                "saves no gradients, or a policy that does not save at each step"
             )
         return f"{what}: {why}{stall}"
 

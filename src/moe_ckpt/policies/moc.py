@@ -1,4 +1,4 @@
-"""MoC: partial experts checkpointing (PEC, arXiv 2408.04307; MoC-System, ASPLOS'25)."""
+"""``MoC``: saves only some experts in each checkpoint (PEC, arXiv 2408.04307; MoC-System, ASPLOS'25)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ AUTO = "auto"
 @named_arguments
 @dataclass(frozen=True)
 class MoC:
-    """Save all gates and non-experts, and K experts of every MoE layer, at each checkpoint.
+    """Saves all gates and non-experts, and K experts of every MoE layer, at each checkpoint.
 
-    A checkpoint stays loadable as a whole: the other experts are taken from the checkpoint that saved them last, and
-    the tokens they have not seen are counted as lost (PLT) if a fault returns to it. The first checkpoint of a run is
-    dense, since there is no older copy to fall back on. Source: PEC, arXiv 2408.04307; MoC-System, ASPLOS '25.
+    Each checkpoint can be loaded as a whole: the other experts are taken from the checkpoint that saved them last. If a
+    failure returns to it, the tokens that these experts have not seen are counted as lost (PLT). The first checkpoint
+    of a run is dense, since there is no older copy of any expert. Source: PEC, arXiv 2408.04307; MoC-System, ASPLOS
+    '25.
 
     Attributes:
         k: Experts saved per MoE layer, ``1 <= k <= E``; or ``"auto"``: as many as one checkpoint can commit before the
@@ -40,12 +41,12 @@ class MoC:
         selector: Which experts: ``"sequential"`` (the oldest), ``"load_aware"`` (those with most unsaved tokens, the
             paper's rule) or ``"least_loss"`` (unsaved tokens times age).
         snapshot_k: Experts per MoE layer that are copied to host memory, ``k <= snapshot_k <= E`` (two-level PEC).
-            Those that are not written stay there until the next checkpoint, for a recovery that finds this memory
-            alive. ``"auto"``: as many as are copied beside one forward and backward pass. None: ``k``.
+            Those that are not written stay there until the next checkpoint, for a recovery from failures that spare
+            this memory. ``"auto"``: as many as can be copied during one forward and backward pass. None: ``k``.
         plt_budget: Portion of lost tokens to stay within, a number or a name in ``policies.budget.PLT_BUDGETS``. K then
-            doubles as faults use it up, and falls as training goes on (``dynamic_k``), ``snapshot_k`` with it where it
-            must; and a checkpoint that would let one more fault break the budget saves more experts (``top_up``). None:
-            K stays as it is.
+            doubles as failures use up the budget, and falls during training (``dynamic_k``), and ``snapshot_k`` follows
+            if it must; a checkpoint saves more experts if one more failure could otherwise exceed the budget
+            (``top_up``). None: K does not change.
 
     Raises:
         ConfigError: A value out of range, or no such selector.
@@ -91,11 +92,12 @@ class MoC:
     def levels(self, context: PolicyContext) -> tuple[int, int]:
         """``k`` and ``snapshot_k`` of a checkpoint now, at least 1 and ``k``.
 
-        "auto" is the largest K with which no rank has more to copy than fits beside one forward and backward pass
+        "auto" is the largest K with which no rank has more to copy than fits into one forward and backward pass
         (``snapshot_k``), or to commit than fits between two checkpoints (``k``, which is no more than what is copied
-        either), at the rates that this run measured on its slowest rank; 1 until they are measured. Both are decided
-        anew at each checkpoint, from numbers that the ranks have agreed on, and hold for experts that are dealt evenly;
-        what is only copied comes after what is written, so that some rank may have more of it. Dynamic-K raises both.
+        either), at the rates that this run measured on its slowest rank; 1 until they are measured. Both are computed
+        again for each checkpoint, from numbers that are the same on all ranks, and assume that experts are divided
+        evenly; experts that are only copied are chosen after those that are written, so some rank may have more of
+        them. Dynamic-K raises both.
         """
         copied = _largest(context, context.measured.copy_bytes()) if self._is_auto else 1
         snapshot_k = copied if self.snapshot_k == AUTO else self.snapshot_k
@@ -128,8 +130,9 @@ class MoC:
             chosen[_places(catalog, more)] = True
         chosen |= ~catalog.is_expert
         stored = tuple(map(catalog.everything.__getitem__, np.flatnonzero(chosen).tolist()))
-        held = tuple(catalog.everything[at] for at in _places(catalog, selection.held).tolist() if not chosen[at])
-        return save_full(context.step, stored, host_only=held, k=k, plt_budget=budget)
+        places = _places(catalog, selection.host_only).tolist()
+        host_only = tuple(catalog.everything[at] for at in places if not chosen[at])
+        return save_full(context.step, stored, host_only=host_only, k=k, plt_budget=budget)
 
     @property
     def needs(self) -> Needs:

@@ -1,4 +1,4 @@
-"""MoEtion (arXiv 2412.15411 v1): as many experts per checkpoint as fit beside an iteration, the most popular ones.
+"""``MoEtion`` (arXiv 2412.15411 v1): saves the most popular experts, as many as can be saved during an iteration.
 
 Later versions of that paper are MoEvement, which is exact. This one bounds lost tokens instead, as MoC does.
 """
@@ -76,49 +76,51 @@ class _Tier:
 @named_arguments
 @dataclass(frozen=True)
 class MoEtion:
-    """Save all gates and non-experts, and the experts that the rest of a budget buys, at each checkpoint.
+    """Saves all gates and non-experts, and as many experts as fit into a time budget, at each checkpoint.
 
-    The budget is what a rank can copy beside one iteration's forward and backward, and commit until the next
-    checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
-    every_n_steps``, whichever is less, times ``budget_fraction``, where an iteration is without what saving itself
-    makes it longer. Non-experts are paid first. What that leaves is
-    ``S_total`` experts, on the rank that has most to save (``core.save_budget.Load.affordable``), of each pipeline
-    stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
-    tokens are saved, ties oldest first, then lowest index (Algorithm 1, ``expert_shares.layer_shares``). What a layer
-    cannot save because the owners of its experts have no room left goes to the next best experts of all layers.
+    The budget is the number of bytes that a rank can copy during one forward and backward pass, and commit until the
+    next checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
+    every_n_steps``, whichever is less, times ``budget_fraction``; the time that saving itself adds to an iteration does
+    not count. Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
+    (``core.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
+    unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
+    (Algorithm 1, ``expert_shares.layer_shares``). What a layer cannot save because the owners of its experts have no
+    room left goes to the next best experts of all layers.
 
     As in MoC, the other experts are taken from the checkpoint that saved them last, lost tokens are counted, and the
-    first checkpoint of a run is dense. At least one expert per layer (on average) is saved in any case, over the budget
-    if need be, so that all come round: also while rates are not known, after a start or a restart, so that the first
-    checkpoints measure them. An expert that was not saved for ``STALE_ROUNDS`` rounds goes first, since the file with
-    its last copy could never be deleted otherwise, and weight decay changes experts without tokens too; such experts
-    get at most half of a checkpoint, for many become overdue at once.
+    first checkpoint of a run is dense. At least one expert per layer (on average) is always saved, even beyond the
+    budget, so that each expert gets its turn; also while rates are not known, after a start or a restart, so that the
+    first checkpoints measure them. An expert that was not saved for ``STALE_ROUNDS`` rounds comes first: otherwise the
+    file with its last copy could never be deleted, and weight decay also changes experts without tokens. Such experts
+    get at most half of a checkpoint, because many become overdue at once.
 
-    Experts that came back stale get more tokens until they have made up for what they lost (``core.capacity_boost``).
+    Experts that are stale after a recovery get more tokens until they have made up for the lost ones
+    (``core.capacity_boost``).
 
     With memory that outlives the process (``moe_ckpt.Memory``) there are three tiers, each with its own unsaved tokens.
-    Checkpoints that go no further than memory are two sets, by Algorithm 1 each: what peers get, within ``send rate *
-    iteration * every_n_steps`` and of what they do not have anyway, and what stays on this node, within the copy's
-    budget alone. The former is part of the latter. One that goes to storage is one set, by storage's unsaved tokens,
-    which fits all ways that it goes; storage has had the time since the last one that went there.
+    A checkpoint that stays in memory has two sets of experts, each chosen by Algorithm 1: those sent to peers, within
+    ``send rate * iteration * every_n_steps``, where state that the peers hold anyway costs nothing; and those kept on
+    this node, limited by the copy budget only. The first set is part of the second. A checkpoint on storage has one
+    set, chosen by storage's unsaved tokens, which fits all these budgets; storage has the time since the last
+    checkpoint that was written there.
 
-    With ``recompute`` an expert that peers got at the step before, and get again, is sent as the gradient that its
-    optimizer consumed (asynchronous optimizer recomputation, Algorithm 3): peers hold its newest full copy and the
-    gradients since, ``MOST_GRADIENTS`` at most, from which a recovery makes the updates once more. One that is no more
-    chosen is sent in full a last time, in the place of one that is new, so that each expert that is left as it was has
-    a full copy of its newest version. Experts are bought at their full price all the same; storage gets full state.
+    With ``recompute`` an expert that was sent to peers at the step before, and is sent again, is sent as the gradient
+    that its optimizer consumed (asynchronous optimizer recomputation, Algorithm 3): peers hold its newest full copy and
+    the gradients since, ``MOST_GRADIENTS`` at most, from which a recovery repeats the updates. An expert that is no
+    longer chosen is sent in full once more, in the place of a new one, so that peers have a full copy of its newest
+    version. The budget counts experts at their full size all the same; storage gets full state.
 
     Source: MoEtion, arXiv 2412.15411 v1.
 
     Attributes:
         every_n_steps: Steps from one checkpoint to the next.
-        experts: Per layer on average, ``S_total / L``, instead of what the budget gives; every owner rank then saves
-            about equally many. None: by the budget.
-        selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: even shares, oldest experts first.
-        budget_fraction: Portion of both times that saving may take.
-        capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more than ever.
-        recompute: Send gradients where that is enough. Needs memory that outlives the process, and a checkpoint at each
-            step.
+        experts: Per layer on average, ``S_total / L``, instead of the budget; every owner rank then saves about the
+            same number. None: as many as the budget allows.
+        selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: equal shares, oldest experts first.
+        budget_fraction: Portion of both times that saving may use.
+        capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more tokens.
+        recompute: Send gradients instead of full state where possible. Needs memory that outlives the process, and a
+            checkpoint at each step.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -144,8 +146,8 @@ class MoEtion:
             raise ConfigError(f"MoEtion(recompute={self.recompute!r}): choose True or False")
         if self.recompute and self.every_n_steps != 1:
             raise ConfigError(
-                f"MoEtion(recompute=True, every_n_steps={self.every_n_steps}): a gradient leads from one step to the "
-                "next, so that recompute needs a checkpoint at each: every_n_steps=1, or recompute=False"
+                f"MoEtion(recompute=True, every_n_steps={self.every_n_steps}): recompute needs a checkpoint at each "
+                "step, because a gradient leads from one step to the next: set every_n_steps=1, or recompute=False"
             )
         value = self.budget_fraction
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
@@ -183,7 +185,7 @@ class MoEtion:
             )
 
     def budget_bytes(self, measured: Measured, storage_steps: int | None = None) -> int | None:
-        """Most bytes of one checkpoint on one rank that there is time for; None while not known.
+        """Most bytes of one checkpoint that one rank has time to save; None while not known.
 
         Args:
             storage_steps: Since the last one that went to storage; None for ``every_n_steps``.
@@ -245,7 +247,7 @@ class MoEtion:
             _named(catalog, gradients) if gradients.any() else (),
             host_only=_named(catalog, here & ~first),
             k=sum(most for _, most, _ in rooms) // max(len(catalog.layers), 1),
-            sends_held=False,
+            sends_host_only=False,
         )
 
     def _parted(

@@ -1,7 +1,7 @@
-"""MoEvement (NSDI'26; arXiv 2412.15411 v5): a dense checkpoint spread over a window of W iterations, exact on recovery.
+"""``MoEvement`` (NSDI'26; arXiv 2412.15411 v5): a dense checkpoint spread over W iterations, with exact recovery.
 
-At each iteration of a window some operators are saved in full and those that come later as compute weights, so that
-every iteration saves about as much as fits beside it. Replaying the window gives the dense state, bit for bit.
+At each iteration of a window some operators are saved in full, and those whose turn comes later as compute weights, so
+that every iteration saves about as much as it has time for. Replaying the window gives the dense state, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ Slots = tuple[tuple[str, ...], ...]
 @named_arguments
 @dataclass(frozen=True)
 class MoEvement:
-    """Save at every step: windows of W steps, each of which is one checkpoint.
+    """Saves at every step: W steps make a window, and each window is one checkpoint.
 
-    W is the smallest number of slots with which every slot fits in an iteration: its bytes, an even share per rank, at
-    the slower of the measured rates of copying and of committing. Each pipeline stage is cut into slots by itself,
-    since its ranks can save nothing of the others'. It is decided anew at each window's start. Before training (step 0)
-    everything is saved, since the first window has no older state to fall back on. Unless ``window`` is given, a first
-    one of at most ``FIRST_SLOTS`` slots begins as soon as iteration time and rates were measured once, which is after
-    the second step; the next one begins after ``PROFILE_STEPS`` steps, when there are enough measurements. Source:
-    MoEvement, NSDI '26.
+    W is the smallest number of slots with which every slot fits into an iteration: its bytes, divided equally among the
+    ranks, at the slower of the measured rates of copying and of committing. Each pipeline stage is divided into slots
+    separately, since its ranks hold no state of the others. W is computed again at the start of each window. Before
+    training (step 0) everything is saved, since the first window has no older state to fall back on. Unless ``window``
+    is given, a first window of at most ``FIRST_SLOTS`` slots starts as soon as iteration time and rates were measured
+    once, which is after the second step; the next one starts after ``PROFILE_STEPS`` steps, when there are enough
+    measurements. Source: MoEvement, NSDI '26.
 
     Attributes:
-        window: W, or None to size it as above. Of the windows with at most W slots, one whose heaviest slot is
-            lightest.
-        max_window: No window is longer. If even that does not fit in an iteration, training stalls: ``explain`` says by
-            how much. Not for a ``window`` that is given.
-        order: Which experts are anchored last, for they are frozen longest while a window is replayed: those that are
-            most popular by ``"hard_count"`` (tokens since the newest window began), ``"soft_count"`` (gate
-            probabilities likewise), ``"time_decayed"`` (tokens per step, older ones weigh less),
-            ``"capacity_normalised"`` (tokens over the expert's even share); or ``"round_robin"``, by turns.
+        window: W, or None to compute it as above. Of the windows with at most W slots, one whose largest slot is
+            smallest is used.
+        max_window: Upper bound on W. If even that does not fit into an iteration, training stalls: ``explain`` says by
+            how much. Ignored if ``window`` is given.
+        order: Which experts are anchored last, and so are frozen longest while a window is replayed: the most popular
+            by ``"hard_count"`` (tokens since the newest window began), ``"soft_count"`` (the same with gate
+            probabilities), ``"time_decayed"`` (tokens per step, older ones weigh less), ``"capacity_normalised"``
+            (tokens over the expert's even share); or ``"round_robin"``, in turn.
         budget_fraction: Portion of an iteration that a snapshot may take.
-        non_experts: ``"last"``: gates and non-experts behind all experts, since every token uses them. ``"spread"``:
-            dealt out evenly among the experts.
-        reorder_change: An expert counts as changed when its activation frequency did by more than this portion.
-        reorder_experts: The order is made anew when at least this portion of the experts changed.
+        non_experts: ``"last"``: gates and non-experts after all experts, since every token uses them. ``"spread"``:
+            spread evenly among the experts.
+        reorder_change: An expert counts as changed when its activation frequency changed by more than this portion.
+        reorder_experts: The order is computed again when at least this portion of the experts changed.
         dense_overhead: Portion of training time that dense checkpoints between windows may cost; 0 for none. A window
-            can only be opened by as many ranks with the same parallel degrees, a dense checkpoint by any. It weighs
-            about as much as the W slots of a window, so that training may wait for W - 1 iterations: one is due every
-            ``(W - 1) / dense_overhead`` steps. None is made where host memory has no room for it.
+            can only be loaded by the same number of ranks with the same parallel degrees, a dense checkpoint by any. It
+            is about as large as the W slots of a window, so training may wait for W - 1 iterations: one is due every
+            ``(W - 1) / dense_overhead`` steps. None is made if host memory has no room for it.
 
     Raises:
         ConfigError: A value out of range, or no such order.
@@ -122,7 +122,7 @@ class MoEvement:
         return Ordering(self.order, self.non_experts, self.reorder_change, self.reorder_experts)
 
     def check(self, catalog: Catalog) -> None:
-        """Any model will do, dense ones too, if it has as many operators as the window has slots."""
+        """Accepts any model that has at least as many operators as the window has slots."""
         count = len(catalog.operators)
         if not count:
             raise ConfigError("MoEvement: the model has no parameters, so there is nothing to save")
@@ -142,10 +142,10 @@ class MoEvement:
         return slot_plan(window, slot, context.step)
 
     def explain(self, context: PolicyContext) -> WindowReport:
-        """The window that ``context.step`` belongs to, or that would begin at it, with its costs.
+        """The window that ``context.step`` belongs to, or that would start at it, with its costs.
 
-        Where a window begins, it is the very one that ``plan`` begins. Where ``plan`` waits for measurements, it is the
-        one that would begin if the wait were over.
+        Where a window starts, it is the one that ``plan`` starts. Where ``plan`` waits for measurements, it is the one
+        that would start if the wait were over.
 
         Raises:
             ConfigError: as ``plan``.

@@ -36,11 +36,11 @@ class Selection:
 
     Attributes:
         stored: They go to storage.
-        held: They stay in host memory besides.
+        host_only: They are copied to host memory, and do not go to storage.
     """
 
     stored: tuple[Expert, ...]
-    held: tuple[Expert, ...] = ()
+    host_only: tuple[Expert, ...] = ()
 
 
 Selector = Callable[[PolicyContext, Request], Selection]

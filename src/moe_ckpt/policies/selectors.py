@@ -36,13 +36,13 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
     """
     chosen_at = known(context, context.chosen_at, -1)
     stored: list[Expert] = []
-    held: list[Expert] = []
+    host_only: list[Expert] = []
     chosen = _oldest(context, chosen_at, request)
     for layer in context.catalog.layers:
         experts = [(layer.index, expert) for expert in chosen[layer.index]]
         stored.extend(experts[: request.k])
-        held.extend(experts[request.k :])
-    return Selection(tuple(stored), tuple(held))
+        host_only.extend(experts[request.k :])
+    return Selection(tuple(stored), tuple(host_only))
 
 
 def _oldest(context: PolicyContext, chosen_at: Counts, request: Request) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""What a policy around another one is made of: everything is passed on, but for what a subclass says otherwise."""
+"""``Wrapper``: the base class of policies that wrap another one and change a part of what it does."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from moe_ckpt.policies.base import Needs, Policy, PolicyContext, needs_of
 
 
 def require_policy(argument: str, policy: Policy) -> None:
-    """Raise ``ConfigError`` unless this is a policy whose needs can be read; ``argument`` is for the message."""
+    """Raises ``ConfigError`` unless this is a policy whose needs can be read; ``argument`` is for the message."""
     if isinstance(policy, type) or not isinstance(policy, Policy):
-        raise ConfigError(
-            f"{argument}={policy!r}): give a policy, which has plan, check and describe, such as MoC()"
-        )
+        raise ConfigError(f"{argument}={policy!r}): give a policy, which has plan, check and describe, such as MoC()")
     needs_of(policy)
 
 
 @named_arguments
 @dataclass(frozen=True)
 class Wrapper:
-    """``policy``, whose needs, plans, checks and description are passed on whole.
+    """Wraps ``policy``, and passes on its needs, plans, checks and description unchanged.
 
-    Subclasses, frozen dataclasses too, change what they are there for, most of the time ``plan``. One that needs
-    something besides adds it: ``dataclasses.replace(super().needs, lost_tokens=True)``. One that saves at other steps
-    than ``policy`` must say so: ``dataclasses.replace(super().needs, next_due=None)``.
+    Subclasses, also frozen dataclasses, override a part, usually ``plan``. One that needs more adds it:
+    ``dataclasses.replace(super().needs, lost_tokens=True)``. One that saves at other steps than ``policy`` must clear
+    ``next_due``: ``dataclasses.replace(super().needs, next_due=None)``.
 
     Attributes:
-        policy: What is wrapped.
+        policy: The wrapped policy.
 
     Raises:
-        ConfigError: It is no policy, or its needs cannot be read.
+        ConfigError: It is not a policy, or its needs cannot be read.
     """
 
     policy: Policy

@@ -13,7 +13,7 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.format.profile import OperatorRow, ProfiledModel
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.slices.shares import ComputeTypes, operator_bytes
+from moe_ckpt.slices.assignment import ComputeTypes, operator_bytes
 
 _IMPORTED_UNIX_SECS = time.time()
 

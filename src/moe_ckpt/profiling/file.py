@@ -22,7 +22,7 @@ from moe_ckpt.format.profile import (
 )
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling.facts import weighed
-from moe_ckpt.slices.shares import ComputeTypes
+from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
 
 log = logging.getLogger("moe_ckpt")

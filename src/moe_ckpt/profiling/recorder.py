@@ -37,7 +37,7 @@ from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling.facts import parallel, started_unix_secs
 from moe_ckpt.profiling.file import ProfileWriter
-from moe_ckpt.slices.shares import ComputeTypes
+from moe_ckpt.slices.assignment import ComputeTypes
 
 _MOST_SECS = 10.0
 _LEAST_SECS = 0.5

@@ -123,7 +123,7 @@ def blocks_of(index: TensorIndex, operators: Collection[str]) -> dict[str, dict[
 
 def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
     """Returns the index of a manifest. Raises ``DamagedError`` if the header of a shard contradicts it."""
-    held = {id(record): frozenset(record.files) for record in manifest.distinct_records}
+    files_of = {id(record): frozenset(record.files) for record in manifest.distinct_records}
     tensors: dict[str, list[StoredSlice]] = {}
     side: dict[str, StoredSlice] = {}
     replay: dict[int, dict[str, list[StoredSlice]]] = {}
@@ -135,7 +135,7 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
                 replay.setdefault(record.step, {}).setdefault(entry.key.removeprefix(REPLAY), []).append(stored)
             elif entry.operator:
                 version = manifest.operators.get(entry.operator)
-                if version is None or number not in held[id(version)]:
+                if version is None or number not in files_of[id(version)]:
                     continue
                 if version.step != record.step:
                     raise stored.damaged(f"the manifest has {entry.operator} at step {version.step}")

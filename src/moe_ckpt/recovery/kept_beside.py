@@ -59,12 +59,12 @@ def _wanted(index: TensorIndex, parameters: Sequence[StateTensor]) -> dict[str, 
     As ``restore.needed_slices`` has them, but without what follows: state of no dimension (step counts), which is in
     the plain state of each logged step, and weights that another rank's masters give (``UpdateReplayer.finish``).
     """
-    held: dict[str, list[Box]] = {}
+    boxes_of: dict[str, list[Box]] = {}
     updated: dict[str, list[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in parameters:
         fqn, box = split_key(tensor.key).fqn, box_of(tensor)
-        held.setdefault(fqn, []).append(box)
+        boxes_of.setdefault(fqn, []).append(box)
         if tensor.updated_here:
             updated.setdefault(fqn, []).append(box)
         shapes[fqn] = tuple(tensor.global_shape)
@@ -74,7 +74,7 @@ def _wanted(index: TensorIndex, parameters: Sequence[StateTensor]) -> dict[str, 
         if fqn not in shapes:
             continue
         if key.startswith(_MODEL):
-            for stored in (stored for box in held[fqn] for stored, _ in overlapping(group, box)):
+            for stored in (stored for box in boxes_of[fqn] for stored, _ in overlapping(group, box)):
                 found.setdefault(stored.entry.operator, defaultdict(list))
         elif not shape:
             continue

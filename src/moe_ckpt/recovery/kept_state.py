@@ -14,7 +14,7 @@ from moe_ckpt.recovery.memory_checkpoints import BESIDE, MemoryCheckpoints
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_views import SnapshotFacts, View
-from moe_ckpt.slices.compiling import HELD
+from moe_ckpt.slices.compiling import HOST_ONLY
 
 
 class KeptState:
@@ -92,10 +92,10 @@ class KeptState:
         [part] = memory.parts(kept, [described], BESIDE if is_last else "")
         view = View(list(manifest.files), dict(manifest.operators))
         view.slots |= {} if opened is None else opened.slots.files
-        held = part.of_kind(HELD)
-        others = frozenset(entry.operator for entry in part.every_slice if entry.operator) - held
-        covered = memory.covered(part, held | others, manifest, reader)
-        view.lay(part, described, held=sorted(covered & others), kept=sorted(covered & held))
+        host_only = part.of_kind(HOST_ONLY)
+        others = frozenset(entry.operator for entry in part.every_slice if entry.operator) - host_only
+        covered = memory.covered(part, host_only | others, manifest, reader)
+        view.lay(part, described, stored=sorted(covered & others), kept=sorted(covered & host_only))
         view.slots |= part.files
         view.brought_to(facts)
         beneath = opened.beneath if opened is not None else manifest

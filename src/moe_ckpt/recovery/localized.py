@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from moe_ckpt.core.localized import LocalRecovery, local_recovery
+from moe_ckpt.comm.communicator import largest
+from moe_ckpt.core.localized import LocalRecovery, LogGap, local_recoveries
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.notices import announce
@@ -55,7 +56,20 @@ class LocalPart:
 
 
 MOST_LOCAL_STARTS = 2
-"""In a row that ended no step, after which all ranks go back: what is kept or logged may be what is wrong."""
+"""In a row that ended no step, after which all ranks go back: what is kept or logged may be what is wrong. One is
+enough if a step that was computed again is known to be another one."""
+
+
+class _NoLogError(Exception):
+    """A log that is needed is nowhere; on every rank. Caught in this module.
+
+    Args:
+        gap: Which.
+    """
+
+    def __init__(self, gap: LogGap) -> None:
+        super().__init__(gap)
+        self.gap = gap
 
 
 class LocalAttempt:
@@ -83,17 +97,25 @@ class LocalAttempt:
             What was restored; None if all ranks have to go back, and for all checkpoints but the first. A message says
             why, if somebody need not have to.
         """
-        comm, tried, self._tried = self._recovery.comm, self._tried, True
-        found = local_recovery(self._logs.stage_of, self._kept.steps())
-        if tried or found is None or age_of(directory)[1] > found.step:
-            return None
-        try:
-            return self._made(found, directory, opener)
-        except NotUsableError as error:
-            if error.problem is not None:
-                log.warning("rank %d cannot use what was kept of step %d: %s", comm.rank, found.step, error.problem)
-            self._say_global(found, f"rank {error.rank} cannot use what was kept; its warning says why")
-            return None
+        tried, self._tried = self._tried, True
+        lacking: tuple[LocalRecovery, LogGap] | None = None
+        for found in () if tried else local_recoveries(self._logs.stage_of, self._kept.steps()):
+            if age_of(directory)[1] > found.step:
+                break
+            try:
+                return self._made(found, directory, opener)
+            except _NoLogError as error:
+                lacking = lacking or (found, error.gap)
+            except NotUsableError as error:
+                if error.problem is not None:
+                    said = "rank %d cannot use what was kept of step %d: %s"
+                    log.warning(said, self._recovery.comm.rank, found.step, error.problem)
+                self._say_global(found, f"rank {error.rank} cannot use what was kept; its warning says why")
+                return None
+        if lacking is not None:
+            found, (rank, step) = lacking
+            self._say_global(found, f"rank {rank} has no upstream log of step {step}")
+        return None
 
     def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
         recovery = self._recovery
@@ -102,6 +124,11 @@ class LocalAttempt:
         starts = max(share.starts for share in sealed.shares)
         if starts >= MOST_LOCAL_STARTS:
             self._say_global(found, f"the last {starts} starts, in which some stages went back, ended no step")
+            return None
+        [diverged] = largest(comm, [self._logs.diverged])
+        if diverged:
+            why = "what some stages computed again, at a start since, was not what it had been the first time"
+            self._say_global(found, why)
             return None
         if not self._kept.stands(sealed):
             return None
@@ -123,9 +150,7 @@ class LocalAttempt:
         lives = range(manifest.generation, self._kept.generation + 1)
         exchange = LogExchange(comm, self._logs, found, since, lives)
         if exchange.gap is not None:
-            rank, step = exchange.gap
-            self._say_global(found, f"rank {rank} has no upstream log of step {step}")
-            return None
+            raise _NoLogError(exchange.gap)
         together(comm, lambda: reader.prove(manifest))
         kept = together(comm, self._kept.ask(sealed, reader, manifest, opened))
         together(comm, lambda: kept.reader.prove(kept.manifest))

@@ -383,7 +383,7 @@ class MemoryCheckpoints:
             if not checkpoint.is_complete:
                 sent = self.covered(part, sent, beneath)
             if kept or sent:
-                view.lay(part, facts, held=sent, kept=kept)
+                view.lay(part, facts, stored=sent, kept=kept)
         return view
 
     def _manifest(
@@ -397,9 +397,9 @@ class MemoryCheckpoints:
         """The manifest of a checkpoint that storage does not have. view: what it is laid over; becomes the whole."""
         facts = snapshots[-1].require_facts(checkpoint.step)
         for part, snapshot in zip(parts, snapshots, strict=True):
-            held = snapshot.require_facts(checkpoint.step).operators
+            stored = snapshot.require_facts(checkpoint.step).operators
             kept = part.kept if checkpoint.is_whole else self.covered(part, part.kept, beneath)
-            view.lay(part, snapshot, held=() if isinstance(held, Fragment) else held, kept=kept)
+            view.lay(part, snapshot, stored=() if isinstance(stored, Fragment) else stored, kept=kept)
             view.slots |= part.files
         *before, last = parts
         whole = replace(

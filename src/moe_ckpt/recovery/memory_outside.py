@@ -185,18 +185,18 @@ class MemoryOutside:
         if step not in snapshots:
             known = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
             return f"no slot holds anything of it ({known})"
-        held = self._held(snapshots)
+        logged = self._logged_steps(snapshots)
         gaps: dict[int, list[str]] = defaultdict(list)
-        for operator in sorted(frozenset().union(*(each.updated for each in held.values()))):
+        for operator in sorted(frozenset().union(*(each.updated for each in logged.values()))):
             try:
-                chain(held, operator, step)
+                chain(logged, operator, step)
             except GradientGapError as gap:
                 gaps[gap.missing].append(operator)
         if not gaps:
             return "it is a step of a sparse window, or of ranks whose snapshots do not fit together"
         return "; ".join(_gap(missing, those, snapshots) for missing, those in sorted(gaps.items()))
 
-    def _held(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
+    def _logged_steps(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
         """The log, with nothing of the steps of which a rank's share is gone."""
         anchored = {each.step: set(_full(each)) for each in self._headers if not each.only}
         everything = frozenset().union(*anchored.values())

@@ -119,12 +119,12 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
     other state (step counts, row and column factors), which is small, always. Other ranks verify parameters that only
     they have.
     """
-    held: dict[str, list[Box]] = {}
+    boxes_of: dict[str, list[Box]] = {}
     updated: dict[str, list[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in parameters:
         fqn = split_key(tensor.key).fqn
-        held.setdefault(fqn, []).append(box_of(tensor))
+        boxes_of.setdefault(fqn, []).append(box_of(tensor))
         if tensor.updated_here:
             updated.setdefault(fqn, []).append(box_of(tensor))
         shapes[fqn] = tuple(tensor.global_shape)
@@ -133,7 +133,7 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
         if fqn not in shapes:
             continue
         if shapes[fqn] == group[0].entry.global_shape:
-            boxes = held[fqn] if key.startswith(_MODEL) else updated.get(fqn, [])
+            boxes = boxes_of[fqn] if key.startswith(_MODEL) else updated.get(fqn, [])
             yield from (stored for box in boxes for stored, _ in overlapping(group, box))
         else:
             yield from group

@@ -33,7 +33,7 @@ from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.slot_storage import STATE as STATE_FILE
 from moe_ckpt.recovery.slot_storage import SlotFile
-from moe_ckpt.slices.compiling import GRADIENTS, HELD
+from moe_ckpt.slices.compiling import GRADIENTS, HOST_ONLY
 
 
 def age_of(directory: str) -> tuple[int, int]:
@@ -244,7 +244,7 @@ class SlotFiles:
             is_here = place < len(here) and here[place].raw == raw
             header = here[place].header(path) if is_here else decode_header(raw, path)
             record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
-            self.files[path] = SlotFile(full if kind == HELD else share, place, raw, begin, header.data_nbytes)
+            self.files[path] = SlotFile(full if kind == HOST_ONLY else share, place, raw, begin, header.data_nbytes)
             self.records.setdefault(kind, []).append(record)
             self.headers[record] = header
 
@@ -263,7 +263,7 @@ class SlotFiles:
     @property
     def kept(self) -> frozenset[str]:
         """Operators of which the slots hold something that this snapshot does not bring to storage."""
-        return self.of_kind(HELD)
+        return self.of_kind(HOST_ONLY)
 
     def of_kind(self, kind: str) -> frozenset[str]:
         """Operators of which parts of a kind hold something."""
@@ -286,7 +286,7 @@ class SlotFiles:
         """The files that are byte for byte those of a checkpoint on storage, and those that never go there."""
         known = {record.path for record in self.headers.keys() & set(stored.files)}
         known |= {record.path for record in set(self.states).intersection(stored.states)}
-        known |= {record.path for record in self.records.get(HELD, ())}
+        known |= {record.path for record in self.records.get(HOST_ONLY, ())}
         return {path: file for path, file in self.files.items() if path in known}
 
 
@@ -318,24 +318,24 @@ class View:
         return frozenset(op for op, record in self.operators.items() if record.step < step)
 
     def lay(
-        self, part: SlotFiles, facts: SnapshotFacts, *, held: Iterable[str] | None = None, kept: Iterable[str] = ()
+        self, part: SlotFiles, facts: SnapshotFacts, *, stored: Iterable[str] | None = None, kept: Iterable[str] = ()
     ) -> None:
         """Put a part on top.
 
         Args:
             part: Of one snapshot.
             facts: Of the same.
-            held: What the part holds in full of what the snapshot brings to storage; None to leave out all of that.
-            kept: The same of what it does not.
+            stored: Operators that the part has in full and that go to storage; None to leave them all out.
+            kept: Operators that the part has in full and that stay in host memory.
         """
         numbers: dict[str, tuple[int, ...]] = {}
         for kind, records in part.records.items():
-            if kind != GRADIENTS and (kind == HELD or held is not None):
+            if kind != GRADIENTS and (kind == HOST_ONLY or stored is not None):
                 numbers[kind] = tuple(range(len(self.files), len(self.files) + len(records)))
                 self.files += records
                 self.slots |= {record.path: part.files[record.path] for record in records}
-        found = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in held or ()}
-        found |= {op: OperatorRecord(part.step, numbers[HELD]) for op in kept}
+        found = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in stored or ()}
+        found |= {op: OperatorRecord(part.step, numbers[HOST_ONLY]) for op in kept}
         self.operators |= found
         applied = facts.require_facts(part.step).applied.tolist() if found else []
         for op in found:

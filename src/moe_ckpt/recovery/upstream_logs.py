@@ -27,10 +27,13 @@ class KeptLogs:
     Attributes:
         stage_of: Of each rank, its pipeline stage.
         found: The logs.
+        diverged: On this rank, what was computed again from logs was not what it was the first time, and no step has
+            ended since.
     """
 
     stage_of: tuple[int, ...]
     found: tuple[SealedLog, ...]
+    diverged: bool = False
 
 
 class LogExchange:
@@ -108,7 +111,7 @@ class LogExchange:
                     if is_for(message.channel, rank, alone, writer):
                         channel = message.channel
                         head = [sealed.header.step, channel.kind, channel.ranks, message.dtype, message.shape]
-                        heads[rank].append([*head, message.nbytes, message.checksum])
+                        heads[rank].append([*head, message.nbytes, message.checksum, message.number])
                         bodies[rank].append(tensor.reshape(-1).view(torch.uint8))
         return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
 
@@ -128,11 +131,11 @@ def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Recei
     found: dict[int, dict[Channel, list[tuple[Message, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
     for holder, (head, data) in sorted(expected.items()):
         at = 0
-        for step, kind, ranks, dtype, shape, nbytes, checksum in json.loads(bytes(head.numpy())):
+        for step, kind, ranks, dtype, shape, nbytes, checksum, number in json.loads(bytes(head.numpy())):
             raw = data[at : at + nbytes]
             if xxhash.xxh3_64_hexdigest(raw.numpy().data) != checksum:
                 raise DamagedError(f"upstream log on rank {holder}", "a message came damaged", step=step)
-            message = Message(Channel(kind, tuple(ranks)), dtype, tuple(shape), at, nbytes, checksum)
+            message = Message(Channel(kind, tuple(ranks)), dtype, tuple(shape), at, nbytes, checksum, number)
             tensor = raw.clone().view(TORCH_DTYPES[dtype]).view(message.shape)
             found[step][message.channel].append((message, tensor))
             at += nbytes

@@ -69,22 +69,22 @@ class _Copies:
         self.share = share
         self.future: Future[int] = Future()
         self._open = peers
-        self._held = 0
+        self._accepted = 0
         self._lost: PeerLostError | None = None
         self._lock = threading.Lock()
 
-    def answered(self, *, held: bool, lost: PeerLostError | None = None) -> None:
+    def answered(self, *, accepted: bool, lost: PeerLostError | None = None) -> None:
         """One peer's answer; ``lost``: there will be none."""
         with self._lock:
             self._open -= 1
-            self._held += held
+            self._accepted += accepted
             self._lost = self._lost or lost
             if self._open:
                 return
-        if self._lost is not None and not self._held:
+        if self._lost is not None and not self._accepted:
             self.future.set_exception(self._lost)
         else:
-            self.future.set_result(self._held)
+            self.future.set_result(self._accepted)
 
 
 class _Sender:
@@ -130,7 +130,7 @@ class _Sender:
             if wire is not None and self.lost is None:
                 self._send(wire, copies)
             else:
-                copies.answered(held=False, lost=self.lost)
+                copies.answered(accepted=False, lost=self.lost)
             del copies  # a slot that is removed takes room for as long as somebody knows its bytes
         if wire is not None:
             wire.close()
@@ -141,7 +141,7 @@ class _Sender:
         except OSError as error:
             wire.cut()
             self._give_up(error, copies.share.step)
-            copies.answered(held=False, lost=self.lost)
+            copies.answered(accepted=False, lost=self.lost)
             return
         if answer.status is Status.HELD:
             self.sent_bytes += nbytes + len(copies.share.header)
@@ -150,7 +150,7 @@ class _Sender:
                 self.rates.append(nbytes / max(secs, _TICK_SECS))
         else:
             self._say_refused(answer, copies.share.step)
-        copies.answered(held=answer.status is Status.HELD)
+        copies.answered(accepted=answer.status is Status.HELD)
 
     def _held_back(self, nbytes: int) -> Transfer | None:
         if self._gate is None:
@@ -209,7 +209,7 @@ class Replicator:
         self._timeout_secs = timeout_secs
         self._cutter = Cutter()
         self._newest_step: int | None = None
-        self._held_step: int | None = None
+        self._copied_step: int | None = None
         self._open = 0
         self._lock = threading.Lock()
         sources = roster.placement.sources_of[roster.rank]
@@ -242,7 +242,7 @@ class Replicator:
         copies, step = _Copies(sequence, share, len(self._senders)), share.step
         with self._lock:
             self._newest_step = share.step
-            self._held_step = share.step - 1 if self._held_step is None else self._held_step
+            self._copied_step = share.step - 1 if self._copied_step is None else self._copied_step
             self._open += 1
         copies.future.add_done_callback(lambda done: self._note(done, step))
         for sender in self._senders:
@@ -259,11 +259,11 @@ class Replicator:
         return done.exception() is None and done.result() >= max(1, len(self._senders) - len(self.lost))
 
     def _note(self, done: Future[int], step: int) -> None:
-        held = self.all_hold(done)
+        complete = self.all_hold(done)
         with self._lock:
             self._open -= 1
-            if held:
-                self._held_step = max(step, self._held_step or 0)
+            if complete:
+                self._copied_step = max(step, self._copied_step or 0)
 
     @property
     def in_flight(self) -> int:
@@ -274,7 +274,7 @@ class Replicator:
     def lag_steps(self) -> int:
         """Steps between the newest snapshot and the newest that all peers hold that are not given up."""
         with self._lock:
-            return (self._newest_step or 0) - (self._held_step or 0)
+            return (self._newest_step or 0) - (self._copied_step or 0)
 
     @property
     def lost(self) -> Mapping[int, PeerLostError]:

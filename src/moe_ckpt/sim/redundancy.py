@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
+class OperatorShare:
     """An operator's bytes in one rank's share of a snapshot.
 
     Attributes:
@@ -58,7 +58,7 @@ class Delivery:
     saved: int
 
 
-def deliveries(share: Iterable[Piece], peers: Sequence[int]) -> tuple[Delivery, ...]:
+def deliveries(share: Iterable[OperatorShare], peers: Sequence[int]) -> tuple[Delivery, ...]:
     """What is sent to each of ``peers``; what is not sent, each of them has.
 
     Args:

@@ -92,7 +92,10 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
     keeps all steps of a round and the one that is coming in, and so does the node itself.
     """
     system, ranks = costs.system, costs.layout.ranks_per_node
-    own = (system.max_in_flight + 1) * outcome.heaviest_bytes
+    own: float = (system.max_in_flight + 1) * outcome.heaviest_bytes
+    if system.sparse and system.durable != "storage":  # two windows stay, as in ``engine.room``
+        slots = system.max_in_flight + 1 + 2 * ((outcome.window or 1) - 1)
+        own = max(own, slots * outcome.rank_bytes_per_step)
     if system.needs.gradients:
         steps = MOST_GRADIENTS + 1 if system.needs.partial else outcome.window or 1
         held = (steps + 1) * outcome.rank_bytes_per_step

@@ -213,9 +213,9 @@ class Stepper:
             wanted = rescued.union(plan.operators())
             operators = tuple(op for op in self._catalog.everything if op in wanted)
             host_only = tuple(op for op in plan.operators(Tier.HOST) if op not in wanted)
-            plan = save_full(plan.step, operators, host_only=host_only, k=plan.k, sends_held=plan.sends_held)
+            plan = save_full(plan.step, operators, host_only=host_only, k=plan.k, sends_host_only=plan.sends_host_only)
         copied, stored = costs.bytes_of.plan(plan), costs.bytes_of.stored(plan)
-        sent = copied if plan.sends_held else stored
+        sent = copied if plan.sends_host_only else stored
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         due = context.memory is not None and context.memory.storage_due

@@ -79,7 +79,7 @@ class Track:
             *(self._catalog, plan.step, self._generation, plan.operators(), plan.operators(Tier.HOST), applied, {}),
             stored=flush_secs is not None,
             copied=sent,
-            sends_held=plan.sends_held,
+            sends_host_only=plan.sends_host_only,
             gradients=plan.gradients,
         )
         anchored_at = self.anchors.save(plan, sent=sent)

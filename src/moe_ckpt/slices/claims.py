@@ -18,8 +18,8 @@ from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.slices.pieces import box_of_rows, wanted_boxes, wanted_replay
-from moe_ckpt.slices.shares import has_rows, holders, is_weight
+from moe_ckpt.slices.assignment import has_rows, holders, is_weight
+from moe_ckpt.slices.local_state import box_of_rows, wanted_boxes, wanted_replay
 
 _Scattered = tuple[str, frozenset[str], int]
 """(home, operators with rows of the parameter, sum) of state without rows."""
@@ -69,8 +69,8 @@ class Claims:
     @cached_property
     def operators(self) -> int:
         """Those of which there is anything to save (``OperatorSets``): not all, where parameters are empty."""
-        held = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
-        return self._catalog.sets.of(tuple({operator.id for those in held for operator, _ in those}))
+        held_by = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
+        return self._catalog.sets.of(tuple({operator.id for those in held_by for operator, _ in those}))
 
     @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:

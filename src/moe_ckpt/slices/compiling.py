@@ -26,6 +26,7 @@ from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.header_template import HeaderTemplate
 from moe_ckpt.format.shard import GRADIENT, SliceEntry, in_a_row, moved, require_distinct
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.assignment import Sharder, WriteAssignment
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import (
@@ -39,14 +40,13 @@ from moe_ckpt.slices.cuts import (
     sorted_rows,
     table_of_side,
 )
+from moe_ckpt.slices.local_state import LocalState, collect_replay_slices, collect_slices, shard_kind
 from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
-from moe_ckpt.slices.pieces import LocalState, cut, cut_replay, shard_kind
 from moe_ckpt.slices.request import SnapshotRequest
-from moe_ckpt.slices.shares import Sharder, WriteAssignment
 
 ALIGNMENT = 64
 """Bytes; where a part of a buffer may begin."""
-HELD = "held"
+HOST_ONLY = "held"
 """Kind of the part that stays in host memory and goes into no shard."""
 GRADIENTS = "gradient"
 """Kind of the part that holds consumed gradients; it goes into no shard either, but to peers."""
@@ -66,7 +66,7 @@ class CompiledPart:
     Made on the training thread, but for what takes long and is not needed there.
 
     Attributes:
-        kind: That of the shard it becomes (see ``shard_path``), ``HELD``, ``GRADIENTS``, or ``MIRROR`` and a rank.
+        kind: That of the shard it becomes (see ``shard_path``), ``HOST_ONLY``, ``GRADIENTS``, or ``MIRROR`` and a rank.
         slices: What it holds, side tensors included, in the order of ``lay_out``.
         ends: Where each ends; the next begins there.
         side: Places in ``slices`` of the side tensors, in the order in which they were given.
@@ -101,7 +101,7 @@ class CompiledPart:
 
     @property
     def is_written(self) -> bool:
-        return self.kind not in (HELD, GRADIENTS) and self.source is None
+        return self.kind not in (HOST_ONLY, GRADIENTS) and self.source is None
 
     @property
     def is_consumed(self) -> bool:
@@ -184,9 +184,9 @@ class CompiledPlan:
         """The parts of this rank's share."""
         return tuple(each for each in self.parts if each[1].source is None)
 
-    def own_nbytes(self, *, held: bool = True) -> int:
-        """Of the buffer, from its first byte, to the end of this rank's share; or of that without what is ``HELD``."""
-        ends = (begin + part.nbytes for begin, part in self.own if held or part.kind != HELD)
+    def own_nbytes(self, *, host_only: bool = True) -> int:
+        """Bytes of the buffer up to the end of this rank's share, with or without its ``HOST_ONLY`` parts."""
+        ends = (begin + part.nbytes for begin, part in self.own if host_only or part.kind != HOST_ONLY)
         return max(ends, default=0)
 
     @cached_property
@@ -258,7 +258,7 @@ class PlanCompiler:
         key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
         if writer is not None and writer != self._rank:
             return self._compile_lent(key, request, writer, side)
-        whole_key = (key, tuple(side), request.copied * (1 + request.sends_held))
+        whole_key = (key, tuple(side), request.copied * (1 + request.sends_host_only))
         plan = self._plans.get(whole_key)
         if plan is None:
             plan = self._compile(key, request, side)
@@ -287,9 +287,9 @@ class PlanCompiler:
         self, key: PlanKey, request: SnapshotRequest, writer: int, side: Sequence[SliceEntry]
     ) -> CompiledPlan:
         """Of another rank's share what this rank has alike. Made once, when training stops."""
-        _, dealt = self._cut(request)
+        _, assignment = self._cut(request)
         [found] = MirroredShares(self._catalog, self._placement, [writer]).cuts(
-            request.operators, self._tensors, dealt
+            request.operators, self._tensors, assignment
         ).values()
         by_kind: dict[str, list[Cut]] = {"non_expert": []} if side else {}
         for each in found:
@@ -310,12 +310,12 @@ class PlanCompiler:
 
     def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
         host_only = frozenset(request.host_only)
-        by_kind: dict[str, list[Cut]] = {"expert": [], "non_expert": [], HELD: []}
-        own, dealt = self._cut(request)
+        by_kind: dict[str, list[Cut]] = {"expert": [], "non_expert": [], HOST_ONLY: []}
+        own, assignment = self._cut(request)
         for found in own:
-            by_kind[HELD if found.operator in host_only else self._kinds[found.operator]].append(found)
+            by_kind[HOST_ONLY if found.operator in host_only else self._kinds[found.operator]].append(found)
         if request.copied:
-            by_kind |= self.mirrors.cuts(request.to_peers, self._tensors, dealt)
+            by_kind |= self.mirrors.cuts(request.to_peers, self._tensors, assignment)
         parts = (self._part(kind, cuts, side if kind == "non_expert" else ()) for kind, cuts in by_kind.items())
         return self._laid_out(key, parts)
 
@@ -324,16 +324,16 @@ class PlanCompiler:
     ) -> CompiledPlan:
         """With this rank's share of the gradients, behind the rest of its share."""
         operators = request.gradients
-        dealt = self._sharder.deal(operators, self._tensors)
-        by_kind = {GRADIENTS: cut(LocalState(self._catalog, gradients), operators, dealt, self._rank)}
+        assignment = self._sharder.assign(operators, self._tensors)
+        by_kind = {GRADIENTS: collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)}
         if request.copied:
-            by_kind |= self.mirrors.cuts_of_gradients(operators, gradients, dealt)
+            by_kind |= self.mirrors.cuts_of_gradients(operators, gradients, assignment)
         made = [CompiledPart(kind, cuts, (), ()) for kind, cuts in by_kind.items() if cuts]
         known = (part for _, part in plan.parts)
         parts: list[tuple[int, CompiledPart]] = []
         end = at = 0
         # This rank's share first, and of that what peers do not get last.
-        for part in sorted((*known, *made), key=lambda each: (each.source is not None, each.kind == HELD)):
+        for part in sorted((*known, *made), key=lambda each: (each.source is not None, each.kind == HOST_ONLY)):
             parts.append((at, part))
             end = at + part.nbytes
             at = -(-end // ALIGNMENT) * ALIGNMENT
@@ -344,13 +344,13 @@ class PlanCompiler:
         if self._local.is_crowded:
             self._local = LocalState(self._catalog, self._tensors)
             self._newest.clear()
-        frozen, types = request.compute_only, request.compute_types
+        compute_only, types = request.compute_only, request.compute_types
         copied = (*request.operators, *request.host_only) if request.host_only else request.operators
-        dealt = self._sharder.deal(copied, self._tensors, frozen, types)
-        found = cut(self._local, copied, dealt, self._rank)
+        assignment = self._sharder.assign(copied, self._tensors, compute_only, types)
+        found = collect_slices(self._local, copied, assignment, self._rank)
         if request.window is not None:
-            found += cut_replay(self._local, request.operators, frozen, dealt, self._rank, types)
-        return found, dealt
+            found += collect_replay_slices(self._local, request.operators, compute_only, assignment, self._rank, types)
+        return found, assignment
 
     def _part(self, kind: str, cuts: Sequence[Cut], side: Sequence[SliceEntry]) -> CompiledPart:
         """A part of the same slices as the plan before is that plan's: what is no expert is saved by every plan."""

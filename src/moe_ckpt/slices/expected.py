@@ -9,9 +9,9 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.assignment import Sharder, is_weight
 from moe_ckpt.slices.cuts import NBYTES, numbers_of
-from moe_ckpt.slices.pieces import LocalState, cut
-from moe_ckpt.slices.shares import Sharder, is_weight
+from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 _MOMENTS = 2
 
@@ -50,8 +50,8 @@ class ExpectedShare:
             sharding: How peers divide the writing, see ``core.sharding``.
             rank: This one.
         """
-        dealt = Sharder(catalog, placement, sharding).deal(catalog.everything, self._tensors)
-        cuts = cut(LocalState(catalog, self._tensors), catalog.everything, dealt, rank)
+        dealt = Sharder(catalog, placement, sharding).assign(catalog.everything, self._tensors)
+        cuts = collect_slices(LocalState(catalog, self._tensors), catalog.everything, dealt, rank)
         written = int(cuts[0].shelf.table(numbers_of(cuts))[:, NBYTES].sum()) if cuts else 0
         own = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)
         alike = sum(tensor.local.nbytes for tensor in self._tensors if tensor.replicated)

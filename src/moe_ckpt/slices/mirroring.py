@@ -22,9 +22,9 @@ from moe_ckpt.core.operators import Catalog, OperatorKind
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices.assignment import WriteAssignment, holders, is_weight
 from moe_ckpt.slices.cuts import Cut
-from moe_ckpt.slices.pieces import LocalState, cut
-from moe_ckpt.slices.shares import WriteAssignment, holders, is_weight
+from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 if TYPE_CHECKING:
     from moe_ckpt.slices.compiling import CompiledPart
@@ -80,28 +80,34 @@ class MirroredShares:
         return self._sends or (True,) * 4
 
     def cuts(
-        self, operators: Collection[str], tensors: Sequence[StateTensor], dealt: WriteAssignment
+        self, operators: Collection[str], tensors: Sequence[StateTensor], assignment: WriteAssignment
     ) -> dict[str, list[Cut]]:
         """Kind of part -> what it holds, for each source.
 
         Args:
             operators: That are saved in full, and sent.
             tensors: This rank's.
-            dealt: Who writes what of what all peers have.
+            assignment: Who writes what of what all peers have.
         """
         if tensors is not self._tensors:
             if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
                 self._local.clear()
                 self._sends = None
             self._tensors = tensors
-        return {f"{MIRROR}{source}": cut(self._of(source), operators, dealt, source) for source in self._sources}
+        return {
+            f"{MIRROR}{source}": collect_slices(self._of(source), operators, assignment, source)
+            for source in self._sources
+        }
 
     def cuts_of_gradients(
-        self, operators: Collection[str], gradients: Sequence[StateTensor], dealt: WriteAssignment
+        self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment
     ) -> dict[str, list[Cut]]:
         """The same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
         local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
-        return {f"{MIRROR}{source}": cut(local[source], operators, dealt, source) for source in self._sources}
+        return {
+            f"{MIRROR}{source}": collect_slices(local[source], operators, assignment, source)
+            for source in self._sources
+        }
 
     def _of(self, source: int) -> LocalState:
         known = self._local.get(source)

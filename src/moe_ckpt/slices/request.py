@@ -12,7 +12,7 @@ from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.slices.shares import ComputeTypes
+from moe_ckpt.slices.assignment import ComputeTypes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class SnapshotRequest:
         stored: It goes to storage; otherwise into memory that outlives the process only.
         copied: It goes to peers, where there are any.
         updates: That changed weights in this process by then.
-        sends_held: ``host_only`` go to peers, too.
+        sends_host_only: ``host_only`` go to peers, too.
         experts: That memory holds then by this snapshot alone, a bit each (``OperatorSets``).
         sent: Of those, the ones that peers get.
         gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``operators``.
@@ -67,7 +67,7 @@ class SnapshotRequest:
     stored: bool = True
     copied: bool = True
     updates: int = 0
-    sends_held: bool = True
+    sends_host_only: bool = True
     experts: int = 0
     sent: int = 0
     gradients: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class SnapshotRequest:
         """Operators that go to peers in full, where there are any."""
         if not self.copied:
             return ()
-        return (*self.operators, *self.host_only) if self.sends_held and self.host_only else self.operators
+        return (*self.operators, *self.host_only) if self.sends_host_only and self.host_only else self.operators
 
     def share_of(self, rank: int, due: int) -> tuple[int, int]:
         """Whose share ``rank`` copies, and the snapshot's number in memory.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -39,25 +39,30 @@ class Answers:
     Args:
         step: That is computed again.
         received: Then.
+        diverges: Called before it is said that something else is needed now.
     """
 
-    def __init__(self, step: int, received: Received) -> None:
-        self._step = step
+    def __init__(self, step: int, received: Received, diverges: Callable[[], None] = lambda: None) -> None:
+        self._step, self._diverges = step, diverges
+        self._given: Counter[Channel] = Counter()
         self._left = {channel: deque(messages) for channel, messages in received.items()}
 
     def give(self, channel: Channel, into: torch.Tensor) -> None:
         """Writes the next message of ``channel``.
 
         Raises:
-            ReplayDivergedError: There is none, or it was of another type or shape.
+            ReplayDivergedError: There is none, or it was of another type or shape, or in another place.
         """
         left = self._left.get(channel)
         if not left:
-            raise ReplayDivergedError(self._step, f"{channel} is needed now, and the upstream log has no further one")
+            raise self._diverged(f"{channel} is needed now, and the upstream log has no further one")
         message, tensor = left.popleft()
+        if message.number != self._given[channel]:
+            due = self._given[channel]
+            raise self._diverged(f"{channel}, number {due}, is needed now, and number {message.number} is next")
+        self._given[channel] += 1
         if message.dtype != dtype_name(into.dtype) or tensor.numel() != into.numel():
-            raise ReplayDivergedError(
-                self._step,
+            raise self._diverged(
                 f"{channel} is {dtype_name(into.dtype)} {list(into.shape)} now, and was {message.dtype} "
                 f"{list(message.shape)} in the upstream log",
             )
@@ -68,4 +73,8 @@ class Answers:
         """Raises ``ReplayDivergedError`` if something was received the first time, and is not needed now."""
         for channel, left in self._left.items():
             if left:
-                raise ReplayDivergedError(self._step, f"{channel} was received then, and not now ({len(left)} left)")
+                raise self._diverged(f"{channel} was received then, and not now ({len(left)} left)")
+
+    def _diverged(self, found: str) -> ReplayDivergedError:
+        self._diverges()
+        return ReplayDivergedError(self._step, found)

@@ -49,10 +49,12 @@ class LogWriter:
         self._messages: list[Message] = []
         self._descriptor = PRIVATE.create(str(self._path.with_suffix(MESSAGES_SUFFIX)), _WRITE)
 
-    def write(self, channel: Channel, tensor: torch.Tensor) -> None:
+    def write(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         """Adds a message.
 
         Args:
+            channel: It went through.
+            number: Of the message in the channel.
             tensor: Contiguous, in host memory.
 
         Raises:
@@ -70,8 +72,8 @@ class LogWriter:
                 free = shutil.disk_usage(self._path.parent).free
                 raise MemoryFullError(str(self._path.parent), len(raw), free) from error
             raise
-        message = Message(channel, dtype_name(tensor.dtype), tuple(tensor.shape), self.nbytes, len(raw), checksum)
-        self._messages.append(message)
+        found = dtype_name(tensor.dtype), tuple(tensor.shape), self.nbytes, len(raw), checksum
+        self._messages.append(Message(channel, *found, number))
         self.nbytes += len(raw)
 
     def seal(self, **whose: Any) -> None:

@@ -9,6 +9,7 @@ import functools
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -57,9 +58,10 @@ class UpstreamLog:
     def __init__(self, directory: Path, whose: Whose, budget_bytes: int, left: Iterable[SealedLog] = ()) -> None:
         self.problem = ""
         self._left = sorted(left, key=lambda each: each.header.step, reverse=True)
-        self._directory, self._whose, self._budget = directory, whose, budget_bytes
-        self._history = whose.generation
+        self._directory, self._budget = directory, budget_bytes
+        self._whose: dict[str, Any] = {**vars(whose), "history": whose.generation}
         self._sizes: dict[int, int] = {}
+        self._sent: Counter[Channel] = Counter()
         self._step = -1
         self._failure = ""
         self._waiting = 0
@@ -82,13 +84,14 @@ class UpstreamLog:
 
     def continue_history(self, history: int) -> None:
         """Not all ranks went back: what is logged continues the logs of ``history`` (``LogHeader``)."""
-        self._history = history
+        self._whose["history"] = history
 
     def step_begins(self, step: int) -> None:
         """From here on messages belong to ``step``."""
         if self._goes_on():
             self._step = step
             self._sizes[step] = 0
+            self._sent.clear()
             self._tasks.put(lambda: self._begin(step))
 
     def append(self, channel: Channel, tensor: torch.Tensor) -> None:
@@ -117,8 +120,10 @@ class UpstreamLog:
             )
             return
         self._sizes[self._step] += nbytes
+        number = self._sent[channel]
+        self._sent[channel] += 1
         copied, done = self._copied(tensor.detach())
-        self._tasks.put(lambda: self._write(channel, copied, done))
+        self._tasks.put(lambda: self._write(channel, number, copied, done))
 
     def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """A copy in host memory, and what says when it is there."""
@@ -179,7 +184,7 @@ class UpstreamLog:
             return
         self.problem = problem
         said = "rank %d keeps no upstream log, so that all ranks go back at a failure: %s"
-        log.warning(said, self._whose.rank, problem)
+        log.warning(said, self._whose["rank"], problem)
         self.drop(max(self._sizes, default=-1))
         self._tasks.put(self._abandon)
 
@@ -216,19 +221,18 @@ class UpstreamLog:
         self._abandon()
         self._writer = LogWriter(self._directory, step)
 
-    def _write(self, channel: Channel, tensor: torch.Tensor, done: torch.cuda.Event | None) -> None:
+    def _write(self, channel: Channel, number: int, tensor: torch.Tensor, done: torch.cuda.Event | None) -> None:
         with self._lock:
             self._waiting -= tensor.numel() * tensor.element_size()
         if done is not None:
             done.synchronize()
         if self._writer is not None:
-            self._writer.write(channel, tensor)
+            self._writer.write(channel, number, tensor)
 
     def _seal(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            whose: dict[str, Any] = vars(self._whose)
-            writer.seal(**whose, history=self._history)
+            writer.seal(**self._whose)
 
     def _abandon(self) -> None:
         writer, self._writer = self._writer, None

@@ -16,8 +16,8 @@ from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.assignment import ComputeTypes, Given, WriteAssignment, has_rows, holders, is_weight, places_of
 from moe_ckpt.slices.cuts import Cut, Shelf, SliceSource
-from moe_ckpt.slices.shares import ComputeTypes, Given, WriteAssignment, has_rows, holders, is_weight, places_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ _REMEMBERED = 1 << 14
 
 _COUNT: Callable[[Cut], int] = attrgetter("count")
 
-Held: TypeAlias = tuple[int, int]
+LocalRows: TypeAlias = tuple[int, int]
 """Number of a tensor; place of the operator among its ``holders``. Numbers: the garbage collector passes them over."""
 
 
@@ -47,7 +47,7 @@ class LocalState:
     ) -> None:
         self.catalog = catalog
         self.tensors = tuple(tensors)
-        self.held: dict[str, list[Held]] = {}
+        self.local_rows: dict[str, list[LocalRows]] = {}
         """Operator -> its rows of this rank's tensors."""
         self.scattered: list[tuple[Operator, Span, StateTensor]] = []
         """State without rows of parameters that others than its home have a share in, with its home."""
@@ -64,11 +64,11 @@ class LocalState:
             shared = any(operator.id != home for operator, _ in catalog.spans_of[tensor.parameter])
             for place, (operator, span) in enumerate(holders(catalog, tensor)):
                 if not tensor.duplicate if source is None else (alike and tensor.replicated) or tensor.writer == source:
-                    self.held.setdefault(operator.id, []).append((number, place))
+                    self.local_rows.setdefault(operator.id, []).append((number, place))
                 if shared and not is_weight(tensor) and not has_rows(catalog, tensor):
                     self.scattered.append((operator, span, tensor))
-        self._held_here = np.zeros(len(catalog.operators), dtype=bool)
-        self._held_here[places_of(catalog, self.held.keys())] = True
+        self._is_local = np.zeros(len(catalog.operators), dtype=bool)
+        self._is_local[places_of(catalog, self.local_rows.keys())] = True
 
     @property
     def is_crowded(self) -> bool:
@@ -76,28 +76,28 @@ class LocalState:
         return self._shelf.transient > max(_REMEMBERED, len(self._shelf.entries) // 2)
 
     def cuts(
-        self, operators: Collection[str], dealt: WriteAssignment, rank: int, compute: ComputeTypes | None = None
+        self, operators: Collection[str], assignment: WriteAssignment, rank: int, compute: ComputeTypes | None = None
     ) -> list[Cut]:
         """What ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types ``compute``.
 
         Of an operator the very same cuts again, but of units that peers share by rows. What other ranks hold costs no
-        bytecode, nor do operators that are known, as long as units are dealt as before.
+        bytecode, nor do operators that are known, as long as units are assigned as before.
         """
         if compute is not None and compute is not self._compute:
             self._light, self._compute = _Known(), compute
         catalog, known = self.catalog, self._full if compute is None else self._light
-        known.begin(rank, len(self._held_here))
+        known.begin(rank, len(self._is_local))
         places = places_of(catalog, operators)
-        places = places[self._held_here[places]]
+        places = places[self._is_local[places]]
         for at in places[~known.is_there[places]].tolist():
             operator = catalog.everything[at]
-            writes = dealt.owners.get(operator) == rank
+            writes = assignment.owners.get(operator) == rank
             before = known.apart.get((at, writes))
             known.cuts[at] = known.apart[at, writes] = before or self._describe(operator, writes, compute)
             known.is_there[at] = True
         found = list(map(known.cuts.__getitem__, places.tolist()))
         others = places[~catalog.is_expert[places]].tolist()
-        units = known.of_given(given := dealt.given(rank))
+        units = known.of_given(given := assignment.given(rank))
         for at in filterfalse(units.__contains__, others):
             operator = catalog.everything[at]
             units[at] = [self._unit(operator, each, known, compute) for each in given.get(operator, ())]
@@ -132,7 +132,7 @@ class LocalState:
         """
         prefix, types = "" if compute is None else REPLAY, compute or {}
         pieces = []
-        for number, place in self.held.get(operator, ()):
+        for number, place in self.local_rows.get(operator, ()):
             tensor, block = self.tensors[number], self._blocks[number]
             if compute is not None and not is_weight(tensor):
                 continue
@@ -192,31 +192,31 @@ class _Known:
         return self._of_given
 
 
-def cut(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[Cut]:
+def collect_slices(local: LocalState, operators: Collection[str], assignment: WriteAssignment, rank: int) -> list[Cut]:
     """What ``rank`` writes of ``operators``, none of it empty. Views only; nothing is copied here.
 
     Args:
-        dealt: Who writes what of the tensors that all peers hold, from ``Sharder.deal`` of the same operators and
-            tensors.
+        assignment: Who writes what of the tensors that all peers hold, from ``Sharder.assign`` of the same operators
+            and tensors.
     """
-    return local.cuts(operators, dealt, rank)
+    return local.cuts(operators, assignment, rank)
 
 
-def cut_replay(
+def collect_replay_slices(
     local: LocalState,
     anchored: Collection[str],
-    frozen: Collection[str],
-    dealt: WriteAssignment,
+    compute_only: Collection[str],
+    assignment: WriteAssignment,
     rank: int,
     compute: ComputeTypes,
 ) -> list[Cut]:
     """What ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
 
     Args:
-        dealt: Of ``anchored`` and ``frozen``.
-        compute: Types of the weights of ``frozen``.
+        assignment: Of ``anchored`` and ``compute_only``.
+        compute: Types of the weights of ``compute_only``.
     """
-    cuts = local.cuts(frozen, dealt, rank, compute)
+    cuts = local.cuts(compute_only, assignment, rank, compute)
     counted = _Counted(local.catalog, anchored)
     for operator, span, tensor in local.scattered:
         if tensor.duplicate or not counted.here(tensor.parameter, operator):
@@ -293,9 +293,9 @@ def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[T
 
 
 def wanted_replay(
-    catalog: Catalog, anchored: Collection[str], frozen: Collection[str], specs: Sequence[TensorSpec]
+    catalog: Catalog, anchored: Collection[str], compute_only: Collection[str], specs: Sequence[TensorSpec]
 ) -> dict[str, list[Box]]:
-    """What all ranks together must write for ``cut_replay``."""
+    """What all ranks together must write for ``collect_replay_slices``."""
     wanted: dict[str, list[Box]] = {}
     counted = _Counted(catalog, anchored)
     for tensor in specs:
@@ -303,7 +303,7 @@ def wanted_replay(
             continue
         weight, rows = is_weight(tensor), has_rows(catalog, tensor)
         for operator, span in holders(catalog, tensor) if weight or not rows else ():
-            due = operator.id in frozen if weight else counted.here(tensor.parameter, operator)
+            due = operator.id in compute_only if weight else counted.here(tensor.parameter, operator)
             if due:
                 start, stop = span.rows(tensor.global_shape)
                 wanted.setdefault(REPLAY + tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))

@@ -17,7 +17,7 @@ from moe_ckpt.modeling.watching import Entries
 _PARAMS = itemgetter("params")
 
 
-class HeldState:
+class OptimizerView:
     """Found once, and kept for as long as it is still what there is.
 
     Attributes:
@@ -34,7 +34,7 @@ class HeldState:
         self._lengths = list(map(len, self._lists))
         self._listed: list[torch.Tensor] = list(chain.from_iterable(self._lists))
         self._state = optimizer.state
-        self._held = Entries([self._state])
+        self._present = Entries([self._state])
         found = [_name(names, parameter, index, optimizer) for parameter in self._listed]
         ends = iter(found)
         self.groups = [FixedStrings([next(ends) for _ in range(length)]) for length in self._lengths]
@@ -61,7 +61,7 @@ class HeldState:
             state is self._state
             and list(map(len, lists)) == self._lengths
             and all(map(is_, chain.from_iterable(lists), self._listed))
-            and self._held.same()
+            and self._present.same()
             and self._entries.same()
         )
 

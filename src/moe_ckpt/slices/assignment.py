@@ -1,4 +1,4 @@
-"""Which rank writes what of one checkpoint: the live state weighed, and dealt out by ``core.sharding``."""
+"""Which rank writes what of one checkpoint: live state is weighed here, and ``core.sharding`` assigns it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.sharding import (
     Name,
-    Part,
     Parts,
+    RowRange,
     Shares,
     Unit,
     in_dealing_order,
@@ -194,7 +194,7 @@ def _nothing(rank: int) -> Mapping[str, Sequence[Given]]:
 
 
 def _given(
-    dealt: Iterable[tuple[Unit, Sequence[Part]]], peers: Mapping[int, int], rank: int
+    dealt: Iterable[tuple[Unit, Sequence[RowRange]]], peers: Mapping[int, int], rank: int
 ) -> Mapping[str, Sequence[Given]]:
     """See ``WriteAssignment.given``; peers: rank -> its number in the parts."""
     number, found = peers.get(rank, -1), dict[str, list[Given]]()
@@ -232,20 +232,20 @@ class Sharder:
         self._fixed: Parts = {}
         self._fixed_given: Callable[[int], Mapping[str, Sequence[Given]]] = _nothing
 
-    def deal(
+    def assign(
         self,
         operators: Collection[str],
         tensors: Sequence[StateTensor],
-        frozen: Collection[str] = (),
+        compute_only: Collection[str] = (),
         compute: ComputeTypes | None = None,
     ) -> WriteAssignment:
         """The shares of a checkpoint of ``operators``, which is what is balanced: their copies in host memory.
 
         Args:
-            frozen: Operators of which only compute weights are saved, in the types ``compute``.
+            compute_only: Operators of which only compute weights are saved, in the types ``compute``.
         """
         weights = self._weigh(tensors)
-        places, resting = places_of(self._catalog, operators), places_of(self._catalog, frozen)
+        places, resting = places_of(self._catalog, operators), places_of(self._catalog, compute_only)
         divide = partial(self._divide, weights, places, tensors, resting, compute or {})
         if self._sharding == "adaptive" and len(self._peers) > 1 and weights.units:
             shares = divide()
@@ -261,7 +261,7 @@ class Sharder:
         resting: Numbers,
         compute: ComputeTypes,
     ) -> Shares:
-        """For arguments see ``deal``; weights: of ``tensors``. places, resting: of operators and frozen ones."""
+        """As ``assign``. weights: of ``tensors``; places, resting: of operators, and of compute-only ones."""
         units = self._chosen(weights.units, places)
         preload = [0] * len(self._peers)
         if weights.experts:
@@ -343,14 +343,14 @@ class Sharder:
         if not self._apart:
             return weights
         of_layer: dict[int, int] = {}
-        held: dict[int, set[str]] = {}
+        operators_in: dict[int, set[str]] = {}
         for tensor in tensors:
             for op, _ in holders(self._catalog, tensor):
                 if op.kind is OperatorKind.EXPERT and op.layer is not None:
                     of_layer[op.layer] = of_layer.get(op.layer, 0) + tensor.local.nbytes
-                    held.setdefault(op.layer, set()).add(op.id)
+                    operators_in.setdefault(op.layer, set()).add(op.id)
         known = {op.id: op.layer for op in self._catalog.experts if op.layer in of_layer}
-        sizes = {layer: nbytes // len(held[layer]) for layer, nbytes in of_layer.items()}
+        sizes = {layer: nbytes // len(operators_in[layer]) for layer, nbytes in of_layer.items()}
         return Weights(weights.units, {op: sizes[layer] for op, layer in known.items() if layer is not None})
 
 

@@ -47,7 +47,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine.agreement import StepAgreement
-from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion
+from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
@@ -67,6 +67,8 @@ POLICIES = {
     "moevement": MoEvement,
     "log": RoundRobin,
     "gradient-log": GradientLog,
+    "gemini": Gemini,
+    "checkfreq": lambda steps, **options: CheckFreq(profile_steps=steps, **options),
 }
 SAMPLERS = {
     "stateful": StatefulDistributedSampler,
@@ -79,7 +81,8 @@ SAMPLERS = {
 class Run:
     """Everything that decides the run. ``store``: None trains without MoECheckpoint.
 
-    policy: its name, and Dense's or MoEtion's interval, MoC's K or MoEvement's W. options: its other arguments.
+    policy: its name, and Dense's, Gemini's or MoEtion's interval, MoC's K, MoEvement's W, or the steps that CheckFreq
+    measures before its first checkpoint. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
     ("forward", n) kills it before that, ("reduced", n) after it, when all gradients are reduced, ("updating", n) in the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,17 @@ from tests.integration.lives import (
     assert_store_sound,
     events,
     live,
+    live_ranks,
     output,
     place,  # noqa: F401 - a fixture
     placed,
     split_lives,
 )
 from tests.integration.recount import Recount, check_history
+from tests.integration.test_crash_ddp import TWO_RANK_ORDER
+from tests.integration.test_memory_kills import in_memory, left
+from tests.integration.test_memory_rarely_stored import RARELY, restored, stored
+from tests.support.deleting import delete_tree
 
 WAIT = {"when_busy": "wait"}
 MOC_1 = Run(None, policy=("moc", 1), epochs=4, hashes=True, callback=WAIT)
@@ -89,3 +95,45 @@ def test_nothing_is_lost_when_all_experts_are_saved(place):  # noqa: F811
     assert live(replace(run, crash=("manifest", 5))) == KILLED
     assert live(run) == 0
     assert _check(run).lost == 0
+
+
+NODES = replace(MOC_1, ranks=2, replicas=1, to_storage=RARELY)
+
+
+@pytest.mark.parametrize(
+    "lost", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_from_memory_experts_are_as_old_as_a_count_of_ones_own_says(lost, place):  # noqa: F811
+    """Two nodes with copies of each other's; one is lost. Storage has the first checkpoint only, and loses far more."""
+    run = in_memory(NODES, place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 9))), output(run)
+    before = stored(run)
+    if lost is not None:
+        delete_tree(Path(run.memory, f"node_{lost}"))
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) > before + 4, "every expert has been saved since"
+    assert _check_nodes(run, every_step_saved=True).lost > 0
+    assert left(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"snapshot_k": 2}], ids=["k-1", "snapshot-k-2"])
+def test_nodes_are_lost_one_after_the_other(options, place):  # noqa: F811
+    """The first snapshot of each life holds what only slots have: the copies are whole again with it."""
+    run = in_memory(replace(NODES, options=options), place)
+    for crash, lost in ((9, 0), (6, 1), (5, 0)):
+        assert KILLED in live_ranks(replace(run, crash=("compute", crash))), output(run)
+        delete_tree(Path(run.memory, f"node_{lost}"))
+    assert live_ranks(run) == [0, 0], output(run)
+    recount = _check_nodes(run, every_step_saved=False)
+    assert len(recount.faults) == 3
+    assert recount.lost > 0
+    assert left(run) == []
+
+
+def _check_nodes(run: Run, *, every_step_saved: bool) -> Recount:
+    lives = [split_lives(events(run, rank)) for rank in range(run.ranks)]
+    recount = Recount(2, 4, 1, TWO_RANK_ORDER)
+    check_history(recount, lives, every_step_saved=every_step_saved, in_memory=True)
+    assert_store_sound(run, ended=True)
+    return recount

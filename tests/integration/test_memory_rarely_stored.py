@@ -39,10 +39,14 @@ POLICIES = {
     "dense": replace(DENSE, to_storage=RARELY),
     "moc": replace(DENSE, policy=("moc", 1), options={"snapshot_k": 4}, to_storage=RARELY),
     "moevement": replace(WINDOWS, to_storage=RARELY),
+    "checkfreq": replace(
+        DENSE, policy=("checkfreq", 2), options={"max_overhead": 0.9, "max_interval": 2}, to_storage=RARELY
+    ),
 }
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-BEHIND = {"dense": 2, "moc": 2, "moevement": 2 * W + 1}
-"""Steps that a life computes again at most: the one under way and one that is not sealed yet, or two windows."""
+BEHIND = {"dense": 2, "moc": 2, "moevement": 2 * W + 1, "checkfreq": 4}
+"""Steps that a life computes again at most: the one under way and one that is not sealed yet, or two windows, or two
+intervals."""
 
 
 def stored(run: Run) -> int:

@@ -35,7 +35,8 @@ class Case:
 
     reseed: each life builds the model from another seed, so that nothing comes out right that was not loaded. Not where
         a life is killed before its first checkpoint: the next one must begin as it did.
-    memory: Snapshots lie in slots that survive their process, of two nodes with two ranks each.
+    memory: Snapshots lie in slots that survive their process.
+    ranks_per_node: See ``Life``.
     copies: Other arguments of ``Memory``.
     options: Of ``megatron.attach``.
     survives: See ``Life``.
@@ -50,6 +51,7 @@ class Case:
     steps: int = 8
     reseed: bool = True
     memory: bool = False
+    ranks_per_node: int = 2
     copies: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     survives: bool = False
@@ -140,6 +142,7 @@ def life_of(case: Case, directory: Path) -> Life:
     memory = str(directory / "memory") if case.memory else None
     store, journal = str(directory / "store"), str(directory / "journal")
     beside: dict[str, Any] = {"copies": dict(case.copies), "options": dict(case.options)}
+    beside["ranks_per_node"] = case.ranks_per_node
     beside |= {"journal": journal, "memory": memory, "survives": case.survives, "digests": case.digests}
     beside["opened"] = str(directory / "opened")
     return Life(store, case.steps, case.setup, policy, **beside)

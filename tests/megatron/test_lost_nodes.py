@@ -1,12 +1,17 @@
-"""EP2 x DP2 under Megatron, each rank a node with two copies: two nodes are lost, and one more."""
+"""Megatron, each rank a node with two copies: two nodes are lost, and one more."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moe_ckpt.policies import Dense
+from moe_ckpt.policies import Dense, MoC
+from tests.megatron.exactness import Case, finish, kill, require_exact, shards_read
+from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, moevement
+from tests.megatron.test_memory import GEMINI, left, newest
+from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_two_lives import RANKS, both_lives, require_versions
 
@@ -37,3 +42,56 @@ def test_one_more_goes_back_to_storage_and_names_the_steps_that_are_lost(tmp_pat
     [said] = [text for text in told[0]["said"] if "lost, and must be computed again" in text]
     assert f"iterations 2 to {LAST} are lost, and must be computed again: memory holds only a part of iteration" in said
     assert not any("computed again" in text for rank in told[1:] for text in rank["said"]), "rank 0 says it for all"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETUPS)
+def test_experts_of_moc_are_as_old_as_their_turns_and_what_they_lack_is_counted(tmp_path: Path, name: str):
+    """Storage has the first iteration only; after it each of four experts has had its turn once."""
+    setup = SETUPS[name]
+    told, lines = both_lives(tmp_path, setup, [MoC(k=1)] * RANKS, LAST, (0, 2), replicas=2)
+    assert {rank["step"] for rank in told} == {LAST}
+    wanted: dict[tuple[int, int], int] = {}
+    for rank, each in enumerate(told):
+        for expert in each["digests"].keys() - {"rest"}:
+            layer, number = map(int, expert.split("/"))
+            same = [t for t, line in enumerate(lines[rank], 1) if line["digests"][expert] == each["digests"][expert]]
+            assert wanted.setdefault((layer, number), max(same)) == max(same), "two holders, two versions"
+    for layer in range(setup.layers):
+        assert sorted(wanted[layer, expert] for expert in range(setup.experts)) == [2, 3, 4, LAST]
+    require_versions(told, lines, wanted, LAST)
+    assert told[0]["lost"] > 0
+
+
+FOUR = Case(
+    Setup(**PIPELINE_EXPERTS),
+    GEMINI,
+    ((1, 7, "train"),),
+    memory=True,
+    ranks_per_node=1,
+    copies={"replicas": 2, "storage_every_n_steps": 1000},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [GEMINI, moevement(2)], ids=["gemini", "windows"])
+@pytest.mark.parametrize("setup", [FOUR.setup, Setup(**EXPERTS_DATA, **SHARDED)], ids=["pp2-ep2", "ep2-dp2"])
+@pytest.mark.parametrize("lost", [(0, 2), (0, 1, 2)], ids=["two", "three"])
+def test_runs_of_rarer_checkpoints_end_alike(tmp_path: Path, lost: tuple[int, ...], setup: Setup, policy):
+    """Gemini every other step, and windows of two: as many lost nodes as copies cost nothing, one more is said."""
+    case = replace(FOUR, setup=setup, policy=policy)
+    kill(case, tmp_path)
+    before = int(newest(tmp_path).split("_")[1])
+    for node in lost:
+        delete_tree(tmp_path / "memory" / f"node_{node}")
+    ended = finish(case, tmp_path)
+    require_exact(case, tmp_path, ended)
+    assert left(tmp_path) == []
+    [resumed] = ended.resumed
+    said = [text for text in ended.results[0]["said"] if "lost, and computed again" in text]
+    if len(lost) == 2:
+        assert (resumed > before, said) == (True, []), "storage has only what the run began with"
+        assert shards_read(case, tmp_path) == [[]] * case.ranks
+    else:
+        assert resumed == before
+        assert [text.startswith(f"iterations {before + 1} to ") for text in said] == [True], ended.results[0]["said"]

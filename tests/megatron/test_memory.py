@@ -59,12 +59,17 @@ def test_a_node_that_is_lost_with_its_memory_reads_storage(case, tmp_path):
 
 COPIES = {"replicas": 1, "storage_every_n_steps": 1000}
 MOEVEMENT = ("MoEvement", {"window": 2})
+GEMINI = ("Gemini", {"every_n_steps": 2})
 REPLICATED = {
     "pp2-ep2": replace(CASES["pp2-ep2"], copies=COPIES),
     "ep2-dp2-sharded": replace(CASES["ep2-dp2-sharded"], copies=COPIES),
     "pp2-ep2-windows": replace(CASES["pp2-ep2"], copies=COPIES, policy=MOEVEMENT, steps=8, kills=((1, 6, "train"),)),
     "ep2-dp2-windows": replace(
         CASES["ep2-dp2-sharded"], copies=COPIES, policy=MOEVEMENT, steps=8, kills=((2, 6, "train"),)
+    ),
+    "pp2-ep2-gemini": replace(CASES["pp2-ep2"], copies=COPIES, policy=GEMINI, steps=8, kills=((1, 6, "train"),)),
+    "ep2-dp2-gemini": replace(
+        CASES["ep2-dp2-sharded"], copies=COPIES, policy=GEMINI, steps=8, kills=((2, 6, "train"),)
     ),
 }
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.cli.main import main
 from tests.megatron.exactness import LIFE_SECS, WARM, Case, Ended, finish, kill, life_of, require_exact, split_lives
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense, moevement
-from tests.megatron.test_memory import COPIES, left, newest
+from tests.megatron.test_memory import COPIES, GEMINI, left, newest
+from tests.megatron.test_random_kills import NEVER, ended, killed, retry
 from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal, live
@@ -25,7 +25,11 @@ LAYOUTS = {"pp2-ep2": PIPELINE, "ep2-dp2": DATA}
 MEMORY = [("reserve", 3), ("copy", 4), ("seal", 8), ("sealed", 8), ("unseal", 3), ("send", 20), ("verified", 5)]
 MEMORY += [("acknowledge", 5), ("train", 5), ("forward", 5)]
 STORAGE = [("write", 3), ("fsync", 3), ("rename", 3), ("manifest", 3), ("gc", 4)]
+LIVES, STEPS = 5, 24
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+POLICIES = {"dense": dense(1), "gemini": GEMINI, "windows": moevement(2)}
+LATER = {"send": 40, "seal": 10}
+"""Phases of policies that do not save everything at each step."""
 
 
 def lose(directory: Path, node: int) -> None:
@@ -67,8 +71,22 @@ def test_killed_in_a_phase_of_memory(phase, n, lost, layout, tmp_path):
     before = newest(tmp_path)
     if lost is not None:
         lose(tmp_path, lost)
-    ended = ends_alike(case, tmp_path)
-    assert phase == "reserve" or ended.resumed > [int(before.split("_")[1])], "storage has what the run began with"
+    resumed = ends_alike(case, tmp_path).resumed
+    assert phase == "reserve" or resumed > [int(before.split("_")[1])], "storage has what the run began with"
+
+
+@pytest.mark.slow
+@layouts
+@pytest.mark.parametrize("policy", ["gemini", "windows"])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("phase", LATER)
+def test_killed_in_a_phase_of_rarer_checkpoints(phase, lost, policy, layout, tmp_path):
+    """Gemini every other step, and windows of two."""
+    case = replace(layout, policy=POLICIES[policy], steps=16, kills=((2, LATER[phase], phase),))
+    kill(case, tmp_path)
+    before = newest(tmp_path)
+    lose(tmp_path, lost)
+    assert ends_alike(case, tmp_path).resumed > [int(before.split("_")[1])], "storage has what the run began with"
 
 
 @pytest.mark.slow
@@ -92,11 +110,14 @@ def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, layout, tmp
 
 @pytest.mark.slow
 @layouts
-@pytest.mark.parametrize("how", ["flip", "truncate", "header"])
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [(name, how) for name in POLICIES for how in (("flip", "truncate", "header") if name == "dense" else ("flip",))],
+)
 @pytest.mark.parametrize("lost", [False, True], ids=["own", "copy"])
-def test_damage_is_found_and_the_next_source_taken(lost, how, layout, tmp_path):
+def test_damage_is_found_and_the_next_source_taken(lost, how, policy, layout, tmp_path):
     """Of a rank's own slots, whose copies are taken; or of the copies of a rank whose node is lost: then of storage."""
-    case = replace(layout, kills=((2, 5, "train"),))
+    case = replace(layout, policy=POLICIES[policy], kills=((2, 7, "train"),))
     kill(case, tmp_path)
     before = int(newest(tmp_path).split("_")[1])
     damaged = slots_of(tmp_path / "memory" / f"node_{0 if lost else 1}", 2)
@@ -149,14 +170,19 @@ def require_all(outcomes: list[Outcome]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @layouts
-def test_both_nodes_lost_costs_what_storage_does_not_have(layout, tmp_path):
-    """One more than there are copies."""
-    case = replace(layout, kills=((2, 5, "train"),))
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_both_nodes_lost_costs_what_storage_does_not_have(policy, layout, tmp_path):
+    """One more than there are copies. The message names what may be lost, and why."""
+    case = replace(layout, policy=policy, kills=((2, 7, "train"),))
     kill(case, tmp_path)
-    before = newest(tmp_path)
+    before = int(newest(tmp_path).split("_")[1])
     for node in (0, 1):
         lose(tmp_path, node)
-    assert ends_alike(case, tmp_path).resumed == [int(before.split("_")[1])]
+    ended = ends_alike(case, tmp_path)
+    assert ended.resumed == [before]
+    said = [text for text in ended.results[0]["said"] if "no node holds anything of an earlier life in memory" in text]
+    assert [f"whatever iterations there were after {before} " in text for text in said] == [True], ended.results[0]
+    assert not any("no node holds" in text for rank in ended.results[1:] for text in rank["said"]), "rank 0 alone"
 
 
 @pytest.mark.slow
@@ -164,18 +190,26 @@ def test_both_nodes_lost_costs_what_storage_does_not_have(layout, tmp_path):
 @layouts
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_at_random_times(seed, layout, policy, tmp_path):
-    """Five lives, 200 in all; after some of them a node is lost, too."""
+    """Up to five lives are killed, 200 in all; after some of them a node is lost, too."""
     rng = random.Random(seed)
     copies = {"replicas": 1, "storage_every_n_steps": rng.choice([1, 3, 1000])}
-    case = replace(layout, policy=policy, copies=copies, steps=12, reseed=False)
-    for _ in range(5):
-        main(["memory", "retry", "--directory", str(tmp_path / "memory")])
+    case = replace(layout, policy=policy, copies=copies, steps=STEPS, reseed=False)
+    kills = lost = 0
+    for number in range(LIVES):
         at = (rng.randrange(case.ranks), rng.randrange(20, 1500), "anywhere")
-        life = replace(life_of(case, tmp_path), kill=at)
+        life = replace(life_of(case, tmp_path), kill=at, number=number)
         outcomes = start_ranks(live, case.ranks, life, timeout=LIFE_SECS, grace=1.0, preload=WARM)
-        if all(outcome.ok for outcome in outcomes):
-            break  # it came to its end first
+        kills += at[0] in killed(outcomes)
+        if all(outcome.ok for outcome in outcomes):  # it came to its end first
+            found = ended(case, tmp_path, outcomes)
+            break
+        retry(tmp_path)
         if rng.random() < 0.3:
             lose(tmp_path, rng.randrange(2))
+            lost += 1
     else:
-        ends_alike(case, tmp_path)
+        found = finish(replace(case, kills=(NEVER,) * LIVES), tmp_path)
+    print(f"seed {seed}: {kills} kills, {lost} nodes lost")
+    assert kills
+    require_exact(case, tmp_path, found)
+    assert left(tmp_path) == []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import random
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ class Life:
     journal: where every rank writes down, in ``<journal>.<rank>``, what it does; see ``Journal``. Kills cannot undo it.
     opened: where every rank notes what it opens of the store's tensors, see ``tests.support.opened``.
     memory: where the nodes' memory directories are; None: private memory. copies: other arguments of ``Memory``.
+    ranks_per_node: that share such a directory.
     sabotage: what is broken on purpose in this life; a function without arguments, called once everything is imported.
     survives: a rank that hears of another one's death keeps its newest iteration, as under ``with``.
     together: ranks that die with that of ``kill``.
@@ -72,6 +75,7 @@ class Life:
     opened: str | None = None
     memory: str | None = None
     copies: dict[str, int] = field(default_factory=dict)
+    ranks_per_node: int = 2
     sabotage: Callable[[], None] | None = None
     survives: bool = False
     together: tuple[int, ...] = ()
@@ -140,9 +144,20 @@ def stop_for(secs: float) -> None:
     subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep {secs}; kill -CONT {pid}"], start_new_session=True)
 
 
-def node_memory(root: str, rank: int) -> Path:
-    """The memory directory of this rank's node, of which each has two ranks."""
-    directory = Path(root, f"node_{rank // 2}")
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the library tells the user meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
+    yield said
+    logging.getLogger("moe_ckpt").removeHandler(handler)
+
+
+def node_memory(root: str, rank: int, ranks_per_node: int = 2) -> Path:
+    """The memory directory of this rank's node."""
+    directory = Path(root, f"node_{rank // ranks_per_node}")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -184,6 +199,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
             time.sleep(0.5 if phase == "forward" else 0.0)  # as in the middle of an iteration that takes longer
             os.kill(os.getpid(), signal.SIGKILL)
 
+    node = None if life.memory is None else node_memory(life.memory, rank, life.ranks_per_node)
     ckpt = megatron.attach(
         built.chunks,
         built.optimizer,
@@ -192,10 +208,11 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         dirpath=life.store,
         on_phase=on_phase,
         stateful={"coming back": _ComingBack(on_phase)},
-        memory=None if life.memory is None else Memory(directory=node_memory(life.memory, rank), **life.copies),
+        memory=None if node is None else Memory(directory=node, **life.copies),
         **{"when_busy": "wait", "timeout_secs": 60.0, **life.options},
     )
-    progress = ckpt.resume()
+    with heard() as said:
+        progress = ckpt.resume()
     seen = {"digests": digests(built), "lost": ckpt.session.run_ledger.tokens.lost_tokens} if life.digests else {}
     seen["resources"] = taken()
     journal.note(resumed=progress.iteration, restored_step=ckpt.restored_step, life=life.number, **seen)
@@ -204,7 +221,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     draw(3 if progress.restored else 1)
     built.consumed_samples = progress.consumed_samples
     try:
-        return _train(life, ckpt, built, progress, at, journal, on_phase)
+        return _train(life, ckpt, built, progress, at, journal, on_phase) | {"said": said}
     except Exception as error:
         if life.survives:
             ckpt.close(10.0, error)

@@ -14,10 +14,11 @@ from functools import partial
 
 import numpy as np
 
+from moe_ckpt.core.memory_shares import checkpoints_of
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
-from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.manifest import Manifest, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, open_dense, rank_of_state
@@ -95,7 +96,7 @@ def resume_newest(
             window = passed_over.windows[0]
             _say_passed_over(reader.manifest(window.directory), window.reason, restored.manifest)
         if memory is not None:
-            if not restored.from_memory:
+            if not (restored.from_memory and _has_whole(memory, directory)):
                 restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
@@ -161,6 +162,12 @@ def _candidates(
         else:
             left.remove(best)
             yield best, None
+
+
+def _has_whole(memory: MemoryCheckpoints, directory: str) -> bool:
+    """Whether memory alone has all of a checkpoint, so that what it has of newer ones was under way only."""
+    known = checkpoints_of(memory.shares)
+    return any(each.is_complete for each in known if step_dir(each.step, each.generation) == directory)
 
 
 def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:

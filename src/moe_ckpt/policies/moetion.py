@@ -117,8 +117,8 @@ class MoEtion:
         selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: even shares, oldest experts first.
         budget_fraction: Portion of both times that saving may take.
         capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more than ever.
-        recompute: Send gradients where that is enough. Needs memory that outlives the process, and a checkpoint at each
-            step.
+        recompute: Send gradients where that is enough. Needs memory with copies on peers, of which not each checkpoint
+            goes to storage, and a checkpoint at each step.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -164,6 +164,7 @@ class MoEtion:
             tiers=True,
             partial=True,
             boost=self.capacity_boost,
+            replicas=1 if self.recompute else 0,
             bubbles=True,
             period_steps=self.every_n_steps,
             next_due=self.next_due,

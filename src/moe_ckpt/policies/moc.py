@@ -34,8 +34,8 @@ class MoC:
     dense, since there is no older copy to fall back on. Source: PEC, arXiv 2408.04307; MoC-System, ASPLOS '25.
 
     Attributes:
-        k: Experts saved per MoE layer, ``1 <= k <= E``; or ``"auto"``: as many as one checkpoint can commit before the
-            next begins, and copy (see ``levels``).
+        k: Experts saved per MoE layer, ``1 <= k <= E``; or ``"auto"``: as many as storage can commit before it gets the
+            next checkpoint, and can be copied (see ``levels``).
         every_n_steps: Steps from one checkpoint to the next.
         selector: Which experts: ``"sequential"`` (the oldest), ``"load_aware"`` (those with most unsaved tokens, the
             paper's rule) or ``"least_loss"`` (unsaved tokens times age).
@@ -92,18 +92,23 @@ class MoC:
         """``k`` and ``snapshot_k`` of a checkpoint now, at least 1 and ``k``.
 
         "auto" is the largest K with which no rank has more to copy than fits beside one forward and backward pass
-        (``snapshot_k``), or to commit than fits between two checkpoints (``k``, which is no more than what is copied
-        either), at the rates that this run measured on its slowest rank; 1 until they are measured. Both are decided
-        anew at each checkpoint, from numbers that the ranks have agreed on, and hold for experts that are dealt evenly;
-        what is only copied comes after what is written, so that some rank may have more of it. Dynamic-K raises both.
+        (``snapshot_k``), or to commit than fits between two checkpoints that go to storage (``k``, which is no more
+        than what is copied either), at the rates that this run measured on its slowest rank; 1 until they are measured.
+        Where memory outlives the process, a checkpoint that goes no further is bound by the copy alone, and one for
+        storage has the time since the last that went there. Both are decided anew at each checkpoint, from numbers that
+        the ranks have agreed on, and hold for experts that are dealt evenly; what is only copied comes after what is
+        written, so that some rank may have more of it. Dynamic-K raises both.
         """
         copied = _largest(context, context.measured.copy_bytes()) if self._is_auto else 1
         snapshot_k = copied if self.snapshot_k == AUTO else self.snapshot_k
         if isinstance(self.k, int):
             k = self.k
         else:
-            stored = _largest(context, context.measured.persist_bytes(self.every_n_steps))
-            k = min(stored, snapshot_k if isinstance(snapshot_k, int) else copied)
+            k = snapshot_k if isinstance(snapshot_k, int) else copied
+            memory = context.memory
+            if memory is None or memory.storage_due:
+                since = None if memory is None else memory.storage_steps
+                k = min(k, _largest(context, context.measured.persist_bytes(since or self.every_n_steps)))
         if self.budget is not None:
             most = max((layer.experts for layer in context.catalog.layers), default=k)
             k = dynamic_k(k, most, context.lost_tokens, context.routed_tokens, self.budget)

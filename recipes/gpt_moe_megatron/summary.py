@@ -59,7 +59,7 @@ class RunSummary:
     @property
     def mlt_worst(self) -> float:
         """Momentary lost tokens of the failure that lost most (MLT); 0 where none did."""
-        return max((row.get("moe_ckpt/mlt_newest") or 0.0 for row in self._iterations(0)), default=0.0)
+        return max((row.get("moe_ckpt/mlt_worst") or 0.0 for row in self._iterations(0)), default=0.0)
 
     @property
     def losses(self) -> dict[int, set[float]]:

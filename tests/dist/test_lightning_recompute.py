@@ -143,6 +143,8 @@ CASES = {
     "bf16": (2, (1,), {}, {"precision": "bf16-true", "gradient_clip_val": 0.3}, 12),
     "four": (4, (2,), {}, {"gradient_clip_val": 0.3}, 14),
     "long": (2, (1,), {"optimizer": "fused"}, {"gradient_clip_val": 0.3}, 200),
+    "long-foreach": (2, (0,), {"optimizer": "foreach"}, {"gradient_clip_val": 0.3}, 200),
+    "long-bf16": (2, (1,), {"optimizer": "foreach"}, {"precision": "bf16-true", "gradient_clip_val": 0.3}, 200),
 }
 
 

@@ -53,7 +53,10 @@ class Measured:
 
     @property
     def interference_secs(self) -> float:
-        """What an iteration takes longer for what runs beside it, waits apart; 0 until both are known."""
+        """What an iteration takes longer for what runs beside it, waits apart; 0 until both are known.
+
+        It is never known to a run that begins a checkpoint at every step: then no iteration is without one beside it.
+        """
         if self.recent_iteration_secs is None or self.iteration_secs is None:
             return 0.0
         return max(0.0, self.recent_iteration_secs - self.iteration_secs)

@@ -81,7 +81,8 @@ class MoEtion:
     The budget is what a rank can copy beside one iteration's forward and backward, and commit until the next
     checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
     every_n_steps``, whichever is less, times ``budget_fraction``, where an iteration is without what saving itself
-    makes it longer. Non-experts are paid first. What that leaves is
+    makes it longer, as far as there are iterations without a checkpoint to compare with: none with ``every_n_steps=1``
+    (``Measured.interference_secs``). Non-experts are paid first. What that leaves is
     ``S_total`` experts, on the rank that has most to save (``core.save_budget.Load.affordable``), of each pipeline
     stage by itself. They are shared out among its layers by unsaved tokens, and in each layer those with most unsaved
     tokens are saved, ties oldest first, then lowest index (Algorithm 1, ``expert_shares.layer_shares``). What a layer

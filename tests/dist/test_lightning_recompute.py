@@ -17,12 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.errors import MemoryFullError
-from moe_ckpt.format.slot import SlotHeader
-from moe_ckpt.replicas.store import ReplicaStore
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks
-from tests.support.recompute import newest, plans, steady
+from tests.support.recompute import newest, plans, refuse, steady
 
 EXPERTS = 4
 
@@ -92,7 +89,8 @@ def fit(
     if refused is not None:
         logging.getLogger("moe_ckpt").addHandler(logging.FileHandler(f"{root}/said_{rank}"))
         logging.getLogger("moe_ckpt").setLevel(logging.INFO)
-        refuse(refused, holder=rank == 0)
+        if rank == 0:
+            refuse(refused)
     pl.seed_everything(7 if stop else 8, verbose=False)
     node = Path(root, f"node_{rank}")
     node.mkdir(exist_ok=True)
@@ -111,18 +109,6 @@ def fit(
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         made.fit(Sharded(experts=EXPERTS, **model), loader())
     return watch.back
-
-
-def refuse(step: int, *, holder: bool) -> None:
-    """The holder has no room for copies of ``step``."""
-    reserve = ReplicaStore.reserve
-
-    def full(self: ReplicaStore, header: SlotHeader, *others: Any) -> Any:
-        if holder and header.step == step:
-            raise MemoryFullError("memory", 2, 1)
-        return reserve(self, header, *others)
-
-    ReplicaStore.reserve = full  # type: ignore[method-assign]
 
 
 def parts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -278,3 +278,27 @@ def test_groups_of_a_large_world_take_no_longer_where_all_copies_are_inside():
     placed = place_replicas(nodes_of(2048, 1), 3, [groups])
     assert all(set(peers) <= set(groups[rank]) for rank, peers in enumerate(placed.peers_of))
     assert {len(sources) for sources in placed.sources_of} == {3}
+
+
+class Counted(list):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def __getitem__(self, at):
+        self.asked += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("racks", [(2,) * 16, (14, 11, 5, 2)])
+def test_what_lies_outside_of_groups_takes_time_in_proportion_to_ranks(racks):
+    """Per rank, of a world and of one that is twice as large."""
+    asked = []
+    for times in (32, 64):
+        domains = Counted(
+            (f"n{rack}.{node}", f"r{rack}") for rack, nodes in enumerate(racks) for node in range(nodes * times)
+        )
+        ranks, half = len(domains), len(domains) // 2
+        place_replicas(domains, 3, [[tuple(sorted((rank, (rank + half) % ranks))) for rank in range(ranks)]])
+        asked.append(domains.asked / ranks)
+    assert asked[1] < 1.5 * asked[0], asked

@@ -168,7 +168,7 @@ def _spread(world: _World, replicas: int) -> list[list[int]]:
 def _fill(peers: list[list[int]], domains: Sequence[Sequence[str]], members: Sequence[int], replicas: int) -> None:
     """The copies that some members lack, one after the other: on the next rank that has fewer than ``replicas`` yet, as
     in the paper, or else on the one that has fewest, since no rank goes without; either first in a domain without a
-    copy."""
+    copy, where one of the next ranks is in such a domain."""
     world = _world([domains[rank] for rank in members])
     order = [members[place] for place in world.order]
     loads = dict.fromkeys(members, 0)
@@ -176,25 +176,30 @@ def _fill(peers: list[list[int]], domains: Sequence[Sequence[str]], members: Seq
         for holder in peers[rank]:
             if holder in loads:
                 loads[holder] += 1
-    there = {domains[rank][-1] for rank in members}
+    room = Counter(domains[rank][-1] for rank in members if loads[rank] < replicas)
+    rooms = room.total()
     for at, rank in enumerate(order):
         widest, used = domains[rank][-1], {domains[holder][0] for holder in peers[rank]}
         while len(peers[rank]) < replicas:
-            unused = there - {widest} - {domains[holder][-1] for holder in peers[rank]}
+            taken = {widest, *(domains[holder][-1] for holder in peers[rank])}
+            elsewhere = rooms > sum(room[domain] for domain in taken)
             best, least = None, (replicas, True)
-            for holder in (order[(at + len(order) // 2 + step) % len(order)] for step in range(len(order))):
-                if domains[holder][-1] == widest or domains[holder][0] in used:
-                    continue
-                cost = max(loads[holder], replicas - 1), domains[holder][-1] not in unused
-                if best is None or cost < least:
-                    best, least = holder, cost
-                if least == (replicas - 1, bool(not unused)):
+            for step in range(len(order)):
+                holder = order[(at + len(order) // 2 + step) % len(order)]
+                if domains[holder][-1] != widest and domains[holder][0] not in used:
+                    cost = max(loads[holder], replicas - 1), domains[holder][-1] in taken
+                    if best is None or cost < least:
+                        best, least = holder, cost
+                if least == (replicas - 1, not elsewhere) or (least[0] < replicas and step >= _LOOKED_AT):
                     break
             if best is None:
                 break
             peers[rank].append(best)
             used.add(domains[best][0])
             loads[best] += 1
+            if loads[best] == replicas:
+                room[domains[best][-1]] -= 1
+                rooms -= 1
 
 
 class _Exchange:

@@ -10,9 +10,9 @@ import torch
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged, save_slot
-from moe_ckpt.core.window import Window
+from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.planning import Planner, why_no_gradients
+from moe_ckpt.engine.planning import Planner, gradient_factor, why_no_gradients
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import MoEtion
@@ -172,3 +172,11 @@ def test_that_no_gradient_is_sent_is_said_once_by_rank_0(policy, rank, times, ca
     for step in range(1, 4):
         planner.plan(told(step=step, last_step=step, memory=ALIKE))
     assert caplog.text.count("MoEtion(recompute=True) sends no gradients: ") == times
+
+
+def test_how_many_times_more_full_state_would_be():
+    """One of three operators is sent in full, 12 bytes, and of the others the gradients, 4 bytes each."""
+    sizes = {name: OperatorBytes(12, 4, 4) for name in "abc"}
+    assert gradient_factor(save_logged(3, ("a",), ("b", "c"), host_only=("d",)), sizes) == 36 / 20
+    assert gradient_factor(save_logged(3, ("a", "b", "c"), ()), sizes) is None
+    assert gradient_factor(save_full(3, ("a", "b")), {}) is None

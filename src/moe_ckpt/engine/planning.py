@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
+from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.run_ledger import Pending
 from moe_ckpt.notices import announce
@@ -119,6 +120,23 @@ def why_no_gradients(context: PolicyContext) -> str | None:
             "set recompute=False"
         )
     return None
+
+
+def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> float | None:
+    """Returns how many times more a plan's operators would weigh in full than with gradients; None without these.
+
+    The paper says up to 5 (MoEtion, section 5.2).
+
+    Args:
+        plan: Any.
+        sizes: Of its operators, where it has gradients.
+    """
+    if not plan.gradients:
+        return None
+    in_full = sum(sizes[op].full for op in plan.operators())
+    whole = in_full + sum(sizes[op].full for op in plan.gradients)
+    sent = in_full + sum(sizes[op].consumed for op in plan.gradients)
+    return whole / sent if sent else None
 
 
 def _with_coupled(plan: SnapshotPlan, groups: Sequence[frozenset[str]]) -> SnapshotPlan:

@@ -50,6 +50,8 @@ class StepRecord:
         replica_lag_steps: Steps by which this rank's copies on peers are behind.
         replica_sent_nbytes: Sent to peers in this life of the run.
         replica_saved_nbytes: Of the copies on peers, what was not sent because they had it in their own training state.
+        gradient_factor: How many times more the operators that this step's snapshot has for peers and storage would
+            weigh in full, of the whole model; None where it has no gradients in place of full state.
         bubble_nbytes: Copied, or sent to peers, in this life of the run while a pipeline's schedule left this rank
             idle; 0 where nothing is held back for that.
         beside_nbytes: Likewise at other times, beside compute most of all.
@@ -89,5 +91,6 @@ class StepRecord:
     replica_lag_steps: int = 0
     replica_sent_nbytes: int = 0
     replica_saved_nbytes: int = 0
+    gradient_factor: float | None = None
     bubble_nbytes: int = 0
     beside_nbytes: int = 0

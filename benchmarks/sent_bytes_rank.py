@@ -120,6 +120,7 @@ def lightning(order: Mapping[str, Any], rank: int, policy: Policy, root: Path) -
     options: Any = {"when_busy": "wait", "timeout_secs": _TIMEOUT_SECS, "save_last": False}
     checkpoint = MoECheckpoint(policy, root / "store", memory=_memory(root, rank), **options)
     count, ranks = _Count(order["steps"]), order["ranks"]
+    pl.seed_everything(1, verbose=False)  # so that each way has the same loads, and the same experts are chosen
     ddp = order["strategy"] == "ddp"
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -57,6 +57,11 @@ class RunSummary:
         return float(self._last("moe_ckpt/plt"))
 
     @property
+    def mlt_worst(self) -> float:
+        """Momentary lost tokens of the failure that lost most (MLT); 0 where none did."""
+        return max((row.get("moe_ckpt/mlt_worst") or 0.0 for row in self._iterations(0)), default=0.0)
+
+    @property
     def losses(self) -> dict[int, set[float]]:
         """Iteration -> its loss, or losses if it came out differently on another rank or when it was computed again."""
         found: dict[int, set[float]] = {}
@@ -106,6 +111,7 @@ ROWS = (
     "most in one iteration",
     "stall per iteration, mean / worst",
     "lost tokens (PLT)",
+    "MLT, at most",
     "loss of the last iteration",
     "losses as without failures",
     "parameters as without failures",
@@ -127,6 +133,7 @@ def table_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
         human_bytes(max(nbytes)) if nbytes else "-",
         f"{sum(stalls) / len(stalls):.1f} / {max(stalls):.0f} ms" if stalls else "-",
         f"{run.lost_tokens:,} ({run.plt:.2%})",
+        f"{run.mlt_worst:.2%}",
         "not finished" if run.final_loss is None else f"{run.final_loss:.6f}",
         "-" if run is baseline else f"{same_losses} of {len(baseline.losses)}",
         "-" if run is baseline else f"on {same_ranks} of {len(baseline.parameters)} ranks",

@@ -17,12 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.errors import MemoryFullError
-from moe_ckpt.format.slot import SlotHeader
-from moe_ckpt.replicas.store import ReplicaStore
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks
-from tests.support.recompute import newest, plans, steady
+from tests.support.recompute import newest, plans, refuse, steady
 
 EXPERTS = 4
 
@@ -92,7 +89,8 @@ def fit(
     if refused is not None:
         logging.getLogger("moe_ckpt").addHandler(logging.FileHandler(f"{root}/said_{rank}"))
         logging.getLogger("moe_ckpt").setLevel(logging.INFO)
-        refuse(refused, holder=rank == 0)
+        if rank == 0:
+            refuse(refused)
     pl.seed_everything(7 if stop else 8, verbose=False)
     node = Path(root, f"node_{rank}")
     node.mkdir(exist_ok=True)
@@ -113,18 +111,6 @@ def fit(
     return watch.back
 
 
-def refuse(step: int, *, holder: bool) -> None:
-    """The holder has no room for copies of ``step``."""
-    reserve = ReplicaStore.reserve
-
-    def full(self: ReplicaStore, header: SlotHeader, *others: Any) -> Any:
-        if holder and header.step == step:
-            raise MemoryFullError("memory", 2, 1)
-        return reserve(self, header, *others)
-
-    ReplicaStore.reserve = full  # type: ignore[method-assign]
-
-
 def parts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Copies of what this rank has of parameters and optimizer state."""
     found = {}
@@ -143,6 +129,8 @@ CASES = {
     "bf16": (2, (1,), {}, {"precision": "bf16-true", "gradient_clip_val": 0.3}, 12),
     "four": (4, (2,), {}, {"gradient_clip_val": 0.3}, 14),
     "long": (2, (1,), {"optimizer": "fused"}, {"gradient_clip_val": 0.3}, 200),
+    "long-foreach": (2, (0,), {"optimizer": "foreach"}, {"gradient_clip_val": 0.3}, 200),
+    "long-bf16": (2, (1,), {"optimizer": "foreach"}, {"precision": "bf16-true", "gradient_clip_val": 0.3}, 200),
 }
 
 
@@ -209,3 +197,55 @@ def test_a_replica_that_missed_a_gradient_gets_full_state(tmp_path: Path):
                 expert = f"expert/{key.split('.')[1]}/{2 * rank + row}"
                 if expert in chosen:
                     assert torch.equal(found["state"][key][row], history[found["step"]][key][row]), (rank, key, expert)
+
+
+def alike(rank: int, world_size: int, root: str, optimizer: str) -> list[str]:
+    """Plain DDP, three steps; what is said of gradients that are not sent, or why the start was refused."""
+    import lightning.pytorch as pl
+
+    from moe_ckpt import Memory
+    from moe_ckpt.callbacks import MoECheckpoint
+    from moe_ckpt.errors import UnsupportedError
+    from moe_ckpt.policies import MoEtion
+    from tests.support.tiny_moe import TinyMoE, loader
+
+    class Shampoo(torch.optim.SGD):
+        """By its name."""
+
+    class Model(TinyMoE):
+        def configure_optimizers(self) -> Any:
+            return Shampoo(self.parameters(), lr=0.1) if optimizer == "shampoo" else super().configure_optimizers()
+
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    said: list[str] = []
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(heard)
+    node = Path(root, f"node_{rank}")
+    node.mkdir()
+    memory = Memory(directory=node, replicas=1, storage_every_n_steps=1000)
+    checkpoint = MoECheckpoint(MoEtion(recompute=True), f"{root}/store", memory=memory)
+    made = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy="ddp", max_steps=3, max_epochs=-1, logger=False,
+        callbacks=[checkpoint], enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        made.fit(Model(optimizer="sgd" if optimizer == "shampoo" else optimizer), loader())
+    except UnsupportedError as error:
+        return [str(error)]
+    return [text for text in said if "sends no gradients" in text]
+
+
+def test_peers_that_have_all_experts_are_told_of_once(tmp_path: Path):
+    one, other = run_ranks(alike, 2, str(tmp_path), "adamw")
+    [said] = one
+    assert said.startswith("MoEtion(recompute=True) sends no gradients: the peers that hold copies train the same exp")
+    assert other == [], "rank 0 speaks"
+
+
+def test_an_optimizer_that_couples_parameters_is_refused_with_the_policy(tmp_path: Path):
+    for said in run_ranks(alike, 2, str(tmp_path), "shampoo"):
+        assert len(said) == 1
+        assert "Shampoo cannot be stepped again from gradients, as MoEtion(recompute=True)" in said[0]

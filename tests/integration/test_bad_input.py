@@ -28,7 +28,8 @@ from moe_ckpt.errors import (
     UnsupportedError,
 )
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run, build, loaders
 from tests.integration.lives import (
@@ -83,6 +84,14 @@ def store(place):  # noqa: F811
         (lambda: MoECheckpoint(host_memory_bytes=-1), r"host_memory_bytes=-1"),
         (lambda: MoECheckpoint(max_failures=0), r"max_failures=0"),
         (lambda: MoECheckpoint(sharding="zero"), r"sharding='zero'.*'none', 'equal', 'adaptive'"),
+        (
+            lambda: MoECheckpoint(MoEtion(recompute=True), memory=Memory(storage_every_n_steps=10)),
+            r"MoECheckpoint: policy=MoEtion\(recompute=True\).*copies on 0: .*Memory\(replicas=1\), or recompute=False",
+        ),
+        (
+            lambda: MoECheckpoint(MoEtion(recompute=True), memory=Memory(replicas=1)),
+            r"MoEtion\(recompute=True\) sends gradients.*each step goes there.*storage_every_n_steps=100",
+        ),
         (lambda: open_storage(MoECheckpoint(dirpath="nonsense://x").dirpath), r"nonsense"),
     ],
 )
@@ -119,6 +128,19 @@ def test_a_model_without_experts(place):  # noqa: F811
     with pytest.raises(NoMoELayerError, match=r"(?s)MoC.*no MoE layer.*register_moe"):
         _trainer(MoECheckpoint(MoC(k=1), place / "store")).fit(NoExperts(), [0, 1, 2])
     assert not (place / "store").exists()
+
+
+class Shampoo(torch.optim.SGD):
+    """By its name."""
+
+
+def test_gradients_of_an_optimizer_that_couples_parameters(tmp_path, monkeypatch):
+    monkeypatch.setattr(TinyMoE, "configure_optimizers", lambda self: Shampoo(self.parameters(), lr=0.1))
+    memory = Memory(directory=tmp_path, storage_every_n_steps=100)
+    checkpoint = MoECheckpoint(GradientLog(), tmp_path / "store", memory=memory)
+    with pytest.raises(UnsupportedError, match=r"Shampoo cannot .*MoEtion\(recompute=True\).*blocks of several param"):
+        _trainer(checkpoint).fit(TinyMoE(), loader())
+    assert not list(tmp_path.glob("store/step_*"))
 
 
 # --- stores ---

@@ -294,6 +294,7 @@ def _train_beside_a_peer(rank, world_size, directory):
     assert watched.newest.step == 9
     # A rank's share: half of 80 kB in the first step, then of 26 kB of anchors and 18 kB of gradients in each of 8.
     assert watched.newest.replica_saved_nbytes > 40_000 + 8 * 16_000, "anchors alone are 13 kB"
+    assert watched.newest.gradient_factor == pytest.approx((26 + 3 * 18) / (26 + 18), rel=0.15), "12 bytes, not 4"
 
 
 class Watched(pl.Callback):

@@ -223,7 +223,10 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     from moe_ckpt.policies import MoC
 
     built = megatron_gpt.build(SETUP, 1)
+    recompute = {"policy": ("MoEtion", {"recompute": True})}
     found = {
+        "no peers": said(lambda: attach(built, root, memory=Memory(storage_every_n_steps=10), **recompute)),
+        "each to storage": said(lambda: attach(built, root, memory=Memory(replicas=1), **recompute)),
         "one stage": said(lambda: attach(built, root, memory=Memory(upstream_bytes="1MB"))),
         **{name: said(lambda name=name: with_log(built.chunks, name)) for name in (RING, OVERLAP)},
         "k": said(lambda: attach(built, root, policy=("MoC", {"k": 5}))),
@@ -311,6 +314,29 @@ def train(rank: int, world_size: int, root: str, steps: int) -> dict[str, Any]:
         told["steps"][iteration] = digests(built)
     ckpt.close()
     return told
+
+
+def recomputes(rank: int, world_size: int, root: str, setup: Setup) -> list[str]:
+    """Warnings of three steps of MoEtion(recompute=True), each rank a node."""
+    from moe_ckpt import Memory
+
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
+    node = os.path.join(root, f"node_{rank}")
+    os.mkdir(node)
+    built = megatron_gpt.build(setup, 1)
+    memory = Memory(directory=node, replicas=1, storage_every_n_steps=1000)
+    ckpt = attach(built, root, policy=("MoEtion", {"recompute": True}), memory=memory)
+    ckpt.resume()
+    for iteration in range(1, 4):
+        megatron_gpt.forward_backward(built, iteration - 1)
+        ckpt.before_step()
+        megatron_gpt.update(built)
+        ckpt.after_step(iteration)
+    ckpt.close()
+    return heard
 
 
 def open_store(rank: int, world_size: int, root: str) -> Said:

@@ -97,6 +97,8 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
         bad_input.RING: ("UnsupportedError", "upstream_bytes=1000", bad_input.RING, "Leave one of them"),
         bad_input.OVERLAP: ("UnsupportedError", "upstream_bytes=1000", bad_input.OVERLAP, "the same bits"),
         "two schedulers": ("ConfigError", "stateful={'scheduler': ...}", "another name"),
+        "no peers": ("ConfigError", "MoEtion(recompute=True)", "keeps copies on 0", "replicas=1", "recompute=False"),
+        "each to storage": ("ConfigError", "MoEtion(recompute=True)", "each step goes there", "_every_n_steps=100"),
         "resume twice": ("ConfigError", "resume() was called twice", "before the first step"),
         "too late to resume": ("ConfigError", "resume() was called twice"),
         "resume forgotten": ("ConfigError", "resume() was not called", "resume='never'"),
@@ -111,6 +113,19 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
     assert found["made"] == ("", ""), "what is refused makes no store"
     steps = {path.parent.name for path in tmp_path.glob("store/step_*/MANIFEST.json")}
     assert steps == {path.name for path in tmp_path.glob("store/step_*")}, "what is there is committed"
+
+
+def test_recomputation_that_sends_no_gradient_says_why(tmp_path: Path):
+    """Without a distributed optimizer data-parallel peers have each expert anyway; with one they do not."""
+    for name, sharded, says in (("alike", False, True), ("apart", True, False)):
+        root = tmp_path / name
+        root.mkdir()
+        setup = Setup(layers=2, num_microbatches=2, dist_opt=sharded)
+        one, other = run_ranks(bad_input.recomputes, 2, str(root), setup, preload=WARM)
+        heard = [text for text in one if "sends no gradients" in text]
+        assert len(heard) == says, (name, one)
+        assert all("peers that hold copies train the same experts" in text for text in heard)
+        assert not any("sends no gradients" in text for text in other), "rank 0 speaks"
 
 
 @pytest.mark.parametrize(

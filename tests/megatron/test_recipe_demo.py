@@ -51,6 +51,7 @@ def pair(tmp_path):
                     again = generation == 1 and n < 4
                     facts = {"nbytes": 0 if again else 10 * n + rank, "stall_secs": 0.001 * (rank + 1)}
                     facts |= {"replayed": again, "lost_tokens": lost, "plt": lost / 1000}
+                    facts["mlt_worst"] = lost / (100 * n) if lost and generation else None
                     rows.append(iteration(n, generation, values[n] if rank else None, **facts))
             failing.append(rows)
         diary(tmp_path / "failing", failing, kills, ends)
@@ -71,6 +72,7 @@ def test_the_table_counts_all_ranks_and_iterations_computed_again(pair):
         "most in one iteration": "121 B",
         "stall per iteration, mean / worst": "2.0 / 2 ms",
         "lost tokens (PLT)": "0 (0.00%)",
+        "MLT, at most": "0.00%",
         "loss of the last iteration": "5.400000",
         "losses as without failures": "6 of 6",
         "parameters as without failures": "on 2 of 2 ranks",
@@ -78,6 +80,14 @@ def test_the_table_counts_all_ranks_and_iterations_computed_again(pair):
     }
     unsaved = dict(zip(ROWS, table_cells(never, never), strict=True))
     assert (unsaved["written per iteration"], unsaved["parameters as without failures"]) == ("-", "-")
+
+
+def test_the_table_tells_the_highest_mlt_of_a_failure_beside_plt(pair):
+    """That of iteration 2, of 20 tokens; the newest ones tell less, and those before the failure nothing."""
+    never, failing = pair(lost=20)
+    cells = dict(zip(ROWS, table_cells(failing, never), strict=True))
+    assert (cells["lost tokens (PLT)"], cells["MLT, at most"]) == ("20 (2.00%)", "10.00%")
+    assert dict(zip(ROWS, table_cells(never, never), strict=True))["MLT, at most"] == "0.00%"
 
 
 @pytest.mark.parametrize(

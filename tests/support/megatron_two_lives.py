@@ -20,6 +20,7 @@ from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import Tally, _memory, _shares, digests, moe_layers
 from tests.support.processes import run_ranks, start_ranks
+from tests.support.recompute import refuse
 
 WARM = "tests.support.megatron_warm"
 RANKS = 4
@@ -46,8 +47,21 @@ def attached(built: megatron_gpt.Built, root: str, rank: int, policy: Any, repli
 
 
 def first_life(
-    rank: int, _: int, root: str, setup: Setup, policies: Sequence[Any], last: int, replicas: int = 1
+    rank: int,
+    _: int,
+    root: str,
+    setup: Setup,
+    policies: Sequence[Any],
+    last: int,
+    replicas: int = 1,
+    refused: tuple[int, int] | None = None,
 ) -> None:
+    """refused: a step, and the rank that has no room for copies of it."""
+    if refused is not None:
+        logging.getLogger("moe_ckpt").addHandler(logging.FileHandler(f"{root}/said_{rank}"))
+        logging.getLogger("moe_ckpt").setLevel(logging.INFO)
+        if rank == refused[1]:
+            refuse(refused[0])
     built = megatron_gpt.build(setup, 1)
     ckpt, tally = attached(built, root, rank, policies[rank], replicas), Tally(built)
     ckpt.resume()
@@ -60,7 +74,7 @@ def first_life(
             line = {"tokens": tally.take(), "digests": digests(built), "state": updated_here(built)}
             log.write(json.dumps(line) + "\n")
             ckpt.session.drain(iteration)
-            while ckpt.session.tier.replicator.lag_steps:
+            while (refused is None or iteration != refused[0]) and ckpt.session.tier.replicator.lag_steps:
                 pass
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -96,10 +110,17 @@ def updated_here(built: megatron_gpt.Built) -> list[str]:
 
 
 def both_lives(
-    root: Path, setup: Setup, policies: Sequence[Any], last: int, lost: Collection[int], replicas: int = 1
+    root: Path,
+    setup: Setup,
+    policies: Sequence[Any],
+    last: int,
+    lost: Collection[int],
+    replicas: int = 1,
+    refused: tuple[int, int] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Lines]]:
     """What each rank tells of its second life, and what it wrote down in the first, after which nodes were ``lost``."""
-    ended = start_ranks(first_life, RANKS, str(root), setup, policies, last, replicas, timeout=240, preload=WARM)
+    order, secs = (str(root), setup, policies, last, replicas, refused), max(240, 3 * last)
+    ended = start_ranks(first_life, RANKS, *order, timeout=secs, preload=WARM)
     assert [each.exitcode for each in ended] == [-signal.SIGKILL] * RANKS, [each.error for each in ended]
     for node in lost:
         delete_tree(root / f"node_{node}")

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.policies import MoEtion
 from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.replicas.store import ReplicaStore
 
 Expert = tuple[int, int]
 
@@ -61,3 +64,15 @@ def newest(planned: dict[int, dict[str, list[str]]], step: int, operator: str, *
     """The newest version of an operator up to ``step``: in full, by gradients, or, on its own node, held there."""
     ways: Sequence[str] = ("full", "gradients") if from_peers else ("full", "gradients", "held")
     return max(at for at, plan in planned.items() if at <= step and any(operator in plan[way] for way in ways))
+
+
+def refuse(step: int) -> None:
+    """This process has no room for copies of ``step``."""
+    reserve = ReplicaStore.reserve
+
+    def full(self: ReplicaStore, header: SlotHeader, *others: Any) -> Any:
+        if header.step == step:
+            raise MemoryFullError("memory", 2, 1)
+        return reserve(self, header, *others)
+
+    ReplicaStore.reserve = full  # type: ignore[method-assign]

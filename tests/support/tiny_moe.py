@@ -145,7 +145,8 @@ class TinyMoE(pl.LightningModule):
         elif self.hparams.optimizer == "adafactor":
             optimizer = torch.optim.Adafactor(self.parameters(), lr=0.01)
         else:
-            kind = {"adamw": {}, "fused": {"fused": True}, "forloop": {"foreach": False}}[self.hparams.optimizer]
+            kinds = {"adamw": {}, "fused": {"fused": True}, "forloop": {"foreach": False}, "foreach": {"foreach": True}}
+            kind = kinds[self.hparams.optimizer]
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, **kind)
         return {
             "optimizer": optimizer,

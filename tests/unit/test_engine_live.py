@@ -10,12 +10,13 @@ import torch
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged, save_slot
-from moe_ckpt.core.window import Window
+from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.planning import Planner
+from moe_ckpt.engine.planning import Planner, gradient_factor, why_no_gradients
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.policies.base import Measured, Needs, PolicyContext, SnapshotLimit
+from moe_ckpt.policies import MoEtion
+from moe_ckpt.policies.base import Measured, MemoryFacts, Needs, PolicyContext, Sends, SnapshotLimit
 from tests.support.tiny_moe import TinyMoE
 
 CHOSEN, OTHER = "expert/0/1", "expert/0/2"
@@ -142,3 +143,40 @@ def test_gradients_that_do_not_fit_are_said_once_when_rates_are_known(rank, capl
         planner.plan(PolicyContext(step, run.catalog, measured=measured))
         said.append(caplog.text.count("gradients do not fit"))
     assert said == ([0, 1, 1] if rank == 0 else [0, 0, 0])
+
+
+PEERS = MemoryFacts(storage_due=False, replicas=1)
+ALIKE = MemoryFacts(storage_due=False, replicas=1, sends=Sends(experts=False))
+
+
+def told(**known):
+    return PolicyContext(**{"step": 3, "catalog": Run().catalog, "ranks": 2, "memory": PEERS, **known})
+
+
+def test_why_no_gradient_is_sent():
+    """Silent as long as some expert's may be."""
+    every = Run().catalog.experts_in_order
+    apart = MemoryFacts(storage_due=False, replicas=1, sends=Sends(shared=False, shared_weights=False))
+    for known in ({}, {"memory": apart}, {"memory": None}, {"coupled_operators": (frozenset(every[1:]),)}):
+        assert why_no_gradients(told(**known)) is None
+    assert "the peers that hold copies train the same experts" in why_no_gradients(told(memory=ALIKE))
+    halves = frozenset(every[:3]), frozenset((*every[3:], "gate/0"))
+    assert "Adafactor" in why_no_gradients(told(coupled_operators=halves))
+
+
+@pytest.mark.parametrize(("policy", "rank", "times"), [(MoEtion(recompute=True), 0, 1), (MoEtion(), 0, 0),
+                                                       (MoEtion(recompute=True), 1, 0), (Logs(), 0, 0)])  # fmt: skip
+def test_that_no_gradient_is_sent_is_said_once_by_rank_0(policy, rank, times, caplog):
+    run = Run()
+    planner = Planner(policy, run.live, rank)
+    for step in range(1, 4):
+        planner.plan(told(step=step, last_step=step, memory=ALIKE))
+    assert caplog.text.count("MoEtion(recompute=True) sends no gradients: ") == times
+
+
+def test_how_many_times_more_full_state_would_be():
+    """One of three operators is sent in full, 12 bytes, and of the others the gradients, 4 bytes each."""
+    sizes = {name: OperatorBytes(12, 4, 4) for name in "abc"}
+    assert gradient_factor(save_logged(3, ("a",), ("b", "c"), host_only=("d",)), sizes) == 36 / 20
+    assert gradient_factor(save_logged(3, ("a", "b", "c"), ()), sizes) is None
+    assert gradient_factor(save_full(3, ("a", "b")), {}) is None

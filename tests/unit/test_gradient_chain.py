@@ -1,4 +1,4 @@
-"""Chains of anchors and gradients, against a walk over everything; and what a replica may apply."""
+"""Chains of anchors and gradients, against a walk over everything."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.gradient_chain import (
-    Chain,
-    Follower,
-    LoggedStep,
-    chain,
-    chains,
-    newest_reachable,
-    sends_gradient,
-)
+from moe_ckpt.core.gradient_chain import Chain, LoggedStep, chain, chains, newest_reachable
 from moe_ckpt.errors import GradientGapError
 
 OPERATORS = ("gate/0", "expert/0/0", "expert/0/1")
@@ -97,45 +89,3 @@ def test_nothing_logged_reaches_nothing():
     assert newest_reachable({}, ("a",)) is None
     with pytest.raises(GradientGapError):
         chain({}, "a", 1)
-
-
-def test_a_follower_that_missed_a_gradient_says_so_until_it_gets_full_state():
-    replica = Follower()
-    with pytest.raises(GradientGapError, match="no anchor of it is held"):
-        replica.gradient("a", 2, previous=1)
-    replica.anchor("a", 1)
-    replica.gradient("a", 2, previous=1)
-    assert (replica.reached("a"), replica.length("a")) == (2, 1)
-    with pytest.raises(GradientGapError, match="held as of step 2"):
-        replica.gradient("a", 4, previous=3)
-    assert replica.reached("a") is None
-    with pytest.raises(GradientGapError, match="no anchor"):
-        replica.gradient("a", 5, previous=4)
-    replica.anchor("a", 5)
-    replica.gradient("a", 7, previous=5)  # step 6 made no update
-    assert (replica.reached("a"), replica.length("a")) == (7, 1)
-
-
-def test_a_gradient_that_comes_twice_is_refused():
-    replica = Follower()
-    replica.anchor("a", 1)
-    replica.gradient("a", 2, previous=1)
-    with pytest.raises(GradientGapError):
-        replica.gradient("a", 2, previous=1)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20), st.integers(0, 4))
-def test_a_sender_that_asks_first_never_makes_a_gap_unless_a_message_is_lost(steps, most):
-    """steps: (an update was made, the message arrived). The sender learns what arrived before the next step."""
-    replica, previous = Follower(), 0
-    for at, (updated, arrives) in enumerate(steps, start=1):
-        if not updated:
-            continue
-        as_gradient = sends_gradient(replica.reached("a"), previous, replica.length("a"), most)
-        if arrives and as_gradient:
-            replica.gradient("a", at, previous)
-        elif arrives:
-            replica.anchor("a", at)
-        assert replica.length("a") <= most
-        assert replica.reached("a") == at or not arrives
-        previous = at

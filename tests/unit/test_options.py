@@ -15,7 +15,7 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
 
 
 def made(**values):
@@ -142,6 +142,38 @@ def test_paths():
 def test_what_cannot_be_is_refused_by_name(values, says):
     with pytest.raises(ConfigError, match=says):
         made(**values)
+
+
+GRADIENTS_TO_PEERS = [MoEtion(recompute=True), Guarded(MoEtion(recompute=True))]
+
+
+@pytest.mark.parametrize("policy", GRADIENTS_TO_PEERS)
+def test_gradients_for_peers_ask_for_copies_there(policy):
+    with pytest.raises(ConfigError, match=r"recompute=True.*keeps copies on 0: .*Memory\(replicas=1\), or recompute"):
+        Options(policy=policy, dirpath="x", memory=Memory(storage_every_n_steps=10))
+    with pytest.raises(ConfigError, match="logs the gradients of each step"):
+        Options(policy=policy, dirpath="x")
+    assert Options(policy=MoEtion(), dirpath="x", memory=Memory()).needs.replicas == 0
+
+
+@pytest.mark.parametrize("policy", GRADIENTS_TO_PEERS)
+@pytest.mark.parametrize(
+    "cadence", [{}, {"storage_every_n_steps": 1}, {"storage_every_n_steps": 1, "storage_every_secs": 60}]
+)
+def test_gradients_for_peers_ask_for_steps_that_do_not_go_to_storage(policy, cadence):
+    says = r"recompute=True\) sends gradients .*memory=Memory\(.*replicas=2.*_n_steps=100\).*recompute=False"
+    with pytest.raises(ConfigError, match=says):
+        Options(policy=policy, dirpath="x", memory=Memory(replicas=2, **cadence))
+    Options(policy=MoEtion(), dirpath="x", memory=Memory(replicas=2, **cadence))
+    Options(policy=GradientLog(), dirpath="x", memory=Memory(**cadence))
+
+
+@pytest.mark.parametrize(
+    "cadence", [{"storage_every_n_steps": 2}, {"storage_every_n_steps": "auto"}, {"storage_every_secs": 60}]
+)
+def test_any_rarer_cadence_leaves_steps_for_gradients(cadence):
+    memory = Memory(replicas=1, **cadence)
+    assert Options(policy=MoEtion(recompute=True), dirpath="x", memory=memory).memory == memory
 
 
 @pytest.mark.parametrize("policy", [Gemini(), Guarded(Gemini(5)), AnyOf([Dense(9), Gemini(5)])])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import MoC, needs_of
-from moe_ckpt.policies.base import Measured
+from moe_ckpt.policies import MoC, MoEtion, needs_of
+from moe_ckpt.policies.base import Measured, MemoryFacts
 from moe_ckpt.policies.selectors import SELECTORS
 from tests.unit.builders import experts_in, mixed
 from tests.unit.test_policies_moetion import MODEL, facts, heaviest, made, runs
@@ -53,6 +53,34 @@ def test_by_hand():
 )
 def test_either_level_may_be_given(policy, found):
     assert levels(policy, 36 + 24 * 3, 36 + 24 * 2) == found
+
+
+@pytest.mark.parametrize("policy", [MoC(k=AUTO), MoC(k=AUTO, snapshot_k=AUTO), MoC(k=AUTO, snapshot_k=3)])
+@pytest.mark.parametrize(("steps", "k"), [(None, 1), (1, 1), (2, 2), (3, 3), (50, 3)])
+def test_storage_has_the_time_since_it_got_the_last_checkpoint(policy, steps, k):
+    """In one iteration 42 bytes are written of the 36 + 24 K that a checkpoint has, and K = 3 can be copied."""
+    memory = MemoryFacts(storage_due=True, storage_steps=steps)
+    found = levels(policy, 36 + 24 * 3, 42, memory=memory)
+    assert found == (k, k if policy.snapshot_k is None else 3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "k"), [(MoC(k=AUTO), 3), (MoC(k=AUTO, snapshot_k=AUTO), 3), (MoC(k=AUTO, snapshot_k=2), 2)]
+)
+def test_what_stays_in_memory_is_bound_by_the_copy_alone(policy, k):
+    for steps in (None, 1, 9):
+        memory = MemoryFacts(storage_due=False, storage_steps=steps)
+        assert levels(policy, 36 + 24 * 3, 1, memory=memory) == (k, k)
+    assert levels(MoC(k=2, snapshot_k=AUTO), 36 + 24 * 3, 1, memory=memory) == (2, 3), "a number is the user's"
+
+
+def test_k_of_storage_grows_with_its_cadence_as_moetions_budget_does():
+    for steps in range(1, 6):
+        known = facts(measured=rates(1e9, 30.0), memory=MemoryFacts(storage_due=True, storage_steps=steps))
+        k, _ = MoC(k=AUTO).levels(known)
+        limit = MoEtion().budget_bytes(known.measured, steps)
+        assert heaviest(known, MoC(k=k).plan(known).operators()) <= max(limit, 36 + 24)
+        assert k == max(1, min(4, (limit - 36) // 24))
 
 
 def test_the_update_is_no_time_to_copy_in():

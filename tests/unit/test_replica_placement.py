@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
+from collections.abc import Sequence
+from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
@@ -72,6 +73,82 @@ def test_equal_domains_carry_equal_loads(racks: int, nodes: int, ranks: int, dat
     assert {len(sources) for sources in placed.sources_of} == {replicas}
     for peers in placed.peers_of:
         assert len({domains[peer][1] for peer in peers}) == min(replicas, racks - 1), "distinct racks while there are"
+
+
+def doubled(domains: Domains, rank: int, peers: Sequence[int]) -> int:
+    """Copies of one rank that share their domain with another copy, beyond what the world makes them."""
+    there = {names[-1] for names in domains} - {domains[rank][-1]}
+    return min(len(peers), len(there)) - len({domains[peer][-1] for peer in peers})
+
+
+@st.composite
+def unequal(draw: st.DrawFn) -> tuple[Domains, int]:
+    """Up to 20 ranks in three racks or more, whose nodes and ranks differ, and up to four copies."""
+    racks = draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=3, max_size=5))
+    each = ((rack, node) for rack, nodes in enumerate(racks) for node, ranks in enumerate(nodes) for _ in range(ranks))
+    domains = [(f"n{rack}.{node}", f"r{rack}") for rack, node in each][:20]
+    return domains, draw(st.integers(2, max(2, min(4, len({names[0] for names in domains}) - 1))))
+
+
+@settings(max_examples=300)
+@given(unequal())
+def test_no_exchange_puts_copies_in_more_domains(world: tuple[Domains, int]):
+    """Of copies of two ranks, or of one with a place that holds fewer."""
+    domains, replicas = world
+    placed = place_replicas(domains, replicas)
+    shared = [doubled(domains, rank, peers) for rank, peers in enumerate(placed.peers_of)]
+    loads = [len(sources) for sources in placed.sources_of]
+    for one in (rank for rank, count in enumerate(shared) if count):
+        for at, other in product(range(len(placed.peers_of[one])), range(len(domains))):
+            moved, holders = list(placed.peers_of[one]), placed.peers_of[other]
+            moved[at], old = other, moved[at]
+            if loads[other] < loads[old] and is_even(domains, loads, old, other) and is_safe(domains, one, moved):
+                assert doubled(domains, one, moved) >= shared[one]
+            for place, new in enumerate(holders if other != one else ()):
+                moved[at] = new
+                back = [*holders[:place], old, *holders[place + 1 :]]
+                if is_safe(domains, one, moved) and is_safe(domains, other, back):
+                    both = doubled(domains, one, moved) + doubled(domains, other, back)
+                    assert both >= shared[one] + shared[other]
+
+
+def is_even(domains: Domains, loads: Sequence[int], fewer: int, more: int) -> bool:
+    """Whether ranks of one node differ by one copy at most where one has one less, and another one more."""
+    changed = Counter(dict(enumerate(loads))) + Counter([more])
+    changed[fewer] -= 1
+    nodes = [
+        [changed[rank] for rank, names in enumerate(domains) if names[0] == node]
+        for node in set(next(zip(*domains, strict=True)))
+    ]
+    return all(max(held) - min(held) <= 1 for held in nodes)
+
+
+def is_safe(domains: Domains, rank: int, peers: Sequence[int]) -> bool:
+    nodes = [domains[peer][0] for peer in peers]
+    return len(set(nodes)) == len(nodes) and set(nodes) <= outside(domains, rank)
+
+
+@given(worlds())
+def test_ranks_of_a_node_hold_about_as_many_and_all_hold_alike_where_shifts_lead_out_of_domains(world):
+    domains, replicas = world
+    loads = [len(sources) for sources in place_replicas(domains, replicas).sources_of]
+    for node in {names[0] for names in domains}:
+        held = [loads[rank] for rank, names in enumerate(domains) if names[0] == node]
+        assert max(held) - min(held) <= 1
+    ranks, domain, node = len(domains), *(max(Counter(n[at] for n in domains).values()) for at in (-1, 0))
+    if ranks - 2 * domain >= 0 and (replicas == 1 or (ranks - 2 * domain) // (replicas - 1) >= node):
+        assert set(loads) == {replicas}
+
+
+def test_copies_of_one_rank_lie_in_different_racks_as_far_as_loads_allow():
+    domains = [("a0", "A"), ("a1", "A"), ("b0", "B"), ("b1", "B"), ("c0", "C")]
+    placed = place_replicas(domains, 2)
+    assert {len(sources) for sources in placed.sources_of} == {2}
+    assert sum(4 in peers for peers in placed.peers_of) == 2, "c0 holds two: of two ranks the copies lie in two racks"
+    assert {domains[peer][1] for peer in placed.peers_of[4]} == {"A", "B"}
+    assert place_replicas([("a0", "A"), ("a1", "A"), ("b", "B"), ("b", "B"), ("c", "C")], 2).peers_of[4] == (2, 1)
+    more = [*domains, ("c1", "C")]
+    assert not any(doubled(more, rank, peers) for rank, peers in enumerate(place_replicas(more, 2).peers_of))
 
 
 def lethal(placed: ReplicaPlacement, domains: Domains, lost: int) -> int:
@@ -186,8 +263,42 @@ def test_a_group_of_neighbours_holds_its_own_copies():
     assert sorted(peers[1] for peers in both) == [0, 1, 2, 3], "evenly"
 
 
+def test_a_group_comes_before_another_rack_and_then_a_rack_without_a_copy():
+    domains = [("a0", "A"), ("a1", "A"), ("b0", "B"), ("b1", "B"), ("c0", "C"), ("c1", "C")]
+    four, rest = (0, 1, 2, 3), (4, 5)
+    placed = place_replicas(domains, 2, [[four] * 4 + [rest] * 2]).peers_of
+    assert placed[:4] == ((2, 3), (3, 2), (0, 1), (1, 0)), "inside the group"
+    pairs = [(0, 2), (1, 3), (0, 2), (1, 3), rest, rest]
+    for rank, peers in enumerate(place_replicas(domains, 2, [pairs]).peers_of):
+        assert {domains[peer][1] for peer in (rank, *peers)} == {"A", "B", "C"}, "one inside, one in the third rack"
+
+
 def test_groups_of_a_large_world_take_no_longer_where_all_copies_are_inside():
     groups = [tuple(range(at // 16 * 16, at // 16 * 16 + 16)) for at in range(2048)]
     placed = place_replicas(nodes_of(2048, 1), 3, [groups])
     assert all(set(peers) <= set(groups[rank]) for rank, peers in enumerate(placed.peers_of))
     assert {len(sources) for sources in placed.sources_of} == {3}
+
+
+class Counted(list):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def __getitem__(self, at):
+        self.asked += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("racks", [(2,) * 16, (14, 11, 5, 2)])
+def test_what_lies_outside_of_groups_takes_time_in_proportion_to_ranks(racks):
+    """Per rank, of a world and of one that is twice as large."""
+    asked = []
+    for times in (32, 64):
+        domains = Counted(
+            (f"n{rack}.{node}", f"r{rack}") for rack, nodes in enumerate(racks) for node in range(nodes * times)
+        )
+        ranks, half = len(domains), len(domains) // 2
+        place_replicas(domains, 3, [[tuple(sorted((rank, (rank + half) % ranks))) for rank in range(ranks)]])
+        asked.append(domains.asked / ranks)
+    assert asked[1] < 1.5 * asked[0], asked

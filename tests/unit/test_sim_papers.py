@@ -153,6 +153,11 @@ def test_a_stall_of_figure_5_and_the_wasted_work_of_figure_7():
     row = kept("moetion_time", 3, "1.6B-64E", "CheckFreq")
     same(moetion.wasted_secs(first, "CheckFreq", moetion.CHECKFREQ_EVERY), row[3])
     assert abs(row[4]) < 1  # T is what makes these equal, with the sizes of 10 bytes per parameter
+    for case in moetion.CASES:
+        often, rarely = (kept("moetion_time", 3, case.name, name) for name in (moetion.HIGH_FREQ, moetion.NO_STALL))
+        added = (moetion.without_stall(case) - 1) / 2 * case.iteration_secs
+        same(often[3] + added, rarely[3])
+    assert (often[2], rarely[2]) == (27.4, 25.7), "as the paper prints them for the last model"
 
 
 def test_each_of_moetions_techniques_makes_a_checkpoint_shorter():

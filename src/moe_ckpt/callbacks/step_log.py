@@ -96,6 +96,7 @@ def _of_memory(record: StepRecord) -> dict[str, float | None]:
         "replica_lag_steps": record.replica_lag_steps,
         "replica_sent_bytes": record.replica_sent_nbytes,
         "replica_saved_bytes": record.replica_saved_nbytes,
+        "gradient_factor": record.gradient_factor,
     }
 
 

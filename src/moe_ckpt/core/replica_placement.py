@@ -7,17 +7,25 @@ Where all domains are alike, copy k goes to the rank at the same place of anothe
 of all domains. If r + 1 divides their number, that makes groups of r + 1 which hold one another's copies and nothing
 else: of all placements the one that the fewest sets of lost nodes destroy (Gemini, SOSP'23, section 4, Theorem 1).
 
-Copies lie first on ranks that hold the same training state, as far as those are on other nodes: what such a peer has
-anyway need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2; ``slices.mirroring``). The paper computes the groups
-from rank numbers, by a formula that gives pipelines instead; here they are those of the process groups.
+Of one rank, copies lie in different domains as far as each rank still holds as many as it has.
+
+Copies lie first on ranks that hold the same training state, as far as those are on other nodes, and be they in a domain
+that has a copy already: what such a peer has anyway need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2;
+``slices.mirroring``). The paper computes the groups from rank numbers, by a formula that gives pipelines instead; here
+they are those of the process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from moe_ckpt.errors import ConfigError
+
+_LOOKED_AT = 128
+"""Ranks with which one rank is compared, so that placing takes time in proportion to ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,16 @@ class _World:
     @property
     def nodes(self) -> int:
         return sum(map(len, self.domains))
+
+    @cached_property
+    def domain_of(self) -> dict[int, int]:
+        """Rank -> number of its domain."""
+        return {rank: at for at, nodes in enumerate(self.domains) for ranks in nodes for rank in ranks}
+
+    @cached_property
+    def node_of(self) -> dict[int, tuple[int, ...]]:
+        """Rank -> the ranks of its node."""
+        return {rank: ranks for nodes in self.domains for ranks in nodes for rank in ranks}
 
     @property
     def largest_domain(self) -> int:
@@ -143,12 +161,14 @@ def _spread(world: _World, replicas: int) -> list[list[int]]:
     """Copies of all ranks of a world that has none yet: as many as there are nodes outside of a rank's domain."""
     if len(world.domains) < 2:
         return []
-    return _rotated(world, replicas) or _shifted(world, replicas) or _dealt(world, replicas)
+    rotated = _rotated(world, replicas)
+    return rotated or _Exchange(world, _shifted(world, replicas) or _dealt(world, replicas)).made()
 
 
 def _fill(peers: list[list[int]], domains: Sequence[Sequence[str]], members: Sequence[int], replicas: int) -> None:
     """The copies that some members lack, one after the other: on the next rank that has fewer than ``replicas`` yet, as
-    in the paper, or else on the one that has fewest, since no rank goes without."""
+    in the paper, or else on the one that has fewest, since no rank goes without; either first in a domain without a
+    copy, where one of the next ranks is in such a domain."""
     world = _world([domains[rank] for rank in members])
     order = [members[place] for place in world.order]
     loads = dict.fromkeys(members, 0)
@@ -156,22 +176,102 @@ def _fill(peers: list[list[int]], domains: Sequence[Sequence[str]], members: Seq
         for holder in peers[rank]:
             if holder in loads:
                 loads[holder] += 1
+    room = Counter(domains[rank][-1] for rank in members if loads[rank] < replicas)
+    rooms = room.total()
     for at, rank in enumerate(order):
         widest, used = domains[rank][-1], {domains[holder][0] for holder in peers[rank]}
         while len(peers[rank]) < replicas:
-            best: int | None = None
-            for holder in (order[(at + len(order) // 2 + step) % len(order)] for step in range(len(order))):
-                if domains[holder][-1] == widest or domains[holder][0] in used:
-                    continue
-                if best is None or loads[holder] < loads[best]:
-                    best = holder
-                if loads[best] < replicas:
+            taken = {widest, *(domains[holder][-1] for holder in peers[rank])}
+            elsewhere = rooms > sum(room[domain] for domain in taken)
+            best, least = None, (replicas, True)
+            for step in range(len(order)):
+                holder = order[(at + len(order) // 2 + step) % len(order)]
+                if domains[holder][-1] != widest and domains[holder][0] not in used:
+                    cost = max(loads[holder], replicas - 1), domains[holder][-1] in taken
+                    if best is None or cost < least:
+                        best, least = holder, cost
+                if least == (replicas - 1, not elsewhere) or (least[0] < replicas and step >= _LOOKED_AT):
                     break
             if best is None:
                 break
             peers[rank].append(best)
             used.add(domains[best][0])
             loads[best] += 1
+            if loads[best] == replicas:
+                room[domains[best][-1]] -= 1
+                rooms -= 1
+
+
+class _Exchange:
+    """Has copies of one rank lie in more domains, while no rank holds more copies than some rank held before.
+
+    A copy that has another one of its source in its domain goes to a domain without one, in exchange for a copy that
+    loses nothing by that, or without where fewer copies lie. So it ends: each step adds a domain to some rank.
+
+    Args:
+        world: Where the ranks are.
+        peers: Per place in ``world``, those that hold its copies; changed in place.
+    """
+
+    def __init__(self, world: _World, peers: list[list[int]]) -> None:
+        self._world = world
+        self._peers = peers
+        self._loads = Counter(holder for holders in peers for holder in holders)
+
+    def made(self) -> list[list[int]]:
+        """Returns the peers after all exchanges."""
+        while sum(self._spread_out(rank) for rank in self._world.order):
+            pass
+        return self._peers
+
+    def _spread_out(self, rank: int) -> bool:
+        """Whether a copy of this rank came to lie in another domain."""
+        domain_of, holders = self._world.domain_of, self._peers[rank]
+        had = Counter(domain_of[holder] for holder in holders)
+        if len(had) == min(len(holders), len(self._world.domains) - 1):
+            return False
+        taken = {domain_of[rank], *had}
+        for at, holder in enumerate(holders):
+            if had[domain_of[holder]] > 1 and (self._moved(rank, at, taken) or self._exchanged(rank, at, taken)):
+                return True
+        return False
+
+    def _others(self, rank: int) -> Iterator[int]:
+        """Those that are looked at."""
+        order = self._world.order
+        return (order[(rank + len(order) // 2 + step) % len(order)] for step in range(min(len(order), _LOOKED_AT)))
+
+    def _moved(self, rank: int, at: int, taken: set[int]) -> bool:
+        """Ranks of one node stay as even as they are."""
+        node_of, domain_of, loads, old = self._world.node_of, self._world.domain_of, self._loads, self._peers[rank][at]
+        if loads[old] < max(loads[each] for each in node_of[old]):
+            return False
+        for new in self._others(rank):
+            fewer = domain_of[new] not in taken and loads[new] < loads[old]
+            if fewer and loads[new] == min(loads[each] for each in node_of[new]):
+                self._peers[rank][at] = new
+                loads[old] -= 1
+                loads[new] += 1
+                return True
+        return False
+
+    def _exchanged(self, rank: int, at: int, taken: set[int]) -> bool:
+        domain_of, old = self._world.domain_of, self._peers[rank][at]
+        for other in self._others(rank):
+            for place, new in enumerate(self._peers[other]):
+                if domain_of[new] not in taken and self._takes(other, place, old):
+                    self._peers[rank][at], self._peers[other][place] = new, old
+                    return True
+        return False
+
+    def _takes(self, rank: int, place: int, holder: int) -> bool:
+        """Whether a holder can take the place of another one of this rank, which then has as many domains as before."""
+        domain_of, node_of = self._world.domain_of, self._world.node_of
+        rest = [each for at, each in enumerate(self._peers[rank]) if at != place]
+        if domain_of[holder] == domain_of[rank] or any(node_of[holder] == node_of[each] for each in rest):
+            return False
+        kept = {domain_of[each] for each in rest}
+        return domain_of[holder] not in kept or domain_of[self._peers[rank][place]] in kept
 
 
 def _rotated(world: _World, replicas: int) -> list[list[int]]:

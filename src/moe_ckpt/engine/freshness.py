@@ -25,8 +25,8 @@ class FreshnessWatch:
         Of a logged step the operators saved in full may all be of an optimizer that rested. Gradients that another one
         consumed prove that training goes on, though their checksums say nothing of the state.
 
-        A sparse window is judged as a whole, at its last slot: all operators of one slot may have rested, such as experts
-        that got no tokens.
+        A sparse window is judged as a whole, at its last slot: all operators of one slot may have rested, such as
+        experts that got no tokens.
         """
         request = snapshot.request
         updates = request.updates

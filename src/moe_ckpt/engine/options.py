@@ -115,6 +115,7 @@ class Options(Settings):
             raise ConfigError(_not_a_policy(self.policy))
         require_served(self.policy, gradients=self.memory is not None)
         self._require_replicas()
+        self._require_steps_without_storage()
         self._set("dirpath", require_path("dirpath", self.dirpath))
         require_choice("resume", self.resume, RESUME)
         require_choice("on_read_error", self.on_read_error, ON_READ_ERROR)
@@ -141,9 +142,21 @@ class Options(Settings):
         wanted, kept = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
         if wanted > kept:
             raise ConfigError(
-                f"policy={type(self.policy).__name__}(...) needs copies of checkpoints in the memory of at least "
+                f"policy={_said(self.policy, self.needs)} needs copies of checkpoints in the memory of at least "
                 f"{wanted} peers, and memory={self.memory!r} keeps copies on {kept}: give "
-                f"memory=moe_ckpt.Memory(replicas={wanted}), or a policy for storage, such as Dense or CheckFreq"
+                f"memory=moe_ckpt.Memory(replicas={wanted}), or "
+                + ("recompute=False" if self.needs.gradients else "a policy for storage, such as Dense or CheckFreq")
+            )
+
+    def _require_steps_without_storage(self) -> None:
+        """Of a policy that sends gradients to peers: storage gets full state, and so do they at the same steps."""
+        needs, memory = self.needs, self.memory
+        if needs.gradients and needs.replicas and memory is not None and memory.cadence.every_n_steps == 1:
+            raise ConfigError(
+                f"policy={_said(self.policy, needs)} sends gradients to peers only at steps that do not go to storage, "
+                f"and with memory={memory!r} each step goes there (storage_every_n_steps=1 is the default): give "
+                f"memory=moe_ckpt.Memory(replicas={memory.replicas}, storage_every_n_steps=100) or storage_every_secs, "
+                "or recompute=False"
             )
 
     def _require_other_store(self, weights_from: str) -> None:
@@ -194,6 +207,11 @@ def make_options(
         return Options(policy=MoC() if policy is None else policy, dirpath=dirpath, **given)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _said(policy: Policy, needs: Needs) -> str:
+    """The policy as users write it."""
+    return f"{type(policy).__name__}({'recompute=True' if needs.gradients and needs.replicas else '...'})"
 
 
 def _not_a_policy(given: object) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
+from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.run_ledger import Pending
+from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy, PolicyContext, SnapshotLimit, needs_of
 
 log = logging.getLogger("moe_ckpt")
@@ -38,7 +40,7 @@ class Planner:
         self._live = live
         self._rank, self._limit = rank, limit
         self._window_layout = self._window_size = -1
-        self._log_said = False
+        self._log_said = self._in_full_said = False
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the policy's decision; one about windows or bytes is told what the operators weigh now."""
@@ -47,6 +49,7 @@ class Planner:
         context = replace(context, placement=live.placement, sizes=live.sizes)
         if needs.gradients:
             context = replace(context, coupled_operators=live.coupled, **self._bounds())
+            self._say_in_full(context)
         if not needs.windows:
             plan = _with_coupled(policy.plan(context), live.coupled)
             if plan.gradients:
@@ -85,6 +88,15 @@ class Planner:
         if warning is not None:
             log.warning("%s", warning)
 
+    def _say_in_full(self, context: PolicyContext) -> None:
+        """Tell, once and on one rank, that a policy which would send gradients of experts to peers sends none."""
+        if self._rank or self._in_full_said or not (self._needs.gradients and self._needs.replicas):
+            return
+        why = why_no_gradients(context)
+        if why is not None:
+            self._in_full_said = True
+            announce("%s", why, level=logging.WARNING)
+
     def begun(self, pending: Pending) -> None:
         """A snapshot began."""
         if pending.is_complete:
@@ -94,6 +106,42 @@ class Planner:
         """It was committed, or failed."""
         if not committed and pending.step == self.dense_step:
             self.dense_step = 0
+
+
+def why_no_gradients(context: PolicyContext) -> str | None:
+    """Returns why MoEtion(recompute=True) sends no gradient of any expert, and what to do; None if it may."""
+    memory = context.memory
+    if memory is not None and not memory.sends.experts:
+        return (
+            "MoEtion(recompute=True) sends no gradients: the peers that hold copies train the same experts (data "
+            "parallelism without sharded optimizer state), and take them from their own tensors, so that nothing of "
+            "experts is sent. Set recompute=False, which sends as little, or shard the optimizer"
+        )
+    coupled = frozenset[str]().union(*context.coupled_operators)
+    if coupled and coupled.issuperset(context.catalog.experts_in_order):
+        return (
+            "MoEtion(recompute=True) sends no gradients: the optimizer's update of an expert depends on other rows of "
+            "the same parameter (Adafactor and Muon are such), so that experts are sent in full. Use AdamW or SGD, or "
+            "set recompute=False"
+        )
+    return None
+
+
+def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> float | None:
+    """Returns how many times more a plan's operators would weigh in full than with gradients; None without these.
+
+    The paper says up to 5 (MoEtion, section 5.2).
+
+    Args:
+        plan: Any.
+        sizes: Of its operators, where it has gradients.
+    """
+    if not plan.gradients:
+        return None
+    in_full = sum(sizes[op].full for op in plan.operators())
+    whole = in_full + sum(sizes[op].full for op in plan.gradients)
+    sent = in_full + sum(sizes[op].consumed for op in plan.gradients)
+    return whole / sent if sent else None
 
 
 def _with_coupled(plan: SnapshotPlan, groups: Sequence[frozenset[str]]) -> SnapshotPlan:

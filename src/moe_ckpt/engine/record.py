@@ -54,6 +54,8 @@ class StepRecord:
         replica_sent_nbytes: Bytes sent to peers since this start of the run.
         replica_saved_nbytes: Bytes of the copies on peers that were not sent, because the peers hold the same training
             state.
+        gradient_factor: How many times more the operators that this step's snapshot has for peers and storage would
+            weigh in full, of the whole model; None if it has no gradients in place of full state.
         bubble_nbytes: Bytes copied or sent to peers, since this start of the run, while the pipeline schedule left this
             rank idle; 0 if copies do not wait for that (``bubbles``).
         beside_nbytes: The same at all other times, mostly during compute.
@@ -93,5 +95,6 @@ class StepRecord:
     replica_lag_steps: int = 0
     replica_sent_nbytes: int = 0
     replica_saved_nbytes: int = 0
+    gradient_factor: float | None = None
     bubble_nbytes: int = 0
     beside_nbytes: int = 0

@@ -18,7 +18,7 @@ from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded
 from moe_ckpt.engine.flushing import PeerCopies, StorageFlush
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.outcomes import Resolution
-from moe_ckpt.engine.planning import Planner, anchoring
+from moe_ckpt.engine.planning import Planner, anchoring, gradient_factor
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
@@ -161,6 +161,7 @@ class Snapshotter:
             window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,
             to_storage=stored,
+            gradient_factor=gradient_factor(plan, self.live.sizes),
         )
 
     def save_complete(self, step: int, capture: Capture) -> None:

@@ -53,13 +53,15 @@ def coupling_of(optimizer: Optimizer) -> Coupling:
     name = type(optimizer).__name__
     if name in _REFUSED:
         raise UnsupportedError(
-            f"{class_name(optimizer)} cannot be stepped again from gradients: {_REFUSED[name]}. Use AdamW, SGD or "
-            "Adafactor, or a policy that saves full state."
+            f"{class_name(optimizer)} cannot be stepped again from gradients, as MoEtion(recompute=True) and "
+            f"GradientLog() need it: {_REFUSED[name]}. Use AdamW, SGD or Adafactor, or a policy that saves full state, "
+            "such as MoEtion(recompute=False)."
         )
     raise UnsupportedError(
-        f"{class_name(optimizer)} may couple parameters, which would make a replay from gradients wrong. If each "
-        "parameter's update depends on its own gradient and state alone, say so with "
-        "moe_ckpt.gradients.coupling.register(); else use a policy that saves full state."
+        f"{class_name(optimizer)} may couple parameters, which would make a replay from gradients wrong, as "
+        "MoEtion(recompute=True) and GradientLog() need it. If each parameter's update depends on its own gradient and "
+        "state alone, say so with moe_ckpt.gradients.coupling.register(); else use a policy that saves full state, "
+        "such as MoEtion(recompute=False)."
     )
 
 

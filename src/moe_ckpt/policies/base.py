@@ -54,7 +54,10 @@ class Measured:
 
     @property
     def interference_secs(self) -> float:
-        """How much checkpoint work slows down an iteration, without waits; 0 until both times are known."""
+        """How much checkpoint work slows down an iteration, without waits; 0 until both times are known.
+
+        A run that begins a checkpoint at every step never knows it: no iteration is without checkpoint work.
+        """
         if self.recent_iteration_secs is None or self.iteration_secs is None:
             return 0.0
         return max(0.0, self.recent_iteration_secs - self.iteration_secs)

@@ -35,8 +35,8 @@ class MoC:
     '25.
 
     Attributes:
-        k: Experts saved per MoE layer, ``1 <= k <= E``; or ``"auto"``: as many as one checkpoint can commit before the
-            next begins, and copy (see ``levels``).
+        k: Experts saved per MoE layer, ``1 <= k <= E``; or ``"auto"``: as many as storage can commit before it gets the
+            next checkpoint, and can be copied (see ``levels``).
         every_n_steps: Steps from one checkpoint to the next.
         selector: Which experts: ``"sequential"`` (the oldest), ``"load_aware"`` (those with most unsaved tokens, the
             paper's rule) or ``"least_loss"`` (unsaved tokens times age).
@@ -93,19 +93,23 @@ class MoC:
         """``k`` and ``snapshot_k`` of a checkpoint now, at least 1 and ``k``.
 
         "auto" is the largest K with which no rank has more to copy than fits into one forward and backward pass
-        (``snapshot_k``), or to commit than fits between two checkpoints (``k``, which is no more than what is copied
-        either), at the rates that this run measured on its slowest rank; 1 until they are measured. Both are computed
-        again for each checkpoint, from numbers that are the same on all ranks, and assume that experts are divided
-        evenly; experts that are only copied are chosen after those that are written, so some rank may have more of
-        them. Dynamic-K raises both.
+        (``snapshot_k``), or to commit than fits between two checkpoints on storage (``k``, which is no more than what
+        is copied either), at the rates that this run measured on its slowest rank; 1 until they are measured. With
+        memory that outlives the process, a checkpoint that stays in memory is limited by the copy alone, and one for
+        storage has the time since the last that went there. Both are computed again for each checkpoint, from numbers
+        that are the same on all ranks, and assume that experts are divided evenly; experts that are only copied are
+        chosen after those that are written, so some rank may have more of them. Dynamic-K raises both.
         """
         copied = _largest(context, context.measured.copy_bytes()) if self._is_auto else 1
         snapshot_k = copied if self.snapshot_k == AUTO else self.snapshot_k
         if isinstance(self.k, int):
             k = self.k
         else:
-            stored = _largest(context, context.measured.persist_bytes(self.every_n_steps))
-            k = min(stored, snapshot_k if isinstance(snapshot_k, int) else copied)
+            k = snapshot_k if isinstance(snapshot_k, int) else copied
+            memory = context.memory
+            if memory is None or memory.storage_due:
+                since = None if memory is None else memory.storage_steps
+                k = min(k, _largest(context, context.measured.persist_bytes(since or self.every_n_steps)))
         if self.budget is not None:
             most = max((layer.experts for layer in context.catalog.layers), default=k)
             k = dynamic_k(k, most, context.lost_tokens, context.routed_tokens, self.budget)

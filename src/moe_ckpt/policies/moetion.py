@@ -80,12 +80,13 @@ class MoEtion:
 
     The budget is the number of bytes that a rank can copy during one forward and backward pass, and commit until the
     next checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
-    every_n_steps``, whichever is less, times ``budget_fraction``; the time that saving itself adds to an iteration does
-    not count. Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
+    every_n_steps``, whichever is less, times ``budget_fraction``; the time that saving itself adds to an iteration
+    does not count, if there are iterations without a checkpoint to compare with (not with ``every_n_steps=1``).
+    Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
     (``core.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
     unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
-    (Algorithm 1, ``expert_shares.layer_shares``). What a layer cannot save because the owners of its experts have no
-    room left goes to the next best experts of all layers.
+    (Algorithm 1, ``expert_shares.layer_shares``). What a layer cannot save because the owners of its experts have
+    no room left goes to the next best experts of all layers.
 
     As in MoC, the other experts are taken from the checkpoint that saved them last, lost tokens are counted, and the
     first checkpoint of a run is dense. At least one expert per layer (on average) is always saved, even beyond the
@@ -119,8 +120,8 @@ class MoEtion:
         selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: equal shares, oldest experts first.
         budget_fraction: Portion of both times that saving may use.
         capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more tokens.
-        recompute: Send gradients instead of full state where possible. Needs memory that outlives the process, and a
-            checkpoint at each step.
+        recompute: Send gradients instead of full state where possible. Needs memory with copies on peers, of which not
+            each checkpoint goes to storage, and a checkpoint at each step.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -166,6 +167,7 @@ class MoEtion:
             tiers=True,
             partial=True,
             boost=self.capacity_boost,
+            replicas=1 if self.recompute else 0,
             bubbles=True,
             period_steps=self.every_n_steps,
             next_due=self.next_due,

@@ -1,0 +1,52 @@
+"""When a run knows what saving itself makes an iteration longer (``Measured.interference_secs``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from moe_ckpt import Memory
+from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.policies import MoEtion
+from moe_ckpt.policies.base import Measured, PolicyContext
+from tests.support.tiny_moe import TinyMoE, loader
+
+
+def fitted(root: Path, every: int, steps: int) -> list[Measured]:
+    """What the policy was told at each step."""
+    told: list[Measured] = []
+
+    @dataclass(frozen=True)
+    class Told(MoEtion):
+        def plan(self, context: PolicyContext) -> SnapshotPlan:
+            told.append(context.measured)
+            return super().plan(context)
+
+        def describe(self) -> dict[str, Any]:
+            return {"name": "told"}
+
+    (root / "node").mkdir(exist_ok=True)
+    memory = Memory(directory=root / "node", storage_every_n_steps=1000)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
+        callbacks=[MoECheckpoint(Told(every_n_steps=every), root / "store", memory=memory)], enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(TinyMoE(experts=4), loader())
+    return told
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_it_takes_iterations_without_a_checkpoint_beside_them(every: int, tmp_path: Path):
+    told = fitted(tmp_path, every, 30)
+    assert len(told) == 30
+    assert told[-1].recent_iteration_secs, "what there is, saving or not"
+    if every == 1:
+        assert all(each.iteration_secs is None and not each.interference_secs for each in told)
+    else:
+        assert told[-1].iteration_secs
+        assert told[-1].interference_secs == max(0.0, told[-1].recent_iteration_secs - told[-1].iteration_secs)

@@ -168,7 +168,7 @@ def test_why_no_gradient_is_sent():
                                                        (MoEtion(recompute=True), 1, 0), (Logs(), 0, 0)])  # fmt: skip
 def test_that_no_gradient_is_sent_is_said_once_by_rank_0(policy, rank, times, caplog):
     run = Run()
-    planner = Planner(policy, run.live, rank)
+    planner = Planner(policy, run.live, rank, SnapshotLimit())
     for step in range(1, 4):
         planner.plan(told(step=step, last_step=step, memory=ALIKE))
     assert caplog.text.count("MoEtion(recompute=True) sends no gradients: ") == times

@@ -70,10 +70,31 @@ def _part(kind: str, key: str, digest: int) -> SimpleNamespace:
 def test_an_optimizer_that_rests_is_not_stale_where_another_one_consumes_gradients(logged, shows):
     watch, anchors = FreshnessWatch(), _part("expert", "optim/0/state/w/exp_avg", 7)
     parts = [anchors, *([_part(GRADIENTS, "grad/0/v", 1)] if logged else [])]
-    snapshot = SimpleNamespace(request=SimpleNamespace(updates=1))
+    snapshot = SimpleNamespace(request=SimpleNamespace(updates=1, window=None))
     assert watch.seen(snapshot, parts) == UNKNOWN, "nothing was sealed before"
     snapshot.request.updates = 2
     assert watch.seen(snapshot, parts) == shows
+
+
+@pytest.mark.parametrize(
+    ("digests", "shows"),
+    [((7, 7), [UNKNOWN, STALE]), ((7, 8), [UNKNOWN, FRESH]), ((8, 7), [FRESH, FRESH])],
+    ids=["none changed", "the last changed", "the first changed"],
+)
+def test_a_sparse_window_is_stale_if_nothing_in_all_its_slots_has_changed(digests, shows):
+    """The operators of one slot may all be experts that got no tokens."""
+    watch, window = FreshnessWatch(), SimpleNamespace(size=2)
+    entries = [SimpleNamespace(key=f"optim/0/{name}/exp_avg") for name in "vw"]
+
+    def seen(updates: int, slot: int, digest: int) -> int:
+        slices = SimpleNamespace(entries=entries, numbers=np.full(1, slot, dtype=np.int64))
+        part = SimpleNamespace(kind="expert", cuts=(1,), slices=slices)
+        request = SimpleNamespace(updates=updates, window=window, slot=slot)
+        sealed = SimpleNamespace(part=part, checksums=np.asarray([digest], dtype=np.uint64))
+        return watch.seen(SimpleNamespace(request=request), [sealed])
+
+    assert [seen(1, 0, 7), seen(2, 1, 7)] == [UNKNOWN, UNKNOWN], "nothing was sealed before"
+    assert [seen(3, 0, digests[0]), seen(4, 1, digests[1])] == shows
 
 
 def test_one_rank_that_saw_a_change_is_enough():

@@ -151,7 +151,7 @@ def test_a_damaged_step_still_falls_back(tmp_path):
 def test_a_refused_permission_is_ours_and_builtin(tmp_path, code, on_read_error):
     example(tmp_path)
     failing = Failing(tmp_path, f"{NEWEST}/rank_00000_state.json", OSError(code, "denied"))
-    with pytest.raises(StoreForbiddenError, match=r"denied.*Give this user the right") as caught:
+    with pytest.raises(StoreForbiddenError, match=r"denied.*Give this user permission") as caught:
         resume(failing, on_read_error=on_read_error)
     assert isinstance(caught.value, PermissionError)
     assert (caught.value.step, caught.value.rank) == (3, 0)

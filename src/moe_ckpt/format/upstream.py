@@ -172,5 +172,5 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
         channel = channels[entry["channel"]]
         messages.append(Message(channel, entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]))
     if end != body["nbytes"]:
-        raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, and it speaks of {body['nbytes']:,}")
+        raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, but it says {body['nbytes']:,}")
     return LogHeader(**{name: body[name] for name in _SCALARS}, messages=tuple(messages))

@@ -41,18 +41,18 @@ def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequenc
         return None
     if len(set(stages.values())) == 1:
         raise ConfigError(
-            f"Memory(upstream_bytes={budget}): this pipeline has one stage, so that nothing crosses a boundary. Leave "
-            "it out, or set pipeline_model_parallel_size above 1"
+            f"Memory(upstream_bytes={budget}): this pipeline has one stage, so no messages cross a boundary. Leave it "
+            "out, or set pipeline_model_parallel_size above 1"
         )
     if options.needs.boost:
         raise ConfigError(
-            f"Memory(upstream_bytes={budget}) and a policy with capacity_boost: a boost follows failures of all ranks. "
-            "Leave one of them out"
+            f"Memory(upstream_bytes={budget}) and a policy with capacity_boost: a boost needs all ranks to go back "
+            "after a failure. Leave one of them out"
         )
     if any(getattr(getattr(chunk, "config", None), "use_ring_exchange_p2p", False) for chunk in chunks):
         raise UnsupportedError(
             "Memory(upstream_bytes=...): use_ring_exchange_p2p sends by a function that torch.distributed does not "
-            "have, so that nothing can be logged. Leave one of them out"
+            "have, so its messages cannot be logged. Leave one of them out"
         )
     return int(budget)
 

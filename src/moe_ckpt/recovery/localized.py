@@ -91,8 +91,8 @@ class LocalAttempt:
             return self._made(found, directory, opener)
         except NotUsableError as error:
             if error.problem is not None:
-                log.warning("rank %d cannot use what was kept of step %d: %s", comm.rank, found.step, error.problem)
-            self._say_global(found, f"rank {error.rank} cannot use what was kept; its warning says why")
+                log.warning("rank %d cannot use the kept state of step %d: %s", comm.rank, found.step, error.problem)
+            self._say_global(found, f"rank {error.rank} cannot use its kept state; see its warning")
             return None
 
     def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
@@ -101,7 +101,7 @@ class LocalAttempt:
         sealed = self._kept.of_step(found.step)
         starts = max(share.starts for share in sealed.shares)
         if starts >= MOST_LOCAL_STARTS:
-            self._say_global(found, f"the last {starts} starts, in which some stages went back, ended no step")
+            self._say_global(found, f"the last {starts} starts, in which some stages went back, completed no step")
             return None
         if not self._kept.stands(sealed):
             return None
@@ -112,13 +112,13 @@ class LocalAttempt:
         reader = recovery.reader if opened is None else opened.reader
         manifest = together(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
         if not manifest.window and any(each.step != manifest.step for each in manifest.operators.values()):
-            self._say_global(found, f"{manifest.directory} has older experts, from which no step comes out again")
+            self._say_global(found, f"{manifest.directory} has older experts, so steps cannot be repeated exactly")
             return None
         since = manifest.window[0].step if manifest.window else manifest.step
         if since >= found.step:
             return None
         if manifest.generation > self._kept.generation:
-            self._say_global(found, f"{manifest.directory} is of a later life than what they kept")
+            self._say_global(found, f"{manifest.directory} is of a later start than their kept state")
             return None
         lives = range(manifest.generation, self._kept.generation + 1)
         exchange = LogExchange(comm, self._logs, found, since, lives)
@@ -155,8 +155,8 @@ class LocalAttempt:
     def _say_local(self, found: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in found.segments]
         announce(
-            "%d of %d ranks, of pipeline stage %s, go back to step %d (%s), and compute steps %d to %d again from what "
-            "their neighbours logged. The others keep step %d",
+            "%d of %d ranks, of pipeline stage %s, go back to step %d (%s), and compute steps %d to %d again from the "
+            "logs of their neighbours. The others keep step %d",
             *(len(found.ranks), len(self._logs.stage_of), ", ".join(stages), since, manifest.directory),
             *(since + 1, found.step, found.step),
         )
@@ -176,7 +176,7 @@ def require_all_kept(kept: OpenedMemory, state: TrainingState, step: int) -> Non
     needed = {stored.entry.operator for stored in needed_slices(index.tensors, parameters_of(state))}
     lost = sorted(op for op in needed if operators[op].step != step)
     if lost:
-        said = f"only a rank that is lost sealed it of step {step}, though another stage holds it too (tied embeddings)"
+        said = f"only a lost rank sealed it at step {step}, although another stage holds it too (tied embeddings)"
         raise CoverageError(", ".join(lost), (said,))
 
 

@@ -53,7 +53,7 @@ class Answers:
         """
         left = self._left.get(channel)
         if not left:
-            raise ReplayDivergedError(self._step, f"{channel} is needed now, and the upstream log has no further one")
+            raise ReplayDivergedError(self._step, f"{channel} is needed now, but the upstream log has no more of it")
         message, tensor = left.popleft()
         if message.dtype != dtype_name(into.dtype) or tensor.numel() != into.numel():
             raise ReplayDivergedError(

@@ -384,7 +384,7 @@ def buckets():
         (plain, None),
         (two, None),
         (stream, None),
-        (buckets, "Buckets makes batches in a way of its own"),
+        (buckets, "Buckets makes batches in its own way"),
         (lambda: DataLoader(Numbered(32), 4), "DataLoader keeps no position .*RecoverableDistributedSampler"),
     ],
 )
@@ -475,7 +475,7 @@ def _tensor_parallel(rank: int, world_size: int, root: str) -> str:
 @pytest.mark.slow
 def test_ranks_that_share_a_replica_must_be_told_apart(tmp_path):
     for message in run_ranks(_tensor_parallel, 2, str(tmp_path)):
-        assert re.search("deals to 2 ranks.* trains 1 replicas.* num_replicas= and rank=", message)
+        assert re.search("divides the data among 2 ranks.* trains 1 replicas.* num_replicas= and rank=", message)
 
 
 def _hidden_wrapper(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:

@@ -127,7 +127,7 @@ def test_a_longer_run_goes_on_as_if_it_had_been_so_long_from_the_start(tmp_path,
     caplog.clear()
     extended = Life(tmp_path / "parts", **longer)
     assert (
-        "is extended: training goes on to " + ", ".join(f"{k}={v}" for k, v in longer.items() if v > 0) in caplog.text
+        "is extended: training continues to " + ", ".join(f"{k}={v}" for k, v in longer.items() if v > 0) in caplog.text
     )
     assert same(extended, straight)
     assert extended.model.losses == {i: loss for i, loss in straight.model.losses.items() if i in extended.model.losses}

@@ -204,13 +204,13 @@ def test_a_k_that_rose_is_told_once_by_the_process_that_comes_back(tmp_path, cap
     policy = MoC(1, plt_budget=0.02)
     fit(tmp_path, MoC(1), kill=6)  # loses more than that budget allows
     fit(tmp_path, policy, kill=9)
-    first = [message for message in caplog.messages if "experts of each layer are saved" in message]
+    first = [message for message in caplog.messages if "each checkpoint now saves" in message]
     assert [message.split(";")[0] for message in first] == [
-        "step 7: 4 experts of each layer are saved per checkpoint from now on, 1 before"
+        "step 7: each checkpoint now saves 4 experts per layer (before: 1)"
     ]
     caplog.clear()
     fit(tmp_path, policy)
-    assert not [message for message in caplog.messages if "experts of each layer are saved" in message]
+    assert not [message for message in caplog.messages if "each checkpoint now saves" in message]
 
 
 def _ddp(rank: int, world_size: int, root: str) -> dict:

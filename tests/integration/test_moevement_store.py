@@ -115,7 +115,7 @@ def _files(manifest: Manifest, slot: int) -> list[str]:
 def _comes_back_to(run: Run, older: Manifest) -> None:
     assert live(run) == 0, output(run)
     assert split_lives(events(run))[-1][0]["step"] == older.step
-    assert "is passed over; the next older one is tried" in output(run)
+    assert "is skipped; the next older one is tried" in output(run)
     assert_same_run(run)
 
 

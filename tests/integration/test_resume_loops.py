@@ -350,7 +350,7 @@ def test_numbers_after_an_evaluation_are_left_alone(tmp_path):
     ("options", "says"),
     [
         ({"workers": 1}, r"isolate_validation=False .*DataLoader\(persistent_workers=True\)"),
-        ({"val_check_interval": {"minutes": 9}}, r"isolate_validation=False .* goes by the clock"),
+        ({"val_check_interval": {"minutes": 9}}, r"isolate_validation=False .* val_check_interval is a time"),
     ],
 )
 def test_validation_that_draws_other_numbers_after_a_restart_is_told(tmp_path, options, says):

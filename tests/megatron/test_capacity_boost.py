@@ -242,7 +242,7 @@ def test_training_repeats_the_choice_in_recompute_and_a_used_up_boost_changes_no
     ("case", "said"),
     [
         ("padded", "moe_pad_expert_input_to_capacity gives each expert the same number of rows"),
-        ("fused", "Train with moe_router_fusion off"),
+        ("fused", "Train without moe_router_fusion"),
         ("sinkhorn", "Choose another moe_router_load_balancing_type"),
         ("older", "it has no router_replay"),
         ("capacity", None),

@@ -103,6 +103,6 @@ def test_routers_that_cannot_or_do_not_ask_are_named_and_the_others_are_boosted(
     with caplog.at_level(logging.WARNING, logger="moe_ckpt"):
         assert not stepped(boosting, ledger).any()
     assert "in MoE layer second" in caplog.text
-    assert "it was trained a step without asking" in caplog.text
+    assert "it ran a training step without reading moe_boost" in caplog.text
     assert stepped(boosting, ledger) is None
     assert ports[1].boost is None

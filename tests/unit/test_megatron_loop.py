@@ -119,4 +119,4 @@ def test_another_layout_is_warned_of_once_and_by_its_degrees(caplog):
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert "another layout (expert 2, now 4)" in record.message
-    assert "random numbers go on as seeded now" in record.message
+    assert "random numbers come from the new seed" in record.message

@@ -425,8 +425,8 @@ def test_step_log_says_when_k_changes(caplog):
         told(step_ended(StepRecord(step, k=k, plt_budget_left=0.01, plt=0.04), run_ledger))
     said = [record.message for record in caplog.records]
     assert said == [
-        "step 3: 2 experts of each layer are saved per checkpoint from now on, 1 before; "
-        "PLT 4.00%, 1.00% of all tokens may still be lost"
+        "step 3: each checkpoint now saves 2 experts per layer (before: 1); PLT 4.00%, 1.00% of all tokens may still "
+        "be lost"
     ]
 
 

@@ -100,8 +100,8 @@ def test_a_step_link_that_leads_out_of_the_store_is_passed_over_with_one_warning
         assert reader.directories() == ["step_00000003", "step_00000002", "step_00000001"]
         assert newest_good(reader).directory == "step_00000003"
     assert verify_store(LocalStorage(tmp_path / "store")) == []
-    [warning] = [r.getMessage() for r in caplog.records if "passed over" in r.getMessage()]
-    assert f"{tmp_path}/store/step_00000009 is passed over: it leads out of the store" in warning
+    [warning] = [r.getMessage() for r in caplog.records if "is skipped" in r.getMessage()]
+    assert f"{tmp_path}/store/step_00000009 is skipped: it leads out of the store" in warning
 
 
 def test_newest_good_falls_back_and_says_what_was_wrong(tmp_path, caplog):
@@ -115,7 +115,7 @@ def test_newest_good_falls_back_and_says_what_was_wrong(tmp_path, caplog):
         manifest = newest_good(reader)
     assert manifest is not None
     assert manifest.directory == "step_00000002"
-    assert "checkpoint step_00000003 is passed over" in caplog.text
+    assert "checkpoint step_00000003 is skipped" in caplog.text
     with pytest.raises(DamagedError) as caught:
         check_checkpoint(reader, reader.manifest("step_00000003"))
     assert (caught.value.path, caught.value.step, caught.value.rank) == (path, 3, 1)

@@ -59,7 +59,7 @@ class MoECheckpointIO(CheckpointIO):
         if type(self.inner) is TorchCheckpointIO and os.path.isdir(path):
             raise NoCheckpointError(
                 f"{os.fspath(path)} is a directory, but neither a step nor a store of moe_ckpt: there is no "
-                f"{STORE_NAME} and no step directory in it. A run that goes on by itself needs no ckpt_path"
+                f"{STORE_NAME} and no step directory in it. A run that resumes automatically needs no ckpt_path"
             )
         return self.inner.load_checkpoint(path, map_location, weights_only)
 

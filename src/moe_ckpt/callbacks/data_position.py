@@ -90,12 +90,13 @@ def why_unknown(trainer: Any, loader: object) -> str | None:
     """Returns why the position of a loader's recoverable sampler is unknown; None if it is known or there is none."""
     if dealer_of(loader) is not None:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-            return "training_step takes batches from the iterator itself, so nobody knows which were trained on"
+            return "training_step takes batches from the iterator itself, so it is not known which were trained on"
         return None
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if isinstance(inner, RecoverableDistributedSampler):
         return (
-            f"{type(loader.batch_sampler).__name__} makes batches in a way of its own, so the position of the "  # type: ignore[attr-defined]
+            f"{type(loader.batch_sampler).__name__} makes batches in its own way, so the position of "
+            "the "  # type: ignore[attr-defined]
             "RecoverableDistributedSampler in it is not known after each of them (use torch's BatchSampler)"
         )
     return None
@@ -223,13 +224,13 @@ def _move(trainer: Any, dealers: list[Dealer | None], stored: list[dict[str, int
     if stored is not None and len(stored) != len(dealers):
         raise ConfigError(
             f"the checkpoint has data positions for {len(stored)} training loaders, this run has {len(dealers)}: "
-            "give the loaders that the saved run had, in their order"
+            "give the loaders of the saved run, in the same order"
         )
     loop = trainer.fit_loop
     for dealer, state in zip(dealers, stored or [None] * len(dealers), strict=True):
         if dealer is None:
             if state is not None:
-                log.warning("a data position in the checkpoint is not used: its loader has another sampler now")
+                log.warning("a data position in the checkpoint is not used: its loader now has another sampler")
             continue
         _check_world(trainer, dealer.sampler)
         if state is not None:
@@ -244,9 +245,9 @@ def _check_world(trainer: Any, sampler: RecoverableDistributedSampler) -> None:
     wanted = trainer.distributed_sampler_kwargs
     if sampler.follows_process_group and wanted and wanted["num_replicas"] != sampler.num_replicas:
         raise ConfigError(
-            f"RecoverableDistributedSampler deals to {sampler.num_replicas} ranks, the process group's, but "
-            f"{type(trainer.strategy).__name__} trains {wanted['num_replicas']} replicas of the model: give it "
-            "num_replicas= and rank= of the data-parallel mesh"
+            f"RecoverableDistributedSampler divides the data among {sampler.num_replicas} ranks, those of the process "
+            f"group, but {type(trainer.strategy).__name__} trains {wanted['num_replicas']} replicas of the model: give "
+            "it num_replicas= and rank= of the data-parallel mesh"
         )
 
 
@@ -281,7 +282,9 @@ def _say(trainer: Any, dealers: list[Dealer | None]) -> None:
     for dealer in dealers:
         if dealer is not None and trainer.is_global_zero:
             sampler = dealer.sampler
-            log.info("the data goes on at sample %d of %d in epoch %d", sampler.consumed, sampler.length, sampler.epoch)
+            log.info(
+                "the data continues at sample %d of %d in epoch %d", sampler.consumed, sampler.length, sampler.epoch
+            )
     loaders = trainer.fit_loop._combined_loader.flattened
     if all(dealer or isinstance(each, _Stateful) for dealer, each in zip(dealers, loaders, strict=True)):
         # Lightning looks at the loader only, and would say that this one cannot be resumed.

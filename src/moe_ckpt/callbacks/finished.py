@@ -51,12 +51,12 @@ def say_finished(finished: Finished, plt: float, until: str | None, dirpath: str
     end = f"{dirpath} is finished ({finished.reason}, at step {finished.step}, PLT {plt:.2%})"
     if until is None:
         log.warning(
-            "the run in %s: nothing is left to train. For another experiment choose another dirpath; to train on, "
-            "raise max_steps or max_epochs, or give resume='extend'",
+            "the run in %s: nothing is left to train. For another experiment choose another dirpath; to train longer, "
+            "raise max_steps or max_epochs, or set resume='extend'",
             end,
         )
     else:
-        log.warning("the run in %s and is extended: training goes on to %s", end, until)
+        log.warning("the run in %s and is extended: training continues to %s", end, until)
 
 
 def _reason(trainer: Any) -> str | None:
@@ -177,7 +177,7 @@ def _short_of(trainer: Any) -> list[str]:
 def refusal(trainer: Any, reason: str) -> str:
     """Returns the message for a policy that asks for the end when Lightning may not stop yet."""
     return (
-        f"the policy asks to end training: {reason} But Trainer({', '.join(_short_of(trainer))}) would let it go on, "
-        f"so this error ends it at step {trainer.global_step}. That step is saved, and the same command goes on from "
-        "it. Leave min_steps and min_epochs out, or choose another guard."
+        f"the policy asks to end training: {reason} But Trainer({', '.join(_short_of(trainer))}) would continue, so "
+        f"this error ends training at step {trainer.global_step}. That step is saved, and the same command resumes "
+        "from it. Leave min_steps and min_epochs out, or choose another guard."
     )

@@ -1,4 +1,4 @@
-"""One fit of a trainer: its driver, its token counter, and what each hook does, in order."""
+"""One ``Trainer.fit``: its driver, its token counter, and what each Lightning hook does, in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from moe_ckpt.storage import open_storage
 log = logging.getLogger("moe_ckpt")
 
 _WITHOUT_START = "MoECheckpoint: training started without on_train_start; do not call its hooks by hand"
-_OVER = "MoECheckpoint: training goes on after it ended; do not call its hooks by hand"
+_OVER = "MoECheckpoint: training continues after it ended; do not call its hooks by hand"
 _ADVICE = {
     **dict.fromkeys((State.NEW, State.OPEN, State.READY, State.WINDOW), _WITHOUT_START),
     **dict.fromkeys((State.ENDED, State.CLOSED), _OVER),
@@ -371,8 +371,8 @@ def _warn_of_ignored(driver: Driver, named: str | os.PathLike[str]) -> None:
     dirpath = driver.options.dirpath
     if driver.session.generation and not _is_same_place(named, dirpath):
         log.warning(
-            "ckpt_path=%s is loaded as asked, although %s holds checkpoints that automatic resume would take; "
-            "a restarted job should not give ckpt_path",
+            "ckpt_path=%s is loaded, although %s holds checkpoints that automatic resume would load; do not set "
+            "ckpt_path in a job that restarts",
             named,
             dirpath,
         )

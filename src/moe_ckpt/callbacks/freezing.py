@@ -138,9 +138,9 @@ class SparingRecompute(StepSource):
             elif parameter.grad is None and parameter.requires_grad and name not in self._frozen:
                 raise ReplayDivergedError(
                     self._step,
-                    f"{name} has no gradient, and had one then. If a checkpointing function of your own drops "
-                    "gradients where its input requires none, override on_after_backward in your module: then nothing "
-                    "is left out of a replay",
+                    f"{name} has no gradient now, but had one then. If your own checkpointing function drops gradients "
+                    "when its input requires none, override on_after_backward in your module: then a replay computes "
+                    "everything",
                 )
 
     def _release(self) -> None:

@@ -59,7 +59,7 @@ class _Describe:
         if name is None:
             raise UnsupportedError(
                 f"optimizer {number} updates a parameter of shape {tuple(parameter.shape)} that is not among the "
-                "model's named_parameters(): make what it belongs to an attribute of the module."
+                "model's named_parameters(): make its owner an attribute of the module."
             )
         block = block_of(parameter, name)
         return whole_unit(name, number, group, block.local, Box(block.offsets, tuple(block.local.shape)))

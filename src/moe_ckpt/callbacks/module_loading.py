@@ -55,14 +55,14 @@ def _other(path: str, name: str) -> str:
     files = os.listdir(path) if os.path.isdir(path) else [os.path.basename(path)]
     if _any(files, ".safetensors"):
         return (
-            "an export (safetensors), which holds weights and no hyper-parameters. Make the model yourself "
-            "(from_pretrained opens the export of a model of transformers), give weights_from= to train on from it, or "
-            f"give the step that it was exported from to load_from_checkpoint({name}, ...)"
+            "an export (safetensors), which holds weights and no hyper-parameters. Build the model yourself "
+            "(from_pretrained opens the export of a transformers model), set weights_from= to train from it, or pass "
+            f"the step that it was exported from to load_from_checkpoint({name}, ...)"
         )
     if _any(files, ".metadata", ".distcp"):
         return (
-            "a checkpoint of torch.distributed.checkpoint, such as moe-ckpt export --to dcp writes: open it with that, "
-            f"or give the step that it was exported from to load_from_checkpoint({name}, ...)"
+            "a checkpoint of torch.distributed.checkpoint, such as moe-ckpt export --to dcp writes: open it with that "
+            f"library, or pass the step that it was exported from to load_from_checkpoint({name}, ...)"
         )
     return (
         "neither a step directory nor a store of moe_ckpt. Files of Lightning (.ckpt) are read by "

@@ -1,4 +1,4 @@
-"""The Lightning callback. What each hook does, and why there:
+"""``MoECheckpoint``, the Lightning callback. What each hook does, and why there:
 
     on_fit_start             open the store; load the newest good step, unless ckpt_path names another
     on_train_start           restore samplers, then the RNG: the loader's iterator, which draws from it, exists by now
@@ -61,10 +61,10 @@ class _Unranked(Checkpoint):
 
 
 class KeptFit:
-    """A callback's fit as ``inprocess.Restart.keeping`` takes it. The Trainer itself ends it, well or by an exception.
+    """The current fit of a callback, for ``inprocess.Restart.keeping``. The Trainer itself ends it.
 
     Args:
-        callback: Whose present fit it is.
+        callback: The callback.
     """
 
     def __init__(self, callback: MoECheckpoint) -> None:
@@ -80,11 +80,11 @@ class KeptFit:
         """Does nothing: the callback has finished the run in ``on_train_end``."""
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
-        """Releases what an exception in the Trainer's own clean-up may have left.
+        """Releases resources that the Trainer did not release because of an exception in its own clean-up.
 
         Args:
-            timeout_secs: The longest that checkpoints under way are waited for.
-            failure: Why training stops, if not because it has ended.
+            timeout_secs: The longest wait for checkpoints under way.
+            failure: Why training stops; None if it has ended normally.
         """
         fit = self._callback._fit
         if fit is None:
@@ -103,20 +103,21 @@ class MoECheckpoint(_Unranked):
     Args:
         policy: What is saved when; see ``moe_ckpt.policies``. None: ``MoC(k=1)``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
-        isolate_validation: True: training draws the same random numbers with and without validations, so that a resume
-            is exact; after the first validation they differ from those of a run without this callback. False: they do
-            not, and a resume is exact if a validation draws the same in every process (a warning says when it does not:
-            with persistent workers, or ``val_check_interval`` by the clock).
+        isolate_validation: True: training draws the same random numbers with and without validations, so a resume is
+            exact; after the first validation they differ from those of a run without this callback. False: they are
+            those of a run without this callback, and a resume is exact only if a validation draws the same numbers in
+            every process (a warning says when it does not: with persistent workers, or ``val_check_interval`` by the
+            clock).
         **options: See ``moe_ckpt.engine.options.Options``, which checks them. ``resume`` matters only where
             ``fit(ckpt_path=...)`` is not given.
 
     Attributes:
-        policy: Within its guard if there is one.
+        policy: The policy, wrapped in its guard if there is one.
         dirpath: Directory or URL of the store.
         restored_step: Step of the checkpoint that training resumed from; None before, and for a new run.
-        recovery_plan: Where each operator of that checkpoint came from, memory of this node, of others, or storage, as
-            this rank sees it. None, too, where ``fit(ckpt_path=...)`` was given.
-        kept: What ``inprocess.Restart.keeping`` takes of the callback.
+        recovery_plan: Where each operator of that checkpoint came from on this rank: memory of this node, of others, or
+            storage. None for a new run, and where ``fit(ckpt_path=...)`` was given.
+        kept: The part of the callback that ``inprocess.Restart.keeping`` uses.
 
     Raises:
         ConfigError: An unknown option, or an impossible value.
@@ -136,13 +137,13 @@ class MoECheckpoint(_Unranked):
             raise ConfigError(f"MoECheckpoint(isolate_validation={isolate_validation!r}): choose True or False")
         if self.options.memory is not None and self.options.memory.upstream_bytes is not None:
             raise ConfigError(
-                "MoECheckpoint(memory=Memory(upstream_bytes=...)): Lightning trains without a pipeline, so that no "
-                "stage could go back alone. Leave it out"
+                "MoECheckpoint(memory=Memory(upstream_bytes=...)): Lightning trains without a pipeline, so no stage "
+                "can go back alone. Leave it out"
             )
         if self.options.bubbles == "on":
             raise ConfigError(
-                "MoECheckpoint(bubbles='on'): Lightning trains without a pipeline, whose bubbles copies could go in. "
-                "Leave it out, or give bubbles='auto'"
+                "MoECheckpoint(bubbles='on'): Lightning trains without a pipeline, so there are no bubbles for copies. "
+                "Leave it out, or set bubbles='auto'"
             )
         self.isolate_validation = isolate_validation
         self.policy, self.dirpath = self.options.policy, self.options.dirpath

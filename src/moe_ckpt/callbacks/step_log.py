@@ -86,7 +86,7 @@ class StepLog:
 
 
 def _of_memory(record: StepRecord) -> dict[str, float | None]:
-    """Of memory that outlives the process; nothing without it."""
+    """Metrics of memory that outlives the process; empty without it."""
     if not record.memory_nbytes:
         return {}
     return {
@@ -103,6 +103,6 @@ def _of_memory(record: StepRecord) -> dict[str, float | None]:
 def _say_k(record: StepRecord, before: int) -> None:
     left = "" if record.plt_budget_left is None else f", {record.plt_budget_left:.2%} of all tokens may still be lost"
     log.info(
-        "step %d: %d experts of each layer are saved per checkpoint from now on, %d before; PLT %.2f%%%s",
+        "step %d: each checkpoint now saves %d experts per layer (before: %d); PLT %.2f%%%s",
         record.step, record.k, before, 100 * record.plt, left,
     )  # fmt: skip

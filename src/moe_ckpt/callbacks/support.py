@@ -1,4 +1,4 @@
-"""Which strategies are supported, and what makes a resume inexact."""
+"""Checks which Lightning strategies are supported, and what makes a resume inexact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARDING_ATTRIBUTE = "moe_ckpt_sharding"
 
 SHARDINGS = {
     "replicated": "every rank holds all parameters and optimizer state, as ordinary tensors (DDP)",
-    "dtensor": "what is spread over ranks are DTensors, optimizer state too (FSDP2, tensor parallel)",
+    "dtensor": "state that is sharded over ranks is in DTensors, optimizer state too (FSDP2, tensor parallel)",
 }
 _KNOWN: dict[type[Strategy], str] = {
     SingleDeviceStrategy: "replicated",
@@ -54,13 +54,13 @@ def sharding_of(strategy: Any) -> str:
         return known
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
-            f"MoECheckpoint with {name} (FSDP1): its flat parameters cut through experts, so no expert can be saved "
-            f"alone. {_ADVICE}"
+            f"MoECheckpoint with {name} (FSDP1): its flat parameters mix experts, so no expert can be saved alone. "
+            f"{_ADVICE}"
         )
     if isinstance(strategy, DeepSpeedStrategy):
         raise UnsupportedError(
-            f"MoECheckpoint with {name}: DeepSpeed keeps master weights and optimizer state in partitions of its own, "
-            f"out of this library's reach. {_ADVICE}"
+            f"MoECheckpoint with {name}: DeepSpeed keeps master weights and optimizer state in its own partitions, "
+            f"which this library cannot read. {_ADVICE}"
         )
     named = getattr(strategy, SHARDING_ATTRIBUTE, None)
     if named in SHARDINGS:
@@ -77,8 +77,8 @@ def sharding_of(strategy: Any) -> str:
     parents = ", ".join(kind.__name__ for kind in type(strategy).__mro__[1:] if kind in _KNOWN) or "none of them"
     raise UnsupportedError(
         f"MoECheckpoint with {name} (a subclass of {parents}): this strategy is not known, and saving it as if it held "
-        f"its state like another would lose experts. {_ADVICE} If you know how it holds its state, say so by the class "
-        f"attribute {SHARDING_ATTRIBUTE}: {choices}."
+        f"its state like another would lose experts. {_ADVICE} If you know how it holds its state, declare it by the "
+        f"class attribute {SHARDING_ATTRIBUTE}: {choices}."
     )
 
 
@@ -88,7 +88,7 @@ def boost_refusal(strategy: Any) -> str | None:
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if "tensor_parallel" in names and mesh["tensor_parallel"].size() > 1:
         return (
-            "tensor-parallel ranks route the same tokens, each for itself, and would choose differently. A boost needs "
+            "tensor-parallel ranks route the same tokens independently, and would choose differently. A boost needs "
             "data-parallel ranks (DDP, FSDP2)"
         )
     return None
@@ -108,7 +108,7 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
     if buckets is not None and buckets.why_not is not None:
         found.append(
             f"DDP adds up the gradients of {trainer.world_size} ranks in another order in the first step of a process "
-            f"than later, and with {buckets.why_not} its buckets cannot be laid out beforehand (give DDPStrategy "
+            f"than later, and with {buckets.why_not} its buckets cannot be laid out in advance (give DDPStrategy "
             "find_unused_parameters=True, which leaves them as they are)"
         )
     for loader in trainer.fit_loop._combined_loader.flattened:
@@ -135,8 +135,8 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
             )
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         found.append(
-            "Lightning does not bring back the metrics of training that ReduceLROnPlateau may look at (those of a "
-            "validation at the end of the epoch are computed again)"
+            "Lightning does not restore the training metrics that ReduceLROnPlateau may monitor (those of a validation "
+            "at the end of the epoch are computed again)"
         )
     return found
 
@@ -151,10 +151,10 @@ def require_restartable(trainer: Any) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.interval == "step" and config.strict:
             raise UnsupportedError(
-                f"MoECheckpoint with ReduceLROnPlateau and interval='step': after a restart Lightning has no "
-                f"{config.monitor!r} until training logs it again, and ends the run for that. Use interval='epoch' "
-                "(exact, if it monitors a metric of validation), or strict=False, with which Lightning leaves such "
-                "updates out"
+                "MoECheckpoint with ReduceLROnPlateau and interval='step': after a restart Lightning has no "
+                f"{config.monitor!r} until training logs it again, and ends the run because of that. Use "
+                "interval='epoch' (exact, if it monitors a metric of validation), or strict=False, with which "
+                "Lightning leaves such updates out"
             )
 
 
@@ -180,8 +180,8 @@ def _shifted_by_validation(trainer: Any) -> Iterator[str]:
     """Yields why validation may draw other random numbers after a restart."""
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         yield (
-            "with isolate_validation=False random numbers depend on when validation comes, and this Trainer's "
-            "val_check_interval goes by the clock (give a number of batches, or isolate_validation=True)"
+            "with isolate_validation=False random numbers depend on when validation runs, and this Trainer's "
+            "val_check_interval is a time (give a number of batches, or isolate_validation=True)"
         )
     validation = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     for loader in [] if validation is None else validation.flattened:

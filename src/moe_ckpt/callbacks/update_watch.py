@@ -93,7 +93,7 @@ class UpdateWatch:
         if updates and not stepped:
             raise ConfigError(
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
-                "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be told apart"
+                "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be counted"
             )
         sure, self._booked, self._sure = self._sure > 0, self._updates, 0
         return Batch(stepped, updates, sure)

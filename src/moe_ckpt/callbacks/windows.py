@@ -1,4 +1,4 @@
-"""What sparse windows (MoEvement) need from Lightning: steps that can be computed again exactly.
+"""Checks what sparse windows (MoEvement) need from Lightning: steps that can be computed again exactly.
 
 Runs in which that is impossible are refused when training starts. What steps depend on besides is recorded: the norms
 that clipping used, and the types in which kernels read the weights.
@@ -67,9 +67,9 @@ class Windows:
         """
         reasons = inexact(self._trainer, isolate_validation, buckets)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
-            reasons.append("an update of LBFGS joins all parameters, those that are not there yet too")
+            reasons.append("an update of LBFGS uses all parameters, also those that are not restored yet")
         if replaying is not None:
-            policy = "The sparse window that training goes on from"
+            policy = "The sparse window that training resumes from"
         if reasons:
             raise ConfigError(
                 f"{policy} computes steps again after a failure, so a resume must be exact, and this one would not be: "
@@ -89,7 +89,7 @@ class Windows:
         """Raises because a backward pass begins after an update of the same batch."""
         raise ConfigError(
             f"{policy} needs all backward passes of a batch to come before its updates, and here an optimizer stepped "
-            "first: when the step is computed again, the pass would read weights that are not yet in place. Step the "
+            "first: when the step is computed again, the pass would read weights that are not restored yet. Step the "
             "optimizers after the last backward pass, or use Dense or MoC."
         )
 

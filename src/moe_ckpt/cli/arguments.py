@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         return dict(found)
 
     def _no_command(self) -> str:
-        return f"say what to do: {', '.join(self._commands())}"
+        return f"choose what to do: {', '.join(self._commands())}"
 
     def _no_choice(self, argument: str, given: str) -> str:
         action = next((each for each in self._actions if argument in _names(each)), None)

@@ -1,4 +1,4 @@
-"""``moe-ckpt densify``: a dense checkpoint from the gradient log that a run left in memory."""
+"""``moe-ckpt densify``: makes a dense checkpoint from the gradient log that a run left in memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 EPILOG = """\
 examples:
-  moe-ckpt densify runs/x                              the newest step that memory on this node can be brought to
+  moe-ckpt densify runs/x                              the newest step that can be made from this node's memory
   moe-ckpt densify runs/x --step 1234                  another step of the log
   moe-ckpt densify runs/x --list                       which steps can be made
   moe-ckpt densify runs/x --memory /mnt/node0 --memory /mnt/node1
-                                                       directories of several nodes, brought to this machine
+                                                       directories of several nodes, copied to this machine
 
 the result is an ordinary checkpoint of the store, equal in every bit to what the run had: start any number of ranks, in
 any layout, and they resume from it. On another kind of device than the one that trained, last bits may differ, which
@@ -29,8 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "densify",
         help="make a dense checkpoint of any step of a gradient log",
         description="Make a dense checkpoint from what a run left in memory: anchors, and the gradients that its "
-        "optimizers consumed since (policy GradientLog). No process of the run may be alive. What lies in memory "
-        "stays as it is.",
+        "optimizers consumed since (policy GradientLog). No process of the run may be alive. Memory is not changed.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,9 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DIR",
         help="as in Memory(directory=...), once for each node; default /dev/shm",
     )
-    parser.add_argument("--step", type=int, help="which; default: the newest that can be made")
+    parser.add_argument("--step", type=int, help="step to make; default: the newest that can be made")
     parser.add_argument("--list", action="store_true", help="print the steps that can be made, and write nothing")
-    parser.add_argument("--device", help="cpu or cuda; default: what trained, if it is here")
+    parser.add_argument("--device", help="cpu or cuda; default: the kind that trained, if this machine has it")
     parser.add_argument(
         "--import",
         dest="imports",
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         result = {"path": where, "step": done.manifest.step, "updates": done.updates, "nbytes": done.nbytes}
         print(json.dumps({**result, "exact": not done.inexact, "device": str(done.device)}, indent=2))
         return 0
-    times = f"{done.updates} update{'s' * (done.updates != 1)} made once more on {done.device}"
+    times = f"{done.updates} update{'s' * (done.updates != 1)} repeated on {done.device}"
     print(f"step {done.manifest.step}, {human_bytes(done.nbytes)}, {times}:", file=sys.stderr)
     print(where)
     return 0

@@ -1,4 +1,4 @@
-"""``moe-ckpt export``: write one checkpoint in a format that other tools open."""
+"""``moe-ckpt export``: writes one checkpoint in a format that other tools open."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--strip-prefix",
         metavar="PREFIX",
-        help="safetensors: what to take off names, such as 'net.' (default: what a model of transformers has its names "
-        "from, else nothing; '' for nothing)",
+        help="safetensors: prefix to remove from names, such as 'net.' (default: that of a transformers model inside the "
+        "module, else none; '' for none)",
     )
     parser.add_argument(
         "--max-file-size", metavar="SIZE", default="50GB", help="safetensors: larger models are split (default: 50GB)"

@@ -1,4 +1,4 @@
-"""``moe-ckpt inspect``: what a store holds, how old each expert is, what a failure would cost."""
+"""``moe-ckpt inspect``: shows what a store holds, how old each expert is, and what a failure would cost."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _show(facts: dict[str, Any]) -> None:
     if rows:
         print()
         print_table(columns, rows)
-        print("oldest expert: steps since the one saved longest ago was saved")
+        print("oldest expert: age in steps of the expert that was saved longest ago")
         print(wrapped("unsaved: tokens routed to experts since they were saved; returning to the step would lose them"))
         print(wrapped("MLT: their portion of a layer's tokens so far, mean over layers"))
     for step in good:

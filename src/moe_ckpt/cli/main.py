@@ -29,7 +29,7 @@ _BROKEN_PIPE = 141
 EPILOG = """\
 examples:
   moe-ckpt inspect runs/x                            what is in a store
-  moe-ckpt verify runs/x                             is every byte as written?
+  moe-ckpt verify runs/x                             are all bytes intact?
   moe-ckpt export runs/x/step_00000120 --to dcp      for other tools
   moe-ckpt memory                                    what runs left in this node's memory
   moe-ckpt densify runs/x                            a dense checkpoint from a gradient log in memory

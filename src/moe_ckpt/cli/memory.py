@@ -1,4 +1,4 @@
-"""``moe-ckpt memory``: what runs keep, or left, in this node's memory."""
+"""``moe-ckpt memory``: lists, checks and frees the snapshots that runs keep or left in this node's memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 ACTIONS = ("list", "explain", "retry", "clear")
 EPILOG = """\
 examples:
-  moe-ckpt memory                              every run of yours on this node, by rank
-  moe-ckpt memory explain                      every slot: what it holds, and whether each byte is as it was written
-  moe-ckpt memory retry --run 3f0c             go on from where three starts failed once more, when the cause is mended
-  moe-ckpt memory clear                        free what no living process holds
-  moe-ckpt memory clear --run 3f0c             one run's, by the beginning of its name
+  moe-ckpt memory                              all your runs on this node, by rank
+  moe-ckpt memory explain                      every slot: what it holds, and whether its bytes are intact
+  moe-ckpt memory retry --run 3f0c             let a run try again, after three failed starts, when the cause is fixed
+  moe-ckpt memory clear                        free memory that no running process holds
+  moe-ckpt memory clear --run 3f0c             only the run whose ID starts so
   moe-ckpt memory --directory /mnt/tmpfs --json
 
 exit code: 0 done, 1 damage found (explain), 2 the directory cannot be used
@@ -29,13 +29,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "memory",
         help="list, explain, retry or free snapshots in this node's memory",
-        description="Look at the slots of Memory(directory=...) on this node. Nothing that a process uses is touched.",
+        description="Look at the slots of Memory(directory=...) on this node. Slots in use are not touched.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", nargs="?", default="list", choices=ACTIONS, help="what to do; without it: list")
+    parser.add_argument("action", nargs="?", default="list", choices=ACTIONS, help="what to do; default: list")
     parser.add_argument("--directory", default="/dev/shm", help="as in Memory(directory=...); default /dev/shm")
-    parser.add_argument("--run", default="", metavar="ID", help="only runs whose name begins so")
+    parser.add_argument("--run", default="", metavar="ID", help="only runs whose ID starts with this")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.json:
         print(json.dumps({"directory": args.directory, "ranks": [_as_json(each) for each in found]}, indent=2))
     elif not found:
-        print(f"nothing of yours lies in {args.directory}")
+        print(f"{args.directory} holds nothing of this user")
     elif args.action == "list":
         _list(found)
     else:
@@ -87,15 +87,16 @@ def _explain(found: Sequence[RankFacts]) -> None:
     from moe_ckpt.memory.directory import said_holder
 
     for each in found:
-        holder = f"held by {said_holder(each.pid)}" + ("" if each.pid else ", the run's next start takes it over")
-        print(wrapped(f"run {each.run_id} of {each.owner.store}, life {each.generation}, rank {each.rank}: {holder}"))
+        holder = f"held by {said_holder(each.pid)}" + ("" if each.pid else ", the next start of the run takes it over")
+        print(wrapped(f"run {each.run_id} of {each.owner.store}, generation {each.generation}, rank {each.rank}: "
+                      f"{holder}"))
         for slot in each.slots:
-            copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer}'s)"
+            copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer})"
             what = {STATE: "plain state of ", BEFORE: "plain state before the update of "}.get(slot.only, "")
             said = {
-                "sealed": f"{what}step {slot.step}{copy}, {slot.slices} slices, every byte as it was written",
-                "open": "being written, or was when its process died: never read",
-                "set aside": "damage was found in it: never read again",
+                "sealed": f"{what}step {slot.step}{copy}, {slot.slices} slices, all bytes intact",
+                "open": "being written, or its process died while writing: not read",
+                "set aside": "damaged: not read any more",
                 "damaged": slot.problem,
             }[slot.state]
             print(wrapped(f"  {slot.path.rpartition('/')[2]} ({human_bytes(slot.nbytes)}): {said}"))
@@ -119,9 +120,9 @@ def _changed(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
         print(json.dumps({"directory": args.directory, **outcome, "kept": kept}, indent=2))
         return 0
     for run_id, nbytes in done.items():
-        print(f"run {run_id}: " + (f"{human_bytes(nbytes)} freed" if clears else "its next start goes on from memory"))
+        print(f"run {run_id}: " + (f"{human_bytes(nbytes)} freed" if clears else "its next start resumes from memory"))
     for run_id in kept:
-        print(f"run {run_id}: a living process holds it, it is left alone")
+        print(f"run {run_id}: a running process holds it, so nothing was changed")
     if not found:
-        print(f"nothing of yours lies in {args.directory}")
+        print(f"{args.directory} holds nothing of this user")
     return 0

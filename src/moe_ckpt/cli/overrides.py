@@ -39,8 +39,8 @@ def require_known_places(overrides: Sequence[Override], groups: Mapping[str, obj
         first = re.split("[./]", place)[0]
         if "hydra" in (first, re.split("[./]", one.key_or_group)[0]):
             raise ConfigError(
-                f"{one.input_line}: nothing reads Hydra's own settings here: no job is started and no output directory "
-                "made; groups of your own are found with --config-dir"
+                f"{one.input_line}: Hydra's own settings have no effect here: no job is started and no output "
+                "directory is made; use --config-dir for your own groups"
             )
         added = one.is_add() or one.is_force_add() or one.package
         if added and first not in (*groups, *VALUES):
@@ -141,8 +141,8 @@ def renamed(text: str, others: Sequence[str] = ()) -> tuple[str, list[str]]:
             notes.append(f"policy={name} is called {RENAMED[name]} now")
         elif name in CHANGED and not any(one.startswith("memory=") for one in others):
             notes.append(
-                f"policy={name} is on storage, as in a Trainer; in the memory of peers, as in the papers and as this "
-                f"name meant before, it is policy={name}_peers"
+                f"policy={name} saves to storage, as in a Trainer; to save to the memory of peers, as in the papers "
+                f"(and as this name did before), use policy={name}_peers"
             )
     return key + equals + re.sub(r"\w+", lambda name: RENAMED.get(name[0], name[0]), value), notes
 

@@ -1,4 +1,4 @@
-"""``moe-ckpt plan``: which policy a model on a cluster should use, and what to expect of it."""
+"""``moe-ckpt plan``: recommends a policy for a model on a cluster, and predicts what it costs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ EPILOG = """\
 examples:
   moe-ckpt plan setup=moevement_deepseek failures.mtbf_secs=1800     a paper's model on a paper's cluster
   moe-ckpt plan model=qwen_moe cluster=h100_128 parallel=pp8_ep8_dp2 failures=components --plot roof.png
-  moe-ckpt plan --profile run_profile.json failures.mtbf_secs=7200   a run of yours, as it measured itself
+  moe-ckpt plan --profile run_profile.json failures.mtbf_secs=7200   your own run, as its profile measured it
   moe-ckpt plan --measure . setup=tiny                               with this machine's own rates
 
-Settings are those of moe-ckpt simulate, group=choice and key=value, but for policy and memory, which it tries. With
+Settings are those of moe-ckpt simulate, group=choice and key=value, except policy and memory, which plan tries. With
 --profile, the model, the cluster, the iteration time and the load are the profiled run's; failures, duration_secs and
-seed can be set, fields of the cluster one by one, above all what a run does not measure
-(cluster.nic_bytes_per_sec=25e9 cluster.detect_secs=60), and tokens_per_step=N where the profile does not tell it.
+seed can be set, fields of the cluster one by one, especially those that a run does not measure
+(cluster.nic_bytes_per_sec=25e9 cluster.detect_secs=60), and tokens_per_step=N if the profile lacks it.
 """
 
 BACKUP_SECS = 10800.0
@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="which policy to use, with which settings, and what to expect",
-        description="Simulate every policy on the same failures; say what holds training up, and which policy to use.",
+        description="Simulate every policy on the same failures; show what limits training, and which policy to use.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -62,12 +62,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--measure", metavar="DIR", help="measure copy, network and storage (in DIR) first")
     parser.add_argument("--max-plt", type=float, default=0.05, metavar="P", help="portion of tokens that may be lost")
     parser.add_argument("--seeds", type=int, default=1, help="runs per policy, each with other failures (default: 1)")
-    parser.add_argument("--trainer-only", action="store_true", help="leave out what only the simulator has")
+    parser.add_argument("--trainer-only", action="store_true", help="leave out policies that only the simulator has")
     parser.add_argument("--storage-only", action="store_true", help="leave out checkpoints in the memory of peers")
-    parser.add_argument("--plot", metavar="FILE", help="write the roofline picture there (png, svg, pdf)")
-    parser.add_argument("--config-dir", metavar="DIR", help="more config groups, of your own")
+    parser.add_argument("--plot", metavar="FILE", help="write the roofline plot to FILE (png, svg, pdf)")
+    parser.add_argument("--config-dir", metavar="DIR", help="directory with your own config groups")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="do not say what is being simulated")
+    parser.add_argument("-q", "--quiet", action="store_true", help="do not print what is being simulated")
     return parser
 
 
@@ -142,7 +142,8 @@ def _scenario(args: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
         raise ConfigError("tokens_per_step is for a run's profile, with --profile; here set batch.sequences")
     if len(asked) > 1:
         raise ConfigError(
-            f"plan compares policies in one setting, and {' '.join(overrides)} are {len(asked)}; sweep with simulate"
+            f"plan compares policies in one setting, but {' '.join(overrides)} are {len(asked)}; use moe-ckpt simulate "
+            "for sweeps"
         )
     cfg = composed(asked[0])
     return scenario_of(cfg) if args.profile is None else _profiled(args.profile, settings, cfg, tokens)
@@ -354,7 +355,7 @@ def _advise(plan: Plan) -> None:
     from moe_ckpt.cli.output import wrapped
 
     if plan.recommended is None:
-        print("No policy can be used here as it is: see above for what each of them lacks.")
+        print("No policy can be used here: see above what each of them lacks.")
         return
     print(f"recommended: {plan.recommended.system.name} (ETTR {plan.recommended.ettr:.3f})")
     print(f"  {override_line(plan.recommended)}")

@@ -180,7 +180,7 @@ def _spread(jobs: Sequence[_Job], workers: int, progress: Progress) -> list[Outc
         return _gathered(futures, lambda: progress(fsum(portions), len(jobs)))
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"--workers {workers}: a worker was killed, perhaps for lack of memory; use fewer workers"
+            f"--workers {workers}: a worker was killed, perhaps because memory ran out; use fewer workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

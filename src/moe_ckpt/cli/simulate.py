@@ -1,4 +1,4 @@
-"""``moe-ckpt simulate``: what a model on a cluster would get from a checkpointing system, under failures."""
+"""``moe-ckpt simulate``: simulates training with a checkpointing system under failures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ examples:
   moe-ckpt simulate policy=moevement memory=off,local,replicated failures.process_share=0.7
   moe-ckpt simulate failures=gcp_like_6h duration_secs=21600 policy=moc_peers,moevement_peers --plot out
   moe-ckpt simulate --list                                         what can be chosen
-  moe-ckpt simulate --list model                                   of one group, with what each is
+  moe-ckpt simulate --list model                                   choices of one group, described
 
 settings are Hydra overrides: group=choice, key=value. A comma list, choice(...), range(...) or glob(...) makes a sweep,
 with a run per combination, whether -m is given or not; nothing but --plot and --json writes a file.
-exit codes: 0 done, whatever the runs of a sweep came to; 1 a run that was not swept does not advance; 2 bad settings
+exit codes: 0 done, whatever the results of a sweep; 1 a single run does not advance; 2 bad settings
 """
 FORMAT = 1
 """Of the JSON; raised when a field changes its meaning."""
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand. Arguments that it does not know are settings: parse with ``parse_known_args``."""
     parser = subparsers.add_parser(
         "simulate",
-        help="what a cluster would get from a checkpointing system, under failures",
+        help="simulate training with a checkpointing system under failures",
         description="Simulate training under failures with the library's own policies. Settings by Hydra overrides.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,8 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--plot", metavar="DIR", help="draw pictures into DIR")
     parser.add_argument("--plot-format", choices=("png", "svg", "pdf"), default="png", help="(default: png)")
     parser.add_argument("--workers", type=_count, default=1, metavar="N", help="processes (default: 1); same results")
-    parser.add_argument("--config-dir", metavar="DIR", help="directory with config groups of your own")
-    parser.add_argument("--list", nargs="?", const="", metavar="GROUP", help="list groups and choices, and stop")
+    parser.add_argument("--config-dir", metavar="DIR", help="directory with your own config groups")
+    parser.add_argument("--list", nargs="?", const="", metavar="GROUP", help="list groups and choices, and exit")
     parser.add_argument("-m", "--multirun", action="store_true", help="as in Hydra; a comma list implies it")
     parser.add_argument("-q", "--quiet", action="store_true", help="no table, no progress bar")
     return parser

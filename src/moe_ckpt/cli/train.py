@@ -24,7 +24,7 @@ examples, from a clone of the repository:
   moe-ckpt train -m moe_ckpt/policy=dense,moc                several runs, one after the other
   moe-ckpt train --cfg job                                   print the composed config, do not train
   TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 --no-python \\
-    moe-ckpt train                                           two processes; dead ones come back (docs/torchrun.md)
+    moe-ckpt train                                           two processes; dead ones are restarted (docs/torchrun.md)
 
 everything but the options above goes to Hydra: overrides, -m, --cfg, --info, --config-name, --resolve
 """
@@ -127,8 +127,8 @@ def config_directory(given: str | None) -> Path:
         raise ConfigError(f"--config-dir {given}: no such directory")
     raise ConfigError(
         f"no run configs: {directory} does not exist, and no --config-dir was given. The installed package holds "
-        "config groups only; run this in a clone of the repository, or name your own directory with a train.yaml "
-        "whose 'entry' is the function to call with the composed config."
+        "config groups only; run this in a clone of the repository, or give your own directory with a train.yaml whose "
+        "'entry' is the function to call with the composed config."
     )
 
 

@@ -1,4 +1,4 @@
-"""``moe-ckpt verify``: compare every byte of a store with its checksums."""
+"""``moe-ckpt verify``: compares every byte of a store with its checksums."""
 
 from __future__ import annotations
 

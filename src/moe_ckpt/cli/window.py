@@ -1,4 +1,4 @@
-"""``moe-ckpt window``: the sparse window that MoEvement would use for a model, from one of its checkpoints."""
+"""``moe-ckpt window``: shows the sparse window that MoEvement would use for the model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  moe-ckpt window runs/x --iteration-secs 0.5 --bandwidth 2GB/s        how long a window has to be
+  moe-ckpt window runs/x --iteration-secs 0.5 --bandwidth 2GB/s        how long a window must be
   moe-ckpt window runs/x --window 3 --compute-dtype bf16               what a window of 3 saves per iteration
-  moe-ckpt window runs/x --window 3 --explain                          also who is saved when, and other lengths
+  moe-ckpt window runs/x --window 3 --explain                          also what is saved when, and other lengths
   moe-ckpt window --explain runs/x/step_00000120 --window 4 --plot window.png
 
 operators, sizes and token counts come from a checkpoint (a store: its newest good one), bandwidth is that of one
@@ -44,8 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--iteration-secs", type=_positive, metavar="SECS", help="time of one training iteration")
     parser.add_argument("--bandwidth", type=_bytes, metavar="2GB/s", help="bytes per second of one rank")
     parser.add_argument("--ranks", type=_count, help="ranks that share a snapshot (default: as in the checkpoint)")
-    parser.add_argument("--window", type=_count, metavar="W", help="a window of at most W slots, whatever fits")
-    parser.add_argument("--max-window", type=_count, metavar="W", help="no window is longer (default: 32)")
+    parser.add_argument("--window", type=_count, metavar="W", help="window of at most W slots, even if it does not fit")
+    parser.add_argument("--max-window", type=_count, metavar="W", help="upper bound on the window (default: 32)")
     parser.add_argument(
         "--budget-fraction", type=float, metavar="F", help="portion of an iteration to use (default: 1)"
     )
@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--compute-dtype",
         choices=("bf16", "fp16", "fp8"),
-        help="what forward and backward read, if narrower than the stored weights (autocast)",
+        help="type that forward and backward read, if narrower than the stored weights (autocast)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw slots by operators, coloured by fidelity")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -111,7 +111,7 @@ def _policy(args: argparse.Namespace) -> MoEvement:
 
     if args.window is None and (args.iteration_secs is None or args.bandwidth is None):
         raise ConfigError(
-            "give --iteration-secs and --bandwidth, by which a window is sized, or its length by --window"
+            "give --iteration-secs and --bandwidth, from which the length is computed, or the length by --window"
         )
     names = ("window", "max_window", "order", "budget_fraction", "non_experts")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -143,7 +143,7 @@ def _show(directory: str, context: PolicyContext, report: WindowReport, explain:
     others = f"{len(catalog.always_saved)} other operators; dealt over {ranks}"
     print(wrapped(f"{directory}: {len(catalog.experts)} experts in {len(catalog.layers)} MoE layers, {others}"))
     if all(size.full == size.compute for size in context.sizes.values()):
-        note = "note: it holds no optimizer state (taken before the first step?), so a dense one would weigh more"
+        note = "note: it holds no optimizer state (taken before the first step?), so a dense one would be larger"
         print(wrapped(note))
     print()
     print_table(*report.table(human_bytes))

@@ -17,9 +17,9 @@ import numpy.typing as npt
 UNKNOWN, STALE, FRESH = 0, 1, 2
 """What one rank has seen, ascending: the maximum over ranks is true of all. ``UNKNOWN`` is nothing to compare."""
 CAUSE = (
-    "the snapshot is stale: updates were made since the one before, and nothing that was copied has changed on any "
-    "rank, nor has optimizer state. Either training changes other tensors than those that are checkpointed (model or "
-    "optimizer were made anew after it began), or its updates run without gradients"
+    "the snapshot is stale: updates were made since the previous one, but neither the copied weights nor the optimizer "
+    "state have changed on any rank. Either training changes other tensors than those that are checkpointed (the model "
+    "or the optimizer was built again after training began), or its updates run without gradients"
 )
 NEITHER, WEIGHT, MOMENT = 0, 1, 2
 """Kinds of slices: what no update need change, such as buffers; parameters; optimizer state."""

@@ -60,14 +60,14 @@ def chain(log: Log, operator: str, step: int) -> Chain:
     for at in range(step, min(log, default=step) - 1, -1):
         logged = log.get(at)
         if logged is None:
-            raise GradientGapError(operator, at, step, "what that step updated is not known")
+            raise GradientGapError(operator, at, step, "it is not known what that step updated")
         if operator in logged.anchored:
             return Chain(operator, at, tuple(reversed(gradients)))
         if operator in logged.updated:
             if operator not in logged.gradients:
                 raise GradientGapError(operator, at, step, "its gradient is missing")
             gradients.append(at)
-    raise GradientGapError(operator, min(log, default=step), step, "there is no anchor so old")
+    raise GradientGapError(operator, min(log, default=step), step, "there is no anchor of that step or before")
 
 
 def newest_reachable(log: Log, operators: Collection[str]) -> int | None:

@@ -108,8 +108,8 @@ def place_replicas(
     others = world.nodes - 1
     if replicas > others:
         raise ConfigError(
-            f"Memory(replicas={replicas}): a copy lies on another node, and beside its own a rank of this run has "
-            f"{others} ({world.nodes} in all). Give at most replicas={others}, or start the run on more nodes"
+            f"Memory(replicas={replicas}): a copy lies on another node, and this run has {others} other nodes "
+            f"({world.nodes} in all). Set at most replicas={others}, or start the run on more nodes"
         )
     if len(world.domains) == 1:
         raise ConfigError(

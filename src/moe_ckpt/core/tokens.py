@@ -211,7 +211,8 @@ class TokenBook:
         return max((fault.mlt for fault in self.faults if fault.mlt is not None), default=None)
 
     def plt_if_failed_now(self, tier: Tier = Tier.STORAGE) -> float:
-        """PLT after a failure at this moment, were it to return to the newest checkpoint."""
+        """PLT if the run failed now and resumed from the newest checkpoint. ``StepRecord.at_risk_plt`` is this
+        number."""
         if not self.routed_tokens:
             return 0.0
         return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens

@@ -77,8 +77,8 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         Sampler.__init__(self)
         if not hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"RecoverableDistributedSampler(dataset={type(dataset).__name__}): it has no length, so there is no "
-                "order to deal out. An iterable dataset keeps its position itself (torchdata's StatefulDataLoader)."
+                f"RecoverableDistributedSampler(dataset={type(dataset).__name__}): it has no length, so its samples "
+                "cannot be divided. An iterable dataset keeps its own position (torchdata's StatefulDataLoader)."
             )
         if (num_replicas is None) != (rank is None):
             raise ConfigError(
@@ -212,7 +212,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         """
         if set(state_dict) != set(STATE_KEYS):
             raise ConfigError(
-                f"this is no state of a RecoverableDistributedSampler: it has {sorted(state_dict)}, not "
+                f"this is not the state of a RecoverableDistributedSampler: it has {sorted(state_dict)}, not "
                 f"{sorted(STATE_KEYS)}"
             )
         state = {key: int(state_dict[key]) for key in STATE_KEYS}
@@ -220,9 +220,9 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         for key, what in (("length", "samples in the dataset"), ("seed", "seed"), ("shuffle", "shuffle")):
             if state[key] != mine[key]:
                 raise ConfigError(
-                    f"{what}: {state[key]} in the saved data position, {mine[key]} in this sampler. The epoch's order "
-                    "would be another, so samples would come twice and others not at all. Give what the saved run had, "
-                    "or start a new run."
+                    f"{what}: {state[key]} in the saved data position, {mine[key]} in this sampler. The order of the "
+                    "epoch would differ, so some samples would be repeated and others left out. Use the settings of "
+                    "the saved run, or start a new run."
                 )
         if not 0 <= state["consumed"] <= state["length"] or state["epoch"] < 0:
             raise ConfigError(

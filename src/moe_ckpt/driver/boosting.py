@@ -144,7 +144,7 @@ class Boosting:
                 layer.discard()
             why = self._ports[at].refusal()
             if why is None and applied and not layer.asked:
-                why = "it was trained a step without asking, as compiled modules do and those that never read moe_boost"
+                why = "it ran a training step without reading moe_boost, as compiled modules do"
             if why is not None:
                 self._give_up(at, why)
         if self._run_ledger.owed is None or not self._run_ledger.owed.any():

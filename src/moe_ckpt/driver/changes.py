@@ -49,7 +49,7 @@ def say_changes(found: Collection[Change], rank: int) -> None:
     texts = []
     for kept, whose in ((True, "the checkpoint's"), (False, "this script's")):
         some = "; ".join(str(change) for change in found if change.kept is kept)
-        texts += [f"{some} (training goes on with {whose})"] if some else []
+        texts += [f"{some} (training continues with {whose})"] if some else []
     log.warning("hyperparameters differ from the checkpoint's: %s", "; ".join(texts))
 
 

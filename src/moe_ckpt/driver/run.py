@@ -108,8 +108,8 @@ def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> No
     """Raises ``ConfigError`` if the plain state at ``path`` is of another framework than this adapter's."""
     if plain.get("framework") != framework.lower():
         raise ConfigError(
-            f"{path} was written by {plain.get('framework')!r}, not by {framework}: its optimizer, loops and schedules "
-            "cannot go on here"
+            f"{path} was written by {plain.get('framework')!r}, not by {framework}: this framework cannot use its "
+            "optimizer, loops and schedules"
         )
 
 

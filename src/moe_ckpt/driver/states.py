@@ -19,13 +19,13 @@ class State(Enum):
     """Of one life of a run."""
 
     NEW = "the store is not open"
-    OPEN = "the store is ours, and nobody has looked for a checkpoint"
-    READY = "memory holds the state that training begins with"
-    WINDOW = "memory holds the first step of a sparse window"
+    OPEN = "the store is open, and no checkpoint was loaded yet"
+    READY = "the model holds the state that training starts with"
+    WINDOW = "the model holds the first step of a sparse window"
     TRAINING = "steps are computed and saved"
-    REPLAYING = "steps of a sparse window are computed again, and memory holds no state of the run"
+    REPLAYING = "steps of a sparse window are computed again, and the model holds no complete state of the run"
     ENDED = "training ended, and the last state was saved"
-    CLOSED = "the store was let go of, with no end of the run"
+    CLOSED = "the store was closed before the run ended"
 
 
 class Event(Enum):

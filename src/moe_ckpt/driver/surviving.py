@@ -157,7 +157,7 @@ class Surviving:
         try:
             return self.count()
         except Exception as error:  # whatever it is, older checkpoints count, and training ends as without us
-            log.warning("the newest %s cannot be counted, and is not sealed: %s", self._unit, error)
+            log.warning("the tokens of the newest %s cannot be counted, so it is not sealed: %s", self._unit, error)
             return False
 
 

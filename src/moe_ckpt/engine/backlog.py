@@ -111,7 +111,7 @@ class Backlog:
         if plan.window is not None and plan.slot:
             log.warning(
                 "step %d: storage has not taken the snapshots before this one (that of step %s for %.1f s now), so the "
-                "sparse window that began at step %d is given up. Training goes on; a new window begins when storage "
+                "sparse window that began at step %d is given up. Training continues; a new window starts when storage "
                 "answers again",
                 plan.step,
                 step,
@@ -120,8 +120,8 @@ class Backlog:
             )
         elif secs > min(_WARN_AFTER_SECS, self._settings.timeout_secs) and self._warned_of != step:
             log.warning(
-                "step %d: storage has been writing the checkpoint of step %s for %.0f s. Training goes on without new "
-                "checkpoints until it answers again",
+                "step %d: storage has been writing the checkpoint of step %s for %.0f s. Training continues without "
+                "new checkpoints until it answers again",
                 plan.step,
                 step,
                 secs,

@@ -147,8 +147,8 @@ class Bookkeeper:
         self.anchors.broken(sequence)
         if self._logs_for_peers and self._leads and self.anchors.owed:
             log.info(
-                "a peer lacks the copy of a step, so that gradients since lead to nothing there: %d operators are sent "
-                "in full again",
+                "a peer lacks the copy of a step, so later gradients are of no use there: %d operators are sent in "
+                "full again",
                 len(self.anchors.owed),
             )
 

@@ -160,7 +160,7 @@ class HostBufferPool:
             if self._retired:
                 return
             if buffer not in self._lent:
-                raise ValueError("a host buffer was given back twice, or to a pool that did not lend it")
+                raise ValueError("a host buffer was returned twice, or to a pool that it does not belong to")
             self._lent.remove(buffer)
             usual = not self._usual_bytes or _serves(buffer, self._usual_bytes)
             usual = usual and (buffer.slot is None or buffer.registered or not self._pinned)

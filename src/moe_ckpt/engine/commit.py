@@ -160,7 +160,7 @@ class Committer:
         request = snapshot.request
         where = f"checkpoint of step {request.step}"
         if acknowledged.ranks != self.world_size or acknowledged.cover:
-            raise CoverDiffersError(where, ("the ranks' shares do not tile it",))
+            raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
         before = self._slots_before(request)
         self._given_up += [slot for slot in self._slots if slot not in before]
         self._slots = before

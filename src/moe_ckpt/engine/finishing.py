@@ -37,8 +37,8 @@ def write_finished(
         storage.write(FINISHED_NAME, [finished.encode()])
     except (OSError, StoreError) as error:
         log.warning(
-            "it could not be noted in %s that this run is finished: %s. Its checkpoints are complete; started again, "
-            "it will go through the end of its last epoch once more",
+            "cannot record in %s that this run is finished: %s. Its checkpoints are complete; if started again, it "
+            "will repeat the end of its last epoch",
             storage.root,
             error,
         )
@@ -66,5 +66,5 @@ def _read(storage: Storage) -> bytes:
     except FileNotFoundError:
         return b""
     except (OSError, DamagedError, FormatVersionError) as error:
-        log.warning("%s of %s cannot be used: %s. The run is taken for unfinished", FINISHED_NAME, storage.root, error)
+        log.warning("%s of %s cannot be used: %s. The run is treated as unfinished", FINISHED_NAME, storage.root, error)
         return b""

@@ -98,8 +98,8 @@ class StorageFlush:
     def _say_behind(self, step: int) -> None:
         if not self._behind and self._rank == 0:
             log.warning(
-                "step %d: storage has not taken the checkpoints before this one, so that it stays in memory only. "
-                "Training goes on; storage gets the next one when it answers again",
+                "step %d: storage is still writing earlier checkpoints, so this one stays in memory only. Training "
+                "continues; storage gets the next one when it answers again",
                 step,
             )
         self._behind = True
@@ -129,9 +129,9 @@ class PeerCopies:
         if not self._window_goes and not self._said and self._rank == 0:
             self._said = True
             log.warning(
-                "step %d: peers have not taken the copies of the checkpoints before this one, so that it gets none. "
-                "A peer is paused, or the network between nodes is too slow for copies of every checkpoint. Training "
-                "goes on; moe_ckpt/replica_lag_steps says how old the newest copies are",
+                "step %d: peers have not taken the copies of earlier checkpoints, so this one gets none. A peer is "
+                "paused, or the network between nodes is too slow for copies of every checkpoint. Training continues; "
+                "moe_ckpt/replica_lag_steps shows how old the newest copies are",
                 plan.step,
             )
         return self._window_goes

@@ -144,7 +144,7 @@ def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
     on, off, most, least, life, failed, newest = largest(run.comm, mine)
     if on and off:
         other = f"rank {off - 1} has it off" if is_on else f"rank {on - 1} has it on"
-        raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. All ranks have it, or none")
+        raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. Set it on all ranks, or on none")
     if most != -least:
         settings = [json.loads(raw) for raw in run.comm.everyone(json.dumps(alike).encode())]
         raise ConfigError(_disagreement(rank, settings))
@@ -181,7 +181,7 @@ def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
     pairs = [(one, two) for one, two in zip(mine, settings[other], strict=True) if one != two]
     said = [", ".join(those) for those in zip(*pairs, strict=True)]
     return (
-        f"ranks disagree on Memory(...): {said[0]} on rank {rank}, {said[1]} on rank {other}. Give all ranks the same"
+        f"ranks disagree on Memory(...): {said[0]} on rank {rank}, {said[1]} on rank {other}. Set the same on all ranks"
     )
 
 
@@ -215,7 +215,7 @@ def _raise_together(trouble: Exception | None, failed: int) -> None:
     if trouble is not None:
         raise trouble
     if failed:
-        raise StoreError(f"rank {failed - 1} could not open its memory directory; its log says why")
+        raise StoreError(f"rank {failed - 1} could not open its memory directory; see its log")
 
 
 def _together(run: RunContext, memory: Memory, action: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:

@@ -66,7 +66,7 @@ class StoreKeeper:
         try:
             clean_start(self._storage, self._known)
         except (OSError, MoECheckpointError) as error:
-            log.warning("what dead writers left in %s could not be removed: %s", self._storage.root, error)
+            log.warning("files that dead writers left in %s could not be removed: %s", self._storage.root, error)
 
     def dense_step(self, manifest: Manifest) -> int:
         """Returns the step of the newest dense checkpoint up to ``manifest``; 0 if none is known."""
@@ -210,6 +210,6 @@ class StoreKeeper:
                     )
                 return
         self._lock.retake()
-        log.warning("%s; it is written anew", trouble)
+        log.warning("%s; it is written again", trouble)
         self._storage.delete(STORE_NAME)
         write_named(self._storage, STORE_NAME, [self._identity.encode()])

@@ -131,10 +131,10 @@ def _identity(storage: Storage, names: list[str], directories: list[str]) -> Ide
     runs = {(identity.run_id, identity.fingerprint) for identity in identities}
     if len(runs) > 1 or (directories and not runs):
         raise ForeignStoreError(
-            f"{trouble}, and the step directories beside it do not tell whose they are. "
-            "Choose another dirpath, or put the file back."
+            f"{trouble}, and the step directories beside it do not show which run they belong to. Choose another "
+            "dirpath, or restore the file."
         )
-    log.warning("%s; it is written anew", trouble)
+    log.warning("%s; it is written again", trouble)
     storage.delete(STORE_NAME)
     if not identities:
         return None

@@ -134,7 +134,7 @@ class Persister:
             try:
                 self._afterwards()
             except OSError as error:  # nobody waits for this thread any more
-                log.warning("the store could not be let go of: %s", error)
+                log.warning("the store could not be released: %s", error)
 
     def _next(self) -> Snapshot | None:
         """The next snapshot, or None at the end; keeps the store's lock alive meanwhile."""
@@ -152,4 +152,4 @@ class Persister:
             self._keep_alive()
             self._renewed = time.monotonic()
         except OSError as error:
-            log.warning("the lock of the store could not be renewed, it is tried again: %s", error)
+            log.warning("the lock of the store could not be renewed, retrying: %s", error)

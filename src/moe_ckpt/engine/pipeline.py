@@ -220,8 +220,8 @@ class Pipeline:
         if copy.changed:
             self._compiler.add_unstable(copy.changed)
             log.warning(
-                "%d tensors (%s, ...) changed outside optimizer steps while they were being copied; from now on they "
-                "are copied before training goes on, which takes time",
+                "%d tensors (%s, ...) changed outside optimizer steps while they were being copied; from now on "
+                "training waits until they are copied, which takes time",
                 len(copy.changed),
                 min(copy.changed),
             )
@@ -288,13 +288,13 @@ class Pipeline:
 
 def _overwritten(names: Sequence[str]) -> str:
     return (
-        f"gradients or weights of {len(names)} parameters ({min(names)}, ...) were written to by something else than "
-        "the optimizer, so that the update cannot be logged"
+        f"gradients or weights of {len(names)} parameters ({min(names)}, ...) were changed by something other than the "
+        "optimizer, so the update cannot be logged"
     )
 
 
 def _no_room(nbytes: int, budget_bytes: int, setting: str) -> str:
     return (
-        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside what it needs; raise {setting}, or "
+        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more; raise {setting}, or "
         "anchor more operators in each step"
     )

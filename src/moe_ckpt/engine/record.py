@@ -33,7 +33,8 @@ class StepRecord:
         plt: Proportion of lost tokens.
         at_risk_plt: PLT if the run failed now and resumed from the newest committed step. Logged as the metric
             ``plt_if_failed_now``.
-        at_risk_mlt: MLT of such a recovery (``core.tokens.tokens_at_risk``).
+        at_risk_mlt: MLT of such a recovery (``core.tokens.tokens_at_risk``). Logged as the metric
+            ``mlt_if_failed_now``.
         mlt_newest: MLT of the run's newest recovery; None before the first, or if an earlier release recorded it.
         mlt_worst: The highest MLT of a recovery of the run so far; None as before.
         lost_tokens: Lost in all recoveries of the run.

@@ -100,9 +100,9 @@ class SnapshotResolver:
         """In full where a row of failures begins or has another reason, else in short."""
         reason = _FULL if _FULL in cause else _NUMBERS.sub("#", cause)
         in_row, most = self._failures.in_row, self._max_failures
-        ends = "checkpoints in memory go on" if math.isinf(most) else f"training ends at {most}"
+        ends = "checkpoints in memory continue" if math.isinf(most) else f"training ends at {most}"
         if not counted:
-            log.info("the checkpoint of step %d was not committed; training goes on. %s", step, cause)
+            log.info("the checkpoint of step %d was not committed; training continues. %s", step, cause)
         elif in_row > 1 and reason == self._reason:
             log.warning(
                 "the checkpoint of step %d was not committed either, for the same reason (%d in a row; %s)",
@@ -113,7 +113,7 @@ class SnapshotResolver:
         else:
             advice = " Make room there, or keep fewer checkpoints (retention)." if reason == _FULL else ""
             ends = ends if math.isinf(most) else f"{ends} such failures in a row"
-            said = "the checkpoint of step %d was not committed; training goes on (%s). %s.%s"
+            said = "the checkpoint of step %d was not committed; training continues (%s). %s.%s"
             log.warning(said, step, ends, cause, advice)
         self._reason = reason
 
@@ -131,7 +131,7 @@ class SnapshotResolver:
             prove_cover(f"checkpoint of step {snapshot.step}", snapshot.plan.claimed_boxes(), decode_boxes(*columns))
         except CoverageError as error:
             return Outcome(f"{type(error).__name__}: {error}")
-        return Outcome(f"the ranks' plans of step {snapshot.step} differ, though their shares tile it")
+        return Outcome(f"the ranks' plans of step {snapshot.step} differ, although their shares cover it")
 
     def _refusal(self, snapshot: Snapshot) -> str | None:
         """Why there is no use in writing this snapshot, alike on every rank; None if there is."""
@@ -179,7 +179,7 @@ class SnapshotResolver:
         try:
             keeper.clear_away(abandoned)
         except (OSError, MoECheckpointError) as error:
-            log.warning("what the checkpoint of step %d left could not be removed, it is tried again: %s", step, error)
+            log.warning("files of the failed checkpoint of step %d could not be removed, retrying: %s", step, error)
 
     def _delete_own(self, superseded: Superseded, step: int) -> None:
         """This rank's files of what rank 0 has let go, which deletes its own itself. What is left is told again."""

@@ -130,7 +130,7 @@ class Room:
         try:
             return self._pool.top_up(self._buffers + self._tier.kept)
         except RuntimeError as error:
-            log.warning("no further host buffer could be made ahead of time, snapshots will try again: %s", error)
+            log.warning("no further host buffer could be allocated in advance, snapshots will retry: %s", error)
             return False
 
     @property
@@ -152,7 +152,8 @@ class Room:
         raise HostMemoryError(
             needed,
             self._pool.budget_bytes,
-            f"{what} of step {request.step}, of which memory must hold two, because not each of them goes to storage,",
+            f"{what} of step {request.step}, of which memory must hold two, because not every checkpoint is written to "
+            "storage,",
             f"Set {self._settings.budget_setting} to {needed + 2 * nbytes} or more, or "
             "Memory(storage_every_n_steps=1).",
             rank=self._rank,
@@ -165,12 +166,12 @@ class Room:
         free = "That is half of what was free at the start, divided among the ranks of this host. "
         advice = (
             f"{'' if self._settings.budget_is_given else free}Set {self._settings.budget_setting} to {nbytes} "
-            f"or more; {self._buffers * nbytes} is enough for checkpoints not to wait for one another."
+            f"or more; {self._buffers * nbytes} is enough to avoid waiting."
         )
         if whole:
-            advice += " Every policy saves everything at first, so another one needs no less; more ranks share it."
+            advice += " Every policy first saves everything, so another one needs the same; more ranks share it."
         else:
-            advice += " A policy that saves fewer experts at once needs less, too."
+            advice += " A policy that saves fewer experts at once also needs less."
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)
 
     def _give_up_recovery(self, nbytes: int, *, chain: bool) -> bool:
@@ -181,8 +182,8 @@ class Room:
             self._gave_up = True
             log.warning(
                 "the budget of host memory on rank %d, %s bytes%s, holds no %d snapshots of %s bytes: the newest "
-                "committed one is not kept in memory while others are under way, so that a fault may cost more tokens "
-                "than it had to. Set %s to %d or more",
+                "committed one is not kept in memory while others are under way, so a failure may cost more tokens. "
+                "Set %s to %d or more",
                 self._rank,
                 f"{self._pool.budget_bytes:,}",
                 "" if self._settings.budget_is_given else " (half of what was free at the start)",

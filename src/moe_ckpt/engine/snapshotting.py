@@ -349,4 +349,4 @@ class Snapshotter:
         if writing is not None:
             cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
         kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
-        return SaveFailedError(step, (cause, f"{kept}; see whether that storage hangs, or raise timeout_secs"))
+        return SaveFailedError(step, (cause, f"{kept}; check whether that storage hangs, or raise timeout_secs"))

@@ -237,7 +237,7 @@ class Survivor:
         try:
             nbytes = self._seal(step, plain, began + secs)
         except (FutureTimeoutError, TimeoutError):
-            return Survived(step, problem=f"it was not done within {secs:g} s (Memory(survivor_secs))")
+            return Survived(step, problem=f"it did not finish within {secs:g} s (Memory(survivor_secs))")
         except (MoECheckpointError, OSError, RuntimeError) as error:
             return Survived(step, problem=f"{type(error).__name__}: {error}")
         return Survived(step, nbytes, time.monotonic() - began)
@@ -308,7 +308,7 @@ class Survivor:
             return
         if not in_time:
             raise TimeoutError
-        raise RuntimeError(own.refused or "its slot could not be sealed; a warning above says why")
+        raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
 
 
 def _left(until: float) -> float:

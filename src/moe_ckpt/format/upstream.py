@@ -180,7 +180,7 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
         found = entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]
         messages.append(Message(channel, *found, entry["number"]))
     if end != body["nbytes"]:
-        raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, and it speaks of {body['nbytes']:,}")
+        raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, but it says {body['nbytes']:,}")
     sent = {channel: entry["messages"] for channel, entry in zip(channels, body["channels"], strict=True)}
     _require_every_message(messages, sent, path)
     return LogHeader(**{name: body[name] for name in _SCALARS}, messages=tuple(messages))

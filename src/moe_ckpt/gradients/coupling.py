@@ -60,8 +60,8 @@ def coupling_of(optimizer: Optimizer) -> Coupling:
     raise UnsupportedError(
         f"{class_name(optimizer)} may couple parameters, which would make a replay from gradients wrong, as "
         "MoEtion(recompute=True) and GradientLog() need it. If each parameter's update depends on its own gradient and "
-        "state alone, say so with moe_ckpt.gradients.coupling.register(); else use a policy that saves full state, "
-        "such as MoEtion(recompute=False)."
+        "state alone, say so with moe_ckpt.gradients.coupling.register(); otherwise use a policy that saves full "
+        "state, such as MoEtion(recompute=False)."
     )
 
 
@@ -90,6 +90,6 @@ def class_named(name: str) -> type[Optimizer]:
         if name_of(kind) == name:
             return kind
     raise UnsupportedError(
-        f"optimizer class {name} is not known here: moe_ckpt.gradients.coupling.register() it first (moe-ckpt densify "
-        "--import MODULE imports a module that does)"
+        f"optimizer class {name} is not registered: call moe_ckpt.gradients.coupling.register() first (moe-ckpt "
+        "densify --import MODULE imports a module that does)"
     )

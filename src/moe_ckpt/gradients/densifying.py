@@ -225,7 +225,7 @@ class _RankShare:
                 block(whole, entry.offsets, part.box).copy_(part.view(source.detach()))
                 missing -= part.box.volume
         if missing:
-            found = f"{entry.name} of {entry.operator} is updated elsewhere: {missing:,} elements are not of this rank"
+            found = f"{entry.name} of {entry.operator} is updated on another rank: {missing:,} are not of this rank"
             raise CoverageError(f"the share of rank {self._rank}", (found,))
         return whole
 
@@ -321,7 +321,7 @@ class _RankLog(LoggedSteps):
 
     def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
         for stored, values in self._of.read(self._share.gradients[step]):
-            self._tell(stored.nbytes, f"making the updates of step {step} once more")
+            self._tell(stored.nbytes, f"repeating the updates of step {step}")
             yield stored.entry.key, stored.entry.offsets, values
 
     def load(self, step: int) -> None:

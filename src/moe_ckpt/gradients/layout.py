@@ -100,7 +100,7 @@ def _unit(row: Sequence[Any]) -> Unit:
     name, optimizer, group, dtype, shape, stride, stored, pieces = row
     # Only types of tensors are looked up by a name that was read.
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"{dtype} is no type of a tensor")
+        raise ValueError(f"{dtype} is not a tensor type")
     blocks = tuple(map(_piece, pieces))
     return Unit(str(name), int(optimizer), int(group), dtype, _dims(shape), _dims(stride), blocks, str(stored))
 

@@ -56,8 +56,8 @@ class LogContent:
             raise CoverageError(
                 f"gradient log of {snapshot.directory}",
                 (
-                    f"{path} tells nothing of what the optimizers update: it was written by an older release. Start "
-                    "the run again, with the ranks and the layout that it had, to go on from memory",
+                    f"{path} does not say what the optimizers update: it was written by an older release. Start the "
+                    "run again, with the same ranks and layout, to resume from memory",
                 ),
             )
         return UpdateLayout.decoded(recorded["layout"], path)

@@ -80,13 +80,13 @@ class StepRecorder(GradientConsumer, GradientRecord):
         number = gradients.update.optimizer
         if not gradients.stay:
             raise UnsupportedError(
-                f"optimizer {number}, a fused {type(self._optimizers[number]).__name__}, is given the loss scale and "
-                "writes the unscaled gradients back while it steps, so that they cannot be copied beside training. "
-                "Make it with fused=False, or use bf16, or a policy that saves full state."
+                f"optimizer {number}, a fused {type(self._optimizers[number]).__name__}, applies the loss scale and "
+                "writes the unscaled gradients back while it steps, so they cannot be copied during training. Create "
+                "it with fused=False, or use bf16, or a policy that saves full state."
             )
         if any(each.update.optimizer == number for each in self._consumed):
             raise ConfigError(
-                f"optimizer {number} made two updates in one step: a log of gradients has room for one. Step once per "
+                f"optimizer {number} made two updates in one step, but a log of gradients holds one. Step once per "
                 "batch, or use a policy that saves full state."
             )
         if not self._consumed:
@@ -105,8 +105,8 @@ class StepRecorder(GradientConsumer, GradientRecord):
             self._consumed.clear()
             raise ConfigError(
                 "gradients are zeroed, or a backward pass begins, after an update and before the end of its step, so "
-                "that they cannot be logged. Do all backward passes of a batch first, and zero gradients at the start "
-                "of the next one; or use a policy that saves full state."
+                "they cannot be logged. Do all backward passes of a batch first, and zero gradients at the start of "
+                "the next one; or use a policy that saves full state."
             )
         self._release()
 
@@ -219,8 +219,8 @@ def _gradient(
     template = templates.get(place)
     if template is None:
         raise UnsupportedError(
-            f"the optimizer updates a block of {piece.parameter} at {piece.box.offsets} that is none of the training "
-            "state's: its gradients cannot be logged. Use a policy that saves full state."
+            f"the optimizer updates a block of {piece.parameter} at {piece.box.offsets} that is not part of the "
+            "training state: its gradients cannot be logged. Use a policy that saves full state."
         )
     return StateTensor(
         key=f"{GRADIENT}{unit.optimizer}/{piece.parameter}",

@@ -89,7 +89,8 @@ class Unit:
         if tuple(tensor.shape) != self.shape or not same_strides(self.shape, tensor.stride(), self.stride):
             raise UnsupportedError(
                 f"{what} of {self.name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, but the "
-                f"parameter {self.shape} and {self.stride}: kernels may round it in another way. Make them alike."
+                f"parameter {self.shape} and {self.stride}: kernels may round it differently. Give them the same shape "
+                "and strides."
             )
 
 
@@ -114,8 +115,8 @@ def whole_unit(name: str, optimizer: int, group: int, tensor: torch.Tensor, box:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if not _is_dense(shape, stride):
         raise UnsupportedError(
-            f"parameter {name} of shape {shape} with strides {stride} does not fill its memory densely, so that its "
-            "updates cannot be repeated from a log. Make it contiguous."
+            f"parameter {name} of shape {shape} with strides {stride} does not fill its memory densely, so its updates "
+            "cannot be repeated from a log. Make it contiguous."
         )
     piece = UnitBlock(name, box or Box((0,) * len(shape), shape), stride, 0)
     return Unit(name, optimizer, group, str(tensor.dtype).removeprefix("torch."), shape, stride, (piece,))

@@ -1,4 +1,4 @@
-"""Restarts within the processes that live on, by NVIDIA's resiliency extension (``moe_ckpt[inprocess]``).
+"""Restarts training in the surviving processes, with NVIDIA's resiliency extension (``moe_ckpt[inprocess]``).
 
 ``restartable`` decorates a train function; see docs/inprocess.md.
 """

@@ -58,13 +58,13 @@ class Kept(Protocol):
 
 
 class Restart:
-    """One call of the train function, which gets this as its first argument.
+    """One call of the train function; its first argument.
 
     Args:
         call: The extension's ``CallWrapper``.
 
     Attributes:
-        iteration: How often the function was called before in this process: 0 for the first time.
+        iteration: How often the function was called before in this process: 0 for the first call.
     """
 
     def __init__(self, call: Any) -> None:
@@ -97,10 +97,11 @@ class Restart:
 
     @contextlib.contextmanager
     def keeping(self, checkpoint: object) -> Iterator[None]:
-        """Seals the newest step after a failure, and lets everything go. Instead of ``with checkpoint:``.
+        """Seals the newest step after a failure, and releases all resources. Use it instead of ``with checkpoint:``.
 
         Args:
-            checkpoint: What ``megatron.attach`` returned, or the ``MoECheckpoint`` of a Trainer that fits in here.
+            checkpoint: The result of ``megatron.attach``, or the ``MoECheckpoint`` of the Trainer that trains in this
+                block.
 
         Raises:
             UnsupportedError: It is something else.
@@ -108,9 +109,9 @@ class Restart:
         kept: Any = getattr(checkpoint, "kept", checkpoint)
         if not all(hasattr(kept, name) for name in ("surviving", "finish", "close")):
             raise UnsupportedError(
-                f"restart.keeping({type(checkpoint).__name__}): it takes what megatron.attach returned, or a "
-                "MoECheckpoint callback. Megatron-LM's own loop makes process groups and handles exceptions by itself: "
-                "start it with --inprocess-restart, by torchrun or a scheduler, without inprocess.restartable"
+                f"restart.keeping({type(checkpoint).__name__}): give the result of megatron.attach, or a MoECheckpoint "
+                "callback. Megatron-LM's own loop makes process groups and handles exceptions itself: start it with "
+                "--inprocess-restart, by torchrun or a scheduler, without inprocess.restartable"
             )
         self._kept = kept
         try:
@@ -133,7 +134,7 @@ class Restart:
             raise
 
     def survive(self) -> None:
-        """The processes are set back: seals the newest step. On the monitor thread."""
+        """Seals the newest step before the processes are restarted. On the monitor thread."""
         surviving = None if self._kept is None else self._kept.surviving
         if surviving is None:
             return
@@ -149,13 +150,13 @@ def restartable(
     """Decorates a train function ``train(restart, ...)``, so that survivors of a failure call it again.
 
     Processes are started without torchrun, one per rank, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Those
-    beyond ``ranks`` are spares, which wait, and take the places of ranks that are gone. Where fewer than ``ranks`` are
-    left, every process ends with the extension's ``RestartAbort``, and the next start of the job goes on from memory.
+    beyond ``ranks`` are spares, which wait, and replace lost ranks. If fewer than ``ranks`` are left, every process
+    ends with the extension's ``RestartAbort``, and the next start of the job resumes from memory.
 
     Args:
-        ranks: How many train; None: all, so that none may be lost.
-        max_restarts: So often the function is called again; then every process ends with ``RestartAbort``. What a user
-            must mend (``errors.UserError``, and recoveries that fail again and again) ends them at once.
+        ranks: How many train; None: all, so there are no spares.
+        max_restarts: How often the function is called again; after that every process ends with ``RestartAbort``.
+            Errors that a user must fix (``errors.UserError``, and repeated failures of the recovery) end them at once.
         **options: Of ``nvidia_resiliency_ext.inprocess.Wrapper``, such as ``soft_timeout``; not ``rank_assignment``.
 
     Returns:
@@ -191,7 +192,7 @@ def restartable(
 def _require_plain_processes(ranks: int | None) -> None:
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
         raise ConfigError(
-            "inprocess.restartable: torchrun stops all processes of a node when one fails, so that none survives. "
+            "inprocess.restartable: torchrun stops all processes of a node when one fails, so none survives. "
             "Start one process per rank by srun, mpirun or a script, with RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT; or leave the decorator out, and let torchrun start the job again"
         )

@@ -65,7 +65,7 @@ def _whole(reader: StoreReader, manifest: Manifest, rank: int) -> WholeCheckpoin
     if checkpoint.state.get("framework") != "lightning":
         raise NoCheckpointError(
             f"checkpoint {manifest.directory} was written under {checkpoint.state.get('framework')!r}, not under "
-            "Lightning: it has no loops to go on with. Export it to safetensors or dcp instead."
+            "Lightning: it has no Lightning loops to continue. Export it to safetensors or dcp instead."
         )
     return checkpoint
 

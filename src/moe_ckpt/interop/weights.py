@@ -177,7 +177,7 @@ class Loaded:
 
     def __str__(self) -> str:
         parts = [f"{self.tensors} tensors from {self.title}"]
-        for names, what in ((self.left, "not in it, left as they were"), (self.unused, "in it, but not in the model")):
+        for names, what in ((self.left, "not in the source, unchanged"), (self.unused, "not in the model")):
             if names:
                 parts.append(f"{what}: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" * (len(names) > 6)))
         return "; ".join(parts)

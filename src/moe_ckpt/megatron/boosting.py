@@ -41,7 +41,7 @@ class RouterPort:
         config = self._router.config
         if config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity:
             return (
-                "moe_pad_expert_input_to_capacity gives each expert the same number of rows, so none can have more. "
+                "moe_pad_expert_input_to_capacity gives each expert the same number of rows, so none can get more. "
                 "Train without padding to capacity"
             )
         if config.moe_expert_capacity_factor is not None:
@@ -49,9 +49,9 @@ class RouterPort:
         if self._router.routing_type == "sinkhorn":
             return "sinkhorn has no scores to choose by. Choose another moe_router_load_balancing_type, or a capacity"
         if config.moe_router_fusion:
-            return "moe_router_fusion chooses in one kernel, out of reach. Train with moe_router_fusion off"
+            return "moe_router_fusion chooses in one kernel, out of reach. Train without moe_router_fusion"
         if not hasattr(self._router, "router_replay"):
-            return "it has no router_replay, by which Megatron-Core 0.16.1 asks for a choice. Install that release"
+            return "it has no router_replay, which the boost uses in Megatron-Core 0.16.1. Install that release"
         return None
 
     def attach(self, boost: LayerBoost) -> None:

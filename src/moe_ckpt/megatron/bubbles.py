@@ -34,8 +34,8 @@ def make_gate(options: Options, chunks: int, *, on_device: bool) -> BubbleGate |
     stages = int(groups.get_pipeline_model_parallel_world_size())
     if options.bubbles == "on" and stages == 1:
         raise ConfigError(
-            "megatron.attach(bubbles='on'): this pipeline has one stage, hence no bubbles. Give bubbles='auto', with "
-            "which nothing is held back here, or set pipeline_model_parallel_size above 1"
+            "megatron.attach(bubbles='on'): this pipeline has one stage, so it has no bubbles. Set bubbles='auto', "
+            "which holds nothing back here, or set pipeline_model_parallel_size above 1"
         )
     wanted = options.bubbles == "on" or (options.bubbles == "auto" and options.needs.bubbles)
     if stages == 1 or not wanted:

@@ -46,14 +46,16 @@ if TYPE_CHECKING:
 
 _ADVICE = {
     State.OPEN: (
-        "MegatronCheckpoint.resume() was not called, so training would begin anew beside the checkpoints that there "
-        "may be. Call it before the first step; to begin anew, megatron.attach(resume='never')"
+        "MegatronCheckpoint.resume() was not called, so training would start from scratch and ignore existing "
+        "checkpoints. Call it before the first step; to start from scratch, use megatron.attach(resume='never')"
     ),
     **dict.fromkeys(
         (State.READY, State.WINDOW, State.TRAINING, State.REPLAYING),
         "MegatronCheckpoint.resume() was called twice: call it once, before the first step",
     ),
-    **dict.fromkeys((State.ENDED, State.CLOSED), "nothing after finish() or close(); to train on, attach again"),
+    **dict.fromkeys(
+        (State.ENDED, State.CLOSED), "call nothing after finish() or close(); to train again, attach again"
+    ),
 }
 
 
@@ -67,17 +69,17 @@ def attach(
     stateful: Mapping[str, Stateful] | None = None,
     **options: Unpack[OptionValues],
 ) -> MegatronCheckpoint:
-    """Checkpoints a Megatron training loop. A collective of all ranks, when model and optimizer are complete.
+    """Checkpoints a Megatron training loop. A collective of all ranks, called when model and optimizer are complete.
 
     Args:
         model_chunks: This rank's model, or its chunks under interleaved pipelining, wrapped (DDP, Float16Module) or
             not.
-        optimizer: What ``get_megatron_optimizer`` made of these chunks.
+        optimizer: The optimizer that ``get_megatron_optimizer`` made for these chunks.
         scheduler: The ``OptimizerParamScheduler``, or any object with ``state_dict`` and ``load_state_dict``.
         policy: What is saved when; None: ``MoC(k=1)``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
-        stateful: What else is saved, by name, such as a data loader: plain data and tensors only.
-        **options: See ``moe_ckpt.engine.options.Options``. ``resume="never"`` begins with the model as it is.
+        stateful: Further objects to save, by name, such as a data loader: plain data and tensors only.
+        **options: See ``moe_ckpt.engine.options.Options``. ``resume="never"`` starts with the model as it is.
 
     Raises:
         MissingPackageError: Megatron-Core is not installed.
@@ -95,18 +97,19 @@ def attach(
 
 
 class MegatronCheckpoint:
-    """Checkpoints one training loop. Every method is called by all ranks, on the training thread.
+    """Checkpoints one training loop. All ranks call each method, on the training thread.
 
     Attributes:
         options: As given, checked.
-        policy: Within its guard if there is one.
+        policy: The policy, wrapped in its guard if there is one.
         dirpath: Directory or URL of the store.
-        metrics: The torchmetrics of ``moe_ckpt.metrics``, updated at each step, of this rank in this process; None
-            where torchmetrics is not installed.
-        recovery_plan: Where each operator of the checkpoint came from that training resumed from: memory of this node,
-            of others, or storage, as this rank sees it; None before, and for a new run.
+        metrics: The torchmetrics of ``moe_ckpt.metrics`` for this rank in this process, updated at each step; None if
+            torchmetrics is not installed.
+        recovery_plan: Where each operator of the checkpoint that training resumed from came from on this rank: memory
+            of this node, of others, or storage; None before ``resume``, and for a new run.
         surviving: Seals the newest iteration when training stops.
-        upstream: Logs what crosses the boundaries of this rank's stage; None without ``Memory(upstream_bytes=...)``.
+        upstream: Logs the messages over the boundaries of this rank's stage; None without
+            ``Memory(upstream_bytes=...)``.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class MegatronCheckpoint:
 
     @property
     def last(self) -> StepRecord | None:
-        """What the newest step cost; ``last.halt`` is the reason if the policy asks for the end, else None."""
+        """The record of the newest step; ``last.halt`` is the reason if the policy asks to end training, else None."""
         return self._driver.last
 
     @property
@@ -197,12 +200,13 @@ class MegatronCheckpoint:
 
     @property
     def iteration(self) -> int:
-        """Iterations done."""
+        """Number of iterations done."""
         return self._host.step
 
     @property
     def replaying(self) -> bool:
-        """Whether a sparse window is replayed; memory holds no state of the run until that is done."""
+        """Whether a sparse window is being replayed; until that is done, the model holds no complete state of the
+        run."""
         return self._driver.replaying is not None
 
     # --- once, before training ---
@@ -210,14 +214,14 @@ class MegatronCheckpoint:
     def resume(self, otherwise: Callable[[], Progress] | None = None) -> Progress:
         """Resumes from the newest checkpoint that all ranks can load, on this layout or another. Once, before training.
 
-        When it returns, tensors, schedules and counters are restored. Random number generators follow in
-        ``begin_training``, so that what is built in between (data loaders, their iterators) may draw from them; on
-        another layout they are not restored. From a sparse window (MoEvement) training resumes at the window's first
-        step, and the loop computes the steps up to its last again, exactly.
+        When it returns, tensors, schedules and counters are restored. Random number generators are restored in
+        ``begin_training``, so data loaders and iterators that are built in between may draw from them; on another
+        layout they are not restored. From a sparse window (MoEvement) training resumes at the window's first step, and
+        the loop computes the steps up to its last again, exactly.
 
         Args:
-            otherwise: Called on all ranks if no checkpoint is taken: loads what the run begins with, for instance by
-                ``import_torch_dist``, and returns where that stands. None to begin with the model as it is.
+            otherwise: Called on all ranks if no checkpoint is loaded: loads the state that the run starts with, for
+                instance by ``import_torch_dist``, and returns its position. None to start with the model as it is.
 
         Raises:
             NoCheckpointError: There are checkpoints, but none that can be used.
@@ -248,8 +252,8 @@ class MegatronCheckpoint:
     def begin_training(self) -> None:
         """The second phase of ``resume``: restores the random number generators.
 
-        Called by a hook before the first training forward pass. Call it earlier if the first iteration draws before
-        that, as a dataset may when it is read. Later calls do nothing.
+        Called by a hook before the first training forward pass. Call it earlier if the first iteration draws random
+        numbers before that, as a dataset may when it is read. Later calls do nothing.
 
         Raises:
             ConfigError: ``resume`` was not called.
@@ -273,7 +277,8 @@ class MegatronCheckpoint:
     # --- every iteration ---
 
     def before_step(self) -> None:
-        """Waits for the copy under way, which reads what the optimizer changes. Called by ``optimizer.step()``.
+        """Waits for the copy under way, which reads the state that the optimizer changes. Called by
+        ``optimizer.step()``.
 
         Call it where something else changes weights, before or instead of ``optimizer.step()``.
 
@@ -293,7 +298,7 @@ class MegatronCheckpoint:
         if self._host.generators.due or first_save_due:
             raise ConfigError(
                 "no training forward pass of the model that was given to megatron.attach was seen before this "
-                "optimizer step, so random number generators were not put back in time. Call "
+                "optimizer step, so random number generators were not restored in time. Call "
                 "begin_training() between resume() and the first forward pass"
             )
         self.begin_training()
@@ -312,15 +317,16 @@ class MegatronCheckpoint:
         updated: bool | None = None,
         counters: Mapping[str, Any] | None = None,
     ) -> StepRecord:
-        """Books the tokens, and begins a checkpoint if one is due. After ``optimizer.step()`` and the scheduler.
+        """Counts the tokens, and starts a checkpoint if one is due. Call it after ``optimizer.step()`` and the
+        scheduler.
 
         Args:
             iteration: Iterations done, this one included.
-            consumed_samples: Of the training data, by now; comes back from ``resume``.
-            updated: False if fp16 overflowed and the step was skipped, so that its tokens do not count. None: what
+            consumed_samples: Training samples consumed so far; ``resume`` returns it.
+            updated: False if fp16 overflowed and the step was skipped, so its tokens do not count. None: the value that
                 ``optimizer.step()`` returned on this rank.
-            counters: What else comes back from ``resume`` (``Progress.counters``): plain data by name, which a replay
-                does not compare. None: as before.
+            counters: Further values that ``resume`` returns (``Progress.counters``): plain data by name, which a replay
+                does not compare. None: unchanged.
 
         Raises:
             ConfigError: No optimizer step came before, or iterations are not counted one by one.
@@ -339,9 +345,9 @@ class MegatronCheckpoint:
         return record
 
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
-        """Instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
+        """Called instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
 
-        It gets no checkpoint; the next iteration's includes its data.
+        It gets no checkpoint; the checkpoint of the next iteration includes its data position.
 
         Args:
             iteration: As of ``after_step``.
@@ -361,20 +367,20 @@ class MegatronCheckpoint:
             self.upstream.step_begins(iteration + 1)
 
     def discard_tokens(self) -> None:
-        """Forgets the tokens routed since the last iteration; the rerun machine runs the forward pass again."""
+        """Forgets the tokens routed since the last iteration, when Megatron's rerun machine repeats a forward pass."""
         self._counter.discard()
         self._host.boosting.discard()
 
     def save(self, *, wait: bool = True) -> bool:
         """Saves a complete checkpoint of the newest iteration, whatever the policy, if the job may be about to end.
 
-        After ``after_step`` or ``skip``, before the next iteration. Nothing is written if there is one already.
+        Call it after ``after_step`` or ``skip``, before the next iteration. Nothing is written if there is one already.
 
         Args:
-            wait: Wait until it is committed; else it is written beside training as any other.
+            wait: Wait until it is committed; else it is written during training, as any other.
 
         Returns:
-            Whether there is one. Not in a replay, when memory holds no state of the run, and the store the window.
+            Whether there is one. False in a replay, when the model holds no complete state of the run.
 
         Raises:
             SaveFailedError: It could not be committed, or not in time.
@@ -384,13 +390,13 @@ class MegatronCheckpoint:
     # --- once, at the end ---
 
     def finish(self, *, ended: bool = True) -> None:
-        """Training ended well: saves a complete last checkpoint, and waits for it.
+        """Training ended without an error: saves a complete last checkpoint, and waits for it.
 
         Safe to call twice, and just before ``sys.exit``.
 
         Args:
-            ended: The run is finished, which a later start will say. False for a job that another one continues, after
-                a time limit or a signal; a policy that asked for the end counts as that.
+            ended: The run is finished, and a later start says so. False for a job that another one continues, after a
+                time limit or a signal; also if the policy asked to end training.
 
         Raises:
             SaveFailedError: It could not be committed.

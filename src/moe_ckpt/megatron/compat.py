@@ -92,7 +92,7 @@ def look_up(module: str, name: str) -> Any:
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"megatron-core {version()} has no {module}.{name}, which moe_ckpt.megatron builds on. Versions 0.16.x are "
-            "known to have it: install one of them, or a newer moe_ckpt."
+            f"megatron-core {version()} has no {module}.{name}, which moe_ckpt.megatron needs. Versions 0.16.x have "
+            "it: install one of them, or a newer moe_ckpt."
         ) from error
     return found

@@ -125,6 +125,6 @@ def _described(dropping: Callable[..., Any], args: Any, kwargs: Any, result: Any
 def moved(name: str, expected: str) -> UnsupportedError:
     """Returns the error for a hook point that has changed."""
     return UnsupportedError(
-        f"{name} of megatron-core {version()} is not what the counter of routed tokens hooks into: {expected}. It was "
-        "written against megatron-core 0.16.1; install that release, or a newer moe_ckpt."
+        f"{name} of megatron-core {version()} is not what the counter of routed tokens expects: {expected}. The "
+        "counter was written for megatron-core 0.16.1; install that release, or a newer moe_ckpt."
     )

@@ -55,14 +55,14 @@ def capture_gradients(
     for chunk in chunks:
         if not hasattr(chunk, "zero_grad_buffer"):
             raise UnsupportedError(
-                f"{type(chunk).__name__} is not wrapped in Megatron's DistributedDataParallel, so that nothing tells "
-                "when its gradients are overwritten. Wrap it, or use a policy that saves full state."
+                f"{type(chunk).__name__} is not wrapped in Megatron's DistributedDataParallel, so it is not known when "
+                "its gradients are overwritten. Wrap it, or use a policy that saves full state."
             )
     for leaf in leaves(optimizer):
         if getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
             raise UnsupportedError(
-                "reuse_grad_buf_for_mxfp8_param_ag overwrites gradients as soon as the optimizer has stepped, so that "
-                "they cannot be copied beside training. Set it to False, or use a policy that saves full state."
+                "reuse_grad_buf_for_mxfp8_param_ag overwrites gradients as soon as the optimizer has stepped, so they "
+                "cannot be copied during training. Set it to False, or use a policy that saves full state."
             )
         if type(leaf.optimizer).__name__ in _ELEMENTWISE:
             register(type(leaf.optimizer), Coupling.ELEMENTS)

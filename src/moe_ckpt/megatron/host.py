@@ -44,7 +44,7 @@ _REPEATED: tuple[Repeated, ...] = (
     ("the hyperparameters of the optimizer", lambda state: state["plain"]["optimizer"]),
     ("the state of the scheduler or of another object in stateful=", lambda state: state["stateful"]),
     ("the number of consumed samples", lambda state: state["consumed_samples"]),
-    ("an expert bias or another buffer of a router, so that tokens took other ways", lambda s: s["plain"]["buffers"]),
+    ("an expert bias or another buffer of a router, so tokens were routed otherwise", lambda s: s["plain"]["buffers"]),
 )
 
 
@@ -90,7 +90,7 @@ class MegatronHost(Host):
             raise OtherLayoutError(
                 manifest.directory,
                 f"of a run with other parallel degrees: {', '.join(differing)}",
-                "Start with those of that run; a dense checkpoint, such as its last one, can go on with others.",
+                "Start with those of that run; a dense checkpoint, such as its last one, can be loaded with others.",
                 "a gradient log" if is_log else "a sparse window",
             )
 
@@ -120,7 +120,7 @@ class MegatronHost(Host):
     def load_weights(self, path: str, comm: Communicator) -> Loaded:
         if self.loop.iteration:
             raise ConfigError(
-                f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which begins at "
+                f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which starts at "
                 f"iteration {self.loop.iteration}, contradict each other: give one of them"
             )
         return load_into(path, self.state, comm)
@@ -130,7 +130,7 @@ class MegatronHost(Host):
     ) -> tuple[bool, str]:
         return True, (  # only the loop knows its length
             f". The run is finished ({finished.reason}): a loop that ends at iteration {manifest.step} trains nothing, "
-            "a longer one goes on. For another experiment choose another dirpath"
+            "a longer one continues. For another experiment choose another dirpath"
         )
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
@@ -179,7 +179,7 @@ def other_layout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
         return None
     return (
         f"the checkpoint is of another layout ({'; '.join(differing)}): weights and optimizer state are exact, but "
-        "random numbers go on as seeded now, so that what follows is not what the run would have computed"
+        "random numbers come from the new seed, so training differs from what the run would have computed"
     )
 
 

@@ -120,8 +120,8 @@ def _require_known_state(model: nn.Module) -> None:
     if getattr(config, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
         raise UnsupportedError(
             f"fp8={config.fp8!r} with fp8_recipe='delayed' scales by a history of maxima that Transformer Engine keeps "
-            "to itself and that is not saved, so a run that comes back would scale otherwise. Set fp8_recipe to "
-            "'tensorwise', 'blockwise' or 'mxfp8', which scale by the present values."
+            "internally and that is not saved, so a resumed run would scale differently. Set fp8_recipe to "
+            "'tensorwise', 'blockwise' or 'mxfp8', which scale by the current values."
         )
     for name, module in model.named_modules():
         kind = type(module)
@@ -221,8 +221,8 @@ class _Chunk:
         gated = self._is_gated(name)
         if sharding.size > 1 and int(getattr(parameter, "partition_stride", 1)) != 1 and not gated:
             raise UnsupportedError(
-                f"{name} is split over tensor-parallel ranks with stride above 1: which rows of the whole these "
-                "are is not known. Use tensor parallelism 1."
+                f"{name} is split over tensor-parallel ranks with stride above 1, so it is not known which rows of the "
+                "whole these are. Use tensor parallelism 1."
             )
         shape, axes = sharded(tuple(parameter.shape), dim or 0, sharding, gated)
         return shape, 0, axes
@@ -244,9 +244,8 @@ class _Chunk:
         dim = int(getattr(parameter, "partition_dim", -1))
         if dim < 0 and self._dense.size > 1:
             raise UnsupportedError(
-                f"{name} ({type(self._modules[module]).__name__}) is divided over tensor-parallel ranks, but along "
-                "which axis is not said (partition_dim), so that the whole cannot be put together. Use tensor "
-                "parallelism 1."
+                f"{name} ({type(self._modules[module]).__name__}) is divided over tensor-parallel ranks, but its axis "
+                "(partition_dim) is not set, so the whole cannot be assembled. Use tensor parallelism 1."
             )
         return dim if dim >= 0 else None
 
@@ -273,7 +272,7 @@ class _Chunk:
             found = {self._index(moe, int(match[2])): self._straight(match[1], parameter, gated)}
         else:
             raise UnsupportedError(
-                f"{name}: {type(experts).__name__} keeps its experts in a way that is not known here. Known are "
+                f"{name}: {type(experts).__name__} keeps its experts in a way that is not supported. Supported are "
                 "SequentialMLP (local_experts), GroupedMLP (weight1, weight2) and TEGroupedMLP (linear_fc1.weight0)."
             )
         parts = tuple(
@@ -288,7 +287,7 @@ class _Chunk:
         if local >= len(indices):
             raise UnsupportedError(
                 f"{moe} holds weights of a local expert {local}, but its local_expert_indices are only "
-                f"{list(indices)}: which expert of the model that is cannot be known. Build both alike."
+                f"{list(indices)}: so it is not known which expert of the model that is. Make both agree."
             )
         return indices[local]
 

@@ -1,4 +1,4 @@
-"""The protocol between a training loop and the adapter: order of calls, and position."""
+"""Position of a training loop (``Progress``), and the order in which it must call the adapter."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training begins or resumes.
+    """Where training starts or resumes.
 
     Attributes:
         iteration: Iterations done; the next one to compute is ``iteration + 1``, counted from 1.
-        consumed_samples: Training samples consumed by then, as given to ``after_step``.
+        consumed_samples: Training samples consumed so far, as given to ``after_step``.
         restored: False for a new run.
-        counters: What else the loop counts, as given to ``after_step`` or ``skip``; empty for a new run, and for
+        counters: Further counters of the loop, as given to ``after_step`` or ``skip``; empty for a new run, and for
             checkpoints of releases without counters.
     """
 

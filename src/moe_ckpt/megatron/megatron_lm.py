@@ -1,4 +1,4 @@
-"""Checkpoints for Megatron-LM's own training scripts, with one line added.
+"""``megatron.install``: checkpoints for Megatron-LM's own training scripts, with one added line.
 
 ``pretrain`` of Megatron-LM has no hooks. It consists of functions of ``megatron.training.training`` that call each
 other by name, so some of them are replaced by functions that call the original and the adapter:
@@ -89,27 +89,27 @@ def install(
     stateful: Mapping[str, Stateful] | None = None,
     **options: Unpack[OptionValues],
 ) -> MegatronLM:
-    """Checkpoints the training of Megatron-LM's ``pretrain(...)``. Called on all ranks, before it::
+    """Checkpoints the training of Megatron-LM's ``pretrain(...)``. Call it on all ranks, before ``pretrain``::
 
         from moe_ckpt import megatron
 
         megatron.install(policy=MoC(k=1), dirpath="/shared/my_run") pretrain(...)
 
     Training resumes from the newest checkpoint in ``dirpath``; without one from ``--load``, or as a new run. Megatron's
-    own ``--save`` and ``--load`` still work, and are not needed.
+    own ``--save`` and ``--load`` still work, but are not needed.
 
     Args:
-        policy: As of ``megatron.attach``.
-        dirpath: As of ``megatron.attach``.
-        stateful: As of ``megatron.attach``.
-        **options: As of ``megatron.attach``.
+        policy: As in ``megatron.attach``.
+        dirpath: As in ``megatron.attach``.
+        stateful: As in ``megatron.attach``.
+        **options: As in ``megatron.attach``.
 
     Returns:
-        What was installed; its ``checkpoint`` is the result of ``attach``, once there is a model.
+        The installed adapter; its ``checkpoint`` is the result of ``attach``, once there is a model.
 
     Raises:
         ConfigError: An impossible setting, a second call, or Megatron-LM cannot be imported.
-        UnsupportedError: In this version of Megatron-LM a needed name has moved.
+        UnsupportedError: This version of Megatron-LM lacks a function that is needed.
     """
     global _installed
     chosen = make_options("megatron.install", policy, dirpath, options, ("stateful",))
@@ -176,8 +176,8 @@ def _moved_names(training: Any, replaced: Mapping[str, tuple[str, tuple[str, ...
 def _moved(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"this Megatron-LM (megatron-core {megatron_core().version}) has no {what}, which moe_ckpt.megatron.install "
-        f"builds on. {KNOWN} is known to have it: use that, or put attach, resume, after_step and finish into the "
-        "training loop (docs/megatron.md), or take a newer moe_ckpt."
+        f"needs. {KNOWN} has it: use that, or put attach, resume, after_step and finish into the training loop "
+        "(docs/megatron.md), or take a newer moe_ckpt."
     )
 
 
@@ -279,7 +279,7 @@ class MegatronLM:
         """Returns where a run begins that ``--load`` has loaded, without a checkpoint here."""
         if is_rank_zero():
             announce(
-                "no checkpoint is taken from %s: training goes on at iteration %d of --load %s",
+                "no checkpoint is loaded from %s: training continues at iteration %d of --load %s",
                 self.options.dirpath,
                 settings.iteration,
                 settings.load,
@@ -322,8 +322,8 @@ class MegatronLM:
             return
         if there > iteration:
             announce(
-                "--load %s is at iteration %d, and was not loaded: the checkpoint in %s was, which is at iteration %d. "
-                "To go on from the other, give megatron.install another dirpath",
+                "--load %s is at iteration %d, but was not loaded: the checkpoint in %s was, which is at iteration %d. "
+                "To continue from --load, give megatron.install another dirpath",
                 settings.load,
                 there,
                 self.options.dirpath,
@@ -465,7 +465,7 @@ class MegatronLM:
             if is_rank_zero():
                 announce(
                     "Megatron's checkpoint of iteration %d is not written: a sparse window is computed again, and "
-                    "until its end memory holds no state of the run",
+                    "until its end the model holds no complete state of the run",
                     self._arguments("save_checkpoint", args, kwargs)["iteration"],
                 )
             return None

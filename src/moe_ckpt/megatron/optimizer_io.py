@@ -118,8 +118,8 @@ def _load_distributed(leaf: Any, state: dict[str, Any]) -> None:
     tensors, kind = state.pop("param_state", None), state.pop(SHARDING, None)
     if kind not in _LOADERS:
         raise UnsupportedError(
-            f"the checkpoint has the distributed optimizer's state in the form {kind!r}, which is not known here. "
-            f"Known are {', '.join(_LOADERS)}: save it again with Megatron, or import with weights_only=True."
+            f"the checkpoint has the distributed optimizer's state in the form {kind!r}, which is not supported. "
+            f"Supported are {', '.join(_LOADERS)}: save it again with Megatron, or import with weights_only=True."
         )
     leaf.load_state_dict(state)
     with _without_steps(leaf.optimizer):

@@ -80,9 +80,9 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
 
 def _unknown(name: str, version: str) -> str:
     return (
-        f"{name} of megatron-core {version} keeps its state in a way that is not known here. Known are FP32Optimizer, "
-        "Float16OptimizerWithFloat16Params and DistributedOptimizer, chained or not, with Adam, AdamW or SGD: set "
-        "optimizer='adam' or 'sgd'."
+        f"{name} of megatron-core {version} keeps its state in a way that is not supported. Supported are "
+        "FP32Optimizer, Float16OptimizerWithFloat16Params and DistributedOptimizer, chained or not, with Adam, AdamW "
+        "or SGD: set optimizer='adam' or 'sgd'."
     )
 
 
@@ -93,12 +93,12 @@ def _check(leaf: Any, version: str) -> None:
         raise UnsupportedError(_unknown(f"{type(leaf).__name__} with {inner}", version))
     if getattr(leaf.config, "use_precision_aware_optimizer", False):
         raise UnsupportedError(
-            "use_precision_aware_optimizer keeps scaled states inside of FusedAdam, and what they stand for is known "
-            "to it alone. Set it to False."
+            "use_precision_aware_optimizer keeps scaled states inside FusedAdam, in a form that only FusedAdam can "
+            "read. Set it to False."
         )
     if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
         raise UnsupportedError(
-            "use_megatron_fsdp keeps parameters in buffers of its own. Use the distributed optimizer instead of it, or "
+            "use_megatron_fsdp keeps parameters in its own buffers. Use the distributed optimizer instead of it, or "
             "FSDP2 with the Lightning callback."
         )
 
@@ -148,7 +148,7 @@ def require_quiet_weights(optimizer: Any) -> None:
     """
     if any(getattr(leaf.config, "overlap_param_gather_with_optimizer_step", False) for leaf in leaves(optimizer)):
         raise UnsupportedError(
-            "overlap_param_gather_with_optimizer_step gathers weights while a sparse window would be loaded into them. "
+            "overlap_param_gather_with_optimizer_step gathers weights while a sparse window is loaded into them. "
             "Set it to False (overlap_param_gather may stay), or choose a policy without windows."
         )
 
@@ -236,7 +236,7 @@ def state_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         if not isinstance(value, torch.Tensor) or slot.updated is None or value.numel() != slot.updated.numel():
             raise UnsupportedError(
                 f"state {key!r} of {name} in {type(slot.leaf.optimizer).__name__} is not of the parameter's shape, so "
-                "that it cannot be cut into experts and ranges. Use Adam, AdamW or SGD."
+                "it cannot be divided into experts and ranges. Use Adam, AdamW or SGD."
             )
         yield key, value
 
@@ -271,8 +271,8 @@ def read_step(optimizer: Any) -> int | None:
     counts = {count for leaf in leaves(optimizer) for count in _counts(leaf)}
     if len(counts) > 1:
         raise ConfigError(
-            f"the optimizers have made {sorted(counts)} steps: parameters were left out of some. Give all parameters "
-            "of the model to get_megatron_optimizer at the start, and freeze none in between."
+            f"the optimizers have made {sorted(counts)} steps: some steps did not update all parameters. Give all "
+            "parameters of the model to get_megatron_optimizer at the start, and freeze none during training."
         )
     return next(iter(counts), None)
 

@@ -178,8 +178,8 @@ def _real_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], routing_map: tor
     if padding.numel() != routing_map.shape[0]:
         raise UnsupportedError(
             f"padding_mask of {tuple(padding.shape)} reaches a router that routes {routing_map.shape[0]} tokens, so "
-            "padding cannot be told from tokens. With sequence parallelism Megatron-Core cuts the mask on the first "
-            "pipeline stage only: give the later stages this tensor-parallel rank's part of it."
+            "padding and tokens cannot be distinguished. With sequence parallelism Megatron-Core cuts the mask on the "
+            "first pipeline stage only: give the later stages this tensor-parallel rank's part of it."
         )
     real: torch.Tensor = ~padding.reshape(-1).bool()
     return real
@@ -218,7 +218,7 @@ def _check_router(router: Any, expected: type) -> None:
     if captured - _GRAPHS_WITHOUT_ROUTER:
         raise UnsupportedError(
             f"cuda_graph_impl={router.config.cuda_graph_impl!r} with cuda_graph_scope {sorted(captured)} captures the "
-            "router, and the replay of a CUDA graph runs no hooks, so nothing would be counted. Limit "
+            "router, and the replay of a CUDA graph runs no hooks, so no tokens would be counted. Limit "
             f"cuda_graph_scope to {', '.join(sorted(_GRAPHS_WITHOUT_ROUTER))}."
         )
 

@@ -57,7 +57,7 @@ def export_torch_dist(
     iteration: int = 0,
     consumed_samples: int = 0,
 ) -> None:
-    """Writes the job's present state with Megatron's ``dist_checkpointing.save``. A collective, between iterations.
+    """Writes the state of the job with Megatron's ``dist_checkpointing.save``. A collective, between iterations.
 
     Megatron loads it into the same model in any layout. Optimizer state it loads with other tensor, pipeline and data
     parallelism, but not between expert parallelism of 1 and more, nor with and without the distributed optimizer; use a
@@ -113,7 +113,7 @@ def import_torch_dist(
     *,
     weights_only: bool = False,
 ) -> Progress:
-    """Loads a ``torch_dist`` checkpoint into live objects, with Megatron's loader, and returns where it stands.
+    """Loads a ``torch_dist`` checkpoint into live objects, with Megatron's loader, and returns its position.
 
     A collective, before training. Megatron's loader unpickles (``common.pt``, ``.metadata``), so the writer of those
     files can run code in this job: open only what you trust. Nothing in this package calls this function.
@@ -122,7 +122,7 @@ def import_torch_dist(
     the distributed optimizer: it fails before the first step, gives all parameters one step count, which each of them
     then advances, and copies that count with the tensors. This function works around these.
 
-    To begin a checkpointed run from it, give it to ``resume``, which calls it if the run has no checkpoint::
+    To start a checkpointed run from it, give it to ``resume``, which calls it if the run has no checkpoint::
 
         ckpt = megatron.attach(chunks, optimizer, scheduler, dirpath="checkpoints")
         progress = ckpt.resume(lambda: megatron.import_torch_dist(path, chunks, optimizer, scheduler))
@@ -209,17 +209,17 @@ def _make_directory(path: str) -> None:
         os.makedirs(path, mode=0o700, exist_ok=True)
         usable = not os.listdir(path)
     if not from_rank_zero(usable):
-        raise ConfigError(f"{path} is not empty: Megatron would write over what is there. Give a new directory")
+        raise ConfigError(f"{path} is not empty: Megatron would overwrite its files. Give a new directory")
 
 
 def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> None:
     """Raises ``ConfigError`` where Megatron's loader would fail half-way: another number or kind of optimizers."""
     if "optimizer" not in common:
-        raise ConfigError(f"{path} holds no optimizer: give weights_only=True to begin from its weights")
+        raise ConfigError(f"{path} holds no optimizer: set weights_only=True to start from its weights")
     stored = common["optimizer"]
     there = list(stored.values()) if all(isinstance(key, int) for key in stored) else [stored]
     here = getattr(optimizer, "chained_optimizers", [optimizer])
-    advice = "Do likewise, or give weights_only=True, or use a checkpoint of moe_ckpt, which opens on any layout"
+    advice = "Do the same, or set weights_only=True, or use a checkpoint of moe_ckpt, which opens on any layout"
     if len(here) != len(there):
         raise ConfigError(
             f"{path} holds {len(there)} optimizers, and this run has {len(here)}: Megatron keeps one for experts and "
@@ -285,7 +285,7 @@ def _stored_generators(stored: Mapping[str, Any]) -> _Place | None:
     """Returns the place of this rank's generators on this layout."""
     found = next((place for place in _places() if place.of(None).unique_key in stored), None)
     if found is None:
-        log.warning("the checkpoint has no random number generators for this layout: they stay as they are")
+        log.warning("the checkpoint has no random number generators for this layout: they are not changed")
     return found
 
 

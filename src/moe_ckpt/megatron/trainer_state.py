@@ -64,16 +64,16 @@ def all_stateful(scheduler: Stateful | None, stateful: Mapping[str, Stateful]) -
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise ConfigError(
                 f"{name} ({type(each).__name__}), given to megatron.attach, lacks state_dict or load_state_dict, so it "
-                "cannot come back. Give it both, or leave it out"
+                "cannot be restored. Give it both, or leave it out"
             )
     return found
 
 
 _OTHER_SCHEDULE = (
-    "The schedule of this run is not the checkpoint's, as when it is to train longer: give "
-    "--override-opt_param-scheduler to go on with this run's schedule, --use-checkpoint-opt_param-scheduler to go on "
-    "with the checkpoint's (arguments of Megatron-LM, and of OptimizerParamScheduler with underscores), or the "
-    "--train-iters and --lr-decay-iters of the run."
+    "The schedule of this run differs from the checkpoint's, for instance because it trains longer: set "
+    "--override-opt_param-scheduler to continue with this run's schedule, --use-checkpoint-opt_param-scheduler to "
+    "continue with the checkpoint's (arguments of Megatron-LM, and of OptimizerParamScheduler with underscores), or "
+    "the --train-iters and --lr-decay-iters of the run."
 )
 
 

@@ -50,13 +50,13 @@ def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequenc
         return None
     if len(set(stages.values())) == 1:
         raise ConfigError(
-            f"Memory(upstream_bytes={budget}): this pipeline has one stage, so that nothing crosses a boundary. Leave "
-            "it out, or set pipeline_model_parallel_size above 1"
+            f"Memory(upstream_bytes={budget}): this pipeline has one stage, so no messages cross a boundary. Leave it "
+            "out, or set pipeline_model_parallel_size above 1"
         )
     if options.needs.boost:
         raise ConfigError(
-            f"Memory(upstream_bytes={budget}) and a policy with capacity_boost: a boost follows failures of all ranks. "
-            "Leave one of them out"
+            f"Memory(upstream_bytes={budget}) and a policy with capacity_boost: a boost needs all ranks to go back "
+            "after a failure. Leave one of them out"
         )
     for name, why in _REFUSED.items():
         if any(getattr(getattr(chunk, "config", None), name, False) for chunk in chunks):

@@ -1,4 +1,4 @@
-"""Weights alone into a Megatron model: for evaluation, for fine-tuning, before adapters (PEFT) are put in."""
+"""``megatron.load_weights``: loads only weights into a Megatron model, for evaluation or fine-tuning."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def load_weights(
 ) -> None:
     """Loads weights and buffers into a model, whatever parallel layout they were saved in. A collective of all ranks.
 
-    For a run that is checkpointed, give ``megatron.attach(weights_from=...)`` instead, which knows a restart from a
-    start. With adapters (PEFT): load before they are put into the model.
+    For a run that is checkpointed, use ``megatron.attach(weights_from=...)`` instead, which does not load them again at
+    a restart. With adapters (PEFT): load before they are added to the model.
 
     Args:
         model_chunks: As for ``attach``.
         weights_from: A store (its newest dense step), a step directory, or safetensors files that ``moe-ckpt export``
-            wrote from a store of Megatron. Names must be Megatron's: what transformers wrote must be converted first.
-        optimizer: Megatron's, if there is one: its master weights become those that were loaded. None for evaluation.
+            wrote from a store of Megatron. Names must be Megatron's: files of transformers must be converted first.
+        optimizer: Megatron's, if there is one: its master weights are set to the loaded weights. None for evaluation.
         strict: False lets tensors be missing on either side, a new head for instance; shapes must agree anyway.
-        timeout_secs: For ranks to answer each other.
+        timeout_secs: Longest wait for another rank.
 
     Raises:
-        CoverageError: Names or shapes do not agree; they are named, and nothing was changed.
+        CoverageError: Names or shapes do not agree; the message names them, and nothing was changed.
         StoreError: The source is not there or damaged.
         SparseWindowError: The source is a sparse window (MoEvement).
         ConfigError: Process groups are not set up.

@@ -198,7 +198,7 @@ class World:
         if self.idle and len(self.idle) < len(self.stages):
             raise UnsupportedError(
                 f"the optimizer updates nothing on ranks {_listed(self.idle)}: all parameters there are frozen, or the "
-                "model is smaller than the distributed optimizer divides it. Leave some parameter of each pipeline "
+                "model is too small to be divided by the distributed optimizer. Leave some parameter of each pipeline "
                 "stage trainable, or use fewer ranks."
             )
 

@@ -244,7 +244,7 @@ def user_directory(root: str) -> Path:
     if not os.path.isdir(root):
         raise ConfigError(
             f"Memory(directory={root!r}): there is no such directory on {socket.gethostname()}. Make it on every node "
-            f"before the run (mkdir -p {shlex.quote(root)}), or give a tmpfs that is there, such as {DEFAULT_ROOT}"
+            f"before the run (mkdir -p {shlex.quote(root)}), or give an existing tmpfs, such as {DEFAULT_ROOT}"
         )
     path = Path(root, f"moe_ckpt-{os.geteuid()}")  # it is never removed: another user could take the name
     with contextlib.suppress(FileExistsError):

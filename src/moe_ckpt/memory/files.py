@@ -94,7 +94,7 @@ class MemoryFiles:
         try:
             self._own.note_generation(generation)
         except OSError as error:
-            log.warning("that generation %d is in use cannot be written down in %s: %s", generation, self.path, error)
+            log.warning("cannot record in %s that generation %d is in use: %s", generation, self.path, error)
 
     @property
     def diverged(self) -> bool:
@@ -146,12 +146,12 @@ class MemoryFiles:
     def _take(self, path: Path) -> None:
         store = owner_of(path).store
         if store != self._store:
-            log.info("%s is left alone: it is of the store %s", path, store or "(unknown)")
+            log.info("%s is not used: it belongs to the store %s", path, store or "(unknown)")
             return
         try:
             taken = RankDirectory.take(path)
             if taken is None:
-                log.info("%s is left alone: %s holds it", path, said_holder(holder_of(path)))
+                log.info("%s is not used: %s holds it", path, said_holder(holder_of(path)))
                 return
             self._left.append(taken)
             taken.clear_unsealed()
@@ -159,7 +159,7 @@ class MemoryFiles:
                 self._left.remove(taken)
                 taken.remove()
         except OSError as error:
-            log.warning("what lies in %s is not used: %s", path, error)
+            log.warning("the content of %s is not used: %s", path, error)
 
     def close(self, *, keep: bool) -> None:
         """Let go of everything; what is not kept is removed. Twice does no harm.
@@ -203,7 +203,7 @@ def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:
         try:
             yield FoundSlot(*Slot.open(path))
         except DamagedError as error:
-            log.warning("the memory slot %s is not used, and is set aside: %s", path, error)
+            log.warning("the memory slot %s is damaged, and not used: %s", path, error)
             set_aside(path)
         except OSError as error:
             log.warning("the memory slot %s is not used: %s", path, error)
@@ -245,7 +245,7 @@ def sweep(root: str, run_id: str) -> int:
         try:
             freed += _swept(run) if run.name != run_id and run.is_dir() else 0
         except OSError as error:
-            log.warning("%s is left alone: %s", run, error)
+            log.warning("%s is not touched: %s", run, error)
     return freed
 
 
@@ -253,7 +253,7 @@ def _swept(run: Path) -> int:
     nbytes = used_bytes(run)
     if _is_over(run) and remove_run(run):
         nbytes -= used_bytes(run)
-        log.info("%s: %s bytes of a run that is over were removed", run, f"{nbytes:,}")
+        log.info("%s: %s bytes of an ended run were removed", run, f"{nbytes:,}")
         return nbytes
     if nbytes:
         log.info("%s holds %s bytes of another run; moe-ckpt memory lists them", run, f"{nbytes:,}")

@@ -115,7 +115,7 @@ def say_file_system(root: str) -> None:
         _said.add(root)
         announce(
             "Memory(directory=%r) lies on %s, not on a tmpfs: snapshots are copied at the speed of that file system. "
-            "They survive the process; a crash of the machine they need not survive, for they are not synced",
+            "They survive the process, but perhaps not a crash of the machine, because they are not synced",
             root,
             kind,
             level=logging.WARNING,

@@ -77,7 +77,7 @@ class Slot:
             if nbytes < header.nbytes:
                 raise DamagedError(
                     str(path.with_suffix(DATA_SUFFIX)),
-                    f"it has {nbytes:,} bytes, and its header speaks of {header.nbytes:,}",
+                    f"it has {nbytes:,} bytes, but its header says {header.nbytes:,}",
                     step=header.step,
                     rank=header.rank,
                 )
@@ -133,7 +133,7 @@ class Slot:
             with open(PRIVATE.create(str(self.path.with_suffix(STARTS_SUFFIX)), flags), "ab") as file:
                 file.write(b".")
         except OSError as error:
-            log.warning("that this start goes on from %s cannot be written down: %s", self.path, error)
+            log.warning("cannot record that this start resumes from %s: %s", self.path, error)
 
     def withdraw_start(self) -> None:
         """This start gets somewhere: what ``note_start`` wrote is taken back."""
@@ -184,5 +184,5 @@ def _read(path: Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         raw = file.read(_MOST_HEADER_NBYTES + 1)
     if len(raw) > _MOST_HEADER_NBYTES:
-        raise DamagedError(str(path), f"more than {_MOST_HEADER_NBYTES:,} bytes are no header of a slot")
+        raise DamagedError(str(path), f"more than {_MOST_HEADER_NBYTES:,} bytes are too long for the header of a slot")
     return raw

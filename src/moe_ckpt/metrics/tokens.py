@@ -44,7 +44,7 @@ class PortionOfLostTokens(StepMetric):
 
 
 class PortionAtRisk(StepMetric):
-    """What a failure right now would add to PLT, were the run to come back to its newest committed step."""
+    """How much a failure now would add to PLT, if the run resumed from its newest committed step."""
 
     higher_is_better = False
     plot_lower_bound = 0.0

@@ -255,7 +255,7 @@ def _registered_source(
     if spec.assignments is not None:
         hooked = {"router": routers, "experts": modules, "layer": [layer]}[spec.on]
         if not hooked:
-            raise ConfigError(f"register_moe: on={spec.on!r} names no module of {who}; give on='layer'")
+            raise ConfigError(f"register_moe: on={spec.on!r} names no module of {who}; set on='layer'")
         return RoutingSource("assignments", (hooked[0],), assignments=spec.assignments)
     for kids in filter(None, children):
         return RoutingSource("rows", tuple(kids))
@@ -264,7 +264,7 @@ def _registered_source(
             return source
     if routers:
         return RoutingSource("router_output", (routers[0],))
-    raise ConfigError(f"register_moe: the routing of {who} cannot be seen; give assignments=, see register_moe")
+    raise ConfigError(f"register_moe: the routing of {who} cannot be observed; set assignments=, see register_moe")
 
 
 def _merge(draft: _Draft, other: _Draft) -> None:

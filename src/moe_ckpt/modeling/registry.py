@@ -90,8 +90,8 @@ def register_moe(
         raise ConfigError(f"register_moe({layer_class.__name__}, on={on!r}): choose 'router', 'experts' or 'layer'")
     if on == "router" and router is None and assignments is not None:
         raise ConfigError(
-            f"register_moe({layer_class.__name__}, router=None): assignments cannot be read from a router then; "
-            "give on='experts' or on='layer'"
+            f"register_moe({layer_class.__name__}, router=None): without a router, assignments cannot be read from it; "
+            "set on='experts' or on='layer'"
         )
     _REGISTERED[layer_class] = MoESpec(names, router, assignments, on, flat)
     return layer_class

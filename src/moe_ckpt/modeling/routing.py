@@ -304,7 +304,7 @@ def _integer_output(layer: FoundLayer) -> Assignments:
         if len(found) != 1:
             raise ConfigError(
                 f"MoE layer {layer.info.name!r}: its router {type(module).__name__} returns {len(found)} integer "
-                "tensors, so the chosen experts cannot be told. Register the layer's class with "
+                "tensors, so the chosen experts cannot be determined. Register the layer's class with "
                 "moe_ckpt.register_moe(..., assignments=...)"
             )
         return found[0]

@@ -77,8 +77,9 @@ class TorchTrainingState:
         for index, optimizer in enumerate(self._optimizers):
             if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
                 raise UnsupportedError(
-                    f"optimizer {index} is a {type(optimizer).__name__}, which spreads its state over ranks behind "
-                    "the parameters' back. Use FSDP2 (ModelParallelStrategy), or another optimizer under DDP."
+                    f"optimizer {index} is a {type(optimizer).__name__}, which shards its state over ranks "
+                    "independently of the parameters. Use FSDP2 (ModelParallelStrategy), or another optimizer under "
+                    "DDP."
                 )
             if type(optimizer) not in _ELEMENTWISE:
                 self._mixed.update(views[index].parameters)
@@ -193,8 +194,8 @@ class TorchTrainingState:
         stored = plain.get("optimizers")
         if stored is None:
             raise ConfigError(
-                "the checkpoint was not written by this kind of trainer: its optimizer state cannot go on here. Give "
-                "another dirpath, and weights_from= the checkpoint to train on from its weights"
+                "the checkpoint was not written by this kind of trainer: its optimizer state cannot be used here. Set "
+                "another dirpath, and weights_from= the checkpoint to train from its weights"
             )
         if len(stored) != len(self._optimizers):
             raise ConfigError(
@@ -263,7 +264,8 @@ class TorchTrainingState:
         if is_sharded(parameter) and block.global_shape and block.global_shape != tuple(parameter.shape):
             raise UnsupportedError(_factored(key, block.global_shape, parameter))
         if is_sharded(parameter) and block.global_shape and not is_dtensor(value):
-            raise UnsupportedError(f"{key} is no DTensor, but its parameter is: which part of it this is is unknown")
+            raise UnsupportedError(f"{key} is not a DTensor, but its parameter is, so it is not known which part of it "
+                                   "this is")
         return StateTensor(
             key=key,
             parameter=name,

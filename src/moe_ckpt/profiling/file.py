@@ -49,7 +49,7 @@ class ProfileWriter:
             self._take_up()
         except OSError as error:
             self._off = True
-            log.warning("the profile %s cannot be used, so this run writes none: %s", path, error)
+            log.warning("the profile %s cannot be used, so this run writes no profile: %s", path, error)
         # A daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="moe_ckpt-profile", daemon=True)
         self._thread.start()
@@ -118,5 +118,5 @@ class ProfileWriter:
             replace_file(self._path, encode_profile(self._fingerprint, self._model, lives))
         except Exception as error:  # a thread's edge: a report is no reason to end training
             if not self._complained:
-                log.warning("the profile %s cannot be written, training goes on: %s", self._path, error)
+                log.warning("the profile %s cannot be written, training continues: %s", self._path, error)
             self._complained = True

@@ -127,14 +127,14 @@ def _storage(directory: str | os.PathLike[str], nbytes: int) -> Storage:
     storage = open_storage(directory)
     if isinstance(storage, LocalStorage):
         if not os.path.isdir(storage.root):
-            raise ConfigError(f"measure(directory={os.fspath(directory)!r}): is no directory; create it first")
+            raise ConfigError(f"measure(directory={os.fspath(directory)!r}): is not a directory; create it first")
         storage.probe()
         status = os.statvfs(storage.root)
         free = status.f_bavail * status.f_frsize
         if free < 2 * nbytes:  # a run that is under way on the same disk must not find it full
             raise StoreUnwritableError(
-                f"{storage.root} has {free:,} bytes left, and measuring wants to see twice the {nbytes:,} free that it "
-                "writes. Make room, or give a smaller file_bytes"
+                f"{storage.root} has {free:,} bytes left, but measuring needs twice the {nbytes:,} that it writes. "
+                "Make room, or give a smaller file_bytes"
             )
         return storage
     storage.probe()
@@ -161,8 +161,8 @@ def _storage_rates(
             read.append(time.perf_counter() - began)
         except OSError as error:
             raise StoreUnwritableError(
-                f"{storage.root} could not take a file of {nbytes:,} bytes and give it back: {error}. "
-                "Make room, or give a smaller file_bytes"
+                f"{storage.root} could not write a file of {nbytes:,} bytes and read it again: {error}. Make room, or "
+                "give a smaller file_bytes"
             ) from error
         finally:
             storage.delete(name)
@@ -271,7 +271,7 @@ def _loopback(nbytes: int, repeats: int) -> list[float]:
                 raise StoreError(f"two local processes did not finish in {_PATIENCE_SECS:g} s") from error
             if any(process.returncode for process in processes):
                 lines = b"\n".join(errors for _, errors in said).decode(errors="replace").strip().splitlines()
-                raise StoreError(f"two local processes could not talk to each other: {' '.join(lines[-3:])}")
+                raise StoreError(f"two local processes could not communicate: {' '.join(lines[-3:])}")
     found: list[float] = json.loads(said[0][0])
     return found
 

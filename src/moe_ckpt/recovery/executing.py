@@ -38,8 +38,8 @@ log = logging.getLogger("moe_ckpt")
 _TIERS = {Tier.HOST: "memory", Tier.PEER: "peers", Tier.STORAGE: "storage"}
 
 _NOBODY = (
-    "{} in memory is a step of a gradient log, whose updates nobody here makes once more. Remove it with moe-ckpt "
-    "memory clear, to go on from what storage has"
+    "{} in memory is a step of a gradient log, whose updates cannot be repeated here. Remove it with moe-ckpt memory "
+    "clear, to resume from storage"
 )
 
 Opener = Callable[[], Callable[[], OpenedMemory]]
@@ -251,7 +251,7 @@ class Recovery:
         together(comm, lambda: replayer.check(log_here))
         together(comm, lambda: source.prepare(state))
         made = together(comm, lambda: replayer.replay(log_here))
-        log.info("rank %d made %d updates once more", comm.rank, made)
+        log.info("rank %d repeated %d updates", comm.rank, made)
         replayer.finish()
         records = dict(manifest.operators)
         records |= {op: replace(records[op], step=manifest.step) for op in opened.chained}
@@ -342,8 +342,8 @@ def _require_same_ranks(manifest: Manifest, world_size: int) -> None:
         raise OtherLayoutError(
             manifest.directory,
             f"that {manifest.world_size} ranks computed, and this run has {world_size}",
-            f"Start {manifest.world_size} ranks; a dense checkpoint, such as the last of a run that ended well, can go "
-            "on with any number.",
+            f"Start {manifest.world_size} ranks; a dense checkpoint, such as the last of a run that ended well, can be "
+            "loaded by any number.",
         )
 
 
@@ -394,7 +394,7 @@ def plan_text(plan: RecoveryPlan) -> str:
         several = f"the {last - first} updates of steps {first + 1} to {last} are"
         said = several if last - first > 1 else f"the update of step {last} is"
         by = "" if plan.remaking is None or len(plan.remaking) == plan.ranks else _remaking(plan)
-        table.append(f"then {said} made once more, from the gradients consumed{by}")
+        table.append(f"then {said} repeated, from the consumed gradients{by}")
     return "\n  ".join([f"recovery plan for {plan.checkpoint}:", *table])
 
 

@@ -34,7 +34,7 @@ def state_after(part: SlotFiles, writer: int, share: Share, facts: SnapshotFacts
         sums = {each.key.removeprefix(prefix): each.checksum for header in headers for each in header.slices}
         state, ran = brought_on(before["state"], sums, lent["state"]), before
     except ValueError as error:
-        why = f"rank {writer} died in an update, and its plain state after that is not known: {error}"
+        why = f"rank {writer} died during an update, and its plain state after the update is not known: {error}"
         raise DamagedError(path, why, step=part.step, rank=writer) from None
     except (KeyError, TypeError) as error:
         raise DamagedError(path, f"no state before an update: {error!r}", step=part.step, rank=writer) from error

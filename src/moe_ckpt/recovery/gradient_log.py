@@ -148,7 +148,7 @@ class StoredLog(LoggedSteps):
         if time.monotonic() - self._told_at >= TELL_SECS and len(self.steps) > 1:
             self._told_at = time.monotonic()
             made = self.steps.index(step), len(self.steps) - 1
-            announce("rank %d has made %d of %d updates of the gradient log once more", self._rank, *made)
+            announce("rank %d has repeated %d of %d updates of the gradient log", self._rank, *made)
 
 
 def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str, Any]:
@@ -161,7 +161,7 @@ def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str,
     found = reader.state(snapshot, rank).get(PLAIN)
     if not isinstance(found, Mapping):
         path = state_path(snapshot.directory, rank)
-        raise CoverageError(f"gradient log of {snapshot.directory}", (f"{path} tells nothing of updates",))
+        raise CoverageError(f"gradient log of {snapshot.directory}", (f"{path} describes no updates",))
     return found
 
 

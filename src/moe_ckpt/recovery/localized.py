@@ -108,9 +108,9 @@ class LocalAttempt:
                 lacking = lacking or (found, error.gap)
             except NotUsableError as error:
                 if error.problem is not None:
-                    said = "rank %d cannot use what was kept of step %d: %s"
+                    said = "rank %d cannot use the kept state of step %d: %s"
                     log.warning(said, self._recovery.comm.rank, found.step, error.problem)
-                self._say_global(found, f"rank {error.rank} cannot use what was kept; its warning says why")
+                self._say_global(found, f"rank {error.rank} cannot use its kept state; see its warning")
                 return None
         if lacking is not None:
             found, (rank, step) = lacking
@@ -123,7 +123,7 @@ class LocalAttempt:
         sealed = self._kept.of_step(found.step)
         starts = max(share.starts for share in sealed.shares)
         if starts >= MOST_LOCAL_STARTS:
-            self._say_global(found, f"the last {starts} starts, in which some stages went back, ended no step")
+            self._say_global(found, f"the last {starts} starts, in which some stages went back, completed no step")
             return None
         [diverged] = largest(comm, [self._logs.diverged])
         if diverged:
@@ -139,13 +139,13 @@ class LocalAttempt:
         reader = recovery.reader if opened is None else opened.reader
         manifest = together(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
         if not manifest.window and any(each.step != manifest.step for each in manifest.operators.values()):
-            self._say_global(found, f"{manifest.directory} has older experts, from which no step comes out again")
+            self._say_global(found, f"{manifest.directory} has older experts, so steps cannot be repeated exactly")
             return None
         since = manifest.window[0].step if manifest.window else manifest.step
         if since >= found.step:
             return None
         if manifest.generation > self._kept.generation:
-            self._say_global(found, f"{manifest.directory} is of a later life than what they kept")
+            self._say_global(found, f"{manifest.directory} is of a later start than their kept state")
             return None
         lives = range(manifest.generation, self._kept.generation + 1)
         exchange = LogExchange(comm, self._logs, found, since, lives)
@@ -180,8 +180,8 @@ class LocalAttempt:
     def _say_local(self, found: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in found.segments]
         announce(
-            "%d of %d ranks, of pipeline stage %s, go back to step %d (%s), and compute steps %d to %d again from what "
-            "their neighbours logged. The others keep step %d",
+            "%d of %d ranks, of pipeline stage %s, go back to step %d (%s), and compute steps %d to %d again from the "
+            "logs of their neighbours. The others keep step %d",
             *(len(found.ranks), len(self._logs.stage_of), ", ".join(stages), since, manifest.directory),
             *(since + 1, found.step, found.step),
         )
@@ -201,7 +201,7 @@ def require_all_kept(kept: OpenedMemory, state: TrainingState, step: int) -> Non
     needed = {stored.entry.operator for stored in needed_slices(index.tensors, parameters_of(state))}
     lost = sorted(op for op in needed if operators[op].step != step)
     if lost:
-        said = f"only a rank that is lost sealed it of step {step}, though another stage holds it too (tied embeddings)"
+        said = f"only a lost rank sealed it at step {step}, although another stage holds it too (tied embeddings)"
         raise CoverageError(", ".join(lost), (said,))
 
 

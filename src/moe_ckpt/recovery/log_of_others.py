@@ -84,8 +84,8 @@ def made_dense(comm: Communicator, storage: Storage, opened: OpenedMemory, make:
     together(comm, lambda: maker.verify(mine))
     if comm.rank == 0:
         announce(
-            "step %d in memory is of a gradient log that %d ranks wrote in another layout. It is made dense first, and "
-            "written to %s/%s",
+            "step %d in memory belongs to a gradient log that %d ranks wrote in another layout. It is first made "
+            "dense, and written to %s/%s",
             manifest.step,
             manifest.world_size,
             storage.root,

@@ -154,9 +154,9 @@ class MemoryCheckpoints:
         self._note_start(directory, checkpoint)
         kept = newer_than(checkpoint, self.shares)
         if kept and self._comm.rank == 0:
-            why = "the others' state of it is nowhere: all ranks go on from step %d, the newest that each of them has"
+            why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
             if checkpoint.is_log:
-                why = "the others' gradients of it are nowhere: all ranks come along the log to step %d"
+                why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
             ranks = ", ".join(map(str, kept.writers))
             announce(f"ranks %s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
         return self.opener(checkpoint)
@@ -183,7 +183,7 @@ class MemoryCheckpoints:
             problem: This rank's own, if any.
         """
         if problem is not None:
-            log.warning("what memory holds of %s cannot be used as it is: %s", directory, problem)
+            log.warning("the part of %s in memory cannot be used: %s", directory, problem)
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
@@ -196,7 +196,7 @@ class MemoryCheckpoints:
             if holder == self._comm.rank:
                 slot = self._own[number].slot
                 slot.quarantine()
-                log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
+                log.warning("the memory slot %s is damaged, and not used", slot.path)
         self.shares = [share for share in self.shares if (share.holder, share.number) not in bad]
         if bad or bases:
             return
@@ -481,6 +481,6 @@ def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[
     try:
         prove_cover(operator, wanted, found)
     except CoverageError as error:
-        log.info("not all of %s survived in memory, it stays as storage has it: %s", operator, str(error))
+        log.info("not all of %s survived in memory, so the version on storage is used: %s", operator, str(error))
         return False
     return True

@@ -110,7 +110,8 @@ class MemoryOutside:
     def _locked(path: Path) -> RankDirectory:
         taken = RankDirectory.take(path)
         if taken is None:
-            raise StoreError(f"{path} is held by {said_holder(holder_of(path))}: its run is alive. End it first")
+            raise StoreError(f"{path} is held by {said_holder(holder_of(path))}: its run is still running. End it "
+                             "first")
         return taken
 
     def __enter__(self) -> MemoryOutside:
@@ -184,7 +185,7 @@ class MemoryOutside:
         snapshots = {each.step: each for each in snapshots_of(shares)}
         if step not in snapshots:
             known = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
-            return f"no slot holds anything of it ({known})"
+            return f"no slot holds a part of it ({known})"
         logged = self._logged_steps(snapshots)
         gaps: dict[int, list[str]] = defaultdict(list)
         for operator in sorted(frozenset().union(*(each.updated for each in logged.values()))):
@@ -193,7 +194,7 @@ class MemoryOutside:
             except GradientGapError as gap:
                 gaps[gap.missing].append(operator)
         if not gaps:
-            return "it is a step of a sparse window, or of ranks whose snapshots do not fit together"
+            return "it is a step of a sparse window, or the snapshots of its ranks do not fit together"
         return "; ".join(_gap(missing, those, snapshots) for missing, those in sorted(gaps.items()))
 
     def _logged_steps(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
@@ -221,26 +222,27 @@ def _gap(missing: int, operators: Sequence[str], snapshots: Mapping[int, MemoryC
     shown = ", ".join(operators[:_SHOWN]) + (f" and {len(operators) - _SHOWN} more" if len(operators) > _SHOWN else "")
     snapshot = snapshots.get(missing)
     if snapshot is None:
-        return f"{shown} lack step {missing}, of which no slot holds anything"
+        return f"{shown} lack step {missing}, of which no slot holds a part"
     if snapshot.is_complete:
-        return f"{shown} lack an anchor so old as step {missing}"
+        return f"{shown} lack an anchor of step {missing} or before"
     gone = [str(rank) for rank in range(snapshot.writers) if rank not in snapshot.snapshots[0]]
     several = "shares of ranks" if len(gone) > 1 else "share of rank"
     return (
-        f"{shown} lack step {missing}: the {several} {', '.join(gone)} are in none of the directories given. Give "
-        "those of all nodes, or of the peers that hold their copies"
+        f"{shown} lack step {missing}: the {several} {', '.join(gone)} are in none of the given directories. Give the "
+        "directories of all nodes, or of the peers that hold copies"
     )
 
 
 def _because(damages: Sequence[str]) -> str:
-    return f", for {'; '.join(damages)}" if damages else ""
+    return f", because of damage: {'; '.join(damages)}" if damages else ""
 
 
 def _slots_of(path: Path, store: str) -> Iterator[FoundSlot]:
     owner = owner_of(path).store
     if owner != store:
         log.warning(
-            "%s is of the store %s, and is taken for %s: it has the same run", path, owner or "(unknown)", store
+            "%s was written for the store %s, and is used for %s, because it is of the same "
+            "run", path, owner or "(unknown)", store
         )
     for header in sorted(path.glob("*.head")):
         try:
@@ -256,10 +258,10 @@ def _model_of(reader: StoreReader) -> ModelRecord:
             found: Manifest = reader.manifest(directory)
             return found.model
         except MoECheckpointError as error:
-            log.warning("%s is passed over: %s", directory, error)
+            log.warning("%s is skipped: %s", directory, error)
     raise NoCheckpointError(
-        f"{reader.storage.root} has no checkpoint that tells of the model's layers. Start the run again, with the "
-        "ranks and the layout that it had, to go on from memory"
+        f"{reader.storage.root} has no checkpoint that describes the model's layers. Start the run again, with the "
+        "same ranks and layout, to resume from memory"
     )
 
 
@@ -273,5 +275,5 @@ def _nothing(reader: StoreReader, roots: Sequence[str]) -> str:
     there = f": {'; '.join(found[:_SHOWN])}" if found else ""
     return (
         f"no slot in {', '.join(roots)} is of run {reader.identity().run_id[:12]} of {reader.storage.root}{there}. "
-        "Give --memory as the run had it in Memory(directory=...), and the store of that run"
+        "Set --memory to the run's Memory(directory=...), and give the store of that run"
     )

@@ -79,7 +79,7 @@ class MemorySource:
         found = () if tier is None else tier.find(manifest.run_id, manifest.step, manifest.generation)
         kept = [each for each in found if _is_of(each, manifest, index)]
         if len(kept) < len(found):
-            log.warning("what host memory holds of %s is not what storage holds; it is not used", manifest.directory)
+            log.warning("the part of %s in host memory differs from storage, and is not used", manifest.directory)
         [survived] = largest(comm, [len(kept)])
         if not survived:
             return
@@ -130,7 +130,8 @@ class MemorySource:
             if lacking[:, columns].any():
                 known = {offer.entry.name: offer.entry.checksum for offer in group}
                 if _anywhere(self._comm, any(checksum(data) != known[n] for n, data in received.items())):
-                    log.warning("%s did not arrive whole everywhere, they stay as storage has them", ", ".join(batch))
+                    log.warning("%s did not arrive completely on all ranks, so the versions on storage are "
+                                "used", ", ".join(batch))
                     absent += batch
                     continue
             for entry in (offer.entry for offer in group):
@@ -238,7 +239,7 @@ def _verified(
         else:
             damaged.append(entry.name)
             log.warning(
-                "slice %s of %s, held in host memory since step %d, is damaged; storage's copy is taken",
+                "slice %s of %s, held in host memory since step %d, is damaged; the copy on storage is used",
                 entry.name,
                 entry.operator,
                 kept.step,
@@ -323,7 +324,7 @@ def _complete(wanted: Wanted, offers: Iterable[Offer]) -> dict[str, list[Offer]]
         try:
             prove_cover(operator, wanted.get(operator, {}), [(offer.entry.key, offer.entry.box) for offer in group])
         except CoverageError as error:
-            log.info("not all of %s survived in host memory, it stays as storage has it: %s", operator, error)
+            log.info("not all of %s survived in host memory, so the version on storage is used: %s", operator, error)
         else:
             whole[operator] = group
     return whole

@@ -117,7 +117,7 @@ class StoreReader:
         if len(found) > 1:
             others = ", ".join(manifest.directory for manifest in found.values())
             raise DamagedError(STORE_NAME, f"{damage.reason}, and these are of different runs: {others}")
-        _log.warning("%s/%s: %s; its content is taken from the manifests", self.storage.root, STORE_NAME, damage.reason)
+        _log.warning("%s/%s: %s; its content is read from the manifests", self.storage.root, STORE_NAME, damage.reason)
         self.identity_damage = damage
         [((run_id, fingerprint), oldest)] = found.items()
         return Identity(run_id, fingerprint, oldest.created_unix_secs)
@@ -243,7 +243,7 @@ class StoreReader:
         except (KeyError, TypeError, ValueError) as error:
             reason = f"its content cannot be decoded ({error!r})"
             raise DamagedError(record.path, reason, step=manifest.step, rank=rank) from error
-        require(state_contents, state, record.path, "its content is none of a rank: ", step=manifest.step, rank=rank)
+        require(state_contents, state, record.path, "it holds no state of a rank: ", step=manifest.step, rank=rank)
         return dict(state)
 
     def _state_body(self, manifest: Manifest, record: StateRecord) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def usable(
             manifest = reader.manifest(directory)
             check(manifest)
         except (DamagedError, CoverageError) as error:
-            _log.warning("checkpoint %s is passed over: %s", directory, error)
+            _log.warning("checkpoint %s is skipped: %s", directory, error)
             problems.append(f"{directory} ({error})")
         else:
             yield manifest

@@ -141,7 +141,7 @@ class _PassedOver:
         if found.kind == UNREAD:
             self.unread.append(directory)
         if self._rank == 0:
-            log.warning("checkpoint %s is passed over; the next older one is tried", directory)
+            log.warning("checkpoint %s is skipped; the next older one is tried", directory)
 
 
 def _candidates(
@@ -175,8 +175,8 @@ def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]
     manifest = restored.manifest
     if comm.rank == 0:
         announce(
-            "going on from %s: the newer %s could not be read, and on_read_error='fallback' says to go back. They are "
-            "kept; remove them by hand when they are not wanted any more",
+            "resuming from %s: the newer %s could not be read, and on_read_error='fallback' is set. They are kept; "
+            "remove them by hand when you no longer need them",
             manifest.directory,
             ", ".join(unread),
             level=logging.WARNING,
@@ -191,9 +191,9 @@ def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
     """Says what the fallback from a window of another layout costs."""
     routed = [int(np.asarray(each.tokens["applied"], dtype=np.int64).sum()) for each in (window, taken)]
     announce(
-        "checkpoint %s is a sparse window %s. The dense checkpoint %s is taken instead: %d steps, in which %d tokens "
-        "were routed, are computed again. The window stays until newer checkpoints replace it; to go on from it, stop "
-        "now and start as that run was started",
+        "checkpoint %s is a sparse window %s. The dense checkpoint %s is used instead: %d steps, in which %d tokens "
+        "were routed, are computed again. The window stays until newer checkpoints replace it; to resume from it, stop "
+        "now and start with the layout of that run",
         window.directory,
         reason,
         taken.directory,
@@ -233,12 +233,12 @@ def other_ranks(manifest: Manifest, world_size: int) -> str | None:
     if world_size < saved:
         taken = f"the random numbers and data positions of {_ranks(world_size, saved)} are dropped"
     else:
-        taken = f"random numbers and data positions of {_ranks(saved, world_size)} are those of others, too"
+        taken = f"{_ranks(saved, world_size)} get copies of the random numbers and data positions of other ranks"
     return (
-        f"checkpoint {manifest.directory} was written by {saved} ranks, and {world_size} go on from it. Parameters and "
-        f"optimizer state are exact; what follows is not: {taken}, and a step trains on {world_size} instead of "
-        f"{saved} batches. Samples are dealt anew, none twice and none left out, by "
-        "moe_ckpt.data.RecoverableDistributedSampler only"
+        f"checkpoint {manifest.directory} was written by {saved} ranks, and {world_size} resume from it. Parameters "
+        f"and optimizer state are exact, but training from here on is not: {taken}, and a step trains on {world_size} "
+        f"instead of {saved} batches. Only moe_ckpt.data.RecoverableDistributedSampler divides the rest of the epoch "
+        "so that no sample is repeated or left out"
     )
 
 

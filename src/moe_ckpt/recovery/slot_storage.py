@@ -79,23 +79,23 @@ class ReadOnly:
 
     def probe(self) -> None:
         """Nothing is written here."""
-        raise OSError("memory slots are for reading only")
+        raise OSError("memory slots are read-only")
 
     def write(self, path: str, chunks: object) -> int:
         """Nothing is written here."""
-        raise OSError("memory slots are for reading only")
+        raise OSError("memory slots are read-only")
 
     def delete(self, path: str) -> None:
         """Nothing is deleted here."""
-        raise OSError("memory slots are for reading only")
+        raise OSError("memory slots are read-only")
 
     def delete_dir(self, path: str) -> None:
         """Nothing is deleted here."""
-        raise OSError("memory slots are for reading only")
+        raise OSError("memory slots are read-only")
 
     def clean_temporaries(self, path: str) -> int:
         """Nothing is deleted here."""
-        raise OSError("memory slots are for reading only")
+        raise OSError("memory slots are read-only")
 
 
 @dataclass
@@ -226,7 +226,7 @@ class SlotStorage(ReadOnly):
             found = FoundSlot(*Slot.open(Path(self.paths[share])))
             header = found.header
             if (header.life, header.sequence, header.rank) != (share.life, share.sequence, share.writer):
-                raise DamagedError(self.paths[share], "is another snapshot now", step=share.step)
+                raise DamagedError(self.paths[share], "now holds another snapshot", step=share.step)
             self._opened[share] = found
         return self._opened[share]
 

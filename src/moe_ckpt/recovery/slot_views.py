@@ -104,7 +104,7 @@ class SnapshotFacts:
     def require_facts(self, step: int) -> StepFacts:
         """``facts``, which some rank has told."""
         if self.facts is None:
-            raise DamagedError(f"memory slots of step {step}", "no rank tells of the step", step=step)
+            raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
         return self.facts
 
     def settle(self) -> None:

@@ -37,7 +37,7 @@ class Standing:
         if not stands:
             self._say(
                 checkpoint.base,
-                "the copy of step %d in memory is not used: it came after %s, which is not on storage any more",
+                "the copy of step %d in memory is not used: it follows %s, which is no longer on storage",
                 checkpoint.step,
                 checkpoint.base,
             )

@@ -124,4 +124,4 @@ def leave_together(comm: Communicator, found: NotUsableError, directory: str) ->
     said = comm.share(str(own).encode() if comm.rank == found.rank else b"", found.rank).decode()
     if own is not None and _kind(own) == found.kind:
         raise own
-    raise StoreError(f"rank {found.rank} cannot go on from checkpoint {directory}: {said}")
+    raise StoreError(f"rank {found.rank} cannot resume from checkpoint {directory}: {said}")

@@ -156,7 +156,7 @@ def _send_runs(wire: Wire | _Held, memory: memoryview, runs: list[tuple[int, int
 def _answer(wire: Wire, sequence: int) -> Answer:
     of, status, needed, free = _ANSWER.unpack(wire.receive(_ANSWER.size))
     if of != sequence or status not in Status.__members__.values():
-        raise ConnectionAbortedError(f"an answer of {status} to {of} came for {sequence}")
+        raise ConnectionAbortedError(f"the answer {status} to {of} is for {sequence}")
     return Answer(Status(status), needed, free)
 
 
@@ -235,8 +235,8 @@ def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
         del mirror
         if differ:
             log.warning(
-                "%d slices of step %d differ between rank %d and rank %d, which should hold them alike; those of rank "
-                "%d are sent to its copy",
+                "%d slices of step %d differ between rank %d and rank %d, which should hold the same; those of rank %d "
+                "are sent to its copy",
                 *(differ, step, link.source, link.holder, link.source),
             )
         _say(wire, sequence, Answer(Status.SEND, len(incoming.wanted), sum(end - at for at, end in incoming.wanted)))

@@ -90,7 +90,7 @@ def _placement(ranks: list[dict[str, Any]]) -> ReplicaPlacement:
         if (each["domain"] is None) != (ranks[0]["domain"] is None):
             raise ConfigError(
                 f"Memory(failure_domain=...): rank 0 has {ranks[0]['domain']!r}, and rank {rank} has "
-                f"{each['domain']!r}; all ranks name theirs, or none"
+                f"{each['domain']!r}; set it on all ranks, or on none"
             )
     named = [(each["node"],) if each["domain"] is None else (each["node"], each["domain"]) for each in ranks]
     kinds = [list(kind) for kind in zip(*(each["groups"] for each in ranks), strict=True)]
@@ -109,8 +109,8 @@ def _say_short(placement: ReplicaPlacement, replicas: int) -> None:
     fewest = min(len(placement.peers_of[rank]) for rank in placement.short)
     shown = ", ".join(map(str, placement.short[:_MOST_SHOWN])) + (", ..." if len(placement.short) > _MOST_SHOWN else "")
     announce(
-        "Memory(replicas=%d): %d of %d ranks (%s) have fewer copies, at least %d: outside of their failure domain "
-        "there are no more nodes",
+        "Memory(replicas=%d): %d of %d ranks (%s) have fewer copies, at least %d: there are no more nodes outside "
+        "their failure domain",
         *(replicas, len(placement.short), len(placement.peers_of), shown, fewest),
         level=logging.WARNING,
     )

@@ -165,7 +165,7 @@ class _Sender:
         )
         if not self._cutter.is_over:
             log.warning(
-                "rank %d holds no copies of rank %d from here on, until the run is started again: %s (%d steps behind)",
+                "rank %d gets no more copies of rank %d until the run is restarted: %s (%d steps behind)",
                 *(self.peer, self._roster.rank, str(error), self._lag()),
             )
 
@@ -177,11 +177,11 @@ class _Sender:
         if answer.status is Status.FULL:
             log.warning(
                 "rank %d has no room for the copy of step %d of rank %d: %s bytes are needed in its memory directory, "
-                "%s are free. It has no copy there until there is room",
+                "%s are free. It gets no copy until there is room",
                 *(self.peer, step, self._roster.rank, f"{answer.needed:,}", f"{answer.free:,}"),
             )
         else:
-            log.warning("rank %d did not take the copy of step %d; its log says why", self.peer, step)
+            log.warning("rank %d did not accept the copy of step %d; see its log", self.peer, step)
 
 
 class Replicator:
@@ -326,7 +326,7 @@ class Replicator:
                 try:
                     found = listener.accept(roster.secret, roster.generation, awaited, lambda: self._cutter.is_over)
                 except StaleHelloError as error:
-                    log.warning("copies were refused of %s", str(error))
+                    log.warning("copies of %s were refused", str(error))
                 except OSError as error:
                     log.info("a connection for copies was refused: %s", str(error))
                 else:
@@ -350,7 +350,7 @@ class Replicator:
             receive_copies(wire, link, self.roster.run_id, self.store, _PATIENCE * self._timeout_secs)
         except OSError as error:
             if not self._cutter.is_over:
-                log.warning("rank %d takes no copies of rank %d any more: %s", link.holder, link.source, str(error))
+                log.warning("rank %d accepts no more copies of rank %d: %s", link.holder, link.source, str(error))
         finally:
             wire.cut()
             wire.close()

@@ -170,7 +170,7 @@ class ReplicaStore:
         if extents.nbytes != nbytes or header.nbytes < nbytes:
             raise DamagedError(
                 f"the copy of rank {header.rank}",
-                f"{nbytes:,} bytes were announced, and its header speaks of {extents.nbytes:,}",
+                f"{nbytes:,} bytes were announced, but its header says {extents.nbytes:,}",
             )
         return Incoming(self._slot(header.nbytes), raw, extents)
 
@@ -217,7 +217,7 @@ class ReplicaStore:
         """
         with self._lock:
             if self._is_closed:  # a later life may own the directory by now
-                raise ConnectionAbortedError("this life of the run is over")
+                raise ConnectionAbortedError("this start of the run has ended")
             incoming.slot.seal(incoming.header)
             self._kept[source, sequence] = incoming.slot
 
@@ -286,7 +286,7 @@ def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) ->
         raise DamagedError(
             f"the copy of rank {source}",
             f"it is of run {header.run_id}, generation {header.generation}, rank {header.rank}, step {header.step}; "
-            f"expected were run {run_id}, generation {generation} or later, rank {source}, step {step}",
+            f"expected: run {run_id}, generation {generation} or later, rank {source}, step {step}",
         )
     return header
 

@@ -156,7 +156,7 @@ class Wire:
                 # A process that was stopped comes back to find hours gone: they say nothing of its peer.
                 waited += min(time.monotonic() - began, 2 * self._tick_secs)
                 if waited >= self._timeout_secs and not (idle and not at):
-                    raise TimeoutError(f"no byte went over for {self._timeout_secs:g} s")
+                    raise TimeoutError(f"no byte was transferred for {self._timeout_secs:g} s")
 
     def cut(self) -> None:
         """Whoever sends or receives here gets an error at once. On any thread, at any time."""
@@ -181,12 +181,12 @@ def _read_hello(raw: bytes, secret: bytes, role: bytes, nonce: bytes, generation
     magic, found, source, holder, theirs, proof = _HELLO.unpack(raw)
     link = Link(found, source, holder)
     if magic != _MAGIC:
-        raise ConnectionRefusedError("a process that is none of this run's")
+        raise ConnectionRefusedError("a process that does not belong to this run")
     if found != generation:
         raise StaleHelloError(f"rank {source} of generation {found} of the run; this is generation {generation}")
     fields = struct.pack("<QII", found, source, holder)
     if not hmac.compare_digest(proof, hmac.digest(secret, role + nonce + theirs + fields, "sha256")):
-        raise ConnectionRefusedError(f"a process that says it is rank {source}, and does not know the run's secret")
+        raise ConnectionRefusedError(f"a process that claims to be rank {source}, but does not know the run's secret")
     return link, theirs
 
 

@@ -46,5 +46,5 @@ def open_storage(
     if protocol in _LOCAL_PROTOCOLS:
         return LocalStorage(rest, on_phase, access=access)
     if access != "private":
-        log.warning("access=%r has no effect on %s: who may read there is for the storage's own settings", access, text)
+        log.warning("access=%r has no effect on %s: the settings of that storage decide who may read", access, text)
     return RemoteStorage(text, on_phase, **storage_options)

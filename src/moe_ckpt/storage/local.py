@@ -83,8 +83,8 @@ class LocalStorage:
             ) from error
         if self._access.exact and not stat.S_IMODE(os.stat(self.root).st_mode) & stat.S_IRGRP:
             log.warning(
-                "access='group', but the directory %s was there before and is closed to its group: chmod -R g+rX opens "
-                "it, with what is in it",
+                "access='group', but the existing directory %s is closed to its group: chmod -R g+rX opens it and its "
+                "files",
                 self.root,
             )
 
@@ -377,7 +377,7 @@ def _unlink(path: str) -> None:
 
 def _require_regular(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise DamagedError(path, f"is no regular file ({stat.filemode(status.st_mode)})")
+        raise DamagedError(path, f"is not a regular file ({stat.filemode(status.st_mode)})")
 
 
 def _no_phase(phase: str) -> None:

@@ -176,7 +176,7 @@ class StoreLock:
                 if error.errno not in _TAKEN:
                     raise
                 holder = os.pread(descriptor, _MAX_TEXT_BYTES, 0).decode(errors="replace").strip()
-                raise StoreInUseError(self._root, holder or "which has not given its name yet") from None
+                raise StoreInUseError(self._root, holder or "which has not written its name yet") from None
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{_describe(self.owner)}\n".encode()[:_MAX_TEXT_BYTES], 0)
             undo.pop_all()
@@ -259,7 +259,7 @@ class _Lease:
         try:
             self._storage.write(_lease_name(number), [json.dumps(body).encode()])
         except FileExistsError:
-            raise StoreInUseError(self._storage.root, "a run that came first by a moment") from None
+            raise StoreInUseError(self._storage.root, "a run that started a moment earlier") from None
         self._number = number
 
 

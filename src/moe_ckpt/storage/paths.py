@@ -16,5 +16,5 @@ def split_path(path: str, root: str) -> tuple[str, ...]:
         return ()
     parts = tuple(path.split("/"))
     if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts):
-        raise DamagedError(path, f"is no path inside the store {root}")
+        raise DamagedError(path, f"is not a path inside the store {root}")
     return parts

@@ -78,7 +78,7 @@ class PatientStorage:
                 if not paused:
                     raise
                 log.warning(
-                    "%s/%s cannot be read (%s); tried again in %.1f s, attempt %d",
+                    "%s/%s cannot be read (%s); retrying in %.1f s, attempt %d",
                     self.root,
                     path,
                     error,

@@ -34,5 +34,5 @@ def each_step(storage: Storage, look: Callable[[str], Found]) -> dict[str, Found
         except DamagedError as error:
             if (storage.root, name) not in _warned_of:
                 _warned_of.add((storage.root, name))
-                log.warning("%s/%s is passed over: it %s", storage.root, name, error.reason)
+                log.warning("%s/%s is skipped: it %s", storage.root, name, error.reason)
     return found

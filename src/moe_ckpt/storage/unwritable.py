@@ -22,7 +22,7 @@ def why_unwritable(path: str | os.PathLike[str], error: OSError) -> str:
         above = [each for each in Path(path).absolute().parents if not each.is_dir()]
         if above:
             highest = above[-1]
-            found = f"{highest} is a file, no directory" if highest.exists() else f"there is no directory {highest}"
+            found = f"{highest} is a file, not a directory" if highest.exists() else f"there is no directory {highest}"
             return f"{found}; name another place"
     advice = ""
     if error.errno in _FULL:

@@ -55,7 +55,7 @@ class Answers:
         """
         left = self._left.get(channel)
         if not left:
-            raise self._diverged(f"{channel} is needed now, and the upstream log has no further one")
+            raise self._diverged(f"{channel} is needed now, but the upstream log has no more of it")
         message, tensor = left.popleft()
         if message.number != self._given[channel]:
             due = self._given[channel]

@@ -81,8 +81,8 @@ class Boundary(Traffic):
         elif self._came_up is not None:
             raise ReplayDivergedError(
                 self._came_up,
-                "the loop evaluates the model right after it, which ranks that kept their state do not. Evaluate "
-                "before after_step(), or leave out Memory(upstream_bytes=...)",
+                "the loop evaluates the model right after it, but ranks that kept their state do not. Evaluate before "
+                "after_step(), or leave out Memory(upstream_bytes=...)",
             )
         elif self._log is not None:
             self._log.leave_out()
@@ -107,7 +107,7 @@ class Boundary(Traffic):
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
         if self._resting and self._came_up is not None:
             raise ReplayDivergedError(
-                self._came_up, f"{channel} is needed right after it, and ranks that kept their state take no part"
+                self._came_up, f"{channel} is needed right after it, but ranks that kept their state take no part"
             )
         if self._answers is None or self._alone.issuperset(channel.ranks):
             return False
@@ -121,7 +121,7 @@ class Boundary(Traffic):
 
     def refused(self, channel: Channel) -> None:
         if self._log is not None:
-            self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not named")
+            self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not known")
 
     def _keep(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
         if self._log is not None and not (self._resting or self._aside):

@@ -106,8 +106,8 @@ class UpstreamLog:
         nbytes = tensor.numel() * tensor.element_size()
         if not self._has_room(nbytes):
             self.give_up(
-                f"the messages of step {self._step} alone take more than the budget of {self._budget:,} bytes: give "
-                "Memory(upstream_bytes=...) more"
+                f"the messages of step {self._step} alone take more than the budget of {self._budget:,} bytes: raise "
+                "Memory(upstream_bytes=...)"
             )
             return
         with self._lock:
@@ -116,7 +116,7 @@ class UpstreamLog:
         if waiting > self._budget:
             self.give_up(
                 f"messages are written more slowly than they are sent: {waiting:,} bytes wait, and the budget is "
-                f"{self._budget:,}. Use a tmpfs, or give Memory(upstream_bytes=...) more"
+                f"{self._budget:,}. Use a tmpfs, or raise Memory(upstream_bytes=...)"
             )
             return
         self._sizes[self._step] += nbytes
@@ -183,7 +183,7 @@ class UpstreamLog:
         if self.problem:
             return
         self.problem = problem
-        said = "rank %d keeps no upstream log, so that all ranks go back at a failure: %s"
+        said = "rank %d keeps no upstream log, so all ranks go back after a failure: %s"
         log.warning(said, self._whose["rank"], problem)
         self.drop(max(self._sizes, default=-1))
         self._tasks.put(self._abandon)

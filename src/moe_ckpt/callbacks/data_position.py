@@ -94,10 +94,10 @@ def why_unknown(trainer: Any, loader: object) -> str | None:
         return None
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if isinstance(inner, RecoverableDistributedSampler):
+        batches = type(getattr(loader, "batch_sampler", None)).__name__
         return (
-            f"{type(loader.batch_sampler).__name__} makes batches in its own way, so the position of "
-            "the "  # type: ignore[attr-defined]
-            "RecoverableDistributedSampler in it is not known after each of them (use torch's BatchSampler)"
+            f"{batches} makes batches in its own way, so the position of the RecoverableDistributedSampler in it is not "
+            "known after each of them (use torch's BatchSampler)"
         )
     return None
 

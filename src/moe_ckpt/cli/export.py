@@ -30,8 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--strip-prefix",
         metavar="PREFIX",
-        help="safetensors: prefix to remove from names, such as 'net.' (default: that of a transformers model inside the "
-        "module, else none; '' for none)",
+        help="safetensors: prefix to remove from names, such as 'net.' (default: that of a transformers model inside "
+        "the module, else none; '' for none)",
     )
     parser.add_argument(
         "--max-file-size", metavar="SIZE", default="50GB", help="safetensors: larger models are split (default: 50GB)"

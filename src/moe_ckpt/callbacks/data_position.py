@@ -96,8 +96,8 @@ def why_unknown(trainer: Any, loader: object) -> str | None:
     if isinstance(inner, RecoverableDistributedSampler):
         batches = type(getattr(loader, "batch_sampler", None)).__name__
         return (
-            f"{batches} makes batches in its own way, so the position of the RecoverableDistributedSampler in it is not "
-            "known after each of them (use torch's BatchSampler)"
+            f"{batches} makes batches in its own way, so the position of the RecoverableDistributedSampler in it is "
+            "not known after each of them (use torch's BatchSampler)"
         )
     return None
 

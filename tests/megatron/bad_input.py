@@ -179,6 +179,10 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
     inner.histories = Histories()
     found["extra state"] = said(lambda: attach(built, root))
     del inner.histories
+    for name, value in (("transposed", torch.randn(16, 5).t()), ("without elements", torch.zeros(0, 16))):
+        inner.odd = nn.Parameter(value)
+        found[name] = said(lambda: attach(built, root))
+        del inner.odd
     dense = megatron_gpt.build(replace(SETUP, layers=1, dense_first=True), 1)
     found["no MoE layers"] = said(lambda: attach(dense, root))
     found["hooks"] = (str(sum(len(m._forward_hooks) for m in inner.modules() if type(m).__name__ == "TopKRouter")), "")
@@ -259,6 +263,12 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     late = attach(built, root)
     found["resume forgotten"] = said(late.before_step)
     late.close()
+    windows = attach(built, f"{root}/windows", policy=("MoEvement", {"window": 2}))
+    windows.resume()
+    for _ in range(2):
+        megatron_gpt.train_step(built, 2)
+    found["two updates"] = said(lambda: windows.after_step(1))
+    windows.close()
     return found
 
 

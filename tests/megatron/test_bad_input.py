@@ -76,6 +76,8 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
         "fp8 enum": ("UnsupportedError", "fp8_recipe='delayed'"),
         "fp8 tensorwise": ("",),
+        "transposed": ("UnsupportedError", "parameter odd is not contiguous", ".contiguous()"),
+        "without elements": ("UnsupportedError", "parameter odd has no elements"),
         "extra state": ("UnsupportedError", "histories (tests.megatron.bad_input.Histories)", "get_extra_state"),
     }
     found = only(bad_input.models, tmp_path)
@@ -106,6 +108,7 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
         "same iteration": ("ConfigError", "after_step(1) follows iteration 1"),
         "no optimizer step": ("ConfigError", "neither optimizer.step()", "since iteration 1", "call skip()"),
         "in use": ("StoreInUseError", "in use by another run", "own dirpath"),
+        "two updates": ("ConfigError", "MoEvement needs one optimizer.step()", "made 2", "use Dense or MoC"),
         "after finish": ("ConfigError", "nothing after finish() or close()"),
     }
     found = only(bad_input.arguments, tmp_path)

@@ -483,6 +483,7 @@ def _counted(
     updated: bool,
 ) -> Deferred[StepTokens]:
     """The iteration is over. Returns the tokens that this rank routed in it."""
+    ckpt._watch.iteration_ends(ckpt._driver.options)
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()
     tokens = ckpt._counter.take().then(lambda found: found.of_iteration(updated))

@@ -146,6 +146,13 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             f"{name} is a {type(parameter).__name__}, whose memory is not that of an ordinary tensor. Keep weights in "
             "bf16 (fp8_param_gather=False), and do not shard them with FSDP."
         )
+    if not parameter.numel():
+        raise UnsupportedError(f"parameter {name} has no elements, so no rank could save it. Make a buffer of it")
+    if not parameter.is_contiguous():
+        raise UnsupportedError(
+            f"parameter {name} is not contiguous (strides {parameter.stride()}): Megatron-Core keeps weights in flat "
+            "buffers. Give it contiguous memory with .contiguous() before the model is wrapped"
+        )
 
 
 def require_experts(layers: int, classes: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.optimizers import finish_update, leaves
 from moe_ckpt.modeling.param_groups import require_plain
@@ -114,6 +115,7 @@ class StepWatch:
         self._ended: set[int] = set()
         self._open = True
         self.updated: bool | None = None
+        self._steps = 0
         self._handles: list[RemovableHandle] = []
         self._wrapper = self._stepping
         optimizer.step = self._wrapper
@@ -130,8 +132,18 @@ class StepWatch:
             self._end_alone()
             raise
         self.updated = bool(result[0]) if isinstance(result, tuple) and result else True
+        self._steps += 1
         self._after()
         return result
+
+    def iteration_ends(self, options: Options) -> None:
+        """Raises ``ConfigError`` if an iteration made several updates, of which a replay would make one right."""
+        steps, self._steps = self._steps, 0
+        if steps > 1 and options.needs.windows:
+            raise ConfigError(
+                f"{type(options.policy).__name__} needs one optimizer.step() per iteration, and this iteration made "
+                f"{steps}. Call after_step() after each of them, or use Dense or MoC"
+            )
 
     def before_writing(self, call: Callable[[], None]) -> None:
         """From here on, ``call`` runs when an inner optimizer is about to write to parameters."""

@@ -18,7 +18,7 @@ log = logging.getLogger("moe_ckpt")
 _LEAST_PATIENCE_SECS = 5.0
 _TIMES_AS_LONG = 5.0
 _WARN_AFTER_SECS = 60.0
-_WAITS = 16
+_WAITS = 8
 _NOTABLE = 0.2
 
 

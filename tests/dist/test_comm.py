@@ -167,12 +167,12 @@ def test_a_write_that_hangs_is_waited_for_longer_than_the_timeout(outcomes):
 
 
 WAITED_FOR = {
-    (0, "combine"): "rank 0 waited for rank ",
-    (0, "agree"): "rank 0 waited for all ranks to come to the same step",
-    (1, "announce"): "rank 1 waited for rank 0 to say whether a checkpoint is committed",
-    (1, "agree"): "rank 1 waited for all ranks to come to the same step",
-    (0, "start"): "rank 0 waited for all ranks to start checkpointing",
-    (1, "start"): "rank 1 waited for all ranks to start checkpointing",
+    (0, "combine"): "rank 0 timed out waiting for rank ",
+    (0, "agree"): "rank 0 timed out waiting for all ranks to come to the same step",
+    (1, "announce"): "rank 1 timed out waiting for rank 0 to say whether a checkpoint is committed",
+    (1, "agree"): "rank 1 timed out waiting for all ranks to come to the same step",
+    (0, "start"): "rank 0 timed out waiting for all ranks to start checkpointing",
+    (1, "start"): "rank 1 timed out waiting for all ranks to start checkpointing",
 }
 
 

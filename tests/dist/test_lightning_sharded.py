@@ -104,7 +104,7 @@ def _fit(
         "resumed": [message for message in said if message.startswith("resumed at step")],
         "looked": looked,
         "remade": checkpoint.recovery_plan and checkpoint.recovery_plan.updates,
-        "warned": [message for message in said if "go on from it" in message],
+        "warned": [message for message in said if "resume from it" in message],
     }
 
 
@@ -150,7 +150,7 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
     assert alone["restored"] == 6
     assert _whole([alone]) == _whole(before)
     (warning,) = alone["warned"]
-    assert "was written by 2 ranks, and 1 go on from it" in warning
+    assert "was written by 2 ranks, and 1 resume from it" in warning
     assert "data positions of rank 1 are dropped" in warning
 
 

@@ -135,8 +135,8 @@ def test_what_is_not_as_its_header_says_is_refused_and_the_rest_goes_on(well, se
 def test_refusals_are_explained(well):
     said = "\n".join(text for rank in well for text in rank["said"])
     assert "checksum mismatch in slice model/expert.3@0" in said
-    assert "generation 6, rank 0, step 4; expected were run a-run, generation 7 or later" in said
-    assert f"{SIZE - 1:,} bytes were announced, and its header speaks of {SIZE:,}" in said
+    assert "generation 6, rank 0, step 4; expected: run a-run, generation 7 or later" in said
+    assert f"{SIZE - 1:,} bytes were announced, but its header says {SIZE:,}" in said
 
 
 def test_fifty_steps_need_no_more_than_five(well):
@@ -240,8 +240,8 @@ def test_a_long_pause_costs_this_peer_and_no_other(failing):
     assert at_once < TIMEOUT_SECS / 2
     assert failing[0]["lag"] == 2
     assert failing[1]["beside"] == 1
-    [said] = [text for text in failing[0]["said"] if "holds no copies" in text]
-    assert said.startswith("rank 2 holds no copies of rank 0 from here on")
+    [said] = [text for text in failing[0]["said"] if "gets no more copies" in text]
+    assert said.startswith("rank 2 gets no more copies of rank 0 until the run is restarted")
     assert "1 steps behind" in said
 
 

@@ -416,7 +416,7 @@ def _ranks(rank: int, world_size: int, root: str, log: str, stop: int | None, ki
         trainer.fit(module, plain(48, batch_size=2, num_workers=rank))  # 12 batches of two ranks
     except (Stopped, SystemExit):  # Lightning ends its ranks with the latter
         assert stop is not None
-    warned = [message for message in warned if "go on from it" in message]
+    warned = [message for message in warned if "resume from it" in message]
     return {"restored": checkpoint.restored_step, "steps": trainer.global_step, "warned": warned}
 
 
@@ -443,7 +443,7 @@ def test_real_ranks_train_on_each_sample_once(tmp_path, worlds):
         ranks = run_ranks(_ranks, world, str(tmp_path / "store"), str(logs[life]), stop, None)
         restored += {rank["restored"] for rank in ranks}
         assert [len(rank["warned"]) for rank in ranks] == [1] + [0] * (world - 1)
-        assert f"written by {worlds[life - 1]} ranks, and {world} go on" in ranks[0]["warned"][0]
+        assert f"written by {worlds[life - 1]} ranks, and {world} resume" in ranks[0]["warned"][0]
     assert at <= restored[0] <= at + 5, "two may be under way when the ranks are killed"
     assert restored[1:] in ([], [at + 8])
     lives = [

@@ -131,11 +131,11 @@ def test_a_disk_that_hangs_for_a_while(policy, place, monkeypatch, caplog):  # n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [MoEvement(window=6), Dense()], ids=["moevement", "dense"])
+@pytest.mark.parametrize("policy", [MoEvement(window=12), Dense()], ids=["moevement", "dense"])
 def test_a_disk_that_sets_the_pace_of_training_is_named_once(policy, place, monkeypatch, caplog):  # noqa: F811
     """Slots of a window wait for it; a dense checkpoint is skipped instead."""
-    trainer, callback, _ = fit(monkeypatch, SlowDisk(place / "store", secs=0.1), policy, steps=60)
-    assert trainer.global_step == 60
+    trainer, callback, _ = fit(monkeypatch, SlowDisk(place / "store", secs=0.05), policy, steps=200)
+    assert trainer.global_step == 200
     assert caplog.text.count("training waits for storage") == isinstance(policy, MoEvement)
     assert bool(callback.last.waits) or not isinstance(policy, MoEvement)
 

@@ -33,7 +33,7 @@ def test_another_setting_of_the_trainer_is_said_at_the_start(tmp_path, caplog, s
     fit(tmp_path, seeded(), Dense(1), stop=5)
     caplog.clear()
     fit(tmp_path, seeded(), Dense(1), max_steps=7, **setting)
-    assert f"{said} (training goes on with this script's)" in caplog.text
+    assert f"{said} (training continues with this script's)" in caplog.text
 
 
 def test_a_part_that_is_compiled_now_is_said_at_the_start(tmp_path, caplog):
@@ -42,7 +42,7 @@ def test_a_part_that_is_compiled_now_is_said_at_the_start(tmp_path, caplog):
     compiled.head = torch.compile(compiled.head, backend="eager")
     caplog.clear()
     fit(tmp_path, compiled, Dense(1), max_steps=7)
-    assert "trainer torch.compile False -> True (training goes on with this script's)" in caplog.text
+    assert "trainer torch.compile False -> True (training continues with this script's)" in caplog.text
 
 
 def without_head() -> TinyMoE:
@@ -56,7 +56,7 @@ def test_flags_of_parameters_that_the_checkpoint_overrules_are_said(tmp_path, ca
     caplog.clear()
     fit(tmp_path, seeded(), Dense(1), stop=6)
     assert "requires_grad of head.weight" in caplog.text
-    assert "False -> True (training goes on with the checkpoint's)" in caplog.text
+    assert "False -> True (training continues with the checkpoint's)" in caplog.text
 
 
 def test_the_same_script_is_told_nothing(tmp_path, caplog):

@@ -120,7 +120,7 @@ def test_beside_the_log_a_run_goes_on_from_storage(place):  # noqa: F811
     run = killed(logged(LOG, place))
     assert densify(run) == 0
     assert live(run) == 0, output(run)
-    assert "made once more" not in output(run)
+    assert "repeated, from the consumed gradients" not in output(run)
     assert_same_run(run)
 
 
@@ -185,7 +185,7 @@ def test_a_step_that_is_not_there(place, capsys):  # noqa: F811
     before = _directories(run)
     assert densify(run, "--step", "99") == 2
     said = capsys.readouterr().err
-    assert "step 99 cannot be made: no slot holds anything of it" in said
+    assert "step 99 cannot be made: no slot holds a part of it" in said
     assert f"steps that can be made: {steps[0]}" in said
     assert densify(run, "--step", str(steps[-1] - 1)) == 2
     assert _directories(run) == before

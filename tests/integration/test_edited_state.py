@@ -153,7 +153,7 @@ def test_one_failed_read_costs_no_step_and_no_start(store, monkeypatch, caplog):
     trainer = store.start()
     assert made[0].failures == 1
     assert trainer.global_step == int(store.directory.removeprefix("step_").partition("_g")[0])
-    assert "tried again" in caplog.text
+    assert "retrying in" in caplog.text
 
 
 def test_access_reaches_every_file_of_a_run(tmp_path):

@@ -142,7 +142,7 @@ def test_another_head(run, tmp_path, caplog):
     kept = {name: before[name] if name.startswith("head.") else value for name, value in weights.items()}
     assert same(began.weights, kept)
     said = caplog.text
-    assert "left as they were: head.bias, head.weight" in said
+    assert "not in the source, unchanged: head.bias, head.weight" in said
     assert "not in the model: old_head.bias, old_head.weight" in said
     save_file({**tensors, "head.weight": torch.zeros(4, 16)}, tmp_path / "small.safetensors")
     with pytest.raises(CoverageError, match=r"shape \[8, 16\] in the model, head\.weight \[4, 16\] in the source"):

@@ -155,7 +155,7 @@ def test_extend_goes_on_with_the_stored_optimizer_and_says_so(tmp_path, caplog):
     caplog.clear()
     life = Life(tmp_path, rate=10.0, max_epochs=3, resume="extend")
     assert sorted(life.model.losses) == list(range(16, 24))
-    assert "optimizer lr 0.01 -> 0.1 (training goes on with the checkpoint's)" in caplog.text
+    assert "optimizer lr 0.01 -> 0.1 (training continues with the checkpoint's)" in caplog.text
     assert life.trainer.optimizers[0].param_groups[0]["initial_lr"] == 0.01
     caplog.clear()
     assert Life(tmp_path, rate=10.0, max_epochs=3, resume="extend").model.losses == {}
@@ -169,8 +169,8 @@ def test_an_unfinished_run_goes_on_and_names_what_is_different(tmp_path, caplog)
     assert life.error is None
     assert sorted(life.model.losses) == list(range(11, 16))
     (changed,) = [message for message in caplog.messages if "hyperparameters differ" in message]
-    assert "optimizer lr 0.01 -> 0.1 (training goes on with the checkpoint's)" in changed
-    assert "module.lr 0.01 -> 0.1 (training goes on with this script's)" in changed
+    assert "optimizer lr 0.01 -> 0.1 (training continues with the checkpoint's)" in changed
+    assert "module.lr 0.01 -> 0.1 (training continues with this script's)" in changed
     assert [message for message in caplog.messages if message.startswith("resumed at step 11 from ")]
 
 

@@ -44,8 +44,9 @@ def logged(run: Run, place: Path) -> Run:  # noqa: F811
 
 
 def updates(run: Run) -> list[int]:
-    """Of each return: how many updates the plan said were made once more."""
-    found = re.findall(r"then the (?:(\d+) updates of steps .*|update of step \d+ is) made once more", output(run))
+    """Of each return: how many updates the plan said were repeated."""
+    which = r"then the (?:(\d+) updates of steps .*|update of step \d+ is) repeated, from the consumed gradients"
+    found = re.findall(which, output(run))
     return [int(each or 1) for each in found]
 
 
@@ -54,7 +55,7 @@ def test_killed_the_run_goes_on_from_the_newest_step(place):  # noqa: F811
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
     assert live(replace(run, sabotage="tells at once")) == 0, output(run)
     assert_same_run(run)
-    assert "rank 0 has made 1 of 2 updates of the gradient log once more" in output(run)
+    assert "rank 0 has repeated 1 of 2 updates of the gradient log" in output(run)
     assert split_lives(events(run))[-1][0]["step"] >= 8, "the step under way was the ninth"
     assert updates(run) == [2], output(run)
     assert recomputed(run) == [0]
@@ -142,7 +143,7 @@ def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
     newest = max(sealed(run), key=lambda path: header_of(path).sequence)
     spoil(newest, "gradient")
     assert live(run) == 0, output(run)
-    assert "is damaged: it is set aside" in output(run)
+    assert "is damaged, and not used" in output(run)
     assert split_lives(events(run))[-1][0]["step"] == 7, "an older step that can be reached"
     assert_same_run(run)
 
@@ -154,7 +155,7 @@ def test_a_damaged_anchor_costs_all_steps_that_need_it(place):  # noqa: F811
     dense = [path for path in sealed(run) if header_of(path).facts.since is None]
     spoil(max(dense, key=lambda path: header_of(path).sequence), "expert")
     assert live(run) == 0, output(run)
-    assert "is damaged: it is set aside" in output(run)
+    assert "is damaged, and not used" in output(run)
     assert split_lives(events(run))[-1][0]["step"] == 6, output(run)
     assert_same_run(run)
 
@@ -215,7 +216,7 @@ def test_ranks_killed_at_random_times_and_their_nodes_lost(layout, seed, place):
     ("run", "said"),
     [
         (replace(LOG, kind="manual"), "gradients are zeroed, or a backward pass begins, after an update"),
-        (replace(LOG, model={"optimizer": "fused"}, kind="overflowing"), "is given the loss scale"),
+        (replace(LOG, model={"optimizer": "fused"}, kind="overflowing"), "applies the loss scale"),
     ],
 )
 def test_what_cannot_be_logged_is_refused_by_name(run, said, place):  # noqa: F811

@@ -124,7 +124,7 @@ def test_a_torn_snapshot_is_never_committed_and_the_next_is_whole(tmp_path, monk
     monkeypatch.setattr(copier, "carry_out", after_the_next_change)
     fit(tmp_path / "b", broken, Dense(1), stop=6)
     assert "model/target.weight changed while step 1 was being copied" in caplog.text
-    assert "from now on they are copied before training goes on" in caplog.text
+    assert "from now on training waits until they are copied" in caplog.text
     assert not (tmp_path / "b" / "step_00000001" / "MANIFEST.json").exists()
     again, checkpoint = fit(tmp_path / "b", resumed, Dense(1))
     assert checkpoint.restored_step == 6

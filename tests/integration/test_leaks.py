@@ -180,7 +180,7 @@ def test_a_disk_that_hangs_keeps_no_exception_waiting(place, monkeypatch, caplog
     try:
         assert isinstance(_fit(run, 4, _raise(StopHere("enough"))), StopHere)
         assert time.monotonic() - began < 60
-        assert "still being written; it is not waited for" in caplog.text
+        assert "still being written; training does not wait for it" in caplog.text
     finally:
         release.set()
     assert retry_until(lambda: not _threads(), 60.0)

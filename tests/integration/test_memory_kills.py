@@ -164,7 +164,7 @@ def test_a_tmpfs_that_is_too_small_costs_memory_and_not_the_run(small, for_weigh
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
     said = re.search(r"has [\d,]+ bytes free, and the slots .* will need about [\d,]+: .*--shm-size", output(run))
     assert (said is not None) == for_weights_too, output(run)
-    assert said is None or said.start() < output(run).index("training starts new")
+    assert said is None or said.start() < output(run).index("training starts from scratch")
     assert live(run) == 0, output(run)
     assert_same_run(run)
     assert left(run) == []

@@ -76,7 +76,7 @@ def test_another_number_of_ranks_takes_the_newest_dense_checkpoint(place):  # no
     live(replace(run, ranks=1))
     said = output(run)
     assert f"{manifests[0].directory} is a sparse window that 2 ranks computed, and this run has 1" in said
-    assert f"dense checkpoint {dense[0].directory} is taken instead: {manifests[0].step - dense[0].step} steps" in said
+    assert f"dense checkpoint {dense[0].directory} is used instead: {manifests[0].step - dense[0].step} steps" in said
 
 
 def test_another_number_of_ranks_is_refused_without_a_dense_checkpoint(place):  # noqa: F811

@@ -225,7 +225,7 @@ def test_what_changes_on_the_dead_rank_alone_is_not_made_up(beside, place):  # n
     assert lose(run, 1, 9, how="updated") == [1, KILLED]
     assert live_ranks(run) == [0, 0], output(run)
     assert restored(run) == 8
-    assert "rank 1 died in an update, and its plain state after that is not known" in said(run)
+    assert "rank 1 died during an update, and its plain state after the update is not known" in said(run)
     assert "changes in its updates, and not in those of the rank that lived on" in said(run)
     assert_same_run(run, unwritten=[8])
 
@@ -238,7 +238,7 @@ def test_a_rank_of_fsdp_that_dies_in_an_update_that_the_others_end_costs_one_ste
     assert "rank 0 keeps its state of step 9 in memory" in said(run)
     assert live_ranks(run) == [0, 0], output(run)
     assert restored(run) == 8
-    assert "ranks 0 kept step 9 when training stopped, but the others' state of it is nowhere" in said(run)
+    assert "ranks 0 kept step 9 when training stopped, but the other ranks' state of it is lost" in said(run)
     assert max(recomputed(run)) == 1
     if policy == "dense every step":
         assert_same_run(run)

@@ -71,6 +71,11 @@ class Ended:
         """The iteration that each life but the first began after."""
         return [life[0]["resumed"] for life in self.lives[1:]]
 
+    @property
+    def said(self) -> str:
+        """What the library told the user where the last life came back, on all ranks."""
+        return "\n".join(text for result in self.results for text in result["said"])
+
     def replayed(self, life: int) -> list[int]:
         """Iterations that a life computed again to bring back a window."""
         return [line["updated"] for line in self.lives[life] if line.get("replayed")]

@@ -95,7 +95,7 @@ def test_its_log_is_made_dense_once_the_class_is_known(tmp_path: Path, capsys: p
     life = killed_log(tmp_path)
     densify = ["densify", life.store, "--memory", str(tmp_path / "memory" / "node_0")]
     assert main(densify) == 2
-    assert "optimizer class tests.support.fused_adam.FusedAdam is not known here" in (said := capsys.readouterr().err)
+    assert "optimizer class tests.support.fused_adam.FusedAdam is not registered" in (said := capsys.readouterr().err)
     assert "--import MODULE" in said
     assert main([*densify, "--import", "tests.support.fused_adam_known"]) == 0
     delete_tree(tmp_path / "memory")

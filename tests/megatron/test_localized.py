@@ -52,13 +52,13 @@ def again(directory: Path, ranks: int = 4) -> list[list[int]]:
     ("setup", "lost"),
     [(Setup(**PIPELINE_EXPERTS), 0), pytest.param(Setup(**PIPELINE_EXPERTS, **SHARDED), 1, marks=pytest.mark.slow)],
 )
-def test_one_stage_goes_back_alone(setup, lost, tmp_path, capfd):
+def test_one_stage_goes_back_alone(setup, lost, tmp_path):
     run = case(setup, (2 * lost, 6, "forward"))
     kill(run, tmp_path)
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
     assert again(tmp_path) == [[2, 3, 4, 5] if rank // 2 == lost else [] for rank in range(4)]
-    assert "2 of 4 ranks, of pipeline stage" in capfd.readouterr().err
+    assert "2 of 4 ranks, of pipeline stage" in ended.said
 
 
 def test_a_window_that_ends_with_the_newest_step(tmp_path):
@@ -121,14 +121,14 @@ def test_a_rank_dies_during_the_recovery_or_just_after_it(second, dead, steps, t
 
 
 @pytest.mark.slow
-def test_after_two_recoveries_of_some_stages_that_came_to_nothing_all_go_back(tmp_path, capfd):
+def test_after_two_recoveries_of_some_stages_that_came_to_nothing_all_go_back(tmp_path):
     """Whatever is wrong with what was kept or logged, a global recovery does without it."""
     run = replace(case(PIPELINE, (1, 8, "forward"), steps=10), kills=((1, 8, "forward"), *[(1, 2, "replay")] * 2))
     kill(run, tmp_path)
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
     assert again(tmp_path) == [[5, 6]] * 4
-    assert "kept step 7, but all go back: the last 2 starts" in capfd.readouterr().err
+    assert "kept step 7, but all go back: the last 2 starts" in ended.said
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_node_is_lost_beside_a_recovery(tmp_path):
     assert again(tmp_path) == [[]] + [[5, 6, 7]] * 3
 
 
-def test_a_damaged_log_lets_all_go_back(tmp_path, capfd):
+def test_a_damaged_log_lets_all_go_back(tmp_path):
     run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
     kill(run, tmp_path)
     [log] = (tmp_path / "memory" / "node_1").rglob("rank_00002/upstream_00000004.messages")
@@ -153,9 +153,8 @@ def test_a_damaged_log_lets_all_go_back(tmp_path, capfd):
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
     assert again(tmp_path) == [[2, 3]] * 4
-    said = capfd.readouterr().err
-    assert "2 ranks kept step 5, but all go back" in said
-    assert "is damaged" in said
+    assert "2 ranks kept step 5, but all go back" in ended.said
+    assert "is damaged" in ended.said
 
 
 Messages = list[tuple[Message, bytes]]
@@ -214,7 +213,7 @@ def swapped(messages: Messages) -> None:
     ],
     ids=["missing", "twice", "swapped", "history"],
 )
-def test_a_log_that_is_not_what_was_sent_lets_all_go_back(change, header, why, tmp_path, capfd):
+def test_a_log_that_is_not_what_was_sent_lets_all_go_back(change, header, why, tmp_path):
     run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
     kill(run, tmp_path)
     [log] = (tmp_path / "memory" / "node_1").rglob("rank_00002/upstream_00000004.messages")
@@ -222,13 +221,12 @@ def test_a_log_that_is_not_what_was_sent_lets_all_go_back(change, header, why, t
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
     assert again(tmp_path) == [[2, 3]] * 4
-    said = capfd.readouterr().err
-    assert "2 ranks kept step 5, but all go back" in said
-    assert why in said
+    assert "2 ranks kept step 5, but all go back" in ended.said
+    assert why in ended.said
 
 
 @pytest.mark.slow
-def test_a_log_of_an_earlier_life_lets_all_go_back(tmp_path, capfd):
+def test_a_log_of_an_earlier_life_lets_all_go_back(tmp_path):
     """It is of the right step, but what was sent then belongs to a state that the run went back behind."""
     run = case(Setup(**PIPELINE_EXPERTS), (0, 2, "forward"), steps=10)
     run = replace(run, kills=(*run.kills, (0, 9, "forward")))
@@ -241,7 +239,7 @@ def test_a_log_of_an_earlier_life_lets_all_go_back(tmp_path, capfd):
     require_exact(run, tmp_path, ended)
     [steps] = {tuple(each) for each in again(tmp_path)}
     assert steps, "all ranks compute the same ones again"
-    assert "2 ranks kept step 8, but all go back: rank 2 has no upstream log of step 8" in capfd.readouterr().err
+    assert "2 ranks kept step 8, but all go back: rank 2 has no upstream log of step 8" in ended.said
 
 
 def renumbered(change: Callable[[Messages], None]) -> Callable[[Messages], None]:
@@ -259,7 +257,7 @@ def renumbered(change: Callable[[Messages], None]) -> Callable[[Messages], None]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [dropped, doubled], ids=["missing", "twice"])
-def test_after_a_recovery_that_diverged_all_go_back_at_the_next_start(change, tmp_path, capfd):
+def test_after_a_recovery_that_diverged_all_go_back_at_the_next_start(change, tmp_path):
     run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
     kill(run, tmp_path)
     [log] = (tmp_path / "memory" / "node_1").rglob("rank_00002/upstream_00000004.messages")
@@ -271,18 +269,18 @@ def test_after_a_recovery_that_diverged_all_go_back_at_the_next_start(change, tm
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
     assert again(tmp_path) == [[2, 3]] * 4
-    said = capfd.readouterr().err
-    assert "but all go back: what some stages computed again, at a start since, was not what it had been" in said
+    why = "what some stages computed again, at a start since, was not what it had been the first time"
+    assert f"but all go back: {why}" in ended.said
     assert list((tmp_path / "memory").rglob("diverged")) == []
 
 
-def test_what_two_stages_share_is_lost_with_the_one_that_sealed_it(tmp_path, capfd):
+def test_what_two_stages_share_is_lost_with_the_one_that_sealed_it(tmp_path):
     run = case(replace(TIED, pp=2), (0, 6, "forward"), ranks=2)
     kill(run, tmp_path)
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
     assert again(tmp_path, 2) == [[2, 3]] * 2
-    assert "tied embeddings" in capfd.readouterr().err
+    assert "tied embeddings" in ended.said
 
 
 EIGHT = {"layers": 4, "num_microbatches": 4, "experts": 4}
@@ -349,7 +347,7 @@ def test_a_node_of_two_of_eight_ranks_is_lost(layout, tmp_path):
 
 @pytest.mark.slow
 @on_eight
-def test_a_node_of_eight_ranks_is_lost_next_to_a_recovery(layout, tmp_path, capfd):
+def test_a_node_of_eight_ranks_is_lost_next_to_a_recovery(layout, tmp_path):
     """PP4: stage 2 joins stage 1. PP2: no stage is whole any more, and all go back."""
     setup = EIGHTS[layout]
     run = replace(case(setup, (2, 8, "forward"), steps=10, ranks=8), copies={**RARELY, "replicas": 1})

@@ -83,7 +83,7 @@ def test_the_end_of_a_run_and_other_settings_are_said(tmp_path: Path):
     assert "The run is finished (finish() was called): a loop that ends at iteration 4 trains nothing" in again
     end, changes = found["other settings"]
     assert "is finished" in end
-    wanted = "optimizer max_lr 0.01 -> 0.02; optimizer min_lr 0.001 -> 0.002 (training goes on with the checkpoint's)"
+    wanted = "optimizer max_lr 0.01 -> 0.02; optimizer min_lr 0.001 -> 0.002 (training continues with the checkpoint's)"
     assert changes == f"hyperparameters differ from the checkpoint's: {wanted}"
     assert found["other settings, in force"] == ["0.01"]
     end, still = found["other settings still"]

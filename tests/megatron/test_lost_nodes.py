@@ -88,7 +88,7 @@ def test_runs_of_rarer_checkpoints_end_alike(tmp_path: Path, lost: tuple[int, ..
     require_exact(case, tmp_path, ended)
     assert left(tmp_path) == []
     [resumed] = ended.resumed
-    said = [text for text in ended.results[0]["said"] if "lost, and computed again" in text]
+    said = [text for text in ended.results[0]["said"] if "lost, and must be computed again" in text]
     if len(lost) == 2:
         assert (resumed > before, said) == (True, []), "storage has only what the run began with"
         assert shards_read(case, tmp_path) == [[]] * case.ranks

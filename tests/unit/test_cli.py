@@ -232,7 +232,7 @@ def test_what_is_too_wide_goes_on_below_with_the_first_column_again():
     [
         (
             (),
-            "say what to do: inspect, verify, window, export, memory, densify, train, simulate, plan; "
+            "choose what to do: inspect, verify, window, export, memory, densify, train, simulate, plan; "
             "see moe-ckpt --help",
         ),
         (("inspct", "x"), "no such command: 'inspct'; did you mean inspect? there are inspect, verify"),

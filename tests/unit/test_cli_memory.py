@@ -26,7 +26,7 @@ def told(capsys, *arguments: str) -> dict:
 
 def test_an_empty_directory(tmp_path, capsys):
     assert main(["memory", "--directory", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"nothing of yours lies in {tmp_path}\n"
+    assert capsys.readouterr().out == f"{tmp_path} holds nothing of this user\n"
     assert main(["memory", "clear", "--directory", str(tmp_path)]) == 0
 
 
@@ -42,7 +42,7 @@ def test_what_a_failed_run_left(where, capsys):  # noqa: F811
     assert "nobody" in out
     assert main(["memory", "explain", "--directory", str(where[1])]) == 0
     assert "step 6" in (out := capsys.readouterr().out)
-    assert "every byte as it was written" in out
+    assert "slices, all bytes intact" in out
     assert main(["memory", "clear", "--directory", str(where[1])]) == 0
     assert "freed" in capsys.readouterr().out
     assert files(where[1]) == []
@@ -55,7 +55,7 @@ def test_what_a_process_uses_is_shown_and_left_alone(where, capsys):  # noqa: F8
         assert found["ranks"][0]["pid"] > 0
         before = files(where[1])
         assert main(["memory", "clear", "--directory", str(where[1])]) == 0
-        assert "left alone" in capsys.readouterr().out
+        assert "a running process holds it, so nothing was changed" in capsys.readouterr().out
         assert files(where[1]) == before
         only.go(1, settle=True)
 
@@ -78,7 +78,7 @@ def test_copies_are_told_from_what_is_a_rank_s_own(where, tmp_path, capsys):  # 
     replicated(where, nodes, steps=3)
     assert main(["memory", "explain", "--directory", str(nodes[0])]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "step 3 (copy of rank 1's)," in out
+    assert "step 3 (copy of rank 1)," in out
     assert "step 3," in out
     [rank] = told(capsys, "--directory", str(nodes[0]))["ranks"]
     assert {slot["writer"] for slot in rank["slots"] if slot["step"] == 3} == {0, 1}

@@ -47,7 +47,9 @@ def said(capsys, *argv):
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "lightning"])
 def test_export_into_a_file_names_the_file(run, here, capsys, to):
     err = said(capsys, "export", run, "--to", to, "-o", "file/inside")
-    assert f"the output file/inside cannot be written: {here}/file is a file, no directory; name another place" in err
+    assert (
+        f"the output file/inside cannot be written: {here}/file is a file, not a directory; name another place" in err
+    )
     assert [path.name for path in here.iterdir()] == ["file"]
 
 
@@ -75,7 +77,7 @@ def test_the_size_of_files_is_called_as_it_was_given(run, here, capsys):
     ("plot", "why"),
     [
         ("/nope/x.png", "--plot /nope/x.png: there is no directory /nope"),
-        ("file/x.png", "--plot file/x.png: cannot be written: {here}/file is a file, no directory"),
+        ("file/x.png", "--plot file/x.png: cannot be written: {here}/file is a file, not a directory"),
         ("x.foo", "--plot x.foo: give a name that ends in one of .png, .svg, .pdf"),
         (".", "--plot .: give a name that ends in one of .png, .svg, .pdf"),
     ],

@@ -125,7 +125,7 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("failures.mtbf_secs=600,700",), "sweep with simulate"),
+        (("failures.mtbf_secs=600,700",), "use moe-ckpt simulate for sweeps"),
         (("setup=nope",), "nope"),
         (("cluster.pcie_bytes_per_sec=0",), "pcie_bytes_per_sec"),
         (("failures.mtbf_secs=3",), "never advance"),

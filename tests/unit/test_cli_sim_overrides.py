@@ -52,13 +52,13 @@ SAID = {
     "+policy.policy.k=1": "policy.policy.k: moe_ckpt.policies.MoEvement has no such parameter; it has window",
     "cluster={a: 1}": "'cluster': Key 'a' is not in struct",
     **{
-        f"{key}=1": f"{key}=1: nothing reads Hydra's own settings here"
+        f"{key}=1": f"{key}=1: Hydra's own settings have no effect here"
         for key in ("hydra.foo", "+hydra.foo", "++hydra.run.dir", "hydra.run.dir", "hydra.verbose", "hydra/launcher")
     },
-    "hydra.run.dir=a,b": "hydra.run.dir=a,b: nothing reads Hydra's own settings here",
-    "hydra.searchpath=[file:///tmp]": "groups of your own are found with --config-dir",
-    "~hydra.run": "~hydra.run: nothing reads Hydra's own settings here",
-    "+load@hydra.run=even": "nothing reads Hydra's own settings here",
+    "hydra.run.dir=a,b": "hydra.run.dir=a,b: Hydra's own settings have no effect here",
+    "hydra.searchpath=[file:///tmp]": "use --config-dir for your own groups",
+    "~hydra.run": "~hydra.run: Hydra's own settings have no effect here",
+    "+load@hydra.run=even": "Hydra's own settings have no effect here",
 }
 
 
@@ -176,8 +176,8 @@ def test_an_unknown_place_is_refused_before_composing():
             "policy=moevement_peers_sparse,dense",
             "is called moevement_peers_sparse now",
         ),
-        ("policy=moc", "policy=moc", "policy=moc is on storage, as in a Trainer; .* it is policy=moc_peers"),
-        ("policy=choice(moetion,dense)", "policy=choice(moetion,dense)", "policy=moetion is on storage"),
+        ("policy=moc", "policy=moc", "policy=moc saves to storage, as in a Trainer; to save .* use policy=moc_peers"),
+        ("policy=choice(moetion,dense)", "policy=choice(moetion,dense)", "policy=moetion saves to storage"),
         ("policy=moc_peers,moevement_peers,gemini", "policy=moc_peers,moevement_peers,gemini", None),
         ("policy.backup_every_secs=60", "policy.storage_every_secs=60", "is called policy.storage_every_secs now"),
         ("policy.policy.order=moc_storage", "policy.policy.order=moc_storage", None),

@@ -243,7 +243,7 @@ def test_a_registered_layer(registrations):
         ({"experts": "nothing"}, "no submodule or parameter 'nothing'"),
         ({"experts": ("w_in", "w_out"), "router": "gate"}, "no submodule or parameter 'gate'"),
         ({"experts": ("w_in", "scorer"), "router": "scorer", "flat": True}, "num_experts"),
-        ({"experts": ("w_in", "w_out"), "router": None}, "cannot be seen"),
+        ({"experts": ("w_in", "w_out"), "router": None}, "cannot be observed"),
     ],
 )
 def test_a_registration_that_does_not_fit_says_so(registrations, arguments, message):

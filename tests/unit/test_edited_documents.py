@@ -417,7 +417,7 @@ def test_a_wrong_state_is_found_before_anything_is_loaded(store):
         restored = resume_newest(LocalStorage(store.root), SoloCommunicator(), state)
         assert restored.manifest.directory == "step_00000001"
         reader = StoreReader(LocalStorage(store.root))
-        said = rf"^{STATE}, step 2, rank 0: its content .* field rng.python is no state"
+        said = rf"^{STATE}, step 2, rank 0: it holds no state of a rank: field rng.python is no state"
         with pytest.raises(DamagedError, match=said):
             reader.state(reader.manifest(STEP), 0)
     finally:

@@ -88,7 +88,7 @@ def test_a_buffer_given_back_twice_is_an_error():
     pool = HostBufferPool(BUDGET)
     buffer = pool.acquire(1000)
     pool.give_back(buffer)
-    with pytest.raises(ValueError, match="given back twice"):
+    with pytest.raises(ValueError, match="returned twice"):
         pool.give_back(buffer)
     assert pool.acquire(1000) is buffer
     assert pool.acquire(1000) is not buffer

@@ -95,7 +95,7 @@ def test_what_cannot_be_removed_at_once_is_removed_after_the_next_commit(tmp_pat
     with Life(storage, policy=Dense()) as life:
         life.go(2, settle=True)
         assert left_by(tmp_path, 2), "deleting failed, too"
-        assert "it is tried again" in caplog.text
+        assert "could not be removed, retrying" in caplog.text
         storage.fail_at = None
         life.go(1, settle=True)
         life.go(1)
@@ -233,6 +233,6 @@ def test_another_reason_in_the_same_row_is_told_in_full(tmp_path, caplog):
         storage.fail_at = len(storage.calls) + 1
         life.go(1, settle=True)
     told = [record.getMessage() for record in caplog.records if "not committed" in record.getMessage()]
-    assert ["training goes on" in each for each in told] == [True, True]
+    assert ["training continues" in each for each in told] == [True, True]
     assert "No space left" in told[0]
     assert "No space left" not in told[1]

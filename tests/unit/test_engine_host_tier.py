@@ -387,7 +387,7 @@ def test_memory_of_another_checkpoint_by_the_same_name_is_not_used(tmp_path, cap
         tier._kept = (replace(held, parts=(replace(first, list_entries=lambda: other), *held.parts[1:])),)
         restored, _ = come_back(life)
         assert restored.tokens_from_host is None
-    assert "is not what storage holds" in caplog.text
+    assert "differs from storage, and is not used" in caplog.text
 
 
 class LostAnnouncement(SoloCommunicator):
@@ -581,7 +581,7 @@ def test_what_does_not_arrive_whole_on_one_rank_is_used_by_none(tmp_path, caplog
         first, second = two_lives(tmp_path, "replicated", "replicated", survivors=[0], comms={0: Flipping, 1: Flipping})
     assert overlaid(first) == overlaid(second) == set()
     assert first[2] == second[2]
-    assert "did not arrive whole" in caplog.text
+    assert "did not arrive completely on all ranks" in caplog.text
 
 
 def test_after_such_a_return_training_goes_on_and_commits(tmp_path):

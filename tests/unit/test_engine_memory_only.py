@@ -211,7 +211,7 @@ def test_a_damaged_slot_costs_the_steps_that_storage_does_not_have(where, caplog
     with life(where) as second:
         come_back(second)
         assert_state(second, at(4))
-    assert "is damaged: it is set aside" in caplog.text
+    assert "is damaged, and not used\n" in caplog.text
     assert len(list(where[1].rglob("*.damaged"))) <= 2
 
 
@@ -377,7 +377,7 @@ def test_who_goes_back_by_removing_checkpoints_does_go_back(where, caplog):
     with life(where) as second:
         restored, _ = come_back(second)
         assert restored.manifest.step == 4
-    assert "it came after step_00000008, which is not on storage any more" in caplog.text
+    assert "it follows step_00000008, which is no longer on storage" in caplog.text
 
 
 def test_a_new_beginning_leaves_nothing_to_come_back_to(where):
@@ -408,7 +408,7 @@ def test_starts_that_end_no_step_do_not_go_on_for_ever(where, capsys):
     run_id = caught.value.run_id
     assert f"moe-ckpt memory retry --run {run_id} --directory {where[1]};" in str(caught.value)
     assert main(["memory", "retry", "--run", run_id, "--directory", str(where[1])]) == 0
-    assert "goes on from memory" in capsys.readouterr().out
+    assert "resumes from memory" in capsys.readouterr().out
     starts_that_end_no_step(where, 3)
     assert main(["memory", "clear", "--run", run_id, "--directory", str(where[1])]) == 0
     with life(where) as last:
@@ -589,7 +589,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy(where, tmp_path, caplog):
             data.write_bytes(raw)
     again = replicated(where, nodes, again=True, steps=1)
     assert again == dict.fromkeys(range(2), (6, "memory", 0))
-    assert "is damaged: it is set aside" in caplog.text
+    assert "is damaged, and not used\n" in caplog.text
 
 
 def test_copies_do_not_pile_up(where, tmp_path):

@@ -60,7 +60,7 @@ def test_after_the_store_is_deleted_the_next_step_saves_everything(tmp_path, cap
     assert [m.step for m in manifests(root)] == [5, 6, 7]
     assert {op: r.step for op, r in manifests(root)[-1].operators.items() if op in ALWAYS} == dict.fromkeys(ALWAYS, 7)
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert any(re.search(r"store\.json is gone from .*store.*written anew", message) for message in said)
+    assert any(re.search(r"store\.json is gone from .*store.*written again", message) for message in said)
     assert any(re.search(r"step 4 was not committed.* gone from .*step_00000001/rank_00000_expert", m) for m in said)
     assert sum("gone" in message for message in said) == 2
 
@@ -151,7 +151,7 @@ def test_a_lost_store_json_alone_costs_nothing(tmp_path, caplog):
         life.go(1, settle=True)
     assert identity(tmp_path) == before
     assert [m.step for m in manifests(tmp_path)] == [1, 2, 3, 4]
-    assert caplog.text.count("it is written anew") == 2
+    assert caplog.text.count("it is written again") == 2
 
 
 def test_another_run_s_store_in_this_one_s_place_is_left_as_it_is(tmp_path, caplog):

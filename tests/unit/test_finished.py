@@ -91,12 +91,12 @@ def test_a_damaged_one_is_told_and_passed_over(run, tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-3])
     assert read_finished(storage, SoloCommunicator(), second) is None
     assert "finished.json" in caplog.text
-    assert "taken for unfinished" in caplog.text
+    assert "The run is treated as unfinished" in caplog.text
 
 
 def test_one_that_cannot_be_written_ends_nothing(run, caplog):
     storage, _ = run
     with caplog.at_level(logging.WARNING, "moe_ckpt"):
         write_finished(storage, "step_00000009", "max_steps=9", {}, {})
-    assert "could not be noted" in caplog.text
+    assert f"cannot record in {storage.root} that this run is finished: " in caplog.text
     assert not storage.exists(FINISHED_NAME)

@@ -116,7 +116,7 @@ def test_a_damaged_slice_is_read_from_storage_with_its_operator(tmp_path, caplog
             come_back(life)
         assert sum(nbytes for _, nbytes in read) == 2 * nbytes_of(tmp_path, {operator})
         assert_state(life, dict.fromkeys(ALL, 6))
-    assert "is damaged; storage's copy is taken" in caplog.text
+    assert "is damaged; the copy on storage is used" in caplog.text
 
 
 def test_a_damaged_side_tensor_is_read_from_storage(tmp_path):
@@ -343,7 +343,7 @@ def test_what_arrives_damaged_is_read_from_storage_by_all(tmp_path, monkeypatch,
     monkeypatch.setattr(type(ThreadRanks(1).comm(0)), "swap", flipping)
     read, _, _ = return_of(tmp_path, "replicated", "replicated", (2, 2), (0, 1), Dense())
     assert read > 0
-    assert "did not arrive whole" in caplog.text
+    assert "did not arrive completely on all ranks" in caplog.text
 
 
 def test_memory_for_what_is_received_is_bounded(tmp_path, monkeypatch):
@@ -365,4 +365,4 @@ def test_a_share_of_another_life_is_not_taken_for_this_ones(tmp_path, caplog):
         with tensor_bytes_read() as read:
             come_back(life)
         assert read
-    assert "is not what storage holds" in caplog.text
+    assert "differs from storage, and is not used" in caplog.text

@@ -183,7 +183,7 @@ def test_stamps_that_miss_a_change_are_found_out(tmp_path, caplog):
         calls += 1
         assert calls <= 8 * len(STEPS)
     assert calls > 0, "not at once: it could not be told"
-    assert "does not say when a directory changes" in caplog.text
+    assert "does not report when a directory changes" in caplog.text
     assert look(storage, listings, 7) == STEPS
 
 

@@ -289,7 +289,7 @@ def test_an_odd_entry_of_one_directory_costs_no_other(root, caplog):
         "000000/rank_00000",
         "000000/rank_00002",
     ]
-    assert f"what lies in {odd} is not used" in caplog.text
+    assert f"the content of {odd} is not used" in caplog.text
     begun.close(keep=False)
     assert holder_of(odd.parent / "rank_00000") == 0, "no lock is kept"
     assert {path.parent for path in files(Path(root))} == {odd}
@@ -308,7 +308,7 @@ def test_an_odd_entry_of_another_run_stops_none(root, caplog):
     assert sweep(root, RUN) > 0
     assert not (path / "slot_000.data").exists()
     assert f"{path / 'directory'} cannot be removed" in caplog.text
-    assert f"{user_directory(root) / 'third'} is left alone" in caplog.text
+    assert f"{user_directory(root) / 'third'} is not touched" in caplog.text
 
 
 def test_a_slot_with_a_damaged_header_is_set_aside_and_freed(where):  # noqa: F811
@@ -355,7 +355,7 @@ def test_a_copy_of_the_store_leaves_the_slots_of_the_first_alone(where, tmp_path
         assert_state(other, EVERYTHING_AT_6)
         other.go(1, settle=True)
         other.finish()
-    assert f"it is of the store {where[0]}" in caplog.text
+    assert f"it belongs to the store {where[0]}" in caplog.text
     assert {path: path.read_bytes() for path in files(where[1])} == before
     with life(where) as again:
         assert len(again.session.tier.left.found) >= 1

@@ -130,7 +130,7 @@ def test_falling_back_is_a_setting_and_names_what_it_left(tmp_path, capfd, caplo
         restored = resume(failing, on_read_error="fallback")
     assert restored.manifest.directory == "step_00000002"
     assert restored.manifest.passed_over == (NEWEST,)
-    assert f"going on from step_00000002: the newer {NEWEST} could not be read" in caplog.text
+    assert f"resuming from step_00000002: the newer {NEWEST} could not be read" in caplog.text
     assert Manifest.decode(restored.manifest.encode(), "m").passed_over == (NEWEST,)
     everything = Failing(tmp_path, "MANIFEST.json", OSError(errno.ETIMEDOUT, "timed out"))
     with pytest.raises(NoCheckpointError, match="no checkpoint in"):
@@ -181,7 +181,7 @@ def test_all_ranks_leave_together_and_at_once(tmp_path, error, kind):
     first, second = run_threads(ThreadRanks(2), one)
     assert type(second) is kind
     assert type(first) is StoreError
-    assert f"rank 1 cannot go on from checkpoint {NEWEST}: " in str(first)
+    assert f"rank 1 cannot resume from checkpoint {NEWEST}: " in str(first)
     assert str(second) in str(first)
 
 

@@ -593,7 +593,7 @@ def test_a_write_error_is_told_once(tmp_path, path, caplog, monkeypatch):
         run.go(3, settle=True)
     told = [record.message for record in caplog.records if "profile" in record.message]
     assert len(told) == 1
-    assert "training goes on" in told[0]
+    assert "training continues" in told[0]
     assert "No space left" in told[0]
 
 

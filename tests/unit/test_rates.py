@@ -102,7 +102,7 @@ def test_bad_numbers(tmp_path, setting, value):
 def test_a_directory_that_is_none(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "missing"):
-        with pytest.raises(ConfigError, match=f"{name}.*is no directory"):
+        with pytest.raises(ConfigError, match=f"{name}.*is not a directory"):
             measure(tmp_path / name, **SMALL)
     assert os.listdir(tmp_path) == ["file"]
 
@@ -143,7 +143,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, no_network, monkeypatch):
 
 def test_processes_that_cannot_talk_are_an_error_and_end(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(StoreError, match="could not talk to each other"):
+    with pytest.raises(StoreError, match="two local processes could not communicate"):
         rates._loopback(MIB, 1)
     slow = [["/bin/sleep", "60"], ["/bin/sleep", "60"]]
     with pytest.raises(subprocess.TimeoutExpired), rates._started(slow) as processes:

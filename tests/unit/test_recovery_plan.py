@@ -86,7 +86,7 @@ ANCHORS = inventory(Tier.HOST, "this node", [5, 6, 5, 4])
 
 def test_a_log_says_which_ranks_make_its_updates_once_more():
     plan = replace(plan_recovery("step_00000006", 6, OPERATORS, [ANCHORS]), updates=(4, 6))
-    made = "then the 2 updates of steps 5 to 6 are made once more, from the gradients consumed"
+    made = "then the 2 updates of steps 5 to 6 are repeated, from the consumed gradients"
     assert plan_text(plan).endswith(made)
     assert plan_text(replace(plan, remaking=(0, 1), ranks=2)).endswith(made)
     some = plan_text(replace(plan, remaking=(0, 3), ranks=4))

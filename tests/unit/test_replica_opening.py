@@ -72,9 +72,9 @@ def test_no_copies_need_no_peers(tmp_path):
     ("ranks", "choose", "said"),
     [
         (2, lambda rank: {"replicas": rank}, "rank 0 has 0, and rank 1 has 1"),
-        (2, lambda _: {"replicas": 1, "node": 0}, r"replicas=1.*0 \(1 in all\)"),
-        (3, lambda _: {"replicas": 3}, r"replicas=3.*2 \(3 in all\)"),
-        (1, lambda _: {"replicas": 1}, r"replicas=1.*0 \(1 in all\)"),
+        (2, lambda _: {"replicas": 1, "node": 0}, r"replicas=1.*0 other nodes \(1 in all\)"),
+        (3, lambda _: {"replicas": 3}, r"replicas=3.*2 other nodes \(3 in all\)"),
+        (1, lambda _: {"replicas": 1}, r"replicas=1.*0 other nodes \(1 in all\)"),
         (2, lambda _: {"replicas": 1, "failure_domain": "r"}, "failure_domain='r'.*all 2 nodes"),
         (
             2,

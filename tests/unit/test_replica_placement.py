@@ -199,8 +199,8 @@ def test_who_cannot_have_as_many_is_named():
 @pytest.mark.parametrize(
     ("domains", "replicas", "said"),
     [
-        (nodes_of(1, 4), 1, r"replicas=1.*0 \(1 in all\)"),
-        (nodes_of(3, 2), 3, r"replicas=3.*2 \(3 in all\)"),
+        (nodes_of(1, 4), 1, r"replicas=1.*0 other nodes \(1 in all\)"),
+        (nodes_of(3, 2), 3, r"replicas=3.*2 other nodes \(3 in all\)"),
         (nodes_of(3, 1, per_rack=3), 1, "failure_domain='rack0'.*all 3 nodes"),
         ([("a", "r0"), ("a", "r1"), ("b", "r1")], 1, "rank 1 says 'r1'.*'r0'"),
     ],

@@ -100,7 +100,7 @@ def test_silence_in_the_middle_of_a_message_ends_at_the_timeout_and_between_two_
     one, other = tcp_pair()
     wire = Wire(one, 0.4)
     other.sendall(b"half")
-    with pytest.raises(TimeoutError, match=r"no byte went over for 0\.4 s"):
+    with pytest.raises(TimeoutError, match=r"no byte was transferred for 0\.4 s"):
         wire.receive(8)
     patient = threading.Thread(target=wire.receive_into, args=(memoryview(bytearray(1)),), kwargs={"idle": True})
     patient.start()

@@ -155,7 +155,7 @@ STATE = {"epoch": 1, "consumed": 8, "seed": 3, "length": 24, "shuffle": 1}
         ({"consumed": 25}, "sample 25 of 24"),
         ({"consumed": -1}, "sample -1 of 24"),
         ({"epoch": -1}, "epoch -1"),
-        ({"yielded": 1}, "no state of a Recoverable"),
+        ({"yielded": 1}, "not the state of a Recoverable"),
     ],
 )
 def test_a_foreign_position_is_refused(change, words):

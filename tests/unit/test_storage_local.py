@@ -334,7 +334,7 @@ def test_no_descriptor_is_left_open(storage):
 @pytest.mark.parametrize("bad", ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/", "a\\b", "a\0b", ".."])
 @pytest.mark.parametrize("verb", ["read", "size", "exists", "delete", "delete_dir", "list", "clean_temporaries"])
 def test_paths_that_lead_out_are_refused(storage, bad, verb):
-    with pytest.raises(DamagedError, match="is no path inside the store"):
+    with pytest.raises(DamagedError, match="is not a path inside the store"):
         getattr(storage, verb)(bad)
 
 
@@ -353,7 +353,7 @@ def test_symbolic_links_that_lead_out_are_refused(storage, root, tmp_path):
         storage.list("step_00000001")
     with pytest.raises(DamagedError, match="symbolic link"):
         storage.read("leak")
-    with pytest.raises(DamagedError, match="no regular file"):
+    with pytest.raises(DamagedError, match="not a regular file"):
         storage.size("leak")
     storage.delete("leak")  # removes the link, not what it points to
     assert tree(tmp_path / "outside") == ["secret"]
@@ -382,7 +382,7 @@ def test_a_root_reached_through_a_link_works(tmp_path):
 def test_a_planted_fifo_does_not_hang_the_reader(storage, root):
     root.mkdir(parents=True)
     os.mkfifo(root / "pipe")
-    with pytest.raises(DamagedError, match="no regular file"):
+    with pytest.raises(DamagedError, match="not a regular file"):
         storage.read("pipe")
 
 

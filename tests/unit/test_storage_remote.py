@@ -87,9 +87,9 @@ def test_an_error_of_the_callers_chunks_uploads_nothing(storage):
 
 @pytest.mark.parametrize("bad", ["../x", "/x", "a//b", "a/.."])
 def test_paths_that_lead_out_are_refused(storage, bad):
-    with pytest.raises(DamagedError, match="is no path inside the store"):
+    with pytest.raises(DamagedError, match="is not a path inside the store"):
         storage.write(bad, [b"x"])
-    with pytest.raises(DamagedError, match="is no path inside the store"):
+    with pytest.raises(DamagedError, match="is not a path inside the store"):
         storage.read(bad)
 
 

@@ -90,7 +90,7 @@ def test_one_step_above_the_budget_ends_the_log_and_says_so(tmp_path, caplog):
     one_step(log, 1, (TO_NEXT, torch.ones(10)))
     one_step(log, 2, (TO_NEXT, torch.ones(20)), (TO_NEXT, torch.ones(20)))
     log.close()
-    assert "step 2 alone take more than the budget of 100 bytes: give Memory(upstream_bytes=...) more" in caplog.text
+    assert "step 2 alone take more than the budget of 100 bytes: raise Memory(upstream_bytes=...)" in caplog.text
     assert "all ranks go back" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
@@ -239,7 +239,7 @@ def test_answers_come_in_order():
 
 def test_a_message_too_many_or_of_another_shape_is_refused():
     found = answers((TO_NEXT, torch.ones(2)))
-    with pytest.raises(ReplayDivergedError, match="rank 1 to rank 0 is needed now, and the upstream log has no"):
+    with pytest.raises(ReplayDivergedError, match="rank 1 to rank 0 is needed now, but the upstream log has no"):
         found.give(TO_PREVIOUS, torch.empty(2))
     with pytest.raises(ReplayDivergedError, match=r"is F32 \[3\] now, and was F32 \[2\]"):
         found.give(TO_NEXT, torch.empty(3))

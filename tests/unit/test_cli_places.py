@@ -94,7 +94,7 @@ def test_a_memory_directory_that_is_not_there_is_called_as_it_was_given(run, her
     argv = [each.format(run=run) for each in argv]
     what = "give the one that the run had as Memory(directory=...)"
     assert f"{argv[-1]} /nope: there is no such directory; {what}" in said(capsys, *argv, "/nope")
-    assert f"{argv[-1]} file: is a file, no directory; {what}" in said(capsys, *argv, "file")
+    assert f"{argv[-1]} file: is a file, not a directory; {what}" in said(capsys, *argv, "file")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")

@@ -202,7 +202,7 @@ def test_two_takeovers_at_the_same_moment_have_one_winner(url):
             inner.write(path, [b'{"owner": "winner", "holder": "winner", "nonce": "n", "unix_secs": 1000.0}'])
             return super().write(path, chunks)
 
-    with pytest.raises(StoreInUseError, match="a run that started a moment earlier"):
+    with pytest.raises(StoreInUseError, match="a run that took the lock a moment earlier"):
         StoreLock(Overtaken(inner, fail_at=None), "loser", clock=clock).acquire()
     assert b"winner" in inner.read(inner.list()[0])
 

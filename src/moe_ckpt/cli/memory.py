@@ -77,7 +77,7 @@ def _list(found: Sequence[RankFacts]) -> None:
         holder = said_holder(each.pid)
         cells = [str(each.generation), str(each.rank), holder, str(len(each.slots)), newest, human_bytes(each.nbytes)]
         rows.append([each.run_id[:12], *cells, each.owner.store])
-    print_table(["run", "life", "rank", "held by", "slots", "newest step", "size", "store"], rows)
+    print_table(["run", "generation", "rank", "held by", "slots", "newest step", "size", "store"], rows)
 
 
 def _explain(found: Sequence[RankFacts]) -> None:

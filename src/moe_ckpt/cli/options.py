@@ -74,7 +74,7 @@ def not_written(option: str, path: Path, error: OSError) -> ConfigError:
 def require_memory(option: str, path: str) -> None:
     """See that ``path`` may be a memory directory of a run on this node. Raises ``ConfigError``."""
     if not os.path.isdir(path):
-        what = "is a file, no directory" if os.path.exists(path) else "there is no such directory"
+        what = "is a file, not a directory" if os.path.exists(path) else "there is no such directory"
         raise ConfigError(f"{option} {path}: {what}; give the one that the run had as Memory(directory=...)")
 
 

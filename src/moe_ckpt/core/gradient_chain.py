@@ -67,7 +67,7 @@ def chain(log: Log, operator: str, step: int) -> Chain:
             if operator not in logged.gradients:
                 raise GradientGapError(operator, at, step, "its gradient is missing")
             gradients.append(at)
-    raise GradientGapError(operator, min(log, default=step), step, "there is no anchor of that step or before")
+    raise GradientGapError(operator, min(log, default=step), step, "there is no anchor of it or of an earlier step")
 
 
 def newest_reachable(log: Log, operators: Collection[str]) -> int | None:

@@ -259,7 +259,7 @@ class _Lease:
         try:
             self._storage.write(_lease_name(number), [json.dumps(body).encode()])
         except FileExistsError:
-            raise StoreInUseError(self._storage.root, "a run that started a moment earlier") from None
+            raise StoreInUseError(self._storage.root, "a run that took the lock a moment earlier") from None
         self._number = number
 
 

@@ -81,7 +81,7 @@ def test_a_skipped_step_needs_no_gradient_and_an_unknown_one_ends_the_chain():
 
 def test_chains_names_the_operator_that_has_no_anchor():
     log = {4: LoggedStep(anchored=some("a"))}
-    with pytest.raises(GradientGapError, match=r"b cannot be brought to step 4.*no anchor of that step or before"):
+    with pytest.raises(GradientGapError, match=r"b cannot be brought to step 4.*no anchor of it or of an earlier step"):
         chains(log, ("a", "b"), 4)
 
 

@@ -169,7 +169,7 @@ class Room:
             f"or more; {self._buffers * nbytes} is enough to avoid waiting."
         )
         if whole:
-            advice += " Every policy first saves everything, so another one needs at least as much; more ranks share it."
+            advice += " Every policy first saves everything, so no other one needs less; more ranks share it."
         else:
             advice += " A policy that saves fewer experts at once also needs less."
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)

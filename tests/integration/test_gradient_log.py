@@ -143,7 +143,7 @@ def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
     newest = max(sealed(run), key=lambda path: header_of(path).sequence)
     spoil(newest, "gradient")
     assert live(run) == 0, output(run)
-    assert "is damaged, and not used" in output(run)
+    assert "is damaged: it is set aside, and not used" in output(run)
     assert split_lives(events(run))[-1][0]["step"] == 7, "an older step that can be reached"
     assert_same_run(run)
 
@@ -155,7 +155,7 @@ def test_a_damaged_anchor_costs_all_steps_that_need_it(place):  # noqa: F811
     dense = [path for path in sealed(run) if header_of(path).facts.since is None]
     spoil(max(dense, key=lambda path: header_of(path).sequence), "expert")
     assert live(run) == 0, output(run)
-    assert "is damaged, and not used" in output(run)
+    assert "is damaged: it is set aside, and not used" in output(run)
     assert split_lives(events(run))[-1][0]["step"] == 6, output(run)
     assert_same_run(run)
 

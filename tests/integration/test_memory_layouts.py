@@ -218,7 +218,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy(how, name, place):  # noqa: F811
         spoil_slot(path, how)
     ends_alike(run)
     assert restored(run) > before
-    assert "is damaged, and not used" in output(run)
+    assert "is damaged: it is set aside, and not used" in output(run)
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_damaged_copy_of_a_lost_node_leaves_storage(how, name, place):  # noqa
     lose(run, 1)
     ends_alike(run)
     assert restored(run) >= before
-    assert "is damaged, and not used" in output(run)
+    assert "is damaged: it is set aside, and not used" in output(run)
 
 
 @pytest.mark.slow

@@ -55,7 +55,8 @@ def test_ranks_that_lived_on_make_no_update(name, tmp_path, capfd):
     assert {result["remaking"] for result in ended.results} == {tuple(sorted(remaking))}
     require_spared(err, remaking)
     if remaking:
-        assert "repeated, from the consumed gradients, by rank 1 of 4; the others keep what they sealed of step 6" in ended.said
+        by = "by rank 1 of 4; the others keep what they sealed of step 6"
+        assert f"repeated, from the consumed gradients, {by}" in ended.said
     else:
         assert [result["remade"] for result in ended.results] == [None] * 4
     require_exact(case, tmp_path, ended)
@@ -109,7 +110,7 @@ def test_a_damaged_seal_costs_its_rank_the_updates(tmp_path, capfd):
     spoil(path)
     ended = finish(case, tmp_path, counted_return.count)
     err = capfd.readouterr().err
-    assert "is damaged, and not used" in ended.said
+    assert "is damaged: it is set aside, and not used" in ended.said
     assert ended.resumed == [6]
     assert {result["remaking"] for result in ended.results} == {(1, 2)}
     require_spared(err, {1, 2})

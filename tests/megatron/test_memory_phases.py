@@ -180,8 +180,10 @@ def test_both_nodes_lost_costs_what_storage_does_not_have(policy, layout, tmp_pa
         lose(tmp_path, node)
     ended = ends_alike(case, tmp_path)
     assert ended.resumed == [before]
-    said = [text for text in ended.results[0]["said"] if "no node has a checkpoint of an earlier start in memory" in text]
-    assert [f"iterations after {before} that were only in memory are lost" in text for text in said] == [True], ended.results[0]
+    none = "no node has a checkpoint of an earlier start in memory"
+    lost = f"{none}: iterations after {before} that were only in memory are lost"
+    said = [text for text in ended.results[0]["said"] if none in text]
+    assert [lost in text for text in said] == [True], ended.results[0]
     assert not any("no node has" in text for rank in ended.results[1:] for text in rank["said"]), "rank 0 alone"
 
 

@@ -109,9 +109,9 @@ def test_a_damaged_slot_is_set_aside_and_storage_is_read(where, how, caplog):
         come_back(second)
         assert_state(second, EVERYTHING_AT_6)
     if how == "flipped":
-        assert "is damaged, and not used\n" in caplog.text
+        assert "is damaged: it is set aside, and not used\n" in caplog.text
     elif how != "no header":
-        assert "is damaged, and not used: " in caplog.text
+        assert "is damaged: it is set aside, and not used: " in caplog.text
 
 
 def test_moc_holds_more_in_memory_than_on_storage(where):

@@ -211,7 +211,7 @@ def test_a_damaged_slot_costs_the_steps_that_storage_does_not_have(where, caplog
     with life(where) as second:
         come_back(second)
         assert_state(second, at(4))
-    assert "is damaged, and not used\n" in caplog.text
+    assert "is damaged: it is set aside, and not used\n" in caplog.text
     assert len(list(where[1].rglob("*.damaged"))) <= 2
 
 
@@ -589,7 +589,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy(where, tmp_path, caplog):
             data.write_bytes(raw)
     again = replicated(where, nodes, again=True, steps=1)
     assert again == dict.fromkeys(range(2), (6, "memory", 0))
-    assert "is damaged, and not used\n" in caplog.text
+    assert "is damaged: it is set aside, and not used\n" in caplog.text
 
 
 def test_copies_do_not_pile_up(where, tmp_path):

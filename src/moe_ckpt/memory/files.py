@@ -203,7 +203,7 @@ def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:
         try:
             yield FoundSlot(*Slot.open(path))
         except DamagedError as error:
-            log.warning("the memory slot %s is damaged, and not used: %s", path, error)
+            log.warning("the memory slot %s is damaged: it is set aside, and not used: %s", path, error)
             set_aside(path)
         except OSError as error:
             log.warning("the memory slot %s is not used: %s", path, error)

@@ -196,7 +196,7 @@ class MemoryCheckpoints:
             if holder == self._comm.rank:
                 slot = self._own[number].slot
                 slot.quarantine()
-                log.warning("the memory slot %s is damaged, and not used", slot.path)
+                log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
         self.shares = [share for share in self.shares if (share.holder, share.number) not in bad]
         if bad or bases:
             return

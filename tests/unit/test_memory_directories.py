@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -413,6 +414,8 @@ def in_trouble(root: str, how: str, sender: Any) -> None:
             said.append(record.getMessage())
 
     logging.getLogger("moe_ckpt").addHandler(Said())
+    gc.collect()  # what the parent left holds descriptors, which a collection would give back in the middle
+    gc.disable()
     begun = life_of(root, 0)
     pool = HostBufferPool(1 << 20, make_slot=begun.make)
     first = pool.acquire(5000)

@@ -45,7 +45,7 @@ def calls(rank: int, world_size: int, root: str) -> dict[str, Said]:
     before = training.train
     installed = megatron.install(dirpath=f"{root}/one")
     found["twice"] = said(lambda: megatron.install(dirpath=f"{root}/two"))
-    for mode in ("skip_train", "perform_rl_step"):
+    for mode in ("skip_train", "perform_rl_step", "ckpt_convert_format"):
         settings = SimpleNamespace(**dict.fromkeys(megatron_lm.ARGUMENTS), **{mode: True})
         found[mode] = said(lambda settings=settings: megatron_lm._require_trainable(settings))
     found["arguments"] = said(lambda: megatron_lm._require_trainable(SimpleNamespace()))

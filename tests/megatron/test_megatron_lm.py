@@ -175,6 +175,7 @@ def test_what_cannot_be_checkpointed_is_refused(tmp_path: Path):
             "twice": ("ConfigError", "called twice", f"{tmp_path}/one", f"{tmp_path}/two"),
             "skip_train": ("ConfigError", "--skip-train", "export_torch_dist"),
             "perform_rl_step": ("UnsupportedError", "--perform-rl-step"),
+            "ckpt_convert_format": ("ConfigError", "--ckpt-convert-format", "Leave megatron.install() out"),
             "arguments": ("UnsupportedError", "args.consumed_train_samples"),
         },
     )

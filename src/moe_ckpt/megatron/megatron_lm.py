@@ -93,7 +93,8 @@ def install(
 
         from moe_ckpt import megatron
 
-        megatron.install(policy=MoC(k=1), dirpath="/shared/my_run") pretrain(...)
+        megatron.install(policy=MoC(k=1), dirpath="/shared/my_run")
+        pretrain(...)
 
     Training resumes from the newest checkpoint in ``dirpath``; without one from ``--load``, or as a new run. Megatron's
     own ``--save`` and ``--load`` still work, but are not needed.
@@ -484,6 +485,11 @@ def _require_trainable(settings: Any) -> None:
         raise ConfigError(
             "--skip-train: nothing is trained, so there is no optimizer to attach checkpoints to. Leave "
             "megatron.install() out, and give --load a checkpoint of Megatron's (megatron.export_torch_dist writes one)"
+        )
+    if getattr(settings, "ckpt_convert_format", None) is not None:
+        raise ConfigError(
+            "--ckpt-convert-format: Megatron-LM converts what --load names and ends, and megatron.install() would load "
+            "the store's newest checkpoint instead. Leave megatron.install() out"
         )
     if getattr(settings, "perform_rl_step", False):
         raise UnsupportedError(

@@ -94,7 +94,7 @@ class MemoryFiles:
         try:
             self._own.note_generation(generation)
         except OSError as error:
-            log.warning("cannot record in %s that generation %d is in use: %s", generation, self.path, error)
+            log.warning("cannot record in %s that generation %d is in use: %s", self.path, generation, error)
 
     @property
     def diverged(self) -> bool:

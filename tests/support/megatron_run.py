@@ -151,8 +151,10 @@ def heard() -> Iterator[list[str]]:
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("moe_ckpt").addHandler(handler)
-    yield said
-    logging.getLogger("moe_ckpt").removeHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("moe_ckpt").removeHandler(handler)
 
 
 def node_memory(root: str, rank: int, ranks_per_node: int = 2) -> Path:

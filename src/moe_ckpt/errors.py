@@ -315,7 +315,7 @@ class OtherLayoutError(ConfigError):
     def __init__(self, directory: str, reason: str, advice: str, what: str = "a sparse window") -> None:
         super().__init__(
             f"checkpoint {directory} is {what} {reason}: its steps can only be computed again in the layout that they "
-            f"were first computed in, and there is no dense checkpoint to use instead. {advice}"
+            f"were first computed in. {advice}"
         )
         self.directory = directory
         self.reason = reason

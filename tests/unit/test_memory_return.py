@@ -174,10 +174,11 @@ def share(writer: int, step: int, *, writers: int = 3, generation: int = 1, wind
         ([share(0, 5), share(0, 6)], LeftBehind(6, (1, 2))),
         ([share(0, 3)], None),
         ([share(0, 6), share(1, 6), share(2, 6)], None),
+        ([share(0, 4), share(1, 4), share(2, 4), share(0, 6)], LeftBehind(6, ())),
         ([share(0, 9, generation=0)], None),
         ([share(0, 5, window=(5, 2, 0)), share(1, 6, window=(5, 2, 1))], LeftBehind(6, (0, 1, 2))),
     ],
-    ids=["nothing", "a rank", "ranks", "older", "whole", "a life before", "a window"],
+    ids=["nothing", "a rank", "ranks", "older", "whole", "an older one is whole", "a life before", "a window"],
 )
 def test_what_is_left_behind(shares: list[Share], found: LeftBehind | None):
     assert left_behind(checkpoints_of(shares), 1, 3) == found
@@ -189,6 +190,8 @@ def test_what_is_left_behind(shares: list[Share], found: LeftBehind | None):
         (LeftBehind(), "no node has a checkpoint of an earlier start in memory: steps after 3"),
         (LeftBehind(4, (1,)), "step 4 is lost, and must be computed again: memory holds only a part of step 4, and"),
         (LeftBehind(6, (1, 2)), "steps 4 to 6 are lost, and must be computed again: memory holds only a part of step"),
+        (LeftBehind(4, ()), "step 4 is lost, and must be computed again: memory holds no whole checkpoint of it"),
+        (LeftBehind(6, ()), "steps 4 to 6 are lost, and must be computed again: memory holds no whole checkpoint of"),
         (LeftBehind(6, tuple(range(20))), "the part of ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more is on no"),
     ],
 )

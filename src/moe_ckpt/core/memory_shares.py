@@ -193,7 +193,8 @@ class LeftBehind:
 
     Attributes:
         step: The newest of which some node still holds a part; None if no node holds anything.
-        writers: Ranks of the life that wrote it, whose shares no node holds, undamaged.
+        writers: Ranks of the life that wrote it, whose shares no node holds, undamaged. Empty where no share is missing
+            (its sparse window was not complete), or where an older step is whole, which the run cannot use.
     """
 
     step: int | None = None
@@ -210,10 +211,13 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
     """
     if not checkpoints:
         return LeftBehind()
-    newer = [each for each in checkpoints if (each.generation, each.step) > (generation, step) and not each.is_complete]
-    if not newer:
+    newer = [each for each in checkpoints if (each.generation, each.step) > (generation, step)]
+    parts = [each for each in newer if not each.is_complete]
+    if not parts:
         return None
-    newest = max(newer, key=lambda each: (each.generation, each.step))
+    newest = max(parts, key=lambda each: (each.generation, each.step))
+    if len(parts) < len(newer):  # a lost part is not why the run cannot continue from memory
+        return LeftBehind(newest.step)
     there = set.intersection(*(set(snapshot) for snapshot in newest.snapshots))
     return LeftBehind(newest.step, tuple(writer for writer in range(newest.writers) if writer not in there))
 

@@ -71,6 +71,13 @@ def say_left_behind(unit: str, step: int, found: LeftBehind, rank: int) -> None:
         return
     several = found.step > step + 1
     lost = f"{unit}s {step + 1} to {found.step} are" if several else f"{unit} {found.step} is"
+    if not found.writers:
+        announce(
+            "%s lost, and must be computed again: memory holds no whole checkpoint of %s that this run can use",
+            *(lost, "them" if several else "it"),
+            level=logging.WARNING,
+        )
+        return
     whose = f"rank {found.writers[0]}" if len(found.writers) == 1 else f"ranks {_listed(found.writers)}"
     announce(
         "%s lost, and must be computed again: memory holds only a part of %s %d, and the part of %s is on no surviving "

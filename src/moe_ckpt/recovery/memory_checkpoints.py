@@ -182,16 +182,17 @@ class MemoryCheckpoints:
             directory: Of the checkpoint.
             problem: This rank's own, if any.
         """
-        if problem is not None:
-            log.warning("the part of %s in memory cannot be used: %s", directory, problem)
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
-        answers = [json.loads(raw) for raw in self._comm.everyone(json.dumps([mine, self._bad_base]).encode())]
+        told = json.dumps([mine, self._bad_base, "" if problem is None else str(problem)]).encode()
+        answers = [json.loads(raw) for raw in self._comm.everyone(told)]
+        if self._comm.rank == 0:
+            _say_unusable(directory, [reason for _, _, reason in answers])
         self._bad_base = ""
-        bases = {name for _, name in answers if name}
+        bases = {name for _, name, _ in answers if name}
         self._bad_bases |= bases
-        bad = {tuple(found) for found, _ in answers if found}
+        bad = {tuple(found) for found, _, _ in answers if found}
         for holder, number in sorted(bad):
             if holder == self._comm.rank:
                 slot = self._own[number].slot
@@ -459,6 +460,18 @@ class MemoryCheckpoints:
         for entry in part.slices_of(operators):
             found.setdefault(entry.operator, []).append((entry.key, entry.box))
         return frozenset(op for op, those in found.items() if _covers(op, blocks[op], those))
+
+
+def _say_unusable(directory: str, reasons: Sequence[str]) -> None:
+    """Says each reason once, with the ranks that it holds for where it does not hold for all.
+
+    Args:
+        reasons: Of each rank; empty where it has none.
+    """
+    for reason in dict.fromkeys(filter(None, reasons)):
+        ranks = [str(rank) for rank, each in enumerate(reasons) if each == reason]
+        where = "" if len(ranks) == len(reasons) else f" by rank {', '.join(ranks)}"
+        log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
 
 
 def _grid(model: ModelRecord) -> tuple[int, int]:

@@ -175,6 +175,21 @@ def test_what_is_on_storage_too_comes_from_memory(policy, place):  # noqa: F811
     assert left(run) == []
 
 
+@pytest.mark.slow
+def test_a_start_with_a_wrong_number_of_ranks_costs_no_step(place):  # noqa: F811
+    """It cannot use the window in memory, but leaves it there until its own steps are complete."""
+    run = in_memory(replace(POLICIES["moevement"], ranks=2, sampler="recoverable"), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 9)))
+    before = stored(run)
+    wrong = replace(run, ranks=1, crash=("compute", 1), log=f"{run.log}.wrong")
+    assert live(wrong) == KILLED
+    assert "is a sparse window that 2 ranks computed, and this run has 1" in output(wrong)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) > before
+    assert_same_run(run)
+    assert left(run) == []
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("policy", ["dense", pytest.param("moevement", marks=pytest.mark.slow)])
 def test_a_lost_node_comes_back_from_its_peer(policy, lost, place):  # noqa: F811

@@ -34,7 +34,7 @@ from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import TokenBook
-from moe_ckpt.errors import CoverageError, DamagedError, RecoveryLoopError
+from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     Manifest,
@@ -69,7 +69,7 @@ from moe_ckpt.recovery.slot_views import (
     unpacked_headers,
     unpacked_with_headers,
 )
-from moe_ckpt.recovery.standing import Standing
+from moe_ckpt.recovery.standing import Standing, say_unusable
 from moe_ckpt.recovery.together import Answer
 
 log = logging.getLogger("moe_ckpt")
@@ -91,7 +91,6 @@ class MemoryCheckpoints:
         reader: Of the store; what it has read already is not read again.
 
     Attributes:
-        stored: Directories of the checkpoints on storage, newest first, as rank 0 lists them.
         standing: Whether this run may go on from what memory holds.
         used: Path of a file of the checkpoint opened last -> the slot that it comes from.
         paths: Where each slot lies.
@@ -108,6 +107,7 @@ class MemoryCheckpoints:
         self._bad_bases: set[str] = set()
         self._bad_base = ""
         self._noted: set[int] = set()
+        self._of_other_layout: set[Share] = set()
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._own = tier.left.found
         mine = [fields_of(each, number) for number, each in enumerate(self._own)]
@@ -120,8 +120,7 @@ class MemoryCheckpoints:
             there, headers = unpacked_with_headers(raw)
             ranks.append(there)
             self._exchanged.note(holder, headers)
-        self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
-        self.standing = Standing(comm, self.stored)
+        self.standing = Standing(comm, answer.taken(ranks[0][0], f"list the store {reader.storage.root}"))
         self.shares: list[Share] = []
         self.paths: dict[Share, str] = {}
         for holder, (_, node, paths, slots) in enumerate(ranks):
@@ -129,6 +128,11 @@ class MemoryCheckpoints:
                 share = share_of(holder, node, fields)
                 self.shares.append(share)
                 self.paths[share] = path
+
+    @property
+    def stored(self) -> Sequence[str]:
+        """Directories of the checkpoints on storage, newest first, as rank 0 lists them."""
+        return self.standing.stored
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
@@ -176,19 +180,22 @@ class MemoryCheckpoints:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
 
         A collective. Where that changes nothing, the checkpoint is not offered again. If what it is laid over on
-        storage is damaged, it is laid over an older one.
+        storage is damaged, it is laid over an older one. What another number of ranks wrote stays until this run has a
+        checkpoint of its own: the number may be a mistake.
 
         Args:
             directory: Of the checkpoint.
             problem: This rank's own, if any.
         """
+        if isinstance(problem, OtherLayoutError):
+            self._of_other_layout |= set(self.used.values())
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
         told = json.dumps([mine, self._bad_base, "" if problem is None else str(problem)]).encode()
         answers = [json.loads(raw) for raw in self._comm.everyone(told)]
         if self._comm.rank == 0:
-            _say_unusable(directory, [reason for _, _, reason in answers])
+            say_unusable(directory, [reason for _, _, reason in answers])
         self._bad_base = ""
         bases = {name for _, name, _ in answers if name}
         self._bad_bases |= bases
@@ -212,12 +219,12 @@ class MemoryCheckpoints:
         return left_behind(checkpoints_of(self.shares), taken.generation, taken.step)
 
     def keep_only(self, step: int | None) -> None:
-        """The run goes on: let go of all slots but those of the checkpoint opened last, if it is of that ``step``.
+        """The run continues: lets go of all slots but those of the checkpoint opened last, if it is of that ``step``.
 
         Args:
-            step: None if memory gave nothing.
+            step: None if memory gave nothing. Then what only another layout can use stays.
         """
-        shares = () if step is None else set(self.used.values()) - self._passing
+        shares = self._of_other_layout if step is None else set(self.used.values()) - self._passing
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         kept = [self._own[number] for number in sorted(numbers)]
         self._own = ()  # nobody but ``left`` knows what it lets go of
@@ -460,18 +467,6 @@ class MemoryCheckpoints:
         for entry in part.slices_of(operators):
             found.setdefault(entry.operator, []).append((entry.key, entry.box))
         return frozenset(op for op, those in found.items() if _covers(op, blocks[op], those))
-
-
-def _say_unusable(directory: str, reasons: Sequence[str]) -> None:
-    """Says each reason once, with the ranks that it holds for where it does not hold for all.
-
-    Args:
-        reasons: Of each rank; empty where it has none.
-    """
-    for reason in dict.fromkeys(filter(None, reasons)):
-        ranks = [str(rank) for rank, each in enumerate(reasons) if each == reason]
-        where = "" if len(ranks) == len(reasons) else f" by rank {', '.join(ranks)}"
-        log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
 
 
 def _grid(model: ModelRecord) -> tuple[int, int]:

@@ -17,11 +17,11 @@ class Standing:
 
     Args:
         comm: The ranks.
-        stored: Directories of the checkpoints on storage.
+        stored: Directories of the checkpoints on storage, newest first.
     """
 
     def __init__(self, comm: Communicator, stored: Sequence[str]) -> None:
-        self._comm, self._stored = comm, stored
+        self._comm, self.stored = comm, stored
         self._said: set[str] = set()
 
     def stands(self, checkpoint: MemoryCheckpoint) -> bool:
@@ -32,7 +32,7 @@ class Standing:
         """
         base, begun = age_of(checkpoint.base), checkpoint.generation
         stands = not checkpoint.base or any(
-            name == checkpoint.base or (age_of(name)[0] == begun and age_of(name) > base) for name in self._stored
+            name == checkpoint.base or (age_of(name)[0] == begun and age_of(name) > base) for name in self.stored
         )
         if not stands:
             self._say(
@@ -47,3 +47,16 @@ class Standing:
         if self._comm.rank == 0 and about not in self._said:
             self._said.add(about)
             log.warning(words, *values)
+
+
+def say_unusable(directory: str, reasons: Sequence[str]) -> None:
+    """Says each reason once, with the ranks that it holds for where it does not hold for all.
+
+    Args:
+        directory: Of a checkpoint in memory.
+        reasons: Why it cannot be used, of each rank; empty where it can.
+    """
+    for reason in dict.fromkeys(filter(None, reasons)):
+        ranks = [str(rank) for rank, each in enumerate(reasons) if each == reason]
+        where = "" if len(ranks) == len(reasons) else f" by rank {', '.join(ranks)}"
+        log.warning("%s in memory cannot be used%s: %s", directory, where, reason)

@@ -129,19 +129,14 @@ class MemoryCheckpoints:
                 self.shares.append(share)
                 self.paths[share] = path
 
-    @property
-    def stored(self) -> Sequence[str]:
-        """Directories of the checkpoints on storage, newest first, as rank 0 lists them."""
-        return self.standing.stored
-
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
         standing = [each for each in checkpoints_of(self.shares) if self.standing.stands(each)]
         whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
         # What ``moe-ckpt densify`` made of a log stands on storage by itself.
-        whole -= {step_dir(each.step, each.generation) for each in standing if each.is_log} & set(self.stored)
+        whole -= {step_dir(each.step, each.generation) for each in standing if each.is_log} & set(self.standing.stored)
         parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
-        return sorted((whole | parts.intersection(self.stored)) - self._given_up, key=age_of, reverse=True)
+        return sorted((whole | parts.intersection(self.standing.stored)) - self._given_up, key=age_of, reverse=True)
 
     def ask(self, directory: str) -> Callable[[], OpenedMemory]:
         """Hear from all ranks what memory has of a checkpoint. A collective; reads no slice.
@@ -167,7 +162,7 @@ class MemoryCheckpoints:
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """As ``ask``, of a checkpoint that nobody goes on from here and now."""
-        known = [(*age_of(name), name) for name in self.stored]
+        known = [(*age_of(name), name) for name in self.standing.stored]
         names = [name for name in base_of(checkpoint, known) if name not in self._bad_bases]
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))

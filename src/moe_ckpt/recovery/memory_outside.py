@@ -125,7 +125,7 @@ class MemoryOutside:
         return list(dict.fromkeys(each.step for each in self._complete() if not self._stored(each)))
 
     def _stored(self, checkpoint: MemoryCheckpoint) -> bool:
-        return step_dir(checkpoint.step, checkpoint.generation) in self.memory.stored
+        return step_dir(checkpoint.step, checkpoint.generation) in self.memory.standing.stored
 
     def _complete(self) -> list[MemoryCheckpoint]:
         """Newest first. A sparse window is none: it takes forward and backward passes."""

@@ -78,7 +78,7 @@ def resume_newest(
     reader = StoreReader(storage, read_patience_secs)
     recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer, make_dense)
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
-    directories = memory.stored if memory is not None else _listed(comm, reader)
+    directories = memory.standing.stored if memory is not None else _listed(comm, reader)
     passed_over = _PassedOver(comm)
     local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
     for directory, opener in _candidates(directories, memory):

@@ -17,7 +17,10 @@ class Standing:
 
     Args:
         comm: The ranks.
-        stored: Directories of the checkpoints on storage, newest first.
+        stored: Directories of the checkpoints on storage, newest first, as rank 0 lists them.
+
+    Attributes:
+        stored: As given.
     """
 
     def __init__(self, comm: Communicator, stored: Sequence[str]) -> None:

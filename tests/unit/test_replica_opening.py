@@ -108,7 +108,7 @@ def test_fewer_nodes_outside_a_domain_than_copies_are_a_warning_with_numbers(tmp
     rosters = begin(tmp_path, 4, lambda rank: {"replicas": 2, "failure_domain": f"rack{rank // 3}"})
     assert rosters[0].placement.short == (0, 1, 2)
     [said] = [record.getMessage() for record in caplog.records]
-    assert said.startswith("Memory(replicas=2): 3 of 4 ranks (0, 1, 2) have fewer copies, at least 1")
+    assert said.startswith("Memory(replicas=2): 3 of 4 ranks (ranks 0, 1, 2) have fewer copies, at least 1")
 
 
 def test_everybody_hears_of_everyone():

@@ -1,8 +1,9 @@
-"""Numbers with units, as people write them: sizes in bytes, durations in seconds."""
+"""Numbers as people write them: sizes in bytes, durations in seconds, lists of ranks."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import isfinite
 
 from moe_ckpt.errors import ConfigError
@@ -28,6 +29,19 @@ def human_bytes(nbytes: int) -> str:
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """(3,) -> 'rank 3', (0, 1) -> 'ranks 0, 1'.
+
+    Args:
+        ranks: At least one.
+        most: So many are written out; of the others only their number is.
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"ranks {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def parse_bytes(value: object, name: str) -> int:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 
 from moe_ckpt.core.memory_shares import LeftBehind
-from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.interop.weights import Loaded
 from moe_ckpt.notices import announce
 
 log = logging.getLogger("moe_ckpt")
 
-_SHOWN = 8
 """Ranks that a message names."""
 
 
@@ -78,19 +76,12 @@ def say_left_behind(unit: str, step: int, found: LeftBehind, rank: int) -> None:
             level=logging.WARNING,
         )
         return
-    whose = f"rank {found.writers[0]}" if len(found.writers) == 1 else f"ranks {_listed(found.writers)}"
     announce(
         "%s lost, and must be computed again: memory holds only a part of %s %d, and the part of %s is on no surviving "
         "node. More copies on other nodes, Memory(replicas=...), survive the loss of more nodes",
-        *(lost, unit, found.step, whose),
+        *(lost, unit, found.step, name_ranks(found.writers)),
         level=logging.WARNING,
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """The first of them, and how many more there are."""
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return shown + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
 def say_survived(unit: str, step: int, why: str, nbytes: int, secs: float, rank: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import LeftBehind
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.recovery_plan import Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.host_tier import HostTier
@@ -400,9 +400,8 @@ def plan_text(plan: RecoveryPlan) -> str:
 
 def _remaking(plan: RecoveryPlan) -> str:
     """Who makes updates once more, where others do not."""
-    ranks = [str(rank) for rank in plan.remaking or ()]
-    some = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
-    return f", by {some} of {plan.ranks}; the others keep what they sealed of step {plan.step}"
+    ranks = sorted(plan.remaking or ())
+    return f", by {name_ranks(ranks)} of {plan.ranks}; the others keep what they sealed of step {plan.step}"
 
 
 def _place(source: Inventory) -> str:

@@ -32,6 +32,7 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError
@@ -156,8 +157,8 @@ class MemoryCheckpoints:
             why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
             if checkpoint.is_log:
                 why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
-            ranks = ", ".join(map(str, kept.writers))
-            announce(f"ranks %s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
+            ranks = name_ranks(kept.writers)
+            announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:

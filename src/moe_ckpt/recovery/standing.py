@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint
+from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.slot_views import age_of
 
@@ -60,6 +61,6 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
         reasons: Why it cannot be used, of each rank; empty where it can.
     """
     for reason in dict.fromkeys(filter(None, reasons)):
-        ranks = [str(rank) for rank, each in enumerate(reasons) if each == reason]
-        where = "" if len(ranks) == len(reasons) else f" by rank {', '.join(ranks)}"
+        ranks = [rank for rank, each in enumerate(reasons) if each == reason]
+        where = "" if len(ranks) == len(reasons) else f" by {name_ranks(ranks)}"
         log.warning("%s in memory cannot be used%s: %s", directory, where, reason)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.memory.directory import node_of
@@ -18,8 +19,6 @@ from moe_ckpt.ports import Communicator
 from moe_ckpt.replicas.replication import Replicator, Roster
 from moe_ckpt.replicas.wire import SECRET_NBYTES, Listener
 from moe_ckpt.slices.gating import BubbleGate
-
-_MOST_SHOWN = 8
 
 
 def open_replication(
@@ -107,10 +106,9 @@ def _groups(first: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _say_short(placement: ReplicaPlacement, replicas: int) -> None:
     fewest = min(len(placement.peers_of[rank]) for rank in placement.short)
-    shown = ", ".join(map(str, placement.short[:_MOST_SHOWN])) + (", ..." if len(placement.short) > _MOST_SHOWN else "")
     announce(
         "Memory(replicas=%d): %d of %d ranks (%s) have fewer copies, at least %d: there are no more nodes outside "
         "their failure domain",
-        *(replicas, len(placement.short), len(placement.peers_of), shown, fewest),
+        *(replicas, len(placement.short), len(placement.peers_of), name_ranks(placement.short), fewest),
         level=logging.WARNING,
     )

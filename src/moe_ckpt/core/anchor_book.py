@@ -1,4 +1,5 @@
-"""Which snapshot of a gradient log each operator was last saved in full in, as the life that writes it knows. Pure."""
+"""For each operator, the snapshot of a gradient log in which it was last saved in full, as far as this life knows.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from moe_ckpt.core.tokens import Counts
 
 
 class AnchorBook:
-    """Snapshots are named by their sequence, and of a log each follows on the one before it.
+    """Snapshots are named by their sequence. In a log, each follows the one before it.
 
     Equal on every rank, as long as all ranks tell it the same in the same order.
 
@@ -30,16 +31,16 @@ class AnchorBook:
 
     @property
     def owed(self) -> Collection[str]:
-        """Operators whose newest version is one that gradients lead to."""
+        """Operators whose newest version is reached from an anchor by gradients."""
         return self._ends.keys()
 
     def without_anchor(self, gradients: Collection[str]) -> frozenset[str]:
-        """Returns those of ``gradients`` that have none."""
+        """Returns those of ``gradients`` that have no anchor."""
         return frozenset(operator for operator in gradients if operator not in self._anchors)
 
     def since(self, sequence: int, anchored: Collection[str], gradients: Collection[str] | None = None) -> int | None:
-        """Returns the first snapshot that snapshot ``sequence`` needs, if it has ``anchored`` in full, and of
-        ``gradients``, or else of all others, the gradients; None if one of these would have no anchor."""
+        """Returns the first snapshot that snapshot ``sequence`` needs. It has ``anchored`` in full, and the gradients
+        of ``gradients`` (default: of all others). None if one of these has no anchor."""
         given = frozenset(anchored)
         oldest = sequence
         for operator in self._operators if gradients is None else gradients:
@@ -59,7 +60,7 @@ class AnchorBook:
     def begun(
         self, sequence: int, step: int, anchored: Collection[str], gradients: Collection[str] | None = None
     ) -> None:
-        """A snapshot of ``step`` began that follows on the one before.
+        """A snapshot of ``step`` began, which follows the one before it.
 
         Args:
             sequence: Of it.

@@ -1,4 +1,4 @@
-"""What a user is told who calls something with an argument that it does not have."""
+"""Error messages for arguments that do not exist: they name the nearest valid argument, or all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = TypeVar("Kind")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Returns the end of a sentence: what was meant by ``name``, or what there is."""
+    """Returns the end of an error message: the known name nearest to ``name``, or all known names."""
     close = difflib.get_close_matches(name, known, 1)
     return f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
 

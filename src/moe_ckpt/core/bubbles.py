@@ -1,4 +1,4 @@
-"""When the chunks of a copy go: in a pipeline's bubbles first, and beside compute only what does not fit them.
+"""Schedule of the chunks of a copy: first in a pipeline's bubbles, then beside compute what does not fit.
 
 MoEtion, arXiv 2412.15411 v1, section 5.3 and Algorithm 4. The paper splits parameters in two, by the ratio of bubble
 time to copy time, and starts the second part at once. Here bubbles are not known in advance but seen when they come, so
@@ -95,7 +95,7 @@ def _order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]
 
 
 def typical(seen: Sequence[Sequence[Window]]) -> tuple[Window, ...]:
-    """Returns where the bubbles of the next iteration are expected, by those of recent ones.
+    """Returns the expected bubbles of the next iteration, from those of recent ones.
 
     Args:
         seen: Of each iteration, oldest first, every wait in its order. Those with as many as the newest count, one wait
@@ -120,7 +120,7 @@ def clipped(windows: Sequence[Window], begin: float, end: float) -> tuple[Window
 
 @dataclass(frozen=True)
 class Pace:
-    """How one copy, or one send, is spread over the time until it must be through.
+    """Spreads one copy or one send over the time until its deadline.
 
     Attributes:
         windows: Bubbles that are expected, disjoint and in order, none beyond the deadline.
@@ -146,7 +146,7 @@ class Pace:
         return fitting, nbytes - fitting
 
     def beside_from(self, nbytes: int) -> float:
-        """Returns from when on what is left goes beside compute, if so much is left then.
+        """Returns the time from which the rest goes beside compute, if ``nbytes`` are left then.
 
         With ``r`` the time that the rest takes, ``B`` the bubble time still expected and ``C`` the other time left, the
         first moment with ``CAUTION * r >= 2 B + C``: never later than ``r`` before the deadline, bubbles or not.
@@ -180,7 +180,7 @@ class Chunk(NamedTuple):
 
 
 def sizes(nbytes: int, most: int) -> Iterator[int]:
-    """Yields the sizes of the chunks of so many bytes, none above ``most``."""
+    """Yields chunk sizes that sum to the given bytes, each at most ``most``."""
     whole, rest = divmod(nbytes, most)
     yield from (most for _ in range(whole))
     if rest:
@@ -188,7 +188,7 @@ def sizes(nbytes: int, most: int) -> Iterator[int]:
 
 
 def timetable(pace: Pace, nbytes: int, most: int, bubbles: Sequence[Window]) -> list[Chunk]:
-    """Returns when each chunk goes if the bubbles that come are these, expected or not.
+    """Returns when each chunk goes, if these are the bubbles that come, expected or not.
 
     What ``slices.gating`` does on threads, as a function: it takes the same decisions, by ``Pace.beside_from``.
     """

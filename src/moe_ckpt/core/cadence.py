@@ -1,4 +1,4 @@
-"""Which of the checkpoints that memory holds go on to storage."""
+"""Which checkpoints in memory are also written to storage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_SECS = 30 * 86400.0
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """What ``StorageCadence`` decides from. Every field is the same number on all ranks.
+    """Input of ``StorageCadence``. Every field is the same number on all ranks.
 
     Attributes:
         step: Of the snapshot that is about to begin. Of a sparse window that of its slot 0, whose answer holds for all
@@ -43,7 +43,7 @@ class StorageFacts:
 
 @dataclass(frozen=True)
 class StorageCadence:
-    """How often a checkpoint that memory holds is written to storage too: by steps or by seconds, what comes first.
+    """How often a checkpoint in memory is also written to storage: by steps or by seconds, whichever comes first.
 
     The first one always is. What does not go to storage survives what memory survives, no more.
 
@@ -81,7 +81,8 @@ class StorageCadence:
         return (step is not None and facts.step >= step) or (secs is not None and facts.secs_since >= secs)
 
     def next_step(self, facts: StorageFacts) -> int | None:
-        """Returns the first step after ``last_step`` that is due by its number, without one ``facts.step``.
+        """Returns the first step after ``last_step`` that is due by its number; ``facts.step`` where there is no
+        ``last_step``.
 
         None: only seconds count.
         """
@@ -94,7 +95,7 @@ class StorageCadence:
         return None if steps is None else last + steps
 
     def next_secs(self, facts: StorageFacts) -> float | None:
-        """Returns how long after the last one a snapshot is due by the clock; None: only steps count."""
+        """Returns the seconds after the last snapshot at which the next one is due; None if only steps count."""
         secs = None if self.every_secs is None else float(self.every_secs)  # text was parsed in __post_init__
         if self.every_n_steps == AUTO and self._auto_steps(facts) is None:
             return UNMEASURED_SECS if secs is None else min(secs, UNMEASURED_SECS)

@@ -1,4 +1,4 @@
-"""How many more tokens an expert gets that came back stale, until it has made up for what it lost.
+"""Extra capacity for an expert that came back stale, until it has made up for the tokens that it lost.
 
 MoEtion (arXiv 2412.15411 v1), section 6: "these recovering experts process 10% more tokens until the lost tokens are
 replenished", out of capacity that other experts leave unused. Of each layer two rows of whole numbers are kept per
@@ -27,12 +27,12 @@ Ints = Any
 
 
 def parts_of(boost: float) -> int:
-    """``boost`` (0.1: 10 % more) in whole numbers of ``1 / UNIT``."""
+    """``boost`` (0.1: 10 % more) as a whole number of ``1 / UNIT``."""
     return max(1, round(boost * UNIT))
 
 
 def allowance(ordinary: Ints, left: Ints, carried: Ints, parts: int) -> tuple[Ints, Ints]:
-    """How many more tokens each expert may get in one pass: its portion, with what rounding left, and at most ``left``.
+    """How many more tokens each expert may get in one pass: its portion and the rounding remainder, at most ``left``.
 
     Args:
         ordinary: Tokens that the expert gets, or has room for, without a boost.
@@ -48,7 +48,7 @@ def allowance(ordinary: Ints, left: Ints, carried: Ints, parts: int) -> tuple[In
 
 
 def share(wanted: Ints, pool: Ints) -> Ints:
-    """Deals ``pool`` (one number) out to those that want, in proportion, nobody more than wanted.
+    """Divides ``pool`` (one number) in proportion to what each wants; nobody gets more than that.
 
     What rounding leaves goes to the first of those that have not all they want. The sum is ``min(pool, wanted.sum())``.
     """
@@ -60,7 +60,7 @@ def share(wanted: Ints, pool: Ints) -> Ints:
 
 
 def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
-    """Capacity of each expert, of a layer in which each has ``capacity``, once some got ``extra`` of what is unused.
+    """Capacity of each expert of a layer, after some experts got ``extra`` out of unused capacity.
 
     Their sum is as before, and nobody has less than it uses.
 
@@ -73,7 +73,7 @@ def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
 
 
 def deal(tokens: Ints, ranks: int, place: int) -> Ints:
-    """The part of one of ``ranks`` of lost tokens, alike but for one: all parts together are ``tokens``.
+    """One rank's part of lost tokens. The parts differ by at most one, and sum to ``tokens``.
 
     What cannot be divided begins with another rank for each expert.
 

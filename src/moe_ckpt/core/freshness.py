@@ -1,4 +1,4 @@
-"""Whether a snapshot holds what was trained: after an update, checksums are not all what they were. Pure.
+"""Whether a snapshot is fresh: after an update, checksums of optimizer state or weights must have changed. Pure.
 
 A checkpoint can be intact and yet stale: of tensors that the optimizer does not write into any more, it is the same one
 again and again, and nobody notices until it is needed. Optimizer state moves with every update, whatever the learning
@@ -32,7 +32,7 @@ def kind_of_slice(key: str) -> int:
 
 
 def of_all(seen: Iterable[int]) -> int:
-    """What the ranks have seen together."""
+    """Combines the findings of all ranks."""
     return max(seen, default=UNKNOWN)
 
 
@@ -48,14 +48,14 @@ class Checksums:
         return len(self._kinds)
 
     def add(self, keys: Iterable[str]) -> None:
-        """More slices, numbered on from those there are."""
+        """Adds slices, which get the next numbers."""
         kinds = np.fromiter(map(kind_of_slice, keys), np.int8)
         self._kinds = np.concatenate([self._kinds, kinds])
         self._updates = np.concatenate([self._updates, np.full(len(kinds), _NEVER)])
         self._digests = np.concatenate([self._digests, np.zeros(len(kinds), dtype=np.uint64)])
 
     def seal(self, numbers: npt.NDArray[np.int64], digests: npt.NDArray[np.uint64], updates: int) -> int:
-        """These slices have these checksums after so many updates. Returns what that shows.
+        """Records the checksums of slices after so many updates. Returns ``FRESH``, ``STALE`` or ``UNKNOWN``.
 
         Args:
             numbers: ``[n]`` slices.

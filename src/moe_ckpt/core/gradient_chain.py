@@ -37,7 +37,7 @@ Log = Mapping[int, LoggedStep]
 
 @dataclass(frozen=True)
 class Chain:
-    """How one operator comes to a step.
+    """The anchor and the gradients that bring one operator to a step.
 
     Attributes:
         operator: Its id.
@@ -51,7 +51,7 @@ class Chain:
 
 
 def chain(log: Log, operator: str, step: int) -> Chain:
-    """Returns the shortest way of ``operator`` to ``step``, which is that from its newest anchor.
+    """Returns the shortest chain of ``operator`` to ``step``: the one from its newest anchor.
 
     Raises:
         GradientGapError: Something is missing since that anchor, or there is none.
@@ -90,7 +90,7 @@ def newest_reachable(log: Log, operators: Collection[str]) -> int | None:
 
 
 def anchors(log: Log) -> dict[str, int]:
-    """Returns operator -> step of the anchor from which it comes to the newest step; no operator that does not.
+    """Returns operator -> step of the anchor that leads it to the newest step. Operators without one are left out.
 
     Takes time in proportion to the log.
     """
@@ -108,7 +108,7 @@ def anchors(log: Log) -> dict[str, int]:
 
 
 def chains(log: Log, operators: Iterable[str], step: int) -> dict[str, Chain]:
-    """Returns the way of each of ``operators`` to ``step``.
+    """Returns the chain of each of ``operators`` to ``step``.
 
     Raises:
         GradientGapError: Of the first that does not reach it.

@@ -1,4 +1,4 @@
-"""How far apart checkpoints should be, by what one costs and by how often a run fails: first-order formulas.
+"""Young's and Daly's checkpoint intervals, from the cost of a checkpoint and the time between failures.
 
 Policies, the storage cadence and the simulator compute by these alone. Seconds in, seconds out; nothing is checked.
 """
@@ -30,7 +30,7 @@ def daly_secs(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def expected_mtbf_secs(failures: int, run_secs: float) -> float:
-    """Returns the mean time between failures to reckon with, from what a run has seen so far.
+    """Returns an estimate of the mean time between failures, from what a run has seen so far.
 
     ``(PRIOR_MTBF_SECS + run_secs) / (1 + failures)``: as if it had failed once in ``PRIOR_MTBF_SECS`` before it began.
     So there is a figure before the first failure, no single one changes it much, and in the long run it is what was

@@ -1,4 +1,4 @@
-"""Which version of every operator exists in which tier: the only place where that is booked.
+"""Which version of every operator exists in which tier: the only place that records it.
 
 Missing, stale, unsaved, lost, oldest: all of it is computed here and in ``core.versions``, for the trainer and the
 simulator, from what was recorded when a checkpoint was committed. Pure: arrays over the operators of one model, no I/O.
@@ -21,7 +21,8 @@ from moe_ckpt.core.versions import NEVER, Versions
 
 
 class Ledger:
-    """Newest version of every operator on storage, what its experts have seen in each tier, and what is owed.
+    """Newest version of every operator on storage, tokens that experts in each tier have seen, and operators that must
+    be saved.
 
     Attributes:
         catalog: Of the model.
@@ -74,7 +75,7 @@ class Ledger:
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
-        """Memory that outlives the process has ``operators`` as of ``step``, and all that it had of others before.
+        """Memory that outlives the process has ``operators`` as of ``step``, and keeps its older versions of others.
 
         Where it has no room for what is older, fewer experts come back than is booked here; what a recovery finds is
         booked by ``TokenBook.recover``.
@@ -92,7 +93,7 @@ class Ledger:
         self.tokens.mark_saved(tier, self._experts(places), seen)
 
     def restore(self, steps: Mapping[str, int], seen: Counts, *, whole: bool) -> None:
-        """The run went on from a checkpoint of this store. To be called after ``tokens.recover``.
+        """The run resumed from a checkpoint of this store. Call it after ``tokens.recover``.
 
         Args:
             steps: Operator -> step of the version that the checkpoint names; of a sparse window its last step.
@@ -112,7 +113,7 @@ class Ledger:
             self._built_upon[:] = False
 
     def forget(self) -> None:
-        """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
+        """Versions on storage are gone: no partial checkpoint may build on them, as if nothing had been saved."""
         self._stored = Versions(self.catalog)
         self._in_memory.clear()
         self._built_upon[:] = False
@@ -120,11 +121,11 @@ class Ledger:
         self.at_risk = self._unsaved()
 
     def owe(self, operators: Iterable[str], change: int) -> None:
-        """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
+        """The ``change``-th change gave these operators other tensors, so their old versions no longer fit."""
         self._owed.update(dict.fromkeys(operators, change))
 
     def pay(self, saved: Mapping[str, int]) -> None:
-        """A checkpoint with these operators is committed; those changed again since are owed still."""
+        """A checkpoint with these operators is committed; those that changed again since are still owed."""
         for operator, change in saved.items():
             if self._owed.get(operator) == change:
                 del self._owed[operator]
@@ -133,7 +134,8 @@ class Ledger:
 
     @property
     def owed(self) -> Mapping[str, int]:
-        """Operators to be saved whatever the policy says, each with the change that it is owed to (see ``owe``)."""
+        """Operators that must be saved whatever the policy says, each with the change that requires it (see
+        ``owe``)."""
         return dict(self._owed)
 
     @property
@@ -172,7 +174,7 @@ class Ledger:
     # --- for the simulator ---
 
     def as_of(self, applied: Counts) -> Ledger:
-        """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to."""
+        """A copy as of ``applied`` ``[L, E]`` routed tokens: the state that a failure returns to."""
         copied = Ledger(self.catalog)
         copied.tokens.applied = applied.copy()
         copied.tokens.saved = {tier: saved.copy() for tier, saved in self.tokens.saved.items()}
@@ -188,7 +190,7 @@ class Ledger:
         return self.tokens.recover(step, None if alive is None or kept is None else np.where(alive, kept, 0))
 
     def move(self, steps: int, counts: Counts, *, stored: bool = True) -> None:
-        """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each.
+        """Advances everything by ``steps`` steps, each of which routes ``counts`` ``[L, E]``.
 
         Args:
             stored: Storage has got, meanwhile, what it got before; else it has what it had.

@@ -1,4 +1,4 @@
-"""Which pipeline stages go back after a failure, and which keep what they have: pure.
+"""Which pipeline stages roll back after a failure, and which keep their state. Pure.
 
 Between two updates every rank that lives on holds the newest step, and what crossed the boundaries of the stages since
 the last checkpoint is in the senders' logs. So only stages that lost something go back: their ranks compute the steps
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 
 class Segment(NamedTuple):
-    """Neighbouring stages that recover together, first and last included."""
+    """Neighbouring stages that recover together, from the first to the last."""
 
     first: int
     last: int
 
     def touches(self, other: Segment) -> bool:
-        """Whether ``other`` has a stage of this one, or is next to it: the two recover together, or anew."""
+        """Whether ``other`` shares a stage with this segment or is next to it: then the two recover together."""
         return other.first <= self.last + 1 and other.last >= self.first - 1
 
     def joined(self, others: Iterable[Segment]) -> Segment:
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 
 def segments(stages: Iterable[int]) -> list[Segment]:
-    """Returns each run of neighbouring stages, in order."""
+    """Returns the segments of neighbouring stages, in order."""
     found: list[Segment] = []
     for stage in sorted(set(stages)):
         if found and stage <= found[-1].last + 1:
@@ -56,7 +56,7 @@ class LocalRecovery:
 
 
 def local_recovery(stage_of: Sequence[int], kept: Sequence[int | None]) -> LocalRecovery | None:
-    """Returns who goes back; None if nobody, or everybody, has to.
+    """Returns which stages roll back; None if none or all have to.
 
     A stage keeps its state if each of its ranks kept the same step: they share experts, shards and gradients with one
     another. The newest of those steps is where all meet, since what others kept cannot be undone: a stage that stopped
@@ -79,7 +79,7 @@ def local_recovery(stage_of: Sequence[int], kept: Sequence[int | None]) -> Local
 
 
 def local_recoveries(stage_of: Sequence[int], kept: Sequence[int | None]) -> list[LocalRecovery]:
-    """Returns who goes back for each step that a whole stage kept, the newest step first.
+    """Returns which stages roll back, for each step that a whole stage kept, the newest step first.
 
     To come to an older one, stages that kept a newer one go back as well: of that one a log may be missing, where some
     ranks had ended their update, and the others had not.
@@ -102,7 +102,7 @@ class LogGap(NamedTuple):
 
 
 def log_gap(recovery: LocalRecovery, since: int, ranks: int, logged: Mapping[int, Collection[int]]) -> LogGap | None:
-    """Returns the first gap in what stages that go back need of the others; None if there is none.
+    """Returns the first gap in the logs that stages which roll back need from the others; None if there is none.
 
     Args:
         recovery: Who goes back.

@@ -1,4 +1,4 @@
-"""Which checkpoints the memory of a restarted job's nodes holds, and who gives each rank's share: pure.
+"""Which checkpoints the nodes of a restarted job hold in memory, and where each rank's share comes from. Pure.
 
 A share is what one rank sealed of one snapshot. After a restart it may lie on any node, under any rank: its own node's,
 or, as a replica, a peer's. Ranks of the life that wrote it are called writers here, ranks of this life holders.
@@ -93,18 +93,18 @@ class MemoryCheckpoint:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """All of all snapshots."""
+        """All shares of all snapshots."""
         held = (shares for snapshot in (*self.snapshots, self.states) for shares in snapshot.values())
         return tuple(share for shares in held for share in shares)
 
     @property
     def is_window(self) -> bool:
-        """It is a sparse window."""
+        """Whether it is a sparse window."""
         return next(iter(self.snapshots[-1].values()))[0].window is not None
 
     @property
     def is_log(self) -> bool:
-        """It is reached from anchors by the gradients that were consumed since."""
+        """Whether it is reached from anchors by the gradients consumed since."""
         return next(iter(self.snapshots[-1].values()))[0].since is not None
 
 
@@ -119,14 +119,15 @@ def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
 
 
 def snapshots_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
-    """Each snapshot by itself, for what it has in full, whether it is a checkpoint or not. None of a sparse window, nor
-    what is stale."""
+    """Each snapshot alone, with what it has in full, whether or not it is a checkpoint. Sparse windows and stale
+    snapshots are left out."""
     groups = (group for group in _by_snapshot(shares).values() if group[0].window is None)
     return [_checkpoint([group]) for group in groups if _may_be_built_upon(group)]
 
 
 def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
-    """All of which memory has every step, or parts of the only one, the newest first. What is stale is none."""
+    """Checkpoints, newest first, of which memory has every step, or a part of their only step. Stale snapshots are left
+    out."""
     by_snapshot = _by_snapshot(shares)
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     found: list[tuple[int, MemoryCheckpoint]] = []
@@ -189,7 +190,7 @@ def _lent(snapshot: Snapshot) -> set[int]:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """What memory had once, and nobody can go on from.
+    """A checkpoint that memory had, and from which no run can resume.
 
     Attributes:
         step: The newest of which some node still holds a part; None if no node holds anything.
@@ -202,7 +203,7 @@ class LeftBehind:
 
 
 def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: int) -> LeftBehind | None:
-    """What a run leaves behind that goes on from storage; None if memory has nothing newer.
+    """The checkpoint in memory that a run loses when it resumes from storage; None if memory has nothing newer.
 
     Args:
         checkpoints: Those of which memory has a part.
@@ -223,7 +224,7 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
 
 
 def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
-    """What of ``known``, of ``snapshots_of``, may give experts that ``checkpoint`` lacks, the oldest first.
+    """Those of ``known``, from ``snapshots_of``, that may give experts that ``checkpoint`` lacks, oldest first.
 
     Earlier snapshots of its life, and what survivors sealed of the very same step. Of steps of a gradient log they give
     what was saved in full.
@@ -243,7 +244,7 @@ def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) 
 
 
 def sealed_beside(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
-    """What survivors sealed of the very step of ``checkpoint``, which is a step of a gradient log; None if nothing.
+    """What survivors sealed of the same step as ``checkpoint``, a step of a gradient log; None if nothing.
 
     Args:
         checkpoint: Which stands by itself.
@@ -260,8 +261,8 @@ def sealed_beside(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint
 
 
 def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBehind | None:
-    """What ranks that lived on sealed of a step after ``checkpoint``, which others had not come to, or which died with
-    others: all meet at the newest step of which every rank's share is there.
+    """What survivors sealed of a step after ``checkpoint`` of which other ranks' shares are missing. A run resumes from
+    the newest step of which every rank's share is there.
 
     Returns:
         The newest such step, and the ranks that sealed it; None if there is none.
@@ -279,17 +280,18 @@ def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBeh
 
 
 def teller_of(snapshot: Snapshot) -> int:
-    """Returns the writer whose slot tells what all have alike: one that knew the tokens of all, if there is any."""
+    """Returns the writer from whose slot the state that all ranks share is read: one that knew all ranks' tokens, if
+    there is any."""
     return min(snapshot, key=lambda writer: (fullest(snapshot[writer]).unagreed, writer))
 
 
 def fullest(shares: Sequence[Share]) -> Share:
-    """One that has all that any of these shares of one writer has."""
+    """The share that has everything that any of these shares of one writer has."""
     return min(shares, key=lambda share: share.sent)
 
 
 def nearest(shares: Sequence[Share], rank: int, node: str) -> Share:
-    """Whom ``rank``, on ``node``, takes a share from: its own memory, its node's, any other's."""
+    """The holder that ``rank``, on ``node``, takes a share from: its own memory, else its node's, else any other."""
     return min(shares, key=lambda share: (share.holder != rank, share.node != node, share.holder, share.number))
 
 

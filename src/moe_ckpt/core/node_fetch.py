@@ -1,4 +1,4 @@
-"""Who fetches what several ranks of a node want of other nodes' memory: one of them, from whom the others get it.
+"""One rank per node fetches what several of its ranks need from other nodes' memory, and gives it to the others.
 
 Pure. Ranks that hold the same, as all do under data parallelism, want the same bytes after a lost node. The network
 between nodes is the narrowest way there is; inside of a node bytes go from memory to memory.
@@ -44,7 +44,7 @@ class Portion:
 
 
 def share_out(nodes: Sequence[str], wanted: Mapping[int, Sequence[Wanted]]) -> list[Portion]:
-    """Divide what ranks want into portions, each of which exactly the same ranks of a node want.
+    """Divides what ranks want into portions, each wanted by exactly the same ranks of a node.
 
     Of those ranks the one fetches it that fetches least so far. Alike on every rank.
 

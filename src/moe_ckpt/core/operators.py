@@ -144,7 +144,7 @@ class Catalog:
 
     @cached_property
     def everything(self) -> tuple[str, ...]:
-        """Ids of all operators. The same object every time, to be told from a selection at once."""
+        """Ids of all operators. Always the same object, so that identity tells it from a selection."""
         return tuple(op.id for op in self.operators)
 
     @cached_property
@@ -154,7 +154,7 @@ class Catalog:
 
     @cached_property
     def places_of(self) -> Remembered[tuple[str, ...], npt.NDArray[np.int64]]:
-        """Operator ids -> their places. Remembers the newest few, since what is saved is asked about several times."""
+        """Operator ids -> their places. Caches the newest few."""
         return Remembered(partial(_places, self.place))
 
     @cached_property
@@ -232,7 +232,7 @@ class Catalog:
 
     @cached_property
     def sharing(self) -> Mapping[str, frozenset[str]]:
-        """Parameter -> the operators that share its rows. The same object for parameters that the same ones share."""
+        """Parameter -> the operators that share its rows. Parameters with the same operators get the same object."""
         found: dict[frozenset[str], frozenset[str]] = {}
         sets = {name: frozenset(op.id for op, _ in pairs) for name, pairs in self.spans_of.items()}
         return {name: found.setdefault(those, those) for name, those in sets.items()}
@@ -252,7 +252,7 @@ class Catalog:
 
 
 class OperatorSets:
-    """Sets of a model's operators as numbers with one bit for each, which are cheap to keep and to compare.
+    """Sets of a model's operators as integers with one bit for each, which are cheap to keep and to compare.
 
     Args:
         catalog: Of the model.

@@ -1,4 +1,4 @@
-"""Whether a snapshot goes to peers while they are behind with those before it: pure, for trainers and the simulator.
+"""Whether a snapshot is sent to peers that are still behind with earlier ones. Pure, for trainers and the simulator.
 
 A queue would hold ever more memory, and the newest step that peers have would fall ever further behind. So a slow link
 costs copies of some steps, of which memory has the rank's own share all the same; the next one that goes is the newest
@@ -11,7 +11,7 @@ from moe_ckpt.core.plan import SnapshotPlan
 
 
 def are_behind(in_flight: int, max_in_flight: int, window_size: int = 1) -> bool:
-    """Returns whether copies of another checkpoint would only wait for those before it.
+    """Returns whether copies of another checkpoint would only queue behind earlier ones.
 
     Args:
         in_flight: Snapshots on their way to peers.

@@ -112,7 +112,7 @@ class SnapshotPlan:
 
     @cached_property
     def gradients(self) -> tuple[str, ...]:
-        """Of what only the consumed gradients are saved."""
+        """Operators of which only the consumed gradients are saved."""
         return tuple(item.operator for item in self.items if item.fidelity is Fidelity.GRADIENT)
 
 

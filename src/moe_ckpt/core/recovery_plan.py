@@ -61,7 +61,7 @@ class PlanRow:
 
 @dataclass(frozen=True, eq=False)
 class RecoveryPlan:
-    """Where each operator comes from. Equal on every rank, but for what is memory of this node, and what of another.
+    """Where each operator comes from. Equal on every rank, except what is memory of this node or of another.
 
     Attributes:
         checkpoint: Directory of the checkpoint that the run returns to.
@@ -93,14 +93,14 @@ class RecoveryPlan:
 
     @property
     def beyond_storage(self) -> bool:
-        """Whether storage alone would give an older state, of some operator at least."""
+        """Whether storage alone would give an older state of at least one operator."""
         at = np.arange(len(self.operators))
         newest = np.stack([source.steps for source in self.sources])[self.chosen, at]
         stored = [source.steps for source in self.sources if source.tier is Tier.STORAGE]
         return self.updates is not None or not stored or bool((np.max(stored, axis=0) < newest).any())
 
     def rows(self) -> Iterator[PlanRow]:
-        """Yields who gives how much, nearest source first, what is of the plan's own step before what is older."""
+        """Yields what each source gives, nearest source first, and the plan's own step before older ones."""
         expert = np.fromiter((op.startswith(EXPERT) for op in self.operators), bool, len(self.operators))
         for number, source in enumerate(self.sources):
             for of_this_step in (True, False):

@@ -1,4 +1,4 @@
-"""What was worked out of tuples, remembered by which tuple it is.
+"""A cache of functions of tuples, keyed by the identity of the tuple.
 
 The operators of a dense checkpoint are one tuple of thousands of ids, the same object at each step. A cache that goes
 by what is in it looks at every id for each question; this one looks at none.
@@ -14,7 +14,7 @@ _Found = TypeVar("_Found")
 
 
 class Remembered(Generic[_Given, _Found]):
-    """A function of tuples that answers at once for the very object that it was called with lately.
+    """Caches a function of tuples by the identity of the tuples that it was called with lately.
 
     Args:
         find: A pure function.
@@ -35,7 +35,7 @@ class Remembered(Generic[_Given, _Found]):
         return found
 
     def note(self, given: _Given, found: _Found) -> None:
-        """What is found for ``given`` is known already."""
+        """Stores a result for ``given`` that is known already."""
         if len(self._known) >= self._most:
             self._known.clear()
         self._known[id(given)] = given, found

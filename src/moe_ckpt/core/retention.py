@@ -46,7 +46,7 @@ class CheckpointRecord:
 
     @cached_property
     def directories(self) -> frozenset[str]:
-        """Those that hold something of it."""
+        """Directories that hold a part of it."""
         return frozenset(group.partition("/")[0] for group in self.groups)
 
     @property

@@ -108,7 +108,7 @@ def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: 
 
 
 class Rounds:
-    """The rounds of one model on one layout, of any number of steps; each is cut when it is first asked for.
+    """The rounds of one model on one layout, of any number of steps; each is computed on first use.
 
     Operators come in the catalog's order, of each pipeline stage by itself, with one expert of each owner in turn: that
     order never changes, so that every operator is anchored again exactly a round later. Each cut makes the heaviest
@@ -152,7 +152,8 @@ class Rounds:
         return self._cut(window)[1]
 
     def parted(self, window: int) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """Returns of each step what is anchored, and all else, in the catalog's order: the same objects each time."""
+        """Returns, for each step, the anchored operators and all others, in catalog order: the same objects each
+        time."""
         if window not in self._parted:
             found = []
             for places in self.places(window):
@@ -200,12 +201,12 @@ class Rounds:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Of all operators, on the rank that has most: what no round saves less than at a step."""
+        """Gradients of all operators, on the rank that has most: no step saves less."""
         return max(_on_a_rank(lane, (), self._sizes, self._members.keys())[0] for lane in self._lanes)
 
     @property
     def dense_bytes(self) -> int:
-        """Of everything in full, on the rank that has most."""
+        """All operators in full, on the rank that has most."""
         return max(self.rank_bytes(1))
 
 

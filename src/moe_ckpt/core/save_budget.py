@@ -1,4 +1,4 @@
-"""How much one rank can save in the time that there is, and how many experts that buys: for MoC and MoEtion alike.
+"""How many bytes one rank can save in the available time, and how many experts that allows, for MoC and MoEtion.
 
 Whole numbers, and no state: ranks that start from the same measurements come to the same experts.
 """

@@ -147,7 +147,7 @@ def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) ->
 
 
 def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
-    """Deal units out so that experts and the rest together weigh alike on all ranks.
+    """Assigns units so that the bytes of experts and of the rest together are balanced over the ranks.
 
     Args:
         ordered: The checkpoint's units from ``in_dealing_order``.

@@ -40,7 +40,7 @@ def is_survivors(sequence: int) -> bool:
 
 
 def is_lent(sequence: int) -> bool:
-    """Returns whether a share in a snapshot of this number is that of another rank than the one that sealed it."""
+    """Returns whether a share in a snapshot of this number was sealed by one rank on behalf of another."""
     return _LENT <= sequence < _OWN
 
 
@@ -50,7 +50,7 @@ def shared_sequence(sequence: int) -> int:
 
 
 def lends(rank: int, alike: Sequence[int]) -> int | None:
-    """Returns whose experts ``rank`` seals besides its own; None if nobody has the same.
+    """Returns the rank whose experts ``rank`` seals besides its own; None if no other rank has the same.
 
     Each rank's are sealed by one other, which does not know who is gone.
 

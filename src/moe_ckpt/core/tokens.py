@@ -47,7 +47,7 @@ class FaultRecord:
 
 
 def fault_rows(faults: Iterable[FaultRecord]) -> dict[str, list[Any]]:
-    """``faults`` as plain data: whole numbers in rows, and ``mlt`` beside them, which earlier readers pass over."""
+    """``faults`` as plain data: whole numbers in rows, and ``mlt`` beside them, which earlier readers ignore."""
     listed = tuple(faults)
     rows = [[f.restored_step, f.lost_tokens, f.stale_experts, f.routed_tokens] for f in listed]
     return {"faults": rows, "mlt": [fault.mlt for fault in listed]}

@@ -1,4 +1,4 @@
-"""The tree over which ranks combine small messages: binomial, rooted at rank 0, known to every rank without a word.
+"""The tree over which ranks combine small messages: binomial, rooted at rank 0, and computed by every rank alone.
 
 The parent of a rank is the rank without its lowest bit that is set. So the subtree of a rank is the ranks that follow
 it, up to that bit, and what a subtree sends up is in the order of ranks.
@@ -38,7 +38,7 @@ class TreeNode:
 
     @property
     def messages(self) -> int:
-        """Messages that this rank sends for one value combined at rank 0 and given back to all."""
+        """Messages that this rank sends for one value combined at rank 0 and broadcast."""
         return len(self.children) + (0 if self.parent is None else 1)
 
 

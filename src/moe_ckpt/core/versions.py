@@ -1,4 +1,4 @@
-"""Which version of every operator is the newest that a tier has: the only place where that is computed. Pure.
+"""The newest version of every operator that a tier has: the only place that computes it. Pure.
 
 Versions have numbers, and the newest is the greatest. A run numbers them by their step (``core.ledger``); the thread
 that commits, which must know in which files they lie, by the part that it wrote them with (``engine.view``).
@@ -34,7 +34,7 @@ class Versions:
         self.numbers: Counts = np.full(len(catalog.operators) + 1, NEVER, dtype=np.int64)
 
     def copy(self) -> Versions:
-        """Returns one that shares nothing with it but the catalog."""
+        """Returns a copy that shares only the catalog."""
         copied = Versions(self.catalog)
         copied.numbers = self.numbers.copy()
         return copied
@@ -60,7 +60,7 @@ class Versions:
         self.numbers[places] = numbers
 
     def move(self, steps: int) -> None:
-        """All versions are so many steps newer."""
+        """All versions become so many steps newer."""
         self.numbers = np.where(self.numbers == NEVER, NEVER, self.numbers + steps)
 
     def lacks(self, places: Counts) -> list[str]:

@@ -41,7 +41,7 @@ class OperatorBytes:
     weights: int = 0
 
     def sent(self, *, weights: bool) -> int:
-        """What a peer must be sent of ``full``.
+        """Bytes of ``full`` that a peer must be sent.
 
         Args:
             weights: It does not have them anyway.
@@ -50,7 +50,7 @@ class OperatorBytes:
 
     @property
     def consumed(self) -> int:
-        """What the optimizer consumes in one update, where nobody tells it by the widths of the other two.
+        """Bytes that the optimizer consumes in one update; without ``gradient``, estimated from the other two widths.
 
         More than four widths of compute weights in full are masters and moments in a wider type, each about a third:
         gradients have the masters' width (Megatron's main gradients). Else optimizers read those that backward made,
@@ -63,7 +63,7 @@ class OperatorBytes:
 
 @dataclass(frozen=True)
 class Window:
-    """Who is anchored when.
+    """Which operators are anchored in which slot.
 
     Attributes:
         slots: W tuples of operator ids; every operator of the model is in exactly one.
@@ -142,7 +142,7 @@ def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorByt
 def merge_coupled(
     order: Sequence[str], sizes: Mapping[str, OperatorBytes], groups: Sequence[Collection[str]]
 ) -> tuple[list[str], dict[str, OperatorBytes], dict[str, tuple[str, ...]]]:
-    """Each of ``groups`` as one operator, for cutting an order into slots without parting any of them.
+    """Merges each of ``groups`` into one operator, so that no slot boundary parts a group.
 
     It stands where its last member stood and has that one's id. Returns the order, the sizes, and the members of each
     id, in their order.
@@ -221,7 +221,7 @@ _SHARED = -1
 
 @dataclass(frozen=True)
 class Lane:
-    """Operators over whose bytes the same ranks divide: those of a pipeline stage, or all.
+    """Operators whose bytes the same ranks share: those of a pipeline stage, or all.
 
     Attributes:
         order: In which they are anchored.

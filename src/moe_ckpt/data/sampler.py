@@ -21,7 +21,8 @@ STATE_KEYS = ("epoch", "consumed", "seed", "length", "shuffle")
 
 
 class RecoverableDistributedSampler(DistributedSampler[int]):
-    """Deals a dataset to ranks, and goes on at the exact sample after a restart, also with another number of ranks.
+    """Divides a dataset over ranks, and continues at the exact sample after a restart, also with another number of
+    ranks.
 
     Takes the place of ``torch.utils.data.DistributedSampler``, which deals an epoch without a restart in the very same
     way. Under Lightning nothing else is needed: ``MoECheckpoint`` saves the position and puts it back, and the trainer
@@ -108,7 +109,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        """Number of ranks that the epoch is dealt to."""
+        """Number of ranks that the epoch is divided over."""
         return self._world()[0]
 
     @property
@@ -205,7 +206,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Inverse of ``state_dict``; the next iteration goes on from there.
+        """Inverse of ``state_dict``; the next iteration continues from there.
 
         Raises:
             ConfigError: The state is of another order: other dataset length, seed or shuffling.

@@ -1,4 +1,4 @@
-"""What the router did lately: popularity of experts, counted as the policies ask for it."""
+"""Popularity of experts in recent steps, counted as the policies need it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DECAY = 0.9
 
 
 class RoutingActivity:
-    """Tokens routed in the newest step, since a window began, and with the past fading; all ``[L, E]``.
+    """Tokens routed in the newest step, since a window began, and with time decay; all ``[L, E]``.
 
     Attributes:
         newest: Tokens of the newest step, summed over ranks.
@@ -28,11 +28,11 @@ class RoutingActivity:
         self.begin_window()
 
     def begin_window(self) -> None:
-        """What is counted since a window's first slot begins anew."""
+        """Resets the count that runs from a window's first slot."""
         self._hard, self._soft = self._nothing
 
     def add(self, routed: Counts, soft: Counts | None = None) -> None:
-        """One step.
+        """Adds one step.
 
         Args:
             soft: Gate weights, where somebody goes by them.
@@ -50,5 +50,5 @@ class RoutingActivity:
         self._decayed = routed.astype(np.float64)
 
     def described(self) -> Activity:
-        """All of it for a policy."""
+        """All counts, for a policy."""
         return Activity(self._hard, self._soft, self._decayed)

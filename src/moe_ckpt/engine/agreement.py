@@ -28,7 +28,7 @@ _MOST_RESOLVED = 32
 
 @dataclass(frozen=True)
 class StepConsensus:
-    """Equal on every rank.
+    """What the ranks agreed on; equal on every rank.
 
     Attributes:
         busy: Some rank cannot take another snapshot now.

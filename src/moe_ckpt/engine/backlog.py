@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint that is due while storage has not taken those before it."""
+"""What happens to a checkpoint that is due while storage is behind with earlier ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Pace:
 
 
 class Backlog:
-    """Decides, alike on every rank, whether a snapshot begins. For the training thread only.
+    """Decides, equally on every rank, whether a snapshot begins. For the training thread only.
 
     ``when_busy="wait"``: always; it waits for the others, up to ``timeout_secs``. ``when_busy="skip"``: not while the
     pipeline is busy. The later slots of a sparse window are worth a wait, because leaving one out gives the window up:

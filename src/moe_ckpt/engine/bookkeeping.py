@@ -1,4 +1,4 @@
-"""Keeps the books of a run in step with what the ranks agree on, and with how snapshots end."""
+"""Updates a run's ledger with what the ranks agreed on, and with how snapshots ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SentStep(NamedTuple):
 
 
 class Bookkeeper:
-    """Sends the other ranks each step's numbers, receives theirs, and books them. For the training thread only.
+    """Sends each step's numbers to the other ranks, receives theirs, and records them. For the training thread only.
 
     Args:
         catalog: Of the model.

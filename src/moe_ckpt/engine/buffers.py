@@ -145,7 +145,7 @@ class HostBufferPool:
             self._lent.add(buffer)
 
     def lend_nothing(self) -> HostBuffer:
-        """Returns an empty buffer, which needs no room, for a snapshot of nothing."""
+        """Returns an empty buffer, which needs no room, for an empty snapshot."""
         buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
         self.adopt(buffer)
         return buffer
@@ -177,7 +177,7 @@ class HostBufferPool:
                 _let_go(buffer)
 
     def retire(self) -> None:
-        """Lend and keep nothing any more. What is lent out lives as long as whoever uses it."""
+        """Lends and keeps no more buffers. A lent buffer lives as long as its user."""
         with self._lock:
             self._retired, self.budget_bytes = True, 0
             for buffer in self._free:
@@ -186,7 +186,7 @@ class HostBufferPool:
             self._lent.clear()
 
     def expect(self, nbytes: int) -> bool:
-        """Say that snapshots of ``nbytes`` are the rule from now on; True if that is more than before.
+        """Sets the usual size of a snapshot to ``nbytes``; True if that is more than before.
 
         Free buffers that cannot serve such a snapshot (that of the dense first one) are let go of.
         """
@@ -278,7 +278,7 @@ def _serves(buffer: HostBuffer, nbytes: int) -> bool:
 
 
 def roomy(nbytes: int) -> int:
-    """Up to 1/16 more, so that snapshots that differ by a few bytes use the same buffers."""
+    """Rounds up by at most 1/16, so that snapshots that differ by a few bytes use the same buffers."""
     grain = max(1, (1 << nbytes.bit_length() - 1) // _STEPS_PER_DOUBLING)
     return -(-nbytes // grain) * grain
 

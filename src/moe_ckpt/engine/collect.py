@@ -49,7 +49,7 @@ class CollectReport:
 
 @dataclass
 class Known:
-    """What need not be asked of the storage again: kept up to date by every collection.
+    """Listings and records that need not be read from storage again. Every collection updates them.
 
     Attributes:
         records: Directory -> its committed checkpoint.
@@ -71,7 +71,7 @@ def collect(
     known: Known | None = None,
     others: frozenset[str] = frozenset(),
 ) -> CollectReport:
-    """Delete the checkpoints that ``retention`` lets go, and every file that no other one names.
+    """Delete the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
 
     Called by rank 0 on its persist thread, after a commit and after a save that failed.
 
@@ -139,7 +139,7 @@ def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
 
 
 def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
-    """What retention goes by.
+    """The facts of a checkpoint that retention decides by.
 
     Args:
         needed: On storage, by the checkpoint.

@@ -41,7 +41,7 @@ class CoverDiffersError(CoverageError):
 
 @dataclass(frozen=True)
 class Abandoned:
-    """What steps that cannot be committed any more have left.
+    """Files of steps that can no longer be committed.
 
     Attributes:
         names: Directory -> known to have been written there.
@@ -123,7 +123,7 @@ class Committer:
         return SavedOperators(self.catalog)
 
     def resume_from(self, ledger: Ledger, stored: Manifest | None) -> None:
-        """Start from what the run starts from.
+        """Start from the checkpoint that the run resumes from.
 
         Args:
             ledger: Of the run, whose tokens are those of the checkpoint.
@@ -221,12 +221,13 @@ class Committer:
         return [slot.directory for slot in self._slots]
 
     def superseded(self) -> Abandoned:
-        """Returns, once, what windows that were given up have left."""
+        """Returns, once, the files of windows that were given up."""
         slots, self._given_up = self._given_up, []
         return _abandoned(slots)
 
     def abandon(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Abandoned:
-        """``commit`` has failed. Returns what can go: the step's files, and those of its window's earlier steps."""
+        """``commit`` has failed. Returns what can be deleted: the step's files, and those of its window's earlier
+        steps."""
         self._given_up += self._slots
         self._slots = []
         written = frozenset({PART_NAME}).union(*map(names_in, acknowledged.lines.values()))

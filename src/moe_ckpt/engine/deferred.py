@@ -19,7 +19,7 @@ class Event(Protocol):
 
 
 class Deferred(Generic[T]):
-    """Whoever asks for it waits for the device; who hands it on does not. May be used by several threads.
+    """A value to come. Reading it waits for the device; passing it on does not. May be used by several threads.
 
     Args:
         make: Gives the value. Called once, when all events have happened.
@@ -42,5 +42,5 @@ class Deferred(Generic[T]):
             return self._values[0]
 
     def then(self, change: Callable[[T], U]) -> Deferred[U]:
-        """What ``change`` makes of the value, when somebody asks for it."""
+        """Applies ``change`` to the value, when the result is read."""
         return Deferred(lambda: change(self.result()))

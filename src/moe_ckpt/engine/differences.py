@@ -1,4 +1,4 @@
-"""What tells two models apart, in words: for the error that says that a store is not of this one."""
+"""Describes how two models differ, for the error that says that a store belongs to another model."""
 
 from __future__ import annotations
 

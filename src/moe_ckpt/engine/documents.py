@@ -1,6 +1,5 @@
-"""The one way in which documents are read from a store: checked for size first, so that none costs more memory than a
-document may need, and decoded strictly. For the engine, which looks after a store, and for recovery, which opens it.
-"""
+"""Reads the documents of a store. The size is checked first, so that none costs more memory than a document may need,
+and decoding is strict. For the engine, which maintains a store, and for recovery, which opens it."""
 
 from __future__ import annotations
 

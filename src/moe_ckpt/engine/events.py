@@ -1,4 +1,4 @@
-"""What a session tells its observers. It goes on alike whether somebody listens or not.
+"""Events that a session sends to its observers. The session does the same with and without observers.
 
 Observers are called on the training thread, on every rank, in the order in which they were given to the session. What
 one raises ends training, so that an observer whose work may fail catches its errors itself.
@@ -21,7 +21,7 @@ from moe_ckpt.slices.assignment import ComputeTypes
 
 @dataclass(frozen=True)
 class Opened:
-    """The store is open, and the threads run: what is the same as long as they do.
+    """The store is open and the threads run. The fields stay valid as long as they do.
 
     Attributes:
         catalog: Of the model.
@@ -133,7 +133,7 @@ class TrainingEnded:
 
 @dataclass(frozen=True)
 class Closed:
-    """The session is over. Told again if it is closed again.
+    """The session is over. Sent again if it is closed again.
 
     Attributes:
         finished: Training ended well.
@@ -158,7 +158,7 @@ Observer = Callable[[SessionEvent], None]
 
 
 def all_of(observers: Sequence[Observer]) -> Observer:
-    """Returns one observer that tells them all."""
+    """Returns one observer that sends every event to all of them."""
 
     def tell(event: SessionEvent) -> None:
         for observer in observers:

@@ -1,4 +1,4 @@
-"""Whether weights and optimizer state are what they were, after others could write to them."""
+"""Whether weights and optimizer state are unchanged after other code could write to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
-    """Of each tensor where it lies, how often it was written to, and some of its elements.
+    """Address, write count and some elements of each tensor.
 
     Args:
         tensors: Of a training state, as they are now.
@@ -28,7 +28,7 @@ class Fingerprint:
         self._samples = [_sample(tensor.local) for tensor in _sampled(tensors)]
 
     def fits(self, tensors: Sequence[StateTensor]) -> bool:
-        """Returns whether ``tensors`` are the same, and nobody seems to have written to any."""
+        """Returns whether ``tensors`` are the same, and seem not to have been written to."""
         if [_place(tensor) for tensor in tensors] != self._places:
             return False
         found = (_sample(tensor.local) for tensor in _sampled(tensors))

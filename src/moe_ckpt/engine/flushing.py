@@ -1,4 +1,4 @@
-"""Decides, alike on every rank, which snapshots go on from memory to storage, and which to peers."""
+"""Decides, equally on every rank, which snapshots go from memory to storage, and which to peers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class StorageFlush:
         self._last = (step, None)
 
     def expects(self, step: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
-        """Whether a snapshot of ``step`` that stands by itself would go to storage, as far as is known before it."""
+        """Whether a self-contained snapshot of ``step`` would go to storage, as far as that is known beforehand."""
         behind = consensus.storage_busy and not self._waits
         return self._cadence is None or (not behind and self._is_due(SnapshotPlan(step), consensus, ledger))
 
     def steps_since(self, step: int) -> int | None:
-        """From the newest snapshot that went to storage, of any life, to ``step``; None if none did."""
+        """Steps from the newest snapshot that went to storage, in any life, to ``step``; None if none did."""
         return None if self._last is None else max(0, step - self._last[0])
 
     def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:

@@ -1,4 +1,4 @@
-"""What a rank's memory keeps of the newest committed checkpoint, also after training failed around it.
+"""A rank's copy of the newest committed checkpoint in its own memory, which survives a failure of training.
 
 The buffer that a committed checkpoint was written from stays lent out, as the recovery buffer, until the
 next commit (MoC, section 3.2, "triple buffering" and "two-level PEC"). It holds what went to storage and, where the
@@ -69,7 +69,7 @@ class KeptPart:
 
 @dataclass(frozen=True, eq=False)
 class KeptCheckpoint:
-    """One rank's share of one checkpoint in host memory, which nobody writes to any more.
+    """One rank's share of one checkpoint in host memory, which is no longer written to.
 
     Attributes:
         run_id: Of the store.

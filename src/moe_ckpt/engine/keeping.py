@@ -1,4 +1,4 @@
-"""Rank 0 keeps the store in order: what a manifest names is there, the store is still this run's, rubbish goes.
+"""Rank 0's checks of the store: named files exist, the store is still this run's, and leftovers are deleted.
 
 Rules of this file:
 
@@ -62,7 +62,7 @@ class StoreKeeper:
         return frozenset(path.rpartition("/")[2] for path in paths)
 
     def clean_start(self) -> None:
-        """Remove what dead writers left. It is no reason not to train if that fails: names are never used again."""
+        """Remove files that dead writers left. A failure is not fatal: names are never used again."""
         try:
             clean_start(self._storage, self._known)
         except (OSError, MoECheckpointError) as error:
@@ -126,7 +126,7 @@ class StoreKeeper:
                 del self._known.names[directory]
 
     def look_ahead(self, begun: Sequence[str]) -> None:
-        """List what the steps of a window have written so far, but the newest: then its last step need not list all.
+        """List what the steps of a window have written so far, except the newest: its last step then has less to list.
 
         Raises:
             OSError: The storage does not answer.
@@ -161,7 +161,8 @@ class StoreKeeper:
         return report.left
 
     def clear_away(self, abandoned: Abandoned) -> None:
-        """After a failed step, when no rank writes any more: its files go at once, for the next step needs the room.
+        """After a failed step, when no rank writes any more: delete its files at once, because the next step needs the
+        room.
 
         Raises:
             OSError: It is tried again after the next step.

@@ -1,4 +1,4 @@
-"""Which tensors exist for each parameter, and what must be saved anew when that changes.
+"""Which tensors exist for each parameter, and which operators must be saved again when that changes.
 
 Optimizer state comes into being when it is first needed: at the first step, or much later, when a frozen
 expert thaws. A partial checkpoint that combined rows saved with it and rows saved without would not be
@@ -14,7 +14,7 @@ from moe_ckpt.ports import TensorSpec
 
 
 class Layout:
-    """Notices that tensors came or went, and tells the ledger what is owed for it.
+    """Notices new and removed tensors, and tells the ledger which operators must be saved for it.
 
     Equal on every rank, since the tensors that exist are.
 

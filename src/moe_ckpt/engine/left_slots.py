@@ -10,7 +10,7 @@ from moe_ckpt.memory.files import FoundSlot
 
 
 class LeftSlots:
-    """Owns them. ``remove`` may be called on any thread, the rest on the training thread.
+    """Owns these slots. ``remove`` may be called on any thread, the rest on the training thread.
 
     Counts starts, too: one that goes on from a slot is noted there (``Slot.note_start``) until it gets somewhere. A
     start that is killed in a replay counts for nothing, since a replay takes long; one whose replay diverges does. What
@@ -51,7 +51,7 @@ class LeftSlots:
         return sum(found.slot.memory.numel() for found in self.found)
 
     def keep(self, used: Collection[FoundSlot]) -> None:
-        """The run goes on from these, or from none: the others are of no use any more."""
+        """The run resumes from these slots, or from none: the others are deleted."""
         self._is_chosen = True
         self.checker.only(())
         with self._lock:
@@ -60,7 +60,7 @@ class LeftSlots:
         self._delete(over)
 
     def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
-        """This start goes on from a slot.
+        """This start resumed from a slot.
 
         Args:
             lasting: It counts until a step ends.
@@ -70,12 +70,12 @@ class LeftSlots:
             self._lasting.append(found)
 
     def training_begins(self) -> None:
-        """The run goes on from none, if nothing was said: a later life must not come back to them either."""
+        """Without a call of ``keep``, the run resumes from none: a later life must not return to these slots either."""
         if not self._is_chosen:
             self.keep(())
 
     def step_ended(self) -> None:
-        """Training gets on: the next start may go on from here, too."""
+        """Training advances: the next start may resume from these slots, too."""
         if not self._gets_on:
             self._gets_on = self._replays = True
             for found in self.found:

@@ -63,7 +63,7 @@ class LiveState:
         return self._described
 
     def describe_for(self, plan: SnapshotPlan) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
-        """The same, where what the plan saves, or is owed, lies now."""
+        """As ``describe``, with the current addresses of what the plan saves or the ledger requires."""
         listed = self._described is not None
         tensors = self._state.tensors(of=self._parameters_of(plan), listed=listed)
         if self._here is None or self._here.tensors is not tensors:
@@ -84,7 +84,7 @@ class LiveState:
         self._described = None
 
     def set_compute_types(self, types: ComputeTypes) -> None:
-        """What kernels read of the parameters, alike on every rank; their own types until this is called."""
+        """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
         self.compute_types = dict(types)
         self._weighed_at = -1
 

@@ -35,7 +35,7 @@ from moe_ckpt.storage.base import Chunk, Storage
 
 @dataclass(frozen=True)
 class WrittenShare:
-    """What one rank's share of a checkpoint is on storage."""
+    """The files of one rank's share of a checkpoint on storage."""
 
     files: tuple[FileRecord, ...]
     state: StateRecord

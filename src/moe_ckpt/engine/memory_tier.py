@@ -233,7 +233,7 @@ class MemoryTier:
             return [*states, *(entry.freshness for entry in entries), *[UNKNOWN] * filler]
 
     def settle(self, reduced: Sequence[int]) -> list[Settled]:
-        """Take in what is true of all ranks, of the snapshots that ``reports`` was about when it was sent.
+        """Records what the ranks agreed on, for the snapshots that ``reports`` covered when it was sent.
 
         Returns:
             Those whose fate is known now, in order.
@@ -334,7 +334,7 @@ class MemoryTier:
 
     @property
     def droppable_bytes(self) -> int:
-        """Host memory that ``drop`` would free, and that nobody will miss."""
+        """Host memory that ``drop`` would free."""
         with self._lock:
             stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
             logged = [entry for entry in self._logged() if entry.step.complete and not entry.to_storage]

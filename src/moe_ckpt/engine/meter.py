@@ -67,7 +67,7 @@ class Meter:
         self._extra = 0.0
 
     def record_transfers(self, ended: Sequence[Resolution]) -> None:
-        """Snapshots of this rank that ended; those known from before are passed over."""
+        """Records this rank's snapshots that ended. Snapshots that are known already are skipped."""
         for resolution in ended:
             if resolution.sequence > self._moved and resolution.committed and resolution.nbytes:
                 self._moved = resolution.sequence
@@ -75,7 +75,7 @@ class Meter:
                 self._writes.append(resolution.nbytes / max(resolution.write_secs, _TICK_SECS))
 
     def sends(self, bytes_per_sec: float | None) -> None:
-        """What peers took lately; what is known stays if that is None."""
+        """Sets the send rate of peers; None keeps the known one."""
         self._sent = bytes_per_sec or self._sent
 
     def resume(self, before: Mapping[str, float]) -> None:

@@ -56,7 +56,7 @@ class Persister:
             self._in_flight += 1
 
     def submit(self, snapshot: Snapshot) -> None:
-        """It is here. To be called after ``expect``, on any thread."""
+        """Hands over a snapshot. Call it after ``expect``, on any thread."""
         self._queue.put(snapshot)
 
     @property

@@ -1,4 +1,4 @@
-"""Asks the policy what to save, after telling it what it has to know of the tensors that exist now."""
+"""Asks the policy what to save, after giving it the facts about the tensors that exist now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("moe_ckpt")
 
 
 class Planner:
-    """Completes what the books tell the policy. For the training thread only.
+    """Completes the policy's context with facts about live tensors. For the training thread only.
 
     Args:
         policy: Whom to ask.

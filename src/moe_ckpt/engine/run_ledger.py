@@ -1,4 +1,4 @@
-"""The books of one run, kept alike on every rank: what was routed, what is under way, and the ledger of what is safe.
+"""The ledger of one run, equal on every rank: routed tokens, snapshots under way, and saved versions.
 
 Policies decide from nothing else. Fed by the session: ``routed`` each step, ``begun`` and ``resolved`` for
 each snapshot, ``resume_from`` after a restore.
@@ -55,7 +55,7 @@ class Pending:
 
     @property
     def is_checkpoint(self) -> bool:
-        """True if it stands by itself, or ends its sparse window."""
+        """True if it is self-contained, or ends its sparse window."""
         return self.window is None or self.slot + 1 == self.window.size
 
     def operators_in(self, tier: Tier) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
 
 
 class RunLedger:
-    """Ledger, routing and the snapshots under way.
+    """The ledger of saved versions, routing activity, and the snapshots under way.
 
     Args:
         catalog: Of the model.
@@ -147,7 +147,7 @@ class RunLedger:
         return self.activity.newest
 
     def check(self, manifest: Manifest) -> None:
-        """Raise ``DamagedError`` unless a checkpoint of a model of this fingerprint tells of the catalog's layers.
+        """Raise ``DamagedError`` unless the checkpoint's MoE layers are those of the catalog.
 
         Before anything of it is loaded: ``resume_from`` would find the token counts to be of another shape.
         """
@@ -165,7 +165,7 @@ class RunLedger:
         tokens_from_host: Counts | None,
         beneath: Manifest | None = None,
     ) -> FaultRecord:
-        """Go on from a restored checkpoint.
+        """Resume from a restored checkpoint.
 
         Args:
             manifest: Of it.
@@ -212,7 +212,7 @@ class RunLedger:
         self.activity.add(applied if assigned is None else assigned, soft)
 
     def exact(self, step: int) -> None:
-        """``tokens`` are those of the end of ``step`` now, and a snapshot of it that began before is told so."""
+        """``tokens`` are now those of the end of ``step``; a snapshot of it that began earlier gets them."""
         for under_way in (self.pending, self.sealing):
             for sequence, pending in under_way.items():
                 if pending.step == step:
@@ -272,7 +272,7 @@ class RunLedger:
         return pending
 
     def forget(self) -> None:
-        """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
+        """Versions on storage are gone: no partial checkpoint may build on them, as if nothing had been saved."""
         self.ledger.forget()
         self.committed_step = None
         self.give_up_window()
@@ -330,7 +330,7 @@ class RunLedger:
 
     @property
     def rescued(self) -> frozenset[str]:
-        """Experts that only slots of an earlier life hold newer than storage: the next snapshot must have them.
+        """Experts whose copies in slots of an earlier life are newer than storage's: the next snapshot must have them.
 
         Whatever the policy says, for those slots are let go of when a snapshot of this life is complete.
         """

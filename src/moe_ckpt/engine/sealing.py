@@ -42,7 +42,7 @@ class MemorySealer:
         self._said: set[str] = set()
 
     def resolve(self, snapshot: Snapshot) -> Resolution:
-        """Seal this rank's share. Whatever goes wrong, the other ranks learn of it, and storage is tried."""
+        """Seal this rank's share. After an error the other ranks are told, and the snapshot may still go to storage."""
         trouble, header = snapshot.refused, None
         try:
             if trouble is None:

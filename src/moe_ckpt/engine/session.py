@@ -48,7 +48,7 @@ _IDLE_SECS = 10.0
 
 
 class CheckpointSession:
-    """Drives policy, books and pipeline of one rank. For the training thread only.
+    """Drives policy, ledger and pipeline of one rank. For the training thread only.
 
     Attributes:
         catalog: Of the model.
@@ -129,7 +129,7 @@ class CheckpointSession:
         tokens_from_host: Counts | None = None,
         beneath: Manifest | None = None,
     ) -> FaultRecord:
-        """Go on from a restored checkpoint, and book the tokens that its experts lack.
+        """Resume from a restored checkpoint, and record the tokens that its experts lack.
 
         Called on every rank, after the state was restored and before the first step. A checkpoint of
         another store lends its history, but not its files: the next checkpoint is then dense.
@@ -190,7 +190,7 @@ class CheckpointSession:
                 self.drain(step)
 
     def set_compute_types(self, types: ComputeTypes) -> None:
-        """What kernels read of the parameters, alike on every rank; their own types until this is called."""
+        """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
         self._snapshots.live.set_compute_types(types)
 
     # --- what is known ---
@@ -212,7 +212,7 @@ class CheckpointSession:
 
     @property
     def committed_directory(self) -> str | None:
-        """Of the newest checkpoint that this rank knows of."""
+        """Directory of the newest committed checkpoint that this rank knows of."""
         return self._booking.committed_directory
 
     # --- every optimizer step ---
@@ -324,7 +324,7 @@ class CheckpointSession:
         return record
 
     def completed(self, record: StepRecord) -> StepRecord:
-        """The record with what the books say now: after ``finish``, all that was still to come when it was made."""
+        """The record with the ledger's numbers of now: after ``finish``, nothing in it is still to come."""
         tokens, plan, snapshots = self.run_ledger.tokens, self._newest_plan, self._snapshots
         memory, gate = self._resources.memory, self._run.gate
         return replace(

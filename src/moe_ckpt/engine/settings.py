@@ -84,7 +84,7 @@ class Settings:
 
     @property
     def budget_is_given(self) -> bool:
-        """False where nobody set it, and half of the free memory is taken."""
+        """False if it is not set, so that half of the free memory is used."""
         return self.host_memory_bytes is not None or (self.memory is not None and self.memory.budget_bytes is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""A snapshot in flight: what was asked for, where its bytes are, and the small state taken at once."""
+"""A snapshot in flight: its request, where its bytes are, and the small state that is copied at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Encode = Callable[..., Plain]
 
 @dataclass(eq=False)
 class Snapshot:
-    """What happens to one request on this rank.
+    """One request on this rank, from the copy to the outcome.
 
     Attributes:
         sequence: How many snapshots for storage this process began before it.
@@ -87,7 +87,7 @@ class Snapshot:
         return tuple(part for _, part in self.plan.parts if part.is_written)
 
     def mirrors(self) -> dict[int, Mirror]:
-        """Rank -> what this rank has alike of its share of the same snapshot."""
+        """Rank -> the part of that rank's share of the same snapshot that this rank's state also holds."""
         found: dict[int, Mirror] = {}
         for _, part in self.plan.parts:
             if part.source is not None:

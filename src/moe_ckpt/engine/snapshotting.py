@@ -43,7 +43,7 @@ _EVERYWHERE = _Ways(stored=True, copied=True)
 
 
 class Snapshotter:
-    """Makes requests of plans, hands them to the pipeline and enters them in the books. For the training thread only.
+    """Makes requests from plans, hands them to the pipeline and records them. For the training thread only.
 
     Attributes:
         booking: Keeps the books.
@@ -83,7 +83,7 @@ class Snapshotter:
         return self.backlog.skips + self.flush.skips
 
     def step_begins(self, *, updated: bool = True) -> None:
-        """The state of another step is final: its tensors may be others, and the run does not end before it.
+        """The state of another step is final: tensors may differ from before, and waits for the run's end start again.
 
         Args:
             updated: Its update was made, not left out because gradients overflowed.
@@ -110,8 +110,8 @@ class Snapshotter:
         return replace(context, memory=facts)
 
     def rooted(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """The plan; one of everything instead, if it needs gradients of operators that have no anchor, or, of a policy
-        that leaves experts out, one with those in full."""
+        """Returns the plan. If it needs gradients of operators without an anchor, returns a plan of everything instead,
+        or, for a policy that leaves experts out, the plan with those operators in full."""
         if not plan.gradients or self._since(plan.operators(), plan.gradients) is not None:
             return plan
         if not self._leaves_out:
@@ -179,7 +179,7 @@ class Snapshotter:
     def begin_survivor(
         self, plan: SnapshotPlan, plain: Encode, tokens: tuple[Counts, Counts | None], of: int, patience_secs: float
     ) -> Snapshot:
-        """Begin a snapshot for memory alone, which the books do not know of: training stops.
+        """Begin a snapshot for memory alone, which is not recorded in the ledger, because training stops.
 
         Args:
             plan: Of the newest step.

@@ -201,8 +201,8 @@ class Survivor:
             log.warning("the plain state before the update of step %d is not kept: %r", step, error)
 
     def update_begins(self, now: float) -> None:
-        """Nobody can go back to the newest step from here on unless it is sealed: a rank that is killed in this update
-        would cost two. Nearly always it is; else that gets a little time.
+        """From here on no rank can return to the newest step unless it is sealed: a rank that is killed in this update
+        would then cost two steps. So this waits a little for a seal that is not done yet.
 
         Args:
             now: ``perf_counter``.

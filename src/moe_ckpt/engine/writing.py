@@ -158,7 +158,7 @@ class SealedShare:
     freshness: int = UNKNOWN
 
     def detached(self) -> SealedShare:
-        """The same with headers of its own: those that were rendered are good until the next of their plan is."""
+        """A copy with headers of its own. Rendered headers are valid only until the next ones of their plan."""
         parts = (replace(each, header=tuple(map(bytes, each.header))) for each in self.parts)
         return replace(self, parts=tuple(parts))
 

@@ -1,4 +1,4 @@
-"""Plain state that a rank had before an update, brought past it by what the update changed on another: pure.
+"""A rank's plain state from before an update, completed with what the update changed on another rank. Pure.
 
 A rank that dies in an update which the others end leaves what it had when its gradients were on their way: random
 numbers, buffers, its position in the data. A rank that lives on knows its own state before and after, and so what
@@ -126,7 +126,7 @@ def _renamed(tree: Any, names: Collection[str]) -> Any:
 
 
 def foreseen(state: Any, changed: Collection[str] | None) -> dict[str, Any]:
-    """Returns what a rank leaves before an update.
+    """Returns what a rank seals of its plain state before an update.
 
     Args:
         state: Its plain state.

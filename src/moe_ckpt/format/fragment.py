@@ -1,4 +1,4 @@
-"""Parts of documents that are in many of them unchanged: encoded once, and put into each as they are.
+"""Parts that many documents have in common: encoded once, and inserted into each.
 
 A state file names every parameter of the model, tens of thousands with many experts, and is written at every step.
 """
@@ -18,7 +18,7 @@ _DIGITS_OF_UINT32 = len(str(2**32))
 
 
 class Fragment:
-    """A list or object of JSON-ready values, in a document in its place. Never changed again.
+    """An encoded list or object of JSON-ready values, for use in documents. It never changes.
 
     Attributes:
         value: What it is, unless it was put together ``of_rows`` or ``of_counts``.
@@ -69,7 +69,8 @@ def _rows_of_counts(table: npt.NDArray[np.int64]) -> bytes:
 
 
 class FixedStrings(list[str]):
-    """Strings in the plain state that are never changed again: a list to all but ``encode_tree``.
+    """A list of strings in the plain state that never changes. ``encode_tree`` encodes it once; to all others it is a
+    list.
 
     fragment: what stands for them in a document.
     """

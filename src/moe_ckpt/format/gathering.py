@@ -1,4 +1,4 @@
-"""Many small things in a few arrays: tables that grow, and pieces of memory gathered by few calls of numpy."""
+"""Tables that grow, and many small pieces of memory gathered by few calls of numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_A_TIME = 8192
 
 
 class Column:
-    """An array that grows at its end. Whoever reads it meanwhile has all that was there.
+    """An array that grows at its end. A reader meanwhile sees everything that was there.
 
     Args:
         dtype: Of its elements.
@@ -65,7 +65,7 @@ class _Addressed:
 
 
 def memory_at(begin: int, nbytes: int) -> Bytes:
-    """This process's memory from an address on. Whoever reads of it sees to it that something lies there."""
+    """This process's memory from an address on. The caller must make sure that it is allocated."""
     return np.asarray(_Addressed(begin, nbytes))
 
 
@@ -86,11 +86,11 @@ class Words:
         return self._memory[self._places]
 
     def are(self, expected: npt.NDArray[Any]) -> bool:
-        """Whether they were, at first, what is expected."""
+        """Whether their first values are what is expected."""
         return np.array_equal(self._first, expected.astype(np.uint64))
 
     def same(self, places: Numbers | None = None) -> bool:
-        """Whether they are what they were at first.
+        """Whether they still have their first values.
 
         Args:
             places: Of those that are asked about; None for all.
@@ -100,7 +100,7 @@ class Words:
         return not len(self.others()[0])
 
     def others(self) -> tuple[Numbers, Values]:
-        """The places of those that are not what they were at first, and what they are."""
+        """The places of the words that differ from their first values, and their values."""
         # So many at a time that no new pages of memory are needed, which would take longer than reading does.
         found = np.empty(min(len(self._places), _AT_A_TIME), dtype=np.uint64)
         places, values = [], []
@@ -117,12 +117,12 @@ class Words:
         return np.concatenate(places), np.concatenate(values)
 
     def renew(self, places: Numbers, values: Values) -> None:
-        """From now on these are what they were at first."""
+        """Takes the current values as the first ones."""
         self._first[places] = values
 
 
 def words_at(addresses: Numbers) -> Values:
-    """The words at aligned addresses. Whoever asks sees to it that what they are of lives."""
+    """The words at aligned addresses. The caller must keep the objects alive that contain them."""
     memory, places = spanned(addresses)
     return memory[places]
 

@@ -17,7 +17,7 @@ _json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class HeaderTexts:
-    """What headers say of slices, each by its number. To write it takes long, and it is the same in every shard.
+    """The texts of slices in headers, by number. They are the same in every shard, and slow to write.
 
     A slice's *metadata* has zeros for the checksum; its *place* is what comes before its byte range. Both begin by what
     parts them from the slice before.
@@ -90,7 +90,8 @@ class HeaderTemplate:
         self._places = _places(texts.places, rows[:, _PLACE_AT], rows[:, _PLACE], ends)
 
     def render(self, step: int, generation: int, checksums: Checksums) -> tuple[bytes, memoryview, memoryview, bytes]:
-        """The same bytes as ``encode_header`` of these slices with these checksums, in pieces; good until called again.
+        """The same bytes as ``encode_header`` of these slices with these checksums, in pieces; valid until the next
+        call.
 
         They are large: each copy of them would take longer than what is done here."""
         metadata = self._metadata

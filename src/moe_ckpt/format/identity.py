@@ -16,7 +16,7 @@ _FIELDS = record({"run_id": text, "fingerprint": text, "created_unix_secs": numb
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells a store from others.
+    """What identifies a store.
 
     Attributes:
         run_id: Random hex, one per store.

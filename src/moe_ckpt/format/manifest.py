@@ -1,4 +1,4 @@
-"""The manifest: commit record of one step, and the way from every operator to the files that hold it.
+"""The manifest: commit record of one step, and the map from every operator to the files that hold it.
 
 A manifest names the parts (``format.part``) that together hold every operator, newest first; each part lists what one
 step wrote. Put together (``format.part.composed``) they are a complete view: every operator with its newest version,

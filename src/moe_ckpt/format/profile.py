@@ -1,4 +1,4 @@
-"""The profile that a run writes down of itself: bytes <-> frozen records. See docs/profile.md.
+"""The profile of a run: bytes <-> frozen records. See docs/profile.md.
 
 Plain JSON for people and for the simulator, not part of a checkpoint: nothing is ever restored from it. All fields of a
 version must be there and none besides, so that a number with a misspelt name is never taken for one that is not known.

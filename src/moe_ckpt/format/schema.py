@@ -1,4 +1,4 @@
-"""What a document must look like, said as data: checks of single values, put together to those of whole documents.
+"""Schemas of documents as data: checks of single values, combined into checks of whole documents.
 
 A ``Check`` says what is wrong with a value: "" for nothing, or where and what, such as ``.files[3].rank is -1, but must
 be a whole number of at least 0``. It never raises, whatever it is given. Every document of a store, and a run's

@@ -113,7 +113,7 @@ class WindowPlace:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a manifest of the step needs beside the ranks' files; alike on every rank.
+    """What a manifest of the step needs beside the ranks' files; equal on every rank.
 
     Attributes:
         index: As ``Manifest.index``.

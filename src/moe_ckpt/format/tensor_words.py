@@ -1,4 +1,4 @@
-"""What torch notes in its tensors themselves, read from there, many tensors at a time.
+"""Reads fields of torch's tensor objects directly from memory, for many tensors at a time.
 
 Where a tensor's memory lies, how often it was written to, and whether it requires a gradient are machine words of the
 objects behind it. To ask 75 000 tensors by calls takes longer than all else that a checkpoint asks of the training
@@ -181,7 +181,7 @@ def counts(addresses: Numbers) -> npt.NDArray[np.uint32]:
 
 
 class Counts:
-    """How often some tensors were written to, read again and again. Whoever reads sees to it that they live.
+    """How often some tensors were written to, for repeated reading. The caller must keep the tensors alive.
 
     Args:
         addresses: Of their counters, see ``counters``.

@@ -1,1 +1,1 @@
-"""The gradients that optimizers consumed: captured as they are, and stepped again from an anchor, to the last bit."""
+"""Consumed gradients of optimizers: captured, and replayed from an anchor, exact to the last bit."""

@@ -1,4 +1,4 @@
-"""Sees what torch optimizers consume, wherever ``step`` is called from.
+"""Captures what torch optimizers consume, wherever ``step`` is called from.
 
 A hook before ``step`` sees final gradients, unless ``step`` is given a closure that computes them (Lightning's
 automatic optimization): then the closure is wrapped, and the gradients are seen when it returns. Nothing runs where the

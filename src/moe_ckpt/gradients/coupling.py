@@ -66,7 +66,7 @@ def coupling_of(optimizer: Optimizer) -> Coupling:
 
 
 def register(kind: type[Optimizer], coupling: Coupling) -> None:
-    """Says what the updates of a class couple. Not inherited by classes derived from it.
+    """Declares what the updates of a class couple. Subclasses do not inherit it.
 
     The class must also do the same whenever it is given the same: no random numbers, no state outside of
     ``optimizer.state`` and ``param_groups``, and it must call a closure once, before it reads gradients.

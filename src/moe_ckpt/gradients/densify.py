@@ -1,4 +1,5 @@
-"""Makes a dense checkpoint of a step that memory holds, in the store of its run, when no rank of that is alive."""
+"""Makes a dense checkpoint of a step that memory holds, in the store of its run, after all ranks of the run have
+ended."""
 
 from __future__ import annotations
 

@@ -70,16 +70,16 @@ class Densifier:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """On which updates were made, each once."""
+        """Devices on which updates were made, each once."""
         return tuple(dict.fromkeys(layout.device for layout in self._log.layouts))
 
     @property
     def updates(self) -> int:
-        """Steps whose updates are made once more."""
+        """Steps whose updates are replayed."""
         return max(0, len(self._opened.logged) - 1)
 
     def nbytes(self, ranks: Iterable[int]) -> int:
-        """Returns how many bytes ``share`` of these ranks will tell of."""
+        """Returns how many bytes ``share`` of these ranks will yield."""
         return sum(self._rank(rank).nbytes for rank in ranks)
 
     def verify(self, ranks: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a gradient log has, on storage and in memory, for those who step it without a model.
+"""Contents of a gradient log, on storage and in memory, for a replay without a model.
 
 Nothing is verified here: see ``gradients.densifying``.
 """

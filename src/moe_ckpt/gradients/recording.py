@@ -25,7 +25,7 @@ _Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class StepRecorder(GradientConsumer, GradientRecord):
-    """Makes no copy. Until ``begin`` it takes no notice of anything.
+    """Keeps references, not copies. Before ``begin`` it ignores updates.
 
     Args:
         optimizers: As given to ``GradientCapture``.
@@ -203,7 +203,7 @@ _MOST_LISTS = 64
 
 
 class Ignored(GradientConsumer):
-    """Takes no notice of updates."""
+    """Ignores updates."""
 
     def consume(self, gradients: ConsumedGradients) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Optimizer steps once more, from anchors and the gradients that were consumed (MoEtion, Algorithm 3).
+"""Replays optimizer steps from anchors and consumed gradients (MoEtion, Algorithm 3).
 
 The same code of the same optimizer class steps whole units, with the hyperparameters of that time. Rows that have no
 gradient, since they are anchored later, are stepped with zeros; what that makes of them is overwritten by their anchor.
@@ -111,7 +111,7 @@ class OptimizerReplay:
         state[block.kind] = values
 
     def step(self, update: Update, gradients: Iterable[Block]) -> int:
-        """Makes an update once more.
+        """Replays one update.
 
         Args:
             update: What was recorded of it.

@@ -1,4 +1,4 @@
-"""Brings operators along their chains to one step, and counts every element on the way."""
+"""Brings operators along their chains to one step, and checks that every element gets there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one update of an optimizer consumed, and the blocks of tensors that travel."""
+"""Records of what one update of an optimizer consumed, and blocks of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metrics have in common: states that hold the newest value, and pictures."""
+"""What the metrics share: states that hold the newest value, and pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How far a failure would throw a run back that is saved in sparse windows (MoEvement), and where in one it is."""
+"""Age of the newest sparse window (MoEvement), which is how far a failure sets a run back, and the step's place in its
+window."""
 
 from __future__ import annotations
 

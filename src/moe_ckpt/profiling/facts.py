@@ -1,4 +1,4 @@
-"""Facts of a run that its profile holds and nobody else asks for: weights of operators, layout, the process's start."""
+"""Facts that only a run's profile needs: sizes of operators, the layout, and the process's start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of a run's profile: gone on with, put aside, and written anew beside training."""
+"""The file of a run's profile: continued or set aside at the start, and rewritten beside training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ProfileWriter:
         self._thread.start()
 
     def _take_up(self) -> None:
-        """Go on with the file that is there, if it is one of this model."""
+        """Continue the file that is there, if it is one of this model."""
         remove_temporaries_of(self._path)
         try:
             found = decode_profile(read_whole(self._path, MAX_PROFILE_BYTES), self._path)
@@ -101,7 +101,7 @@ class ProfileWriter:
         self._idle.wait(timeout_secs)
 
     def close(self, timeout_secs: float) -> None:
-        """After what was asked for; leaves a thread that does not come to an end to itself."""
+        """Stop after the writes that were requested; abandon a thread that does not end."""
         self._jobs.put(None)
         self._thread.join(timeout_secs)
 

@@ -1,4 +1,4 @@
-"""What a run tells of itself while it trains: a JSON file that simulator and planner take as input (docs/profile.md).
+"""Records what a run measures while it trains, in a JSON file that simulator and planner read (docs/profile.md).
 
 Rank 0 records. The training thread does no more than add numbers up; now and then it hands them to a thread of the
 profile's own, which writes the whole file anew under a temporary name and renames it. Nothing that goes wrong here

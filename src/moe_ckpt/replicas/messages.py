@@ -72,7 +72,7 @@ class SealedSlot:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a holder.
+    """A holder's answer.
 
     Attributes:
         needed, free: Bytes, if its memory is full; see ``Status.SEND``.
@@ -84,7 +84,7 @@ class Answer:
 
 
 class Sent(NamedTuple):
-    """One copy.
+    """One copy that was sent.
 
     Attributes:
         nbytes: Of it that were sent.
@@ -97,7 +97,7 @@ class Sent(NamedTuple):
 
 
 def send_copy(wire: Wire, sequence: int, share: SealedSlot, held_back: HeldBack = lambda nbytes: None) -> Sent:
-    """The source's part.
+    """Sends one copy: the source's side.
 
     Args:
         held_back: Says by what so many bytes are, if they are.
@@ -161,7 +161,7 @@ def _answer(wire: Wire, sequence: int) -> Answer:
 
 
 def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore, patience_secs: float) -> None:
-    """The holder's part, until the source ends the connection.
+    """Receives copies until the source ends the connection: the holder's side.
 
     Args:
         wire: The connection.

@@ -42,7 +42,7 @@ _CUT_SECS = 5.0
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part in one life of a run, alike on every rank but for ``rank``.
+    """Who takes part in one life of a run; equal on every rank, except ``rank``.
 
     Attributes:
         rank: This process's.
@@ -283,7 +283,7 @@ class Replicator:
 
     @property
     def sent_bytes(self) -> int:
-        """In copies that peers hold or held."""
+        """Bytes sent in copies that peers hold or held."""
         return sum(sender.sent_bytes for sender in self._senders)
 
     @property
@@ -300,11 +300,11 @@ class Replicator:
     # --- as a holder ---
 
     def release(self, sequence: int) -> None:
-        """Nobody needs copies any more that are older than those of ``sequence``."""
+        """Copies older than those of ``sequence`` are no longer needed."""
         self.store.release(sequence)
 
     def release_except(self, sequences: Collection[int], spare: Collection[int] = ()) -> None:
-        """Nobody needs any copies but those of these sequences; ``spare`` ones only as long as there is room."""
+        """Only copies of these sequences are still needed; ``spare`` ones only as long as there is room."""
         self.store.release_except(sequences, spare)
 
     @property

@@ -48,7 +48,7 @@ class Incoming:
         self._next = 0
 
     def fill(self, mirror: Mirror) -> int:
-        """Take from ``mirror`` what it has, and want the rest only.
+        """Fills the copy from ``mirror`` as far as possible; only the rest is requested.
 
         Returns:
             How many slices of the same name and size have other bytes here than at their source.
@@ -131,7 +131,7 @@ class ReplicaStore:
         self._is_closed = False
 
     def mirrored(self, sequence: int, mirrors: Mapping[int, Mirror]) -> None:
-        """This rank's own snapshot ``sequence`` is in memory, with what it has alike of others: source -> that.
+        """This rank's own snapshot ``sequence`` is in memory, with its duplicates of others' shares, by source.
 
         Empty where it could not be made: all is asked of the sources then.
         """
@@ -144,7 +144,7 @@ class ReplicaStore:
             self._mirrored.notify_all()
 
     def mirror_of(self, source: int, sequence: int, timeout_secs: float) -> Mirror | None:
-        """What this rank has alike of a snapshot of ``source``, given once; None if nothing, or not in time."""
+        """This rank's duplicate of a snapshot of ``source``, handed out once; None if there is none in time."""
 
         def is_known() -> bool:
             return self._is_closed or not self.expects_mirrors or max(self._mirrors, default=-1) >= sequence
@@ -210,7 +210,7 @@ class ReplicaStore:
         return bool(gone)
 
     def keep(self, source: int, sequence: int, incoming: Incoming) -> None:
-        """Everything arrived and was verified: from here on whoever comes next may read it.
+        """Seals a copy that arrived complete and was verified: later processes may read it.
 
         Raises:
             OSError: The header cannot be written; the copy does not count.
@@ -222,7 +222,7 @@ class ReplicaStore:
             self._kept[source, sequence] = incoming.slot
 
     def discard(self, incoming: Incoming) -> None:
-        """It did not arrive whole."""
+        """Discards a copy that did not arrive complete."""
         incoming.memory.release()
         self._give_back([incoming.slot])
 
@@ -264,7 +264,7 @@ class ReplicaStore:
             return sum(slot.memory.numel() for slot in (*self._kept.values(), *self._free))
 
     def close(self) -> None:
-        """Touch no file any more. What is sealed stays, and belongs to whoever owns the directory."""
+        """Touch no file any more. What is sealed stays, and belongs to the owner of the directory."""
         with self._lock:
             self._is_closed = True
             self._mirrors.clear()

@@ -108,7 +108,7 @@ class Wire:
         self._move(len(view), lambda at: self._socket.send(view[at : at + CHUNK_NBYTES]), idle=False)
 
     def receive(self, nbytes: int) -> bytes:
-        """For small messages, and what has been found to be no larger than it may be."""
+        """Receives small messages, and messages whose size was checked."""
         found = bytearray(nbytes)
         if not self.receive_into(memoryview(found)):
             raise ConnectionResetError("the peer ended the connection")
@@ -159,7 +159,7 @@ class Wire:
                     raise TimeoutError(f"no byte was transferred for {self._timeout_secs:g} s")
 
     def cut(self) -> None:
-        """Whoever sends or receives here gets an error at once. On any thread, at any time."""
+        """Makes every send and receive fail at once. On any thread, at any time."""
         self._is_cut = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -49,11 +49,11 @@ class Anchors:
         return found
 
     def gap(self) -> None:
-        """Nothing was saved of a step: no operator comes to the newest one any more."""
+        """No snapshot was made of a step: no operator reaches the newest step any more."""
         self.steps = np.full_like(self.steps, -1)
 
     def forget(self) -> None:
-        """A new life begins its log anew."""
+        """A new life starts a new log."""
         self.gap()
         self._missed = -1
 

@@ -1,4 +1,4 @@
-"""What a simulated run has on storage beside memory, or on its way there."""
+"""Checkpoints of a simulated run on storage, or on their way there, beside those in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is recommended, and who still has to be simulated before that is certain."""
+"""Which system is recommended, and which ones must still be simulated before that is certain."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Choice:
         return best(likely or there)
 
     def open(self) -> list[Runner]:
-        """Who must be simulated longer: whoever could still be chosen, or could keep the leader from it."""
+        """Systems that must be simulated longer: those that could still be chosen, or could displace the leader."""
         usable = {one: why_not(one, self._most_plt) for one in self._runners}
         possible = [one for one, reason in usable.items() if reason in ("", OPEN)]
         leader = self.leader

@@ -1,4 +1,4 @@
-"""Failures: who goes back, from where, and for how long; further failures on the way."""
+"""Failures: which ranks roll back, from which copy, and for how long; further failures during a recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When what memory holds goes on to storage, and what a policy is told of both."""
+"""When checkpoints in memory are written to storage, and what a policy is told of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows that a policy was asked for before, so that it is asked once for each pattern of what it goes by."""
+"""A cache of a policy's windows: the policy is asked once for each pattern of its inputs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _WINDOWS_KEPT = 128
 
 
 class KnownWindows:
-    """The newest windows, each by what its policy went by when it made it."""
+    """The newest windows, each keyed by its policy's inputs."""
 
     def __init__(self) -> None:
         self._windows: dict[bytes, Window] = {}
         self._ordered: tuple[Window, int] | None = None
 
     def find(self, key: bytes) -> Window | None:
-        """The window that the policy made of the same before; None where it is to be asked."""
+        """The window that the policy made from the same inputs; None if there is none."""
         return self._windows.get(key)
 
     def keep(self, key: bytes, window: Window) -> None:

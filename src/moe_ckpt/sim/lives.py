@@ -1,4 +1,4 @@
-"""What the lives of a profiled run tell: how fast they trained, and what it took to start again."""
+"""Training speed and restart costs, from the lives of a profiled run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's books, moved ahead in time: what a simulated run is told of many steps at once."""
+"""A trainer's ledger that a simulated run advances by many steps at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_ckpt.sim.durable import Durable
 
 
 class MovingRunLedger(RunLedger):
-    """A trainer's books that can be told of many steps at once, and moved ahead in time.
+    """A trainer's ledger that can record many steps at once, and be moved ahead in time.
 
     Steps told together route alike, and time-decayed activity is taken at the limit to which that brings it.
 
@@ -32,7 +32,7 @@ class MovingRunLedger(RunLedger):
         self._stores, self._watched = stores, watched
 
     def empty(self) -> MovingRunLedger:
-        """Those that a new life begins with."""
+        """The ledger that a new life begins with."""
         return MovingRunLedger(
             self.catalog, outlives_process=self.outlives_process, stores=self._stores, watched=self._watched
         )
@@ -107,7 +107,7 @@ class MovingRunLedger(RunLedger):
             self.pending = {key: moved(pending, steps, counts) for key, pending in self.pending.items()}
 
     def pattern(self, step: int) -> tuple[bytes, ...]:
-        """Everything that policies go by, as seen from ``step``: alike at two steps if the run repeats itself.
+        """All inputs of policies, relative to ``step``: equal at two steps if the run repeats itself.
 
         Where memory outlives the process, most policies look at storage only when it is due.
         """

@@ -1,4 +1,4 @@
-"""Runs of several systems on the same failures, no longer than it takes to tell who is ahead.
+"""Simulates several systems on the same failures, no longer than is needed to tell which one is ahead.
 
 All are simulated for a part of the time at first. Two of them are compared span by span, from one failure to the next,
 in the iterations that each gained: failures and loads are the same for both, so what luck gave or took it did from

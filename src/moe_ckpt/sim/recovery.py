@@ -1,4 +1,4 @@
-"""How long a failure keeps a run from training on."""
+"""How long recoveries take."""
 
 from __future__ import annotations
 

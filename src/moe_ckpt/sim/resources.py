@@ -1,4 +1,4 @@
-"""What a system asks of each resource, and which of them holds training up."""
+"""How much a system uses each resource, and which resource limits training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAGGED = 0.05
 
 @dataclass(frozen=True)
 class Use:
-    """Of one system, while nothing fails.
+    """Resources that one system uses while nothing fails.
 
     Attributes:
         utilisation: Of each resource, the portion of its time (or bytes) that is used; ``compute`` is 1 where nothing

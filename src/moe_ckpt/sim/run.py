@@ -37,7 +37,7 @@ _ROUNDING = 1e-9
 
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
-    """What comes of a run. The same scenario gives the same outcome; failures and loads do not depend on the system.
+    """Simulates a run. The same scenario gives the same outcome; failures and loads do not depend on the system.
 
     Args:
         progress: Called at every failure, and when the load changes.

@@ -1,4 +1,4 @@
-"""Everything a simulation needs, and everything it tells."""
+"""Input and output of a simulation."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The result of a simulated run.
 
     Attributes:
         ettr: Useful time over all time.

@@ -1,4 +1,4 @@
-"""Where a simulated run is."""
+"""The state of a simulated run."""
 
 from __future__ import annotations
 

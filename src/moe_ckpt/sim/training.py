@@ -1,4 +1,4 @@
-"""How long an iteration takes, and which tokens it routes where: what a simulated run trains."""
+"""How long an iteration of a simulated run takes, and how many tokens it routes to which expert."""
 
 from __future__ import annotations
 

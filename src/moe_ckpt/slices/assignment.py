@@ -35,7 +35,7 @@ ComputeTypes = Mapping[str, str]
 
 
 def places_of(catalog: Catalog, operators: Collection[str]) -> Numbers:
-    """Of operators in the catalog: what is known of a tuple is not worked out again."""
+    """Places of operators in the catalog, cached by tuple."""
     if isinstance(operators, tuple):
         return catalog.places_of(operators)
     return np.fromiter(map(catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
@@ -211,7 +211,8 @@ def _given(
 
 
 class Sharder:
-    """Deals out the replicated state of one checkpoint after the other. On every rank, with the same answers on peers.
+    """Assigns the replicated state of one checkpoint after the other to ranks. Runs on every rank, with equal results
+    on peers.
 
     Args:
         sharding: "none", "equal" or "adaptive", see ``core.sharding``.

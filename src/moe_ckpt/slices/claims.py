@@ -26,7 +26,7 @@ _Scattered = tuple[str, frozenset[str], int]
 
 
 class Claims:
-    """What one rank answers for. For the persist thread only, but for making it.
+    """What one rank must account for. For the persist thread only, except its creation.
 
     Args:
         catalog: Of the model.
@@ -41,7 +41,7 @@ class Claims:
         self._rank, self._ranks = rank, ranks
 
     def own_sum(self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool) -> int:
-        """``cover_sum`` of what this rank answers for, of a plan that saves ``operators``.
+        """``cover_sum`` of what this rank must account for, in a plan that saves ``operators``.
 
         Args:
             operators: Are saved in full.
@@ -59,7 +59,7 @@ class Claims:
     def boxes(
         self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool
     ) -> Mapping[str, list[Box]]:
-        """What all ranks answer for, box by box: to say what is missing when sums differ."""
+        """All boxes that the ranks together must write, to say what is missing when sums differ."""
         chosen = frozenset(operators)
         wanted = wanted_boxes(self._catalog, chosen, self._specs)
         if in_window:

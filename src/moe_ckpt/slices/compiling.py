@@ -110,7 +110,7 @@ class CompiledPart:
 
     @property
     def source(self) -> int | None:
-        """The rank of whose share this is what this rank has alike; None for its own share."""
+        """The rank of whose share this part is a duplicate from this rank's state; None for this rank's own share."""
         return int(self.kind.removeprefix(MIRROR)) if self.kind.startswith(MIRROR) else None
 
     @property
@@ -124,7 +124,7 @@ class CompiledPart:
         return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in given]
 
     def let_go(self) -> None:
-        """Keep no live tensor any more: all is copied."""
+        """Drops all references to live tensors: everything is copied."""
         self.copies.let_go()
         self._shelf.let_go()
 
@@ -149,7 +149,7 @@ class CompiledPart:
         return sum(map(_COVER_SUM, self.cuts)) % PRIME
 
     def header(self, run_id: str, rank: int, step: int) -> HeaderTemplate:
-        """Kept from the second time on: it is large, and most plans never come again.
+        """Cached from the second use on: it is large, and most plans are used only once.
 
         Raises:
             CoverageError: Two of the slices are the same one.
@@ -191,18 +191,19 @@ class CompiledPlan:
 
     @cached_property
     def own_claim(self) -> int:
-        """``cover_sum`` of what this rank answers for."""
+        """``cover_sum`` of what this rank must account for."""
         operators, _, compute_only, in_window = self.key
         return self.claims.own_sum(operators, compute_only, in_window=in_window)
 
     def claimed_boxes(self) -> Mapping[str, list[Box]]:
-        """What all ranks answer for, box by box."""
+        """All boxes that the ranks together must write."""
         operators, _, compute_only, in_window = self.key
         return self.claims.boxes(operators, compute_only, in_window=in_window)
 
 
 def cover_difference(plan: CompiledPlan) -> int:
-    """What this rank writes less what it answers for. Added over all ranks, 0 modulo ``PRIME`` if the plan is tiled."""
+    """What this rank writes minus what it must account for. Added over all ranks, 0 modulo ``PRIME`` if the plan is
+    tiled."""
     found = sum(part.cover_sum for _, part in plan.parts if part.is_written)
     return (found - plan.own_claim) % PRIME
 
@@ -231,7 +232,8 @@ class PlanCompiler:
         self.mirrors = MirroredShares(catalog, placement, ())
 
     def add_unstable(self, keys: Collection[str]) -> None:
-        """Others than the optimizer change these tensors: from now on they are copied before training goes on."""
+        """Code other than the optimizer changes these tensors: from now on they are copied before training
+        continues."""
         self._unstable |= frozenset(keys)
         self._forget()
 

@@ -83,7 +83,7 @@ class Copy:
 
     @property
     def bytes_per_sec(self) -> float | None:
-        """Of a copy that went through a gate; None until ``wait_on_host`` has returned, and of none."""
+        """Rate of a copy through a gate; None without a gate, and until ``wait_on_host`` has returned."""
         transfer = self._transfer
         return transfer.nbytes / self.moving_secs if transfer is not None and transfer.nbytes and self.secs else None
 
@@ -124,7 +124,7 @@ class Copier:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, jobs: Sequence[Job], *, on_device: bool = False) -> Copy:
-        """Begin copying; returns at once. Nobody else touches the jobs' memory until it is done.
+        """Begin copying; returns at once. Nothing else may touch the jobs' memory until it is done.
 
         Args:
             jobs: What to copy.
@@ -184,7 +184,7 @@ class Copier:
                 carry_out([(chunk, memory)])
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on the copying thread when the copies asked for so far are done; its errors are dropped.
+        """Run ``work`` on the copying thread after the copies queued so far; its errors are dropped.
 
         From the thread itself too, even while it is being closed: the work is then left undone.
         """

@@ -1,4 +1,4 @@
-"""What copying live tensors into a host buffer consists of: few calls, worked out once per part of a plan.
+"""How live tensors are copied into a host buffer: with few calls, worked out once per part of a plan.
 
 On the CPU the bytes move outside the interpreter lock on one core, so that the training threads keep theirs. Which
 thread makes the calls, and when: ``slices.copier``.
@@ -84,7 +84,7 @@ class CopyProgram:
         self.is_cuda = any(map(_IS_CUDA, map(shelf.blocks.__getitem__, elsewhere)))
 
     def let_go(self) -> None:
-        """Keep no live tensor any more: nothing will be copied from them."""
+        """Drops all references to live tensors: nothing more is copied from them."""
         self.blocks = ()
         self.__dict__.pop("steps", None)
 
@@ -267,7 +267,7 @@ def _gathered(heads: list[torch.Tensor], lengths: Numbers, begins: Numbers, ends
 
 
 def copy_here(sources: Sequence[tuple[SliceEntry, torch.Tensor]], memory: torch.Tensor) -> bool:
-    """Copy from the CPU at once, from a device behind what it was asked for so far; nobody waits for it here.
+    """Copies from the CPU at once, and from a device on its current stream, without waiting for it.
 
     Returns:
         Whether anything is copied from a device: then the bytes are there when the next ``Copier.start`` is done.

@@ -1,4 +1,4 @@
-"""What a rank writes of one operator, worked out once: plans are joined from cuts, not compiled from slices.
+"""What a rank writes of one operator, worked out once: plans join cuts, and do not list slices again.
 
 MoC and MoEtion choose other experts at every step, so that most of their plans are new though each operator in them is
 known. Whatever takes Python work for a slice is done when its operator is first saved, and kept in the columns of a
@@ -101,7 +101,7 @@ class Shelf:
         return found
 
     def let_go(self) -> None:
-        """Keep no live tensor any more: nothing will be copied from them."""
+        """Drops all references to live tensors: nothing more is copied from them."""
         self.blocks.clear()
         self.others.clear()
 
@@ -160,7 +160,7 @@ class Cut:
 
     @cached_property
     def is_replay(self) -> bool:
-        """It is what only replay needs. Such slices are never in one cut with others."""
+        """Whether only replay needs it. Such slices are never in one cut with others."""
         return self.shelf.entries[self.first].key.startswith(REPLAY)
 
 
@@ -178,7 +178,7 @@ _COUNT: Callable[[Cut], int] = attrgetter("count")
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """The slices of a part in their order, listed when somebody asks for them. No live memory hangs on them.
+    """The slices of a part in their order, listed on first use. They hold no live memory.
 
     Attributes:
         entries: Of a shelf.

@@ -1,4 +1,4 @@
-"""What a rank's share of a complete checkpoint will weigh, as far as that can be told before training."""
+"""How large a rank's share of a complete checkpoint will be, as far as that is known before training."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Forecast:
 
 
 class BubbleGate:
-    """One rank's. ``Transfer`` is for threads that copy or send; everything else for the training thread.
+    """The gate of one rank. ``Transfer`` is for threads that copy or send; everything else for the training thread.
 
     Args:
         stage: This rank's place in the pipeline.
@@ -276,7 +276,7 @@ class BubbleGate:
         return True, self._stamps.waits_for
 
     def copy(self, nbytes: int, bytes_per_sec: float | None) -> Transfer:
-        """Of so many bytes, that must be through before the next update.
+        """Returns the transfer of a copy, which must end before the next update.
 
         Args:
             bytes_per_sec: As measured; None: not yet.
@@ -289,7 +289,7 @@ class BubbleGate:
         return Transfer(self, self.copied, nbytes, pace, began)
 
     def send(self, nbytes: int, bytes_per_sec: float | None, most_secs: float) -> Transfer:
-        """Of so many bytes, that are to be through within an iteration's time.
+        """Returns the transfer of a send, which should end within an iteration's time.
 
         Args:
             most_secs: Longest that is held back.
@@ -329,7 +329,7 @@ class Transfer:
         self._left = self.nbytes
 
     def admit(self, nbytes: int) -> torch.cuda.Event | None:
-        """Return when so many bytes more may go.
+        """Return when that many more bytes may go.
 
         Returns:
             What a device must wait for before they do.

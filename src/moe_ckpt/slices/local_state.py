@@ -33,7 +33,7 @@ LocalRows: TypeAlias = tuple[int, int]
 
 
 class LocalState:
-    """This rank's tensors, by operator: describing a snapshot costs as much as it takes, not as all there is.
+    """This rank's tensors, by operator. Describing a snapshot costs time for what it saves, not for the whole model.
 
     Args:
         catalog: Of the model.
@@ -72,7 +72,7 @@ class LocalState:
 
     @property
     def is_crowded(self) -> bool:
-        """So much was described for one plan alone that it is time to begin anew."""
+        """So many descriptions were made for one plan only that it should be rebuilt."""
         return self._shelf.transient > max(_REMEMBERED, len(self._shelf.entries) // 2)
 
     def cuts(

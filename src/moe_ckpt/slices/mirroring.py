@@ -1,4 +1,4 @@
-"""What a rank copies of the shares of others, because its own training state has it alike.
+"""What a rank copies of other ranks' shares, because its own training state holds the same bytes.
 
 A rank that holds copies of a data-parallel peer's snapshots copies the peer's share, as far as it has the same state,
 out of its own tensors beside its own share. Those bytes need not be sent then: ``replicas.store`` puts them into
@@ -34,7 +34,7 @@ MIRROR = "mirror/"
 
 
 class MirroredShares:
-    """Cuts what this rank has alike of other ranks' shares. For the training thread only.
+    """Cuts the part of other ranks' shares that this rank's state also holds. For the training thread only.
 
     Args:
         catalog: Of the model.
@@ -53,7 +53,7 @@ class MirroredShares:
 
     @property
     def sends(self) -> tuple[bool, ...]:
-        """What this rank has not alike of its sources, as ``policies.base.Sends`` says it: all that is no expert, all
+        """What this rank's state lacks of its sources' shares, as in ``policies.base.Sends``: all non-experts, all
         their experts, and the weights alone of both.
 
         Of the tensors of the newest ``cuts``; true of all before.

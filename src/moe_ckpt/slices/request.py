@@ -1,4 +1,4 @@
-"""What one snapshot is asked to save: decided once per step, and carried whole from the session to the manifest."""
+"""What one snapshot saves: decided once per step, and passed from the session to the manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_ckpt.slices.assignment import ComputeTypes
 
 @dataclass(frozen=True, eq=False)
 class SnapshotRequest:
-    """Frozen facts of one step, alike on every rank.
+    """Frozen facts of one step, equal on every rank.
 
     Attributes:
         step: Optimizer step whose state is saved.
@@ -93,7 +93,7 @@ class SnapshotRequest:
         return (rank, due) if writer is None else (writer, survivor_sequence(self.step, lent=writer != rank))
 
     def is_whole(self, catalog: Catalog) -> bool:
-        """Whether it holds every operator in full by itself."""
+        """Whether this snapshot alone holds every operator in full."""
         return self.window is None and len(self.operators) + len(self.host_only) == len(catalog.everything)
 
     @property

@@ -1,4 +1,4 @@
-"""The few verbs that checkpointing asks of storage.
+"""The storage operations that checkpointing needs.
 
 Paths are POSIX-style and relative to the store's root ("step_00000012/MANIFEST.json"). Implementations:
 ``storage.local.LocalStorage`` (plain os calls, fsync everywhere) and ``storage.remote.RemoteStorage``
@@ -14,7 +14,7 @@ Chunk = bytes | bytearray | memoryview
 
 
 class Stamp(NamedTuple):
-    """Of a directory: another one whenever a name in it has come or gone.
+    """A directory's stamp: it changes whenever a name in the directory is added or removed.
 
     Attributes:
         changed_unix_ns: By the storage's clock.

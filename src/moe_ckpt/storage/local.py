@@ -230,7 +230,7 @@ class LocalStorage:
 
 
 def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
-    """Put ``data`` under ``path`` at one stroke, in place of what was there: for reports, never for a store's files.
+    """Replace the file at ``path`` by ``data`` atomically: for reports, never for a store's files.
 
     Whoever reads sees the old file or the new one, whatever dies when. Missing directories are made.
 

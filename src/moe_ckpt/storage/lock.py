@@ -109,7 +109,7 @@ class StoreLock:
             self._lease.renew()
 
     def retake(self) -> None:
-        """Take the lock again after somebody emptied or replaced the store, and with it perhaps the lock.
+        """Take the lock again after the store, and perhaps the lock with it, was emptied or replaced.
 
         Raises:
             StoreInUseError: another run was quicker.
@@ -127,7 +127,7 @@ class StoreLock:
                 self._leased = True
 
     def release(self) -> None:
-        """Give the store free. Does nothing when the lock is not held."""
+        """Release the store. Does nothing when the lock is not held."""
         if not self._taken:
             return
         self._taken = False

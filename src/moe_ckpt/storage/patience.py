@@ -1,4 +1,4 @@
-"""Reading with patience: what a storage refuses for a moment is asked for again.
+"""Retries reads that a storage refuses for a moment.
 
 Network file systems and object stores answer some reads with an error and the same reads, a second later, with the
 bytes. Whoever opens a checkpoint must not take the first for the truth: going back to an older one costs work, and in

@@ -1,4 +1,4 @@
-"""Why nothing can be written at a path, for people."""
+"""Explains why a path cannot be written, for error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives a rank that computes steps again what came over its stage's boundaries the first time."""
+"""Gives a rank that computes steps again the messages that crossed its stage's boundaries the first time."""
 
 from __future__ import annotations
 

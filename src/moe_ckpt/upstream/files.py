@@ -96,7 +96,7 @@ class LogWriter:
             os.close(descriptor)
 
     def remove(self) -> None:
-        """Nobody will need it."""
+        """Deletes the log, which is no longer needed."""
         self.close()
         remove_log(self._path)
 
@@ -132,7 +132,7 @@ class SealedLog:
 
 
 def sealed_logs(directory: Path) -> list[SealedLog]:
-    """Returns the logs of a rank's directory, oldest first. What is damaged is passed over, with a warning."""
+    """Returns the logs of a rank's directory, oldest first. Damaged logs are not used, and a warning says so."""
     found = []
     for path in sorted(directory.glob(f"*{SEALED_SUFFIX}")):
         try:

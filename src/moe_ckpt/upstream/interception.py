@@ -1,4 +1,4 @@
-"""Sees what this rank sends and receives by ``torch.distributed``, and may answer in its place.
+"""Intercepts this rank's messages by ``torch.distributed``, and may answer them itself.
 
 Frameworks have no hook for that: Megatron's schedules, gradient reductions and optimizers call functions of the module,
 which are replaced here until ``close``, also where another module has imported one by name. Calls within one stage, and
@@ -24,7 +24,7 @@ Call = Callable[..., Any]
 
 
 class Traffic(Protocol):
-    """What is made of the messages that cross a boundary. Called on the training thread."""
+    """Handles the messages that cross a boundary. Called on the training thread."""
 
     def crosses(self, ranks: tuple[int, ...]) -> bool:
         """Returns whether some of ``ranks`` are of another stage than others."""
@@ -117,7 +117,7 @@ class Interception:
                     self._replaced.append((module, name, original, ours))
 
     def close(self) -> None:
-        """Puts the functions back, unless somebody has replaced them since: then they only call through."""
+        """Restores the functions. Where other code has replaced them since, they only call through."""
         self._open = False
         while self._replaced:
             module, name, original, ours = self._replaced.pop()

@@ -95,7 +95,7 @@ class UpstreamLog:
             self._tasks.put(lambda: self._begin(step))
 
     def append(self, channel: Channel, tensor: torch.Tensor) -> None:
-        """Copies one message, which may change as soon as this returns. From a GPU on a stream of its own."""
+        """Copies one message, which may change as soon as this returns. A copy from a GPU uses a separate stream."""
         if self._step < 0 or not self._goes_on():
             return
         try:

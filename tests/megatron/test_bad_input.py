@@ -72,7 +72,7 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
         "unnumbered": ("UnsupportedError", f"{moe} holds weights of a local expert 2", "[0, 1]"),
         "doubled": ("CoverageError", f"expert 3 of {moe} is on no rank"),
         "no experts": ("CoverageError", *(f"expert {e} of {moe} is on no rank" for e in range(4))),
-        "no MoE layers": ("NoMoELayerError", "set num_moe_experts"),
+        "no MoE layers": ("NoMoELayerError", "MoC saves some experts", "num_moe_experts", "the Dense policy"),
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
         "fp8 enum": ("UnsupportedError", "fp8_recipe='delayed'"),
         "fp8 tensorwise": ("",),

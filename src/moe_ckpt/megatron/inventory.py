@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ckpt.errors import NoMoELayerError, UnsupportedError
+from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.megatron.blocks import Axis, Part, Segment, straight
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
@@ -152,15 +152,6 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedError(
             f"parameter {name} is not contiguous (strides {parameter.stride()}): Megatron-Core keeps weights in flat "
             "buffers. Give it contiguous memory with .contiguous() before the model is wrapped"
-        )
-
-
-def require_experts(layers: int, classes: Sequence[str]) -> None:
-    """Raises ``NoMoELayerError`` if no rank holds an MoE layer."""
-    if not layers:
-        raise NoMoELayerError(
-            f"none of the model chunks ({', '.join(classes)}) of any rank has an MoE layer of megatron.core "
-            "(transformer.moe.moe_layer.BaseMoELayer). Policies that choose experts need some; set num_moe_experts."
         )
 
 

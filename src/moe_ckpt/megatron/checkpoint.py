@@ -485,6 +485,7 @@ def _counted(
     ckpt._watch.iteration_ends(ckpt._driver.options)
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()
+    ckpt._counter.iteration_ends(iteration, updated=updated and not ckpt.replaying)
     tokens = ckpt._counter.take().then(lambda found: found.of_iteration(updated))
     return ckpt._host.boosting.step_ends(tokens, applied=updated)
 

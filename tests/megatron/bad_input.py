@@ -183,6 +183,12 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
         inner.odd = nn.Parameter(value)
         found[name] = said(lambda: attach(built, root))
         del inner.odd
+    inner.odd = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+    found["parameter of complex128"] = said(lambda: attach(built, root))
+    del inner.odd
+    inner.register_buffer("odd", torch.zeros(2, dtype=torch.uint16))
+    found["buffer of uint16"] = said(lambda: attach(built, root))
+    del inner.odd
     dense = megatron_gpt.build(replace(SETUP, layers=1, dense_first=True), 1)
     found["no MoE layers"] = said(lambda: attach(dense, root))
     found["hooks"] = (str(sum(len(m._forward_hooks) for m in inner.modules() if type(m).__name__ == "TopKRouter")), "")

@@ -78,6 +78,8 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
         "fp8 tensorwise": ("",),
         "transposed": ("UnsupportedError", "parameter odd is not contiguous", ".contiguous()"),
         "without elements": ("UnsupportedError", "parameter odd has no elements"),
+        "parameter of complex128": ("UnsupportedError", "parameter odd: tensors of torch.complex128", "one of these"),
+        "buffer of uint16": ("UnsupportedError", "buffer odd: tensors of torch.uint16", "persistent=False"),
         "extra state": ("UnsupportedError", "histories (tests.megatron.bad_input.Histories)", "get_extra_state"),
     }
     found = only(bad_input.models, tmp_path)

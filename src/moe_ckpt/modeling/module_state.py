@@ -29,7 +29,7 @@ class Varying:
 
     def __init__(self, model: nn.Module) -> None:
         self.names: set[str] = set()
-        self._first = {name: buffer.shape for name, buffer in buffers(model).items()}
+        self._first = {name: each.shape for name, each in buffers(model).items() if not nn.parameter.is_lazy(each)}
 
     def note(self, found: Mapping[str, torch.Tensor]) -> None:
         """The buffers are these now."""

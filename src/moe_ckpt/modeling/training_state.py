@@ -55,7 +55,8 @@ class TorchTrainingState:
         optimizers: Torch optimizers, without wrappers; their position is part of every key.
 
     Raises:
-        UnsupportedError: an optimizer holds a parameter that is not the model's, or shards its own state.
+        UnsupportedError: an optimizer holds a parameter that is not the model's, or shards its own state; or a tensor
+            has a type that cannot be stored.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -74,7 +75,10 @@ class TorchTrainingState:
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[StateTensor, ...] = ()
         self._updated: frozenset[str] = frozenset()
-        _, views = self._refresh()
+        walk, views = self._refresh()
+        for kind, tensors in (("parameter", walk.parameters), ("buffer", module_state.buffers(model))):
+            for name, tensor in tensors.items():
+                dtype_name(tensor.dtype, f"{kind} {name!r}")
         for index, optimizer in enumerate(self._optimizers):
             if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
                 raise UnsupportedError(
@@ -380,7 +384,7 @@ class _Listing:
 
 def _spec_of(tensor: StateTensor, updated: Collection[str] = ()) -> TensorSpec:
     """updated: parameters that optimizers have. Their gradients are as wide as they are."""
-    dtype = dtype_name(tensor.local.dtype)
+    dtype = dtype_name(tensor.local.dtype, tensor.key)
     gradient = dtype if tensor.parameter in updated and tensor.key.startswith("model/") else None
     return TensorSpec(tensor.key, tensor.parameter, dtype, tensor.global_shape, tensor.mixes_rows, gradient)
 

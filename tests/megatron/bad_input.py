@@ -172,6 +172,10 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
         found["doubled"] = said(lambda: attach(built, root))
     with changed(moe, "_modules", {**moe._modules, "experts": nn.Identity()}), without_experts(built):
         found["no experts"] = said(lambda: attach(built, root))
+    first, second = (layer.mlp.experts.local_experts for layer in inner.decoder.layers)
+    shared = {**moe.experts._modules, "local_experts": nn.ModuleList([first[1], *second[1:]])}
+    with changed(moe.experts, "_modules", shared), without_experts(built):
+        found["shared expert"] = said(lambda: attach(built, root))
     for name, recipe in (("delayed", "delayed"), ("enum", Fp8Recipe.delayed), ("tensorwise", Fp8Recipe.tensorwise)):
         config = inner.config
         with changed(config, "fp8", "hybrid"), changed(config, "fp8_recipe", recipe):

@@ -170,6 +170,7 @@ class _Chunk:
         }
         self._moe = {name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)}
         self.layers = {name: self._describe(name, module) for name, module in self._moe.items()}
+        self._require_own_experts()
 
     def _describe(self, name: str, module: Any) -> FoundMoE:
         config = module.config
@@ -180,6 +181,19 @@ class _Chunk:
             tuple(int(i) for i in module.local_expert_indices),
             module.router,
         )
+
+    def _require_own_experts(self) -> None:
+        """Raises ``UnsupportedError`` for a parameter of two experts: one module may be an expert of two layers."""
+        owners: dict[int, tuple[str, str]] = {}
+        for moe, module in self._moe.items():
+            for inner, parameter in module.experts.named_parameters(remove_duplicate=False):
+                first, before = owners.setdefault(id(parameter), (moe, inner))
+                if (first, before) != (moe, inner):
+                    raise UnsupportedError(
+                        f"experts.{before} of MoE layer {self._name(first)} is experts.{inner} of MoE layer "
+                        f"{self._name(moe)}, too. Checkpoints take each expert by itself, so none can be shared: give "
+                        "each layer experts of its own, or use one whole MoE layer in both places"
+                    )
 
     def parameters(self) -> Iterator[LiveParameter]:
         for name, parameter in self._model.named_parameters():

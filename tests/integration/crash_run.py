@@ -18,6 +18,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -47,6 +48,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine.agreement import StepAgreement
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
@@ -85,11 +87,12 @@ class Run:
     measures before its first checkpoint. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
-    ("forward", n) kills it before that, ("reduced", n) after it, when all gradients are reduced, ("updating", n) in the
-    optimizer, ("failing", n) makes the optimizer raise, ("updated", n) kills when it has written the n-th update,
-    ("hook", n) in the last callback's hook after that, ("ended", n) when its step is final, and its peers do not know
-    its tokens; ("train end", 1) when training ended; ("validating", n) raises in the n-th batch of validations and
-    ("epoch end", n) at the n-th end of an epoch, ("killed validating", n) and ("killed at epoch end", n) kill there.
+    ("compute, sealed", n) kills it there once the step before is sealed, ("forward", n) before that, ("reduced", n)
+    after it, when all gradients are reduced, ("updating", n) in the optimizer, ("failing", n) makes the optimizer
+    raise, ("updated", n) kills when it has written the n-th update, ("hook", n) in the last callback's hook after that,
+    ("ended", n) when its step is final, and its peers do not know its tokens; ("train end", 1) when training ended;
+    ("validating", n) raises in the n-th batch of validations and ("epoch end", n) at the n-th end of an epoch,
+    ("killed validating", n) and ("killed at epoch end", n) kill there.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
@@ -407,6 +410,8 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         _kill_at_read(run.crash[1])
     elif run.crash is not None and run.crash[0] in memory_phases.PHASES:
         memory_phases.kill_in(*run.crash)
+    elif run.crash is not None and run.crash[0] == "compute, sealed":
+        return None, _kills_once_sealed(run.crash[1])
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
         return None, _stops(*run.crash)
     elif run.crash is not None and run.crash[0] in DEADLY_UPDATES:
@@ -438,6 +443,24 @@ def _stops(how: str, n: int) -> Callable[[int], None]:
             os.kill(os.getpid(), signal.SIGTERM if how == "sigterm" else signal.SIGKILL)
 
     return stop
+
+
+def _kills_once_sealed(n: int) -> Callable[[int], None]:
+    """In the n-th backward pass of a process that seals each step once, when it has sealed the step before."""
+    passes, sealed, real = itertools.count(1), threading.Semaphore(0), Slot.seal
+
+    def seal(*args: Any) -> None:
+        real(*args)
+        sealed.release()
+
+    def kill(step: int) -> None:
+        if next(passes) == n:
+            if not all(sealed.acquire(timeout=60.0) for _ in range(n - 1)):
+                raise StopHere(f"not sealed before step {step + 1}")
+            kill_process()
+
+    Slot.seal = seal  # type: ignore[method-assign]
+    return kill
 
 
 BETWEEN_BATCHES = ("train end", "validating", "epoch end", "killed validating", "killed at epoch end")

@@ -82,10 +82,10 @@ def _router_state_not_loaded() -> None:
     """Buffers of routers keep the values that the module was built with; all others are loaded."""
     write = module_state.write
 
-    def partly(model: Any, stored: Mapping[str, Any]) -> None:
-        own = {name: value for name, value in module_state.read(model)["buffers"].items() if ".gate." in name}
+    def partly(model: Any, varying: Any, stored: Mapping[str, Any]) -> None:
+        own = {name: value for name, value in module_state.buffers(model).items() if ".gate." in name}
         assert own, "the model has no router with buffers"
-        write(model, {**stored, "buffers": {**stored["buffers"], **own}})
+        write(model, varying, {**stored, "buffers": {**stored["buffers"], **own}})
 
     module_state.write = partly
 

@@ -121,7 +121,45 @@ class NoExperts(pl.LightningModule):
 
 def _trainer(*callbacks, **options) -> pl.Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return pl.Trainer(max_steps=2, callbacks=list(callbacks), **{**quiet, "devices": 1, **options})
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, "devices": 1, "max_steps": 2, **options})
+
+
+class OddTypes(TinyMoE):
+    """A tensor of a type that no store can hold: a parameter, a buffer, or one in the optimizer's state."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        if where == "parameter":
+            self.odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex128), requires_grad=False)
+        elif where == "buffer":
+            self.register_buffer("odd", torch.zeros(2, dtype=torch.uint16))
+
+    def training_step(self, batch, batch_idx):
+        if self.where == "extra" and batch_idx:
+            self.register_buffer("odd", torch.zeros(2, dtype=torch.uint16))
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer):
+        if self.where == "state":
+            for state in optimizer.state.values():
+                state["seen"] = torch.zeros(2, dtype=torch.uint64)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("parameter", "parameter 'odd': tensors of torch.complex128 cannot be stored.*in one of these"),
+        ("buffer", "buffer 'odd': tensors of torch.uint16 cannot be stored.*persistent=False"),
+        ("state", "optim/0/embed.*/seen: tensors of torch.uint64 cannot be stored"),
+        ("extra", "plain/buffers/odd: tensors of torch.uint16 cannot be stored"),
+    ],
+)
+def test_types_that_cannot_be_stored_are_refused_by_name(where, says, place):  # noqa: F811
+    with pytest.raises(UnsupportedError, match=says):
+        _trainer(MoECheckpoint(Dense(), place / "store"), max_steps=3).fit(OddTypes(where), loader(32))
+    if where in ("parameter", "buffer"):
+        assert not (place / "store").exists(), "refused before anything is begun"
 
 
 def test_a_model_without_experts(place):  # noqa: F811

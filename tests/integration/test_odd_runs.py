@@ -152,6 +152,24 @@ def test_odd_parameters(tmp_path, module, policy):
     require_exact(tmp_path, policy, module)
 
 
+class Growing(TinyMoE):
+    """A persistent buffer with a row for each batch, which decides what the next batch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, 16))
+
+    def forward(self, x):
+        out = super().forward(x + self.seen.mean(0))
+        self.seen = torch.cat([self.seen, x.detach().reshape(-1, 16)[:1]])
+        return out
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoEvement(window=3)], ids=["dense", "moevement"])
+def test_a_buffer_that_grows(tmp_path, policy):
+    require_exact(tmp_path, policy, Growing)
+
+
 def test_a_window_is_computed_again_under_a_gradient_log(tmp_path):
     with pytest.raises(Interrupted):
         fit(tmp_path / "cut", MoEvement(window=3), TinyMoE, At(step9=interrupt))

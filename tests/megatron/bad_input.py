@@ -172,6 +172,10 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
         found["doubled"] = said(lambda: attach(built, root))
     with changed(moe, "_modules", {**moe._modules, "experts": nn.Identity()}), without_experts(built):
         found["no experts"] = said(lambda: attach(built, root))
+    first, second = (layer.mlp.experts.local_experts for layer in inner.decoder.layers)
+    shared = {**moe.experts._modules, "local_experts": nn.ModuleList([first[1], *second[1:]])}
+    with changed(moe.experts, "_modules", shared), without_experts(built):
+        found["shared expert"] = said(lambda: attach(built, root))
     for name, recipe in (("delayed", "delayed"), ("enum", Fp8Recipe.delayed), ("tensorwise", Fp8Recipe.tensorwise)):
         config = inner.config
         with changed(config, "fp8", "hybrid"), changed(config, "fp8_recipe", recipe):
@@ -183,6 +187,12 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
         inner.odd = nn.Parameter(value)
         found[name] = said(lambda: attach(built, root))
         del inner.odd
+    inner.odd = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+    found["parameter of complex128"] = said(lambda: attach(built, root))
+    del inner.odd
+    inner.register_buffer("odd", torch.zeros(2, dtype=torch.uint16))
+    found["buffer of uint16"] = said(lambda: attach(built, root))
+    del inner.odd
     dense = megatron_gpt.build(replace(SETUP, layers=1, dense_first=True), 1)
     found["no MoE layers"] = said(lambda: attach(dense, root))
     found["hooks"] = (str(sum(len(m._forward_hooks) for m in inner.modules() if type(m).__name__ == "TopKRouter")), "")

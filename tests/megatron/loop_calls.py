@@ -188,6 +188,43 @@ def no_forward(rank: int, world_size: int, root: str) -> str:
     return ""
 
 
+def in_eval_mode(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Warnings of loops whose model is in eval mode, in an iteration with an update or without one."""
+    found: dict[str, Any] = {}
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
+    lives = (
+        ("training", SETUP, True, True),
+        ("eval", SETUP, False, True),
+        ("eval, no update", SETUP, False, False),
+        ("eval, no MoE layer", replace(SETUP, experts=0), False, True),
+    )
+    for name, setup, trains, updated in lives:
+        said.clear()
+        built = megatron_gpt.build(setup, 1)
+        for chunk in built.chunks:
+            chunk.train(trains)
+        with attached(built, os.path.join(root, name), Plan()) as ckpt:
+            ckpt.resume()
+            for iteration in (1, 2, 3):
+                found["routed " + name] = train(ckpt, built, iteration, updated=updated).routed_tokens
+        found[name] = [text for text in said if "training mode" in text]
+    built = megatron_gpt.build(SETUP, 2)
+    for chunk in built.chunks:
+        chunk.eval()
+    ckpt = attached(built, os.path.join(root, "training"), Plan())
+    ckpt.resume()
+    try:
+        train(ckpt, built, 4)
+    except Exception as error:
+        found["back in eval"] = f"{type(error).__name__}: {error}"
+    finally:
+        ckpt.close()
+    return found
+
+
 def ending(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
     """What lives of one run say: cut short, ended, started again, by a script with other settings, longer."""
     said: list[str] = []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from types import SimpleNamespace
 from typing import Any
+
+from torch import nn
 
 from tests.megatron.bad_input import DELETED, Said, changed, said
 
@@ -62,7 +65,8 @@ def without_megatron_lm(rank: int, world_size: int, root: str) -> dict[str, Any]
 
 
 def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
-    """``install`` after which no model is set up, and one that was taken away: what is said at the process's end."""
+    """What is said at the process's end after an ``install`` that no model followed, one that was taken away, and one
+    whose model could not be checkpointed."""
     from moe_ckpt import megatron
     from moe_ckpt.megatron import megatron_lm
 
@@ -72,4 +76,11 @@ def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
     megatron_lm._say_unused(installed)
     installed.remove()
     megatron_lm._say_unused(installed)
-    return {"told": (str(len(told)), told[0])}
+    installed = megatron.install(dirpath=root)
+    installed._original["setup_model_and_optimizer"] = lambda: (nn.Linear(2, 2), None, None)
+    settings = SimpleNamespace(**dict.fromkeys(megatron_lm.ARGUMENTS))
+    importlib.import_module("megatron.training.global_vars").get_args = lambda: settings
+    refused = said(installed._setup_model_and_optimizer)
+    megatron_lm._say_unused(installed)
+    installed.remove()
+    return {"told": ("", told[0]), "refused": refused, "then": (str(len(told)), told[-1])}

@@ -72,12 +72,20 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
         "unnumbered": ("UnsupportedError", f"{moe} holds weights of a local expert 2", "[0, 1]"),
         "doubled": ("CoverageError", f"expert 3 of {moe} is on no rank"),
         "no experts": ("CoverageError", *(f"expert {e} of {moe} is on no rank" for e in range(4))),
-        "no MoE layers": ("NoMoELayerError", "set num_moe_experts"),
+        "shared expert": (
+            "UnsupportedError",
+            "experts.local_experts.1.linear_fc1.weight of MoE layer decoder.layers.0.mlp is",
+            f"experts.local_experts.0.linear_fc1.weight of MoE layer {moe}, too",
+            "use one whole MoE layer in both places",
+        ),
+        "no MoE layers": ("NoMoELayerError", "MoC saves some experts", "num_moe_experts", "the Dense policy"),
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
         "fp8 enum": ("UnsupportedError", "fp8_recipe='delayed'"),
         "fp8 tensorwise": ("",),
         "transposed": ("UnsupportedError", "parameter odd is not contiguous", ".contiguous()"),
         "without elements": ("UnsupportedError", "parameter odd has no elements"),
+        "parameter of complex128": ("UnsupportedError", "parameter odd: tensors of torch.complex128", "one of these"),
+        "buffer of uint16": ("UnsupportedError", "buffer odd: tensors of torch.uint16", "persistent=False"),
         "extra state": ("UnsupportedError", "histories (tests.megatron.bad_input.Histories)", "get_extra_state"),
     }
     found = only(bad_input.models, tmp_path)

@@ -112,6 +112,18 @@ def test_an_update_without_a_forward_pass(tmp_path: Path):
     assert "begin_training()" in said
 
 
+def test_a_model_left_in_eval_mode(tmp_path: Path):
+    """Only routers in training mode are counted: said once, where an update shows that training was meant."""
+    found = only(loop_calls.in_eval_mode, tmp_path)
+    [said] = found["eval"]
+    assert said.startswith("iteration 1 updated the weights, but no router")
+    assert "model.train()" in said
+    assert found["routed eval"] == 0 < found["routed training"]
+    assert found["training"] == found["eval, no update"] == found["eval, no MoE layer"] == []
+    assert found["back in eval"].startswith("ConfigError: no training forward pass")
+    assert "eval mode, call model.train()" in found["back in eval"]
+
+
 def test_which_generators_say_something_of_a_step():
     on_gpu = {"torch": [1], "cuda": [1]}
     assert idle_generators(on_gpu, {"torch": [1], "cuda": [2]}) == {"torch"}

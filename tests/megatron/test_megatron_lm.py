@@ -159,10 +159,12 @@ def test_other_versions_of_megatron_lm_are_refused_by_name(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_install_that_no_model_followed_is_said_at_the_end(tmp_path: Path):
+def test_an_install_that_nothing_followed_is_said_at_the_end(tmp_path: Path):
     [found] = run_ranks(megatron_lm_refusals.unused, 1, str(tmp_path), preload=WARM)
-    assert found["told"][0] == "1", "once, and not for one that was taken away"
     assert "nothing was checkpointed: call it before pretrain()" in found["told"][1]
+    assert found["refused"][0] == "ConfigError", "Megatron's process groups do not exist"
+    assert found["then"][0] == "2", "once each, and not for one that was taken away"
+    assert "setting up model and checkpoints failed" in found["then"][1]
 
 
 def test_what_cannot_be_checkpointed_is_refused(tmp_path: Path):

@@ -40,6 +40,7 @@ class Setup:
     heads: int = 2
     ffn: int = 32
     experts: int = 4
+    """0: no MoE layer."""
     top_k: int = 2
     seq: int = 16
     vocab: int = 64
@@ -247,6 +248,8 @@ def _transformer_config(setup: Setup) -> Any:
 
 
 def _moe_options(setup: Setup) -> dict[str, Any]:
+    if not setup.experts:
+        return {}
     options: dict[str, Any] = {
         "num_moe_experts": setup.experts,
         "moe_router_topk": setup.top_k,

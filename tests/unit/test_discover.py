@@ -18,6 +18,7 @@ from moe_ckpt.modeling.discover import FoundLayer, build_catalog, find_moe_layer
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.registry import register_moe
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, tokens
+from tests.support.tiny_moe import TinyMoE
 
 transformers = pytest.importorskip("transformers")
 
@@ -111,6 +112,25 @@ def _chosen(output: object) -> torch.Tensor:
     parts = output if isinstance(output, tuple) else (output,)
     whole = [p for p in parts if isinstance(p, torch.Tensor) and not p.is_floating_point()]
     return whole[0].flatten(0, -2) if whole else parts[0].argmax(-1, keepdim=True)
+
+
+def test_an_expert_of_two_layers_is_refused_by_name():
+    of_two = "'blocks.0.moe.experts.* belongs to expert {} of MoE layer 'blocks.0.moe' and to expert {} of MoE"
+    listed = TinyMoE(stacked=False)
+    first, second = (block.moe for block in listed.blocks)
+    second.experts[2] = first.experts[3]
+    with pytest.raises(UnsupportedError, match=of_two.format(3, 2) + " layer 'blocks.1.moe'.*one whole MoE layer"):
+        find_moe_layers(listed)
+    second.experts[2], first.experts[0] = second.experts[1], first.experts[3]
+    with pytest.raises(UnsupportedError, match=of_two.format(0, 3) + " layer 'blocks.0.moe'"):
+        find_moe_layers(listed)
+    stacked = TinyMoE()
+    stacked.blocks[1].moe.experts._parameters = dict(stacked.blocks[0].moe.experts._parameters)
+    with pytest.raises(UnsupportedError, match=of_two.format(0, 0) + " layer 'blocks.1.moe'"):
+        find_moe_layers(stacked)
+    whole = TinyMoE()
+    whole.blocks[1].moe = whole.blocks[0].moe
+    assert [layer.info.name for layer in find_moe_layers(whole)] == ["blocks.0.moe"]
 
 
 def test_every_experts_class_of_transformers_is_recognised():

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.errors import NoMoELayerError, UnsupportedError
+from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.megatron.blocks import Part, place
 from moe_ckpt.megatron.inventory import (
     Sharding,
     _require_known_state,
     non_expert_group,
-    require_experts,
     sharded,
     unwrapped,
 )
@@ -64,12 +63,6 @@ def test_wrappers_are_looked_through():
     inner, outer = nn.Module(), nn.Module()
     inner.module, outer.module = model, inner
     assert unwrapped(outer) is model
-
-
-def test_a_model_without_moe_layers():
-    with pytest.raises(NoMoELayerError, match=r"GPTModel, GPTModel.*set num_moe_experts"):
-        require_experts(0, ["GPTModel", "GPTModel"])
-    require_experts(1, ["GPTModel"])
 
 
 class Silent(nn.Module):

@@ -331,6 +331,27 @@ def test_buffers_and_extra_state():
         TorchTrainingState(bare, []).load_plain({**saved.plain, "optimizers": []})
 
 
+def test_a_buffer_of_another_shape_is_refused_unless_training_changes_it():
+    def build(rows):
+        model = nn.Linear(2, 2)
+        model.register_buffer("seen", torch.zeros(rows))
+        return model, TorchTrainingState(model, [])
+
+    model, state = build(3)
+    with pytest.raises(ConfigError, match=r"buffer 'seen' has shape \(3,\) in the checkpoint, \(4,\) in the model"):
+        build(4)[1].load_plain(state.plain())
+    model.seen = torch.ones(5)
+    grown = state.plain()
+    model.seen = torch.zeros(3)
+    again, (other, other_state) = state.plain(), build(3)
+    held = other.seen
+    other_state.load_plain(grown)
+    assert other.seen is held, "DDP and others hold it, too"
+    assert torch.equal(held, torch.ones(5))
+    other_state.load_plain(again)
+    assert torch.equal(held, torch.zeros(3)), "as in the next step of a window"
+
+
 def test_states_of_torchmetrics_return():
     torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -124,7 +124,8 @@ def side_tensors(state: Any, rank: int, prefix: str = "") -> Plain:
     found = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        entry = SliceEntry(f"side/{rank}/{name}", "", dtype_name(tensor.dtype), (0,) * len(shape), shape, shape)
+        dtype = dtype_name(tensor.dtype, name)
+        entry = SliceEntry(f"side/{rank}/{name}", "", dtype, (0,) * len(shape), shape, shape)
         found.append((entry, tensor.detach()))
     return encoded, found
 

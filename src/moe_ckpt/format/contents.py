@@ -107,6 +107,7 @@ _PLAIN = record(
         "extra_state": mapping(anything),
         "own_state": mapping(mapping(anything)),
         "frozen": listing(text),
+        "varying_buffers": listing(text),
         "optimizer": record(
             {
                 "step": maybe(whole()),

@@ -24,13 +24,23 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Header name of a torch dtype. Raises ``UnsupportedError`` for one that the format cannot hold."""
+def dtype_name(dtype: torch.dtype, of: str | None = None) -> str:
+    """Header name of a torch dtype.
+
+    Args:
+        dtype: Of a tensor.
+        of: What the tensor is, for the message.
+
+    Raises:
+        UnsupportedError: The format cannot hold it.
+    """
     try:
         return _NAMES[dtype]
     except KeyError:
+        named = "" if of is None else f"{of}: "
         raise UnsupportedError(
-            f"tensors of {dtype} cannot be stored; supported are {', '.join(map(str, _NAMES))}"
+            f"{named}tensors of {dtype} cannot be stored; supported are {', '.join(map(str, _NAMES))}. Keep it in one "
+            "of these; a buffer that each start computes again may be registered with persistent=False"
         ) from None
 
 

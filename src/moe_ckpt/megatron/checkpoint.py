@@ -30,7 +30,7 @@ from moe_ckpt.megatron.boosting import RouterPort
 from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate, on_device
 from moe_ckpt.megatron.gradient_log import GradientLogging
 from moe_ckpt.megatron.host import MegatronHost
-from moe_ckpt.megatron.inventory import chunks_of, require_experts, take_inventory
+from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
@@ -123,12 +123,12 @@ class MegatronCheckpoint:
         self._host = MegatronHost(chunks, inventory, optimizer, stateful, options)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
         world = bind(state, comm)
-        require_experts(len(world.layers), [type(chunk).__name__ for chunk in chunks])
+        options.policy.check(world.catalog)
         world.require_updates()
         device = on_device(parameter for chunk in chunks for parameter in chunk.parameters())
         gate = make_gate(options, len(chunks), on_device=device)
         numbers = {layer.name: layer.index for layer in world.layers}
-        shape = len(world.layers), max(layer.experts for layer in world.layers)
+        shape = len(world.layers), max((layer.experts for layer in world.layers), default=0)
         self._counter = RouterCounter(
             [(numbers[found.name], found.router) for found in inventory.layers],
             *shape,
@@ -294,12 +294,11 @@ class MegatronCheckpoint:
         """Begins training if it has not begun. Raises ``ConfigError`` if it is too late for that."""
         if not self._driver.lifecycle.allows(Event.BEGIN):
             return
-        first_save_due = self._driver.restored_step is None and self.options.needs.windows
-        if self._host.generators.due or first_save_due:
+        if self._host.generators.due or (self._driver.restored_step is None and self.options.needs.windows):
             raise ConfigError(
                 "no training forward pass of the model that was given to megatron.attach was seen before this "
-                "optimizer step, so random number generators were not restored in time. Call "
-                "begin_training() between resume() and the first forward pass"
+                "optimizer step, so random number generators were not restored in time. If the model is in eval mode, "
+                "call model.train(); else call begin_training() between resume() and the first forward pass"
             )
         self.begin_training()
 
@@ -486,6 +485,7 @@ def _counted(
     ckpt._watch.iteration_ends(ckpt._driver.options)
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()
+    ckpt._counter.iteration_ends(iteration, updated=updated and not ckpt.replaying)
     tokens = ckpt._counter.take().then(lambda found: found.of_iteration(updated))
     return ckpt._host.boosting.step_ends(tokens, applied=updated)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ckpt.errors import NoMoELayerError, UnsupportedError
+from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.megatron.blocks import Axis, Part, Segment, straight
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
@@ -155,15 +155,6 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def require_experts(layers: int, classes: Sequence[str]) -> None:
-    """Raises ``NoMoELayerError`` if no rank holds an MoE layer."""
-    if not layers:
-        raise NoMoELayerError(
-            f"none of the model chunks ({', '.join(classes)}) of any rank has an MoE layer of megatron.core "
-            "(transformer.moe.moe_layer.BaseMoELayer). Policies that choose experts need some; set num_moe_experts."
-        )
-
-
 class _Chunk:
     """One model chunk: names in the whole model, and the layout of its parameters."""
 
@@ -179,6 +170,7 @@ class _Chunk:
         }
         self._moe = {name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)}
         self.layers = {name: self._describe(name, module) for name, module in self._moe.items()}
+        self._require_own_experts()
 
     def _describe(self, name: str, module: Any) -> FoundMoE:
         config = module.config
@@ -189,6 +181,19 @@ class _Chunk:
             tuple(int(i) for i in module.local_expert_indices),
             module.router,
         )
+
+    def _require_own_experts(self) -> None:
+        """Raises ``UnsupportedError`` for a parameter of two experts: one module may be an expert of two layers."""
+        owners: dict[int, tuple[str, str]] = {}
+        for moe, module in self._moe.items():
+            for inner, parameter in module.experts.named_parameters(remove_duplicate=False):
+                first, before = owners.setdefault(id(parameter), (moe, inner))
+                if (first, before) != (moe, inner):
+                    raise UnsupportedError(
+                        f"experts.{before} of MoE layer {self._name(first)} is experts.{inner} of MoE layer "
+                        f"{self._name(moe)}, too. Checkpoints take each expert by itself, so none can be shared: give "
+                        "each layer experts of its own, or use one whole MoE layer in both places"
+                    )
 
     def parameters(self) -> Iterator[LiveParameter]:
         for name, parameter in self._model.named_parameters():

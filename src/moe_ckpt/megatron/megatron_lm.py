@@ -129,14 +129,13 @@ def install(
 
 
 def _say_unused(installed: MegatronLM) -> None:
-    """Warns at exit if nothing was checkpointed because no model was built after ``install``."""
-    if installed.checkpoint is None and installed is _installed and os.environ.get("RANK", "0") == "0":
-        announce(
-            "megatron.install(dirpath=%r) was called, but no model was set up after it, so nothing was checkpointed: "
-            "call it before pretrain()",
-            installed.options.dirpath,
-            level=logging.WARNING,
-        )
+    """Warns at exit if nothing was checkpointed because no model was set up after ``install``, or that failed."""
+    if installed.checkpoint is not None or installed is not _installed or os.environ.get("RANK", "0") != "0":
+        return
+    why = "no model was set up after it, so nothing was checkpointed: call it before pretrain()"
+    if installed.setting_up:
+        why = "setting up model and checkpoints failed, so this start saved nothing: the error above says why"
+    announce("megatron.install(dirpath=%r) was called, but %s", installed.options.dirpath, why, level=logging.WARNING)
 
 
 def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Any:
@@ -193,6 +192,7 @@ class MegatronLM:
 
     Attributes:
         checkpoint: The result of ``attach``; None until ``pretrain`` has built the model.
+        setting_up: ``pretrain`` has begun to build it.
         options: As given, checked.
     """
 
@@ -204,6 +204,7 @@ class MegatronLM:
         replaced: Sequence[str],
     ) -> None:
         self.checkpoint: MegatronCheckpoint | None = None
+        self.setting_up = False
         self.options = options
         self._training = training
         self._attach = attach_to
@@ -241,7 +242,7 @@ class MegatronLM:
     # --- once ---
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        settings = self._args
+        self.setting_up, settings = True, self._args
         _require_trainable(settings)
         if self.checkpoint is not None:  # restarted within this process
             self.checkpoint.close(10.0)

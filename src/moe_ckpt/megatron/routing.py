@@ -21,6 +21,7 @@ Nothing here communicates or waits for the device; each training forward pass of
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,9 +31,10 @@ from torch import nn
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.compat import look_up, version
+from moe_ckpt.megatron.compat import look_up, megatron_core, version
 from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, detach, moved
 from moe_ckpt.modeling.routing import clear, count_tokens, counts_on_host, soft_on_host
+from moe_ckpt.notices import announce
 
 _GRAPHS_WITHOUT_ROUTER = frozenset({"attn", "mlp", "mamba"})
 
@@ -66,6 +68,7 @@ class RouterCounter:
         self._dropped: dict[int, torch.Tensor] = {}
         self._soft: dict[int, torch.Tensor] = {}
         self._watch = Watch()
+        self._routed = self._told = False  # in training mode, since the last iteration; that none did
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if any(_may_drop(router) for _, router in routers):
             attach(self._watch)
@@ -90,6 +93,30 @@ class RouterCounter:
 
         return Deferred(found)
 
+    def iteration_ends(self, iteration: int, *, updated: bool) -> None:
+        """Warns once if an update was made and no router of this rank ran in training mode since the last iteration.
+
+        Waits for nothing: hooks note it on the host. One rank of each pipeline stage speaks.
+
+        Args:
+            iteration: Iterations done.
+            updated: False where nothing is counted: skipped updates, and iterations that are computed again.
+        """
+        routed, self._routed = self._routed, False
+        if routed or self._told or not updated or not self._handles:
+            return
+        self._told = True
+        state = megatron_core().parallel_state
+        if state.get_data_parallel_rank(with_context_parallel=True) or state.get_tensor_model_parallel_rank():
+            return
+        announce(
+            "iteration %d updated the weights, but no router of this rank routed a token in training mode, and only "
+            "those count: lost tokens stay 0, and policies that choose experts by their tokens cannot. Call "
+            "model.train() on every model chunk before training, and again after each evaluation",
+            iteration,
+            level=logging.WARNING,
+        )
+
     def discard(self) -> None:
         """Resets the counts, which led to no optimizer step."""
         clear([*self._applied.values(), *self._dropped.values(), *self._soft.values()])
@@ -111,6 +138,7 @@ class RouterCounter:
             assigned = self._watch.assigned
             self._watch.running, self._watch.assigned = False, None
             if router.training:
+                self._routed = True
                 probs, routing_map = _result(router, output)
                 real = _real_tokens(args, kwargs, routing_map)
                 if _may_drop(router):

@@ -52,6 +52,8 @@ class MegatronTrainingState:
         self._views: _Views | None = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[tuple[str, str], ...] | None = None
+        for name, buffer in inventory.buffers.items():
+            dtype_name(buffer.dtype, f"buffer {name}")
         unknown = set(self._slots) - {live.parameter for live in inventory.parameters}
         if unknown:
             shapes = sorted(tuple(p.shape) for p in unknown)[:3]
@@ -74,7 +76,7 @@ class MegatronTrainingState:
 
     def _held(self, live: LiveParameter) -> Iterator[HeldTensor]:
         slot = self._slots.get(live.parameter)
-        dtype = dtype_name(live.parameter.dtype)
+        dtype = dtype_name(live.parameter.dtype, f"parameter {live.parts[0].name}")
         master = dtype_name(torch.float32) if slot is not None and dtype in ("BF16", "F16") else None
         for part, owner in zip(live.parts, live.owners, strict=True):
             blocks = sorted({(placed.offsets, placed.shape) for placed in place(part, part.start, part.stop)})
@@ -184,7 +186,8 @@ class MegatronTrainingState:
             slot = self._slots.get(live.parameter)
             if slot is not None and slot.updated is not None and slot.state:
                 found = state_tensors(slot, live.parts[0].name)
-                return tuple(sorted((name, dtype_name(value.dtype)) for name, value in found))
+                named = ((name, f"optimizer state {name!r}", value.dtype) for name, value in found)
+                return tuple(sorted((name, dtype_name(dtype, of)) for name, of, dtype in named))
         return ()
 
     def _of(self, live: LiveParameter) -> Iterator[StateTensor]:

@@ -86,6 +86,7 @@ def find_moe_layers(model: nn.Module) -> list[FoundLayer]:
 
     Raises:
         ConfigError: a registered layer is not built as its registration says, or its routing cannot be seen.
+        UnsupportedError: two experts share a parameter.
     """
     names = {id(parameter): name for name, parameter in parameters_of(model)}
     modules = {clean_name(raw): module for raw, module in model.named_modules() if unwrap(module) is module}
@@ -277,6 +278,7 @@ def _merge(draft: _Draft, other: _Draft) -> None:
 
 def _finish(drafts: Sequence[_Draft], names: Mapping[int, str]) -> list[FoundLayer]:
     """Number the layers and give each gate what no expert holds of its router and containers."""
+    _require_own_experts(drafts)
     taken = {span.parameter for draft in drafts for spans in draft.spans for span in spans}
     layers = []
     for index, draft in enumerate(drafts):
@@ -292,6 +294,20 @@ def _finish(drafts: Sequence[_Draft], names: Mapping[int, str]) -> list[FoundLay
         spans = tuple(map(tuple, draft.spans))
         layers.append(FoundLayer(info, spans, tuple(gate), source, draft.layer, tuple(draft.routers)))
     return layers
+
+
+def _require_own_experts(drafts: Sequence[_Draft]) -> None:
+    """Raises ``UnsupportedError`` for rows that are two experts', as where two layers have one module as an expert."""
+    owners: dict[Span, tuple[int, int]] = {}
+    for at, draft in enumerate(drafts):
+        for expert, span in ((e, span) for e, spans in enumerate(draft.spans) for span in spans):
+            first, number = owners.setdefault(span, (at, expert))
+            if (first, number) != (at, expert):
+                raise UnsupportedError(
+                    f"parameter {span.parameter!r} belongs to expert {number} of MoE layer {drafts[first].name!r} and "
+                    f"to expert {expert} of MoE layer {draft.name!r}. Checkpoints take each expert by itself, so none "
+                    "can be shared: give each layer experts of its own, or use one whole MoE layer in both places"
+                )
 
 
 def build_catalog(model: nn.Module, layers: Sequence[FoundLayer] | None = None) -> Catalog:

@@ -13,35 +13,63 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.blocks import block_of
+from moe_ckpt.modeling.blocks import block_of, is_dtensor
 from moe_ckpt.modeling.walk import Walk
 
+_VARYING = "varying_buffers"
+"""Key of the names of those whose shape has changed in the run; absent if there are none."""
 
-def read(model: nn.Module, walk: Walk | None = None) -> dict[str, Any]:
+
+class Varying:
+    """Finds the buffers whose shape changes in training: of those the checkpoint decides, not the script.
+
+    Attributes:
+        names: Of those found so far, in this process or before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: set[str] = set()
+        self._first = {name: each.shape for name, each in buffers(model).items() if not nn.parameter.is_lazy(each)}
+
+    def note(self, found: Mapping[str, torch.Tensor]) -> None:
+        """The buffers are these now."""
+        for name, buffer in found.items():
+            if self._first.setdefault(name, buffer.shape) != buffer.shape:
+                self.names.add(name)
+
+
+def read(model: nn.Module, varying: Varying, walk: Walk | None = None) -> dict[str, Any]:
     """Returns {"buffers": {name: live tensor}, "extra_state": {module name: value}, "own_state": {...}}.
 
     Costs as much as there is of these.
 
     Args:
+        varying: Of the model. If there are such buffers, their names are added.
         walk: Of the model, if it is known and current.
     """
     walk = walk or Walk(model)
     extra = {name: module.get_extra_state() for name, module in walk.with_extra}
-    return {"buffers": dict(_buffers(walk)), "extra_state": extra, "own_state": _own_state(walk)}
+    found = _buffers(walk)
+    varying.note(found)
+    more = {_VARYING: sorted(varying.names)} if varying.names else {}
+    return {"buffers": found, "extra_state": extra, "own_state": _own_state(walk), **more}
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns {name: live tensor} of the persistent buffers; of a sharded one this rank's part."""
-    return dict(_buffers(Walk(model)))
+    return _buffers(Walk(model))
 
 
-def check(model: nn.Module, stored: Mapping[str, Any]) -> None:
+def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` naming what the model and the checkpoint do not share."""
     walk = Walk(model)
-    here, there = dict(_buffers(walk)), stored["buffers"]
+    here, there = dict(_held(walk)), stored["buffers"]
+    varies = varying.names.union(stored.get(_VARYING, ()))
     _require_same("buffers", set(here), set(there))
-    for name, buffer in here.items():
-        if tuple(buffer.shape) != tuple(there[name].shape):
+    for name, held in here.items():
+        buffer = block_of(held, f"buffer {name}").local
+        fits = tuple(buffer.shape) == tuple(there[name].shape)
+        if not fits and (name not in varies or is_dtensor(held)):
             raise ConfigError(
                 f"buffer {name!r} has shape {tuple(there[name].shape)} in the checkpoint, "
                 f"{tuple(buffer.shape)} in the model"
@@ -49,12 +77,17 @@ def check(model: nn.Module, stored: Mapping[str, Any]) -> None:
     _require_same("modules with extra state", {name for name, _ in walk.settable}, set(stored["extra_state"]))
 
 
-def write(model: nn.Module, stored: Mapping[str, Any]) -> None:
+def write(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
     """Copy buffers in place and hand extra state back. ``check`` has passed."""
     walk = Walk(model)
+    varying.names.update(stored.get(_VARYING, ()))
     with torch.no_grad():
-        for name, buffer in _buffers(walk):
-            buffer.copy_(stored["buffers"][name])
+        for name, held in _held(walk):
+            value = stored["buffers"][name]
+            buffer = block_of(held, f"buffer {name}").local
+            if buffer.shape != value.shape:  # the very same tensor with other memory: DDP knows it
+                held.data = buffer = torch.empty_like(value, dtype=held.dtype, device=held.device)
+            buffer.copy_(value)
     for name, module in walk.named:
         if name in stored["extra_state"]:
             module.set_extra_state(stored["extra_state"][name])
@@ -77,16 +110,20 @@ def _own_state(walk: Walk) -> dict[str, dict[str, Any]]:
     return own
 
 
-def _buffers(walk: Walk) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, this rank's part) of each persistent buffer, tied ones once."""
+def _buffers(walk: Walk) -> dict[str, torch.Tensor]:
+    """Name -> this rank's part of each persistent buffer."""
+    return {name: block_of(buffer, f"buffer {name}").local for name, buffer in _held(walk)}
+
+
+def _held(walk: Walk) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, itself) of each persistent buffer, tied ones once."""
     seen: set[int] = set()
     for prefix, module in walk.buffered:
         for key, buffer in module._buffers.items():
             if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            name = f"{prefix}.{key}" if prefix else key
-            yield name, block_of(buffer, f"buffer {name}").local
+            yield f"{prefix}.{key}" if prefix else key, buffer
 
 
 def _require_same(what: str, here: set[str], there: set[str]) -> None:

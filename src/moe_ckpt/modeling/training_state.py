@@ -55,7 +55,8 @@ class TorchTrainingState:
         optimizers: Torch optimizers, without wrappers; their position is part of every key.
 
     Raises:
-        UnsupportedError: an optimizer holds a parameter that is not the model's, or shards its own state.
+        UnsupportedError: an optimizer holds a parameter that is not the model's, or shards its own state; or a tensor
+            has a type that cannot be stored.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -64,6 +65,7 @@ class TorchTrainingState:
         self._groups_at_first = [len(optimizer.param_groups) for optimizer in self._optimizers]
         self._frozen = Frozen()
         self._mixed: set[str] = set()
+        self._varying = module_state.Varying(model)
         self._pretrained = pretrained.read(model)
         self._sharded_modules = tuple(fsdp_modules(model))
         self._walk: Walk | None = None
@@ -73,7 +75,10 @@ class TorchTrainingState:
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[StateTensor, ...] = ()
         self._updated: frozenset[str] = frozenset()
-        _, views = self._refresh()
+        walk, views = self._refresh()
+        for kind, tensors in (("parameter", walk.parameters), ("buffer", module_state.buffers(model))):
+            for name, tensor in tensors.items():
+                dtype_name(tensor.dtype, f"{kind} {name!r}")
         for index, optimizer in enumerate(self._optimizers):
             if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
                 raise UnsupportedError(
@@ -122,11 +127,12 @@ class TorchTrainingState:
             optimizers.append({"class": class_name(optimizer), "param_groups": groups, "scalars": scalars})
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
-        return {**module_state.read(self._model, walk), "optimizers": optimizers, **frozen, **pretrained_models}
+        module = module_state.read(self._model, self._varying, walk)
+        return {**module, "optimizers": optimizers, **frozen, **pretrained_models}
 
     def module_plain(self) -> dict[str, Any]:
         """What a forward pass may change of ``plain()``, of the modules that that found last. Likewise live."""
-        return module_state.read(self._model, self._walk or self._walked())
+        return module_state.read(self._model, self._varying, self._walk or self._walked())
 
     def take_added_groups(self, plain: Mapping[str, Any], began: Sequence[int]) -> None:
         """Give the optimizers the param groups that training had added when ``plain`` was taken. Before a restore.
@@ -166,7 +172,7 @@ class TorchTrainingState:
             ConfigError: as ``require_loadable``.
         """
         self.require_loadable(plain, ())
-        module_state.write(self._model, plain)
+        module_state.write(self._model, self._varying, plain)
         _, states = self._refresh()
         self.freeze(plain.get("frozen"))
         for optimizer, view, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
@@ -202,7 +208,7 @@ class TorchTrainingState:
                 f"the checkpoint holds {len(stored)} optimizers, this run has {len(self._optimizers)}; "
                 "return the same ones from configure_optimizers()"
             )
-        module_state.check(self._model, plain)
+        module_state.check(self._model, self._varying, plain)
         found = [{str(name) for of_one in entry["scalars"].values() for name in of_one} for entry in stored]
         for key in keys:
             parts = split_key(key)
@@ -378,7 +384,7 @@ class _Listing:
 
 def _spec_of(tensor: StateTensor, updated: Collection[str] = ()) -> TensorSpec:
     """updated: parameters that optimizers have. Their gradients are as wide as they are."""
-    dtype = dtype_name(tensor.local.dtype)
+    dtype = dtype_name(tensor.local.dtype, tensor.key)
     gradient = dtype if tensor.parameter in updated and tensor.key.startswith("model/") else None
     return TensorSpec(tensor.key, tensor.parameter, dtype, tensor.global_shape, tensor.mixes_rows, gradient)
 

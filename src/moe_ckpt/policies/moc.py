@@ -82,7 +82,8 @@ class MoC:
         if not catalog.layers:
             raise NoMoELayerError(
                 "MoC saves some experts of each MoE layer, but no MoE layer was found in the model. "
-                "Register the layer's class with moe_ckpt.register_moe(...), or use the Dense policy."
+                "Register the layer's class with moe_ckpt.register_moe(...), under Megatron set num_moe_experts, or "
+                "use the Dense policy."
             )
         for layer in catalog.layers:
             for name, value in (("k", self.k), ("snapshot_k", self.snapshot_k or self.k)):

@@ -177,7 +177,8 @@ class MoEtion:
         if not catalog.layers:
             raise NoMoELayerError(
                 "MoEtion saves some experts of the MoE layers, but no MoE layer was found in the model. "
-                "Register the layer's class with moe_ckpt.register_moe(...), or use the Dense policy."
+                "Register the layer's class with moe_ckpt.register_moe(...), under Megatron set num_moe_experts, or "
+                "use the Dense policy."
             )
         there = len(catalog.experts)
         if self.experts is not None and self.experts * len(catalog.layers) > there:

@@ -259,7 +259,7 @@ def _piece(
         offsets = (first, *offsets[1:])
     if local.numel() == 0:
         return None
-    name = dtype or dtype_name(local.dtype)
+    name = dtype or dtype_name(local.dtype, tensor.key)
     entry = _entry(
         prefix + tensor.key, operator, name, offsets, tuple(local.shape), tensor.global_shape, tensor.on_param_device
     )

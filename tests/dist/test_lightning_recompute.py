@@ -7,6 +7,7 @@ sent, by ``torch.equal``. Expected are the run's own tensors of that step.
 from __future__ import annotations
 
 import contextlib
+import csv
 import logging
 import os
 import signal
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks
-from tests.support.recompute import newest, plans, refuse, steady
+from tests.support.recompute import factor_of, newest, plans, refuse, steady
+from tests.support.tiny_moe import TinyMoE
 
 EXPERTS = 4
 
@@ -36,6 +38,7 @@ def fit(
     """stop: the step at which all are killed; None: returns what came back, before the first step. refused: rank 0 has
     no room for copies of this step, and the same experts are sent at each."""
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
@@ -53,6 +56,7 @@ def fit(
     class Watch(pl.Callback):
         history: dict[int, dict[str, torch.Tensor]] = {}  # noqa: RUF012 - of one process
         routed: list[tuple[int, int, list[int]]] = []  # noqa: RUF012
+        factors: dict[int, float | None] = {}  # noqa: RUF012
         back: Any = None
 
         def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -74,12 +78,14 @@ def fit(
                 self.back = {"step": step, "state": state, "updates": updates, "lost": lost}
                 raise KeyboardInterrupt
             if step:
+                self.factors[step] = checkpoint.last.gradient_factor
                 checkpoint._fit.driver.session.drain(step)
                 while step != refused and checkpoint._fit.driver.session.tier.replicator.lag_steps:
                     pass
             if step == stop:
                 torch.save(self.history, f"{root}/history_{rank}.pt")
                 torch.save(self.routed, f"{root}/routed_{rank}.pt")
+                torch.save(self.factors, f"{root}/factors_{rank}.pt")
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -103,8 +109,9 @@ def fit(
     )
     chosen = ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
     made = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=chosen, max_steps=300, max_epochs=-1, logger=False,
-        callbacks=[watch, checkpoint], enable_progress_bar=False, enable_model_summary=False, **trainer,
+        accelerator="cpu", devices=world_size, strategy=chosen, max_steps=300, max_epochs=-1, log_every_n_steps=1,
+        callbacks=[watch, checkpoint], enable_progress_bar=False, enable_model_summary=False,
+        logger=CSVLogger(root, "", "logged" if stop else "back", flush_logs_every_n_steps=1), **trainer,
     )  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         made.fit(Sharded(experts=EXPERTS, **model), loader())
@@ -145,6 +152,8 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
     [step] = {rank["step"] for rank in told}
     assert step >= stop - 1
     assert planned[step]["gradients"], "else nothing is shown"
+    if trainer.get("precision") is None:
+        require_factors(tmp_path, planned, ranks)
     assert all(rank["updates"] is not None for rank in told)
     rows, versions, of_expert = -(-EXPERTS // ranks), set(), {}
     for rank, found in enumerate(told):
@@ -170,6 +179,30 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
         if of_expert[layer, expert] < at <= step
     )
     assert {found["lost"] for found in told} == {lost_tokens}
+
+
+def require_factors(root: Path, planned: dict[int, dict[str, list[str]]], ranks: int) -> None:
+    """Records of all ranks, and what rank 0 logs, say how many times more bytes a step would have in full."""
+    model = TinyMoE(experts=EXPERTS)
+    elements = {name: each.numel() for name, each in model.named_parameters()}
+    of_experts = sum(count for name, count in elements.items() if "experts." in name)
+    counts = sum(elements.values()) - of_experts, of_experts // (EXPERTS * len(model.blocks))
+    expected = {step: factor_of(plan, *counts, full_bytes=12) for step, plan in planned.items()}
+    for rank in range(ranks):
+        factors = torch.load(root / f"factors_{rank}.pt", weights_only=True)
+        assert len(factors) == len(planned) - (max(planned) not in factors)
+        for step, factor in factors.items():
+            assert factor == (None if expected[step] is None else pytest.approx(expected[step], rel=0.02)), step
+    lines = logged(root)
+    assert {step: line["moe_ckpt/gradient_factor"] for step, line in lines.items()}.items() >= {
+        step: str(factor) for step, factor in factors.items() if factor is not None
+    }.items()
+
+
+def logged(root: Path) -> dict[int, dict[str, str]]:
+    """Step -> metrics, as Lightning's CSVLogger wrote them."""
+    with open(root / "logged" / "metrics.csv", newline="") as file:
+        return {int(line["step"]): line for line in csv.DictReader(file)}
 
 
 def test_a_replica_that_missed_a_gradient_gets_full_state(tmp_path: Path):
@@ -202,12 +235,23 @@ def test_a_replica_that_missed_a_gradient_gets_full_state(tmp_path: Path):
 def alike(rank: int, world_size: int, root: str, optimizer: str) -> list[str]:
     """Plain DDP, three steps; what is said of gradients that are not sent, or why the start was refused."""
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers import CSVLogger
 
     from moe_ckpt import Memory
     from moe_ckpt.callbacks import MoECheckpoint
     from moe_ckpt.errors import UnsupportedError
     from moe_ckpt.policies import MoEtion
     from tests.support.tiny_moe import TinyMoE, loader
+
+    class Through(pl.Callback):
+        """Copies are on peers before the next step begins."""
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step:
+                session = checkpoint._fit.driver.session
+                session.drain(trainer.global_step)
+                while session.tier.replicator.lag_steps:
+                    pass
 
     class Shampoo(torch.optim.SGD):
         """By its name."""
@@ -228,8 +272,9 @@ def alike(rank: int, world_size: int, root: str, optimizer: str) -> list[str]:
     memory = Memory(directory=node, replicas=1, storage_every_n_steps=1000)
     checkpoint = MoECheckpoint(MoEtion(recompute=True), f"{root}/store", memory=memory)
     made = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy="ddp", max_steps=3, max_epochs=-1, logger=False,
-        callbacks=[checkpoint], enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=world_size, strategy="ddp", max_steps=3, max_epochs=-1, log_every_n_steps=1,
+        callbacks=[Through(), checkpoint], enable_progress_bar=False, enable_model_summary=False,
+        logger=CSVLogger(root, "", "logged", flush_logs_every_n_steps=1),
     )  # fmt: skip
     try:
         made.fit(Model(optimizer="sgd" if optimizer == "shampoo" else optimizer), loader())
@@ -243,6 +288,10 @@ def test_peers_that_have_all_experts_are_told_of_once(tmp_path: Path):
     [said] = one
     assert said.startswith("MoEtion(recompute=True) sends no gradients: the peers that hold copies train the same exp")
     assert other == [], "rank 0 speaks"
+    dense = 12 * sum(each.numel() for each in TinyMoE(experts=EXPERTS).parameters())
+    sent, saved = (float(logged(tmp_path)[3][f"moe_ckpt/replica_{what}_bytes"]) for what in ("sent", "saved"))
+    assert saved > 0.4 * dense, "loggers get what was not sent: rank 0's half of the first copy, and more"
+    assert sent > 0, "headers and random numbers"
 
 
 def test_an_optimizer_that_couples_parameters_is_refused_with_the_policy(tmp_path: Path):

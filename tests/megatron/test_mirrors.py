@@ -73,12 +73,16 @@ def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any
     replicator = ckpt.session.tier.replicator
     for iteration in range(1, STEPS + 1):
         megatron_gpt.train_step(built, iteration - 1)
-        ckpt.after_step(iteration)
+        before = replicator.sent_bytes, replicator.saved_bytes
+        record = ckpt.after_step(iteration)
         ckpt.session.drain(iteration)
         while replicator.lag_steps:
             pass
     dist.barrier()
     found = {"sent": replicator.sent_bytes, "saved": replicator.saved_bytes, "said": texts(said)}
+    said_bytes = record.replica_sent_nbytes, record.replica_saved_nbytes
+    found["told"] = all(least <= told for least, told in zip(before, said_bytes, strict=True)) and said_bytes[0] > 0
+    found["told"] &= said_bytes[0] <= found["sent"] and said_bytes[1] <= found["saved"]
     found["equal"] = [same_as_its_source(root, slot) for slot in replicator.held.values()]
     told = policy.told[-1]
     sends, sizes, experts = told.memory.sends, told.sizes, told.catalog.expert_at
@@ -100,6 +104,7 @@ def test_what_peers_hold_alike_is_not_sent(name: str, tmp_path: Path):
     for rank in ranks:
         assert rank["equal"]
         assert all(rank["equal"])
+        assert rank["told"], "the step's record says what was sent until then, and what was not"
         assert not [text for text in rank["said"] if "differ" in text]
         gathered = setup.dist_opt and not setup.overlap_param_gather
         assert rank["reckoned"] == pytest.approx(1 - portion, abs=0.01), "what budgets count is what is sent"

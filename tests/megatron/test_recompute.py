@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_two_lives import RANKS, both_lives, holders_of, require_versions
-from tests.support.recompute import Steady, newest, plans, steady
+from tests.support.recompute import Steady, factor_of, newest, plans, steady
 
 LAST = 12
 SETUPS = {
@@ -38,6 +38,11 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(tmp_path: Path, name: str
     [step] = {rank["step"] for rank in told}
     assert step >= last - 1
     assert planned[step]["gradients"], "else nothing is shown"
+    full_bytes = 14 if SETUPS[name].precision == "bf16" else 12
+    for at, plan in planned.items():
+        for said in (each[at - 1] for each in lines):
+            expected = factor_of(plan, *said["elements"], full_bytes)
+            assert said["factor"] == (expected if expected is None else pytest.approx(expected, rel=1e-3)), at
     assert all(rank["updates"] is not None for rank in told)
     wanted = {
         at: newest(planned, step, f"expert/{at[0]}/{at[1]}", from_peers=bool(nodes & set(lost)))

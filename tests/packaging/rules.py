@@ -42,6 +42,10 @@ IMPURE_MODULES = frozenset(
 )
 # fmt: on
 IMPURE_PARTS = ("numpy.random", f"{PACKAGE}.notices")
+KNOW_POLICIES = ("policies", "sim", "cli", "conf", "testing", "")
+"""Parts that may import a policy: to simulate and compare them, to show their windows, to offer them to users."""
+POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", "by_name", "guard", "wrapper"))
+"""What others may import of ``policies``: the protocol and its facts, policies by users' names for them, wrappers."""
 HOMES = {
     "lightning": ("callbacks", "interop"),
     "pytorch_lightning": (),
@@ -166,6 +170,15 @@ def purity(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} calls {_name(node.func)}(), but {module.part} is pure"
         if isinstance(node, ast.Attribute) and node.attr == "random" and _name(node.value) in ("np", "numpy"):
             yield f"{module.name}:{node.lineno} uses numpy.random, but {module.part} is pure"
+
+
+def no_policy_by_class(module: Module) -> Iterator[str]:
+    """Adapters, driver and engine know a policy by its needs, never by its class: another one is served as well."""
+    if module.part in KNOW_POLICIES:
+        return
+    for line, target in imports(module):
+        if f"{target}.".startswith(f"{PACKAGE}.policies.") and not target.startswith(POLICY_PARTS):
+            yield f"{module.name}:{line} imports {target}: {module.part} knows policies by their needs only"
 
 
 def frameworks(module: Module) -> Iterator[str]:
@@ -329,6 +342,7 @@ Rule = Callable[[Module], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     direction,
     purity,
+    no_policy_by_class,
     frameworks,
     ports_without_torch,
     no_pickle,

@@ -77,7 +77,7 @@ POLICY_CONTEXT = (
 
 NEEDS = (
     "sizes windows soft_counts decayed_counts lost_tokens gradients gradient_dtype tiers partial alone boost "
-    "replicas bubbles period_steps next_due explain"
+    "replicas bubbles period_steps next_due explain warning asked_by instead"
 )
 """What a policy of one's own may say that it needs."""
 

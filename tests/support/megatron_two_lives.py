@@ -70,8 +70,9 @@ def first_life(
             megatron_gpt.forward_backward(built, iteration - 1)
             ckpt.before_step()
             made, _ = megatron_gpt.update(built)
-            ckpt.after_step(iteration, consumed_samples=built.consumed_samples, updated=made)
+            record = ckpt.after_step(iteration, consumed_samples=built.consumed_samples, updated=made)
             line = {"tokens": tally.take(), "digests": digests(built), "state": updated_here(built)}
+            line |= {"factor": record.gradient_factor, "elements": elements_of(built)}
             log.write(json.dumps(line) + "\n")
             ckpt.session.drain(iteration)
             while (refused is None or iteration != refused[0]) and ckpt.session.tier.replicator.lag_steps:
@@ -94,6 +95,14 @@ def second_life(
     told["updates"] = None if plan is None else plan.updates
     ckpt.close()
     return told
+
+
+def elements_of(built: megatron_gpt.Built) -> tuple[int, int]:
+    """Parameters of all gates and non-experts, and of one expert."""
+    mine = [(list(moe.experts.parameters()), len(experts)) for _, moe, experts in moe_layers(built)]
+    of_experts = sum(each.numel() for found, _ in mine for each in found)
+    everything = sum(each.numel() for chunk in built.chunks for each in chunk.parameters())
+    return everything - of_experts, of_experts // sum(count for _, count in mine)
 
 
 def updated_here(built: megatron_gpt.Built) -> list[str]:

@@ -66,6 +66,22 @@ def newest(planned: dict[int, dict[str, list[str]]], step: int, operator: str, *
     return max(at for at, plan in planned.items() if at <= step and any(operator in plan[way] for way in ways))
 
 
+def factor_of(plan: dict[str, list[str]], rest: int, expert: int, full_bytes: int) -> float | None:
+    """How many times more bytes a plan would have without gradients, of 4 bytes per parameter.
+
+    Args:
+        plan: As ``plans`` gives it.
+        rest: Parameters of all gates and non-experts.
+        expert: Of one expert.
+        full_bytes: Per parameter that is sent in full.
+    """
+    if not plan["gradients"]:
+        return None
+    in_full = full_bytes * (rest + expert * sum(name.startswith("expert/") for name in plan["full"]))
+    of_others = expert * len(plan["gradients"])
+    return (in_full + full_bytes * of_others) / (in_full + 4 * of_others)
+
+
 def refuse(step: int) -> None:
     """This process has no room for copies of ``step``."""
     reserve = ReplicaStore.reserve

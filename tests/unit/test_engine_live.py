@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,10 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged, save_slot
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.planning import Planner, gradient_factor, why_no_gradients
+from moe_ckpt.engine.planning import Planner, gradient_factor
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.policies import MoEtion
+from moe_ckpt.policies import Dense, Guarded, MoEtion, Policy, Wrapper
 from moe_ckpt.policies.base import Measured, MemoryFacts, Needs, PolicyContext, Sends, SnapshotLimit
 from tests.support.tiny_moe import TinyMoE
 
@@ -145,33 +146,35 @@ def test_gradients_that_do_not_fit_are_said_once_when_rates_are_known(rank, capl
     assert said == ([0, 1, 1] if rank == 0 else [0, 0, 0])
 
 
-PEERS = MemoryFacts(storage_due=False, replicas=1)
 ALIKE = MemoryFacts(storage_due=False, replicas=1, sends=Sends(experts=False))
 
 
-def told(**known):
-    return PolicyContext(**{"step": 3, "catalog": Run().catalog, "ranks": 2, "memory": PEERS, **known})
+class Warns(Wrapper):
+    """From step 2 on, of anything that it cannot do."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, warning=lambda known: f"cannot, at {known.step}" if known.step > 1 else None)
 
 
-def test_why_no_gradient_is_sent():
-    """Silent as long as some expert's may be."""
-    every = Run().catalog.experts_in_order
-    apart = MemoryFacts(storage_due=False, replicas=1, sends=Sends(shared=False, shared_weights=False))
-    for known in ({}, {"memory": apart}, {"memory": None}, {"coupled_operators": (frozenset(every[1:]),)}):
-        assert why_no_gradients(told(**known)) is None
-    assert "the peers that hold copies train the same experts" in why_no_gradients(told(memory=ALIKE))
-    halves = frozenset(every[:3]), frozenset((*every[3:], "gate/0"))
-    assert "Adafactor" in why_no_gradients(told(coupled_operators=halves))
-
-
-@pytest.mark.parametrize(("policy", "rank", "times"), [(MoEtion(recompute=True), 0, 1), (MoEtion(), 0, 0),
-                                                       (MoEtion(recompute=True), 1, 0), (Logs(), 0, 0)])  # fmt: skip
-def test_that_no_gradient_is_sent_is_said_once_by_rank_0(policy, rank, times, caplog):
+@pytest.mark.parametrize(
+    ("policy", "rank", "said"),
+    [
+        (MoEtion(recompute=True), 0, "MoEtion(recompute=True) sends no gradients: the peers that hold copies train"),
+        (MoEtion(), 0, None),
+        (MoEtion(recompute=True), 1, None),
+        (Logs(), 0, None),
+        (Warns(Dense()), 0, "cannot, at 2"),
+        (Guarded(Warns(Dense())), 0, "cannot, at 2"),
+    ],
+)
+def test_what_a_policy_cannot_do_is_said_once_by_rank_0(policy: Policy, rank: int, said: str | None, caplog):
     run = Run()
     planner = Planner(policy, run.live, rank, SnapshotLimit())
-    for step in range(1, 4):
-        planner.plan(told(step=step, last_step=step, memory=ALIKE))
-    assert caplog.text.count("MoEtion(recompute=True) sends no gradients: ") == times
+    for step in range(1, 5):
+        planner.plan(PolicyContext(step, run.catalog, ranks=2, last_step=step, memory=ALIKE))
+    heard = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text[: len(said or "")] for text in heard] == ([] if said is None else [said])
 
 
 def test_how_many_times_more_full_state_would_be():

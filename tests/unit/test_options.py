@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,19 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.policies import (
+    AnyOf,
+    CheckFreq,
+    Dense,
+    Gemini,
+    GradientLog,
+    Guarded,
+    MoC,
+    MoEtion,
+    MoEvement,
+    Needs,
+    Wrapper,
+)
 
 
 def made(**values):
@@ -166,6 +178,24 @@ def test_gradients_for_peers_ask_for_steps_that_do_not_go_to_storage(policy, cad
         Options(policy=policy, dirpath="x", memory=Memory(replicas=2, **cadence))
     Options(policy=MoEtion(), dirpath="x", memory=Memory(replicas=2, **cadence))
     Options(policy=GradientLog(), dirpath="x", memory=Memory(**cadence))
+
+
+@dataclass(frozen=True)
+class Sending(Wrapper):
+    """Gradients to peers, whatever the user sets."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, gradients=True, replicas=1)
+
+
+def test_settings_are_named_as_the_policy_says_them():
+    with pytest.raises(ConfigError, match=r"policy=Sending\(\.\.\.\) needs .*or a policy for storage, such as Dense"):
+        Options(policy=Sending(Dense()), dirpath="x", memory=Memory())
+    with pytest.raises(ConfigError, match=r"policy=Sending\(\.\.\.\) sends gradients .* or another policy$"):
+        Options(policy=Sending(Dense()), dirpath="x", memory=Memory(replicas=1))
+    with pytest.raises(ConfigError, match=r"policy=MoEtion\(recompute=True\) needs .* or recompute=False$"):
+        Options(policy=Guarded(MoEtion(recompute=True)), dirpath="x", memory=Memory())
 
 
 @pytest.mark.parametrize(

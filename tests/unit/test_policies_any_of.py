@@ -136,12 +136,14 @@ COMBINED = {
     "replicas": (0, 2, 2),
     "bubbles": (False, True, True),
     "period_steps": (4, 6, lcm(4, 6)),
+    "asked_by": ("", "Says(log=True)", "Says(log=True)"),
+    "instead": ("", "log=False", "log=False"),
     **dict.fromkeys(("sizes", "soft_counts", "decayed_counts", "lost_tokens"), (True, False, True)),
     **dict.fromkeys(("gradients", "partial", "tiers"), (True, False, True)),
 }
 """Need -> what two policies say, and both together."""
-OTHERWISE = ("windows", "alone", "next_due", "explain")
-"""Refused, or tested above; there is nothing to explain without windows."""
+OTHERWISE = ("windows", "alone", "next_due", "explain", "warning")
+"""Refused, or tested above or below; there is nothing to explain without windows."""
 
 
 def test_every_need_is_tried_here():
@@ -155,6 +157,14 @@ def test_what_any_of_them_needs_is_needed(name):
         policy = AnyOf([Says(save_nothing(1), Needs(**{name: value})) for value in values])
         assert getattr(needs_of(policy), name) == both
         assert getattr(needs_of(Guarded(policy)), name) == (True if name == "lost_tokens" else both)
+
+
+def test_the_first_warning_of_any_of_them_is_given():
+    here = context(MODEL, 3)
+    silent, first, other = (Says(save_nothing(1), Needs(warning=lambda _, text=t: text)) for t in (None, "one", "two"))
+    assert needs_of(AnyOf([Dense(), silent, first, other])).warning(here) == "one"
+    assert needs_of(AnyOf([silent, Dense()])).warning(here) is None
+    assert needs_of(AnyOf([Dense()])).warning is None
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
 from moe_ckpt.policies.base import Measured, MemoryFacts, Sends, require_served
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
-from moe_ckpt.policies.moetion import MOST_GRADIENTS
+from moe_ckpt.policies.moetion import MOST_GRADIENTS, why_no_gradients
 from tests.unit.builders import catalog, context, experts_in
 
 MODEL = catalog(2, 4)
@@ -660,6 +660,19 @@ def test_nothing_that_only_gradients_lead_to_is_left_out(seed, anchors, sent):
     there = {(int(name[1]), int(name[2])) for name, at in zip(names, anchors, strict=True) if at >= 0}
     assert gradients <= there
     assert len(full | gradients) <= max(len(behind), 2, (sent - 36) // 12), "experts are bought at their full price"
+
+
+def test_why_no_gradient_is_sent():
+    """Silent as long as some expert's may be, and without recompute."""
+    every, peers = MODEL.experts_in_order, MemoryFacts(storage_due=False, replicas=1)
+    apart = replace(peers, sends=Sends(shared=False, shared_weights=False))
+    for known in ({}, {"memory": apart}, {"memory": None}, {"coupled_operators": (frozenset(every[1:]),)}):
+        assert why_no_gradients(facts(**{"memory": peers, **known})) is None
+    alike = facts(memory=replace(peers, sends=Sends(experts=False)))
+    assert "the peers that hold copies train the same experts" in why_no_gradients(alike)
+    halves = frozenset(every[:3]), frozenset((*every[3:], "gate/0"))
+    assert "Adafactor" in why_no_gradients(facts(memory=peers, coupled_operators=halves))
+    assert (needs_of(MoEtion(recompute=True)).warning, needs_of(MoEtion()).warning) == (why_no_gradients, None)
 
 
 def test_recompute_needs_a_checkpoint_at_each_step_and_memory():

@@ -60,6 +60,9 @@ EACH = {
     "period_steps": 7,
     "next_due": seventh,
     "explain": seventh,
+    "warning": seventh,
+    "asked_by": "Needy(log=True)",
+    "instead": "log=False",
 }
 """Of each need, a value that is not the default."""
 
@@ -156,6 +159,10 @@ def told(policy):
         (MoC(k="auto"), "next_due partial sizes"),
         (MoEtion(), "next_due partial sizes boost bubbles tiers"),
         (MoEtion(experts=2, capacity_boost=None), "next_due partial bubbles tiers"),
+        (
+            MoEtion(recompute=True),
+            "next_due partial sizes boost bubbles tiers gradients alone replicas warning asked_by instead",
+        ),
         (MoEvement(), "next_due sizes windows alone explain"),
         (MoEvement(order="soft_count"), "next_due sizes windows alone explain soft_counts"),
         (MoEvement(order="time_decayed"), "next_due sizes windows alone explain decayed_counts"),
@@ -280,6 +287,8 @@ def test_a_log_of_gradients_is_simulated_in_memory_alone():
         ({"sizes": 1}, r"Needs\(sizes=1\): choose True or False"),
         ({"boost": 0}, r"Needs\(boost=0\): the portion .* above 0 and at most 1.*None switches it off"),
         ({"next_due": 5}, r"Needs\(next_due=5\): give a function that takes a PolicyContext, or None"),
+        ({"warning": "never"}, r"Needs\(warning='never'\): give a function that takes a PolicyContext, or None"),
+        ({"instead": None}, r"Needs\(instead=None\): give a setting as text, or an empty text"),
         ({"period_steps": 0}, r"Needs\(period_steps=0\): period_steps must be a whole number of at least 1"),
     ],
 )

@@ -13,20 +13,13 @@ from moe_ckpt.engine.settings import Settings, require_choice, require_path
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
-from moe_ckpt.policies.checkfreq import CheckFreq
-from moe_ckpt.policies.dense import Dense
-from moe_ckpt.policies.gemini import Gemini
-from moe_ckpt.policies.gradient_log import GradientLog
+from moe_ckpt.policies.by_name import EXAMPLES, class_of, default_policy, with_option
 from moe_ckpt.policies.guard import guarded
-from moe_ckpt.policies.moc import MoC
-from moe_ckpt.policies.moetion import MoEtion
-from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage.access import ACCESS
 
 BUBBLES = ("auto", "on", "off")
 RESUME = ("auto", "extend", "never")
 ON_READ_ERROR = ("stop", "fallback")
-_POLICIES = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini, GradientLog)
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
 """Fields that an adapter sets automatically."""
 
@@ -95,7 +88,7 @@ class Options(Settings):
         ConfigError: An invalid value, or two that contradict each other; the message names them.
     """
 
-    policy: Policy = field(default_factory=MoC)
+    policy: Policy = field(default_factory=default_policy)
     dirpath: str = "checkpoints"
     resume: str = "auto"
     save_last: bool = True
@@ -145,7 +138,7 @@ class Options(Settings):
                 f"policy={_said(self.policy, self.needs)} needs copies of checkpoints in the memory of at least "
                 f"{wanted} peers, and memory={self.memory!r} keeps copies on {kept}: give "
                 f"memory=moe_ckpt.Memory(replicas={wanted}), or "
-                + ("recompute=False" if self.needs.gradients else "a policy for storage, such as Dense or CheckFreq")
+                + (self.needs.instead or "a policy for storage, such as Dense or CheckFreq")
             )
 
     def _require_steps_without_storage(self) -> None:
@@ -156,7 +149,7 @@ class Options(Settings):
                 f"policy={_said(self.policy, needs)} sends gradients to peers only at steps that do not go to storage, "
                 f"and with memory={memory!r} each step goes there (storage_every_n_steps=1 is the default): give "
                 f"memory=moe_ckpt.Memory(replicas={memory.replicas}, storage_every_n_steps=100) or storage_every_secs, "
-                "or recompute=False"
+                f"or {needs.instead or 'another policy'}"
             )
 
     def _require_other_store(self, weights_from: str) -> None:
@@ -204,36 +197,31 @@ def make_options(
         if name not in known:
             raise ConfigError(f"{where}({name}=...): no such option; {_hint(name, [*known, *own])}")
     try:
-        return Options(policy=MoC() if policy is None else policy, dirpath=dirpath, **given)  # type: ignore[arg-type]
+        return Options(policy=default_policy() if policy is None else policy, dirpath=dirpath, **given)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
 def _said(policy: Policy, needs: Needs) -> str:
     """The policy as users write it."""
-    return f"{type(policy).__name__}({'recompute=True' if needs.gradients and needs.replicas else '...'})"
+    return needs.asked_by or f"{type(policy).__name__}(...)"
 
 
 def _not_a_policy(given: object) -> str:
     """What to write in place of something that was given as the policy."""
     if isinstance(given, type) and isinstance(given, Policy):
         return f"policy={given.__name__} is the class of a policy; create a policy from it: policy={given.__name__}()"
-    known = {kind.__name__.lower(): kind.__name__ for kind in _POLICIES}
-    if isinstance(given, str) and given.lower() in known:
-        name = known[given.lower()]
+    name = class_of(given) if isinstance(given, str) else None
+    if name is not None:
         return f"policy={given!r} is text; give the policy itself: policy={name}(), with {name} from moe_ckpt.policies"
-    advice = "give a policy such as MoC(k=1) or Dense(every_n_steps=10), from moe_ckpt.policies"
+    advice = f"give a policy such as {EXAMPLES}, from moe_ckpt.policies"
     if isinstance(given, (str, os.PathLike)):
         return f"policy={given!r}: {advice}. The directory of the checkpoints is given by name: dirpath={str(given)!r}"
     return f"policy={given!r}: {advice}"
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    owners = [kind.__name__ for kind in _POLICIES if name in _names(kind)]
-    if owners:
-        return f"it is an option of the policy: policy={owners[0]}({name}=...)"
+    owner = with_option(name)
+    if owner is not None:
+        return f"it is an option of the policy: policy={owner}({name}=...)"
     return nearest(name, known)
-
-
-def _names(kind: type[Any]) -> list[str]:
-    return [f.name for f in fields(kind)]

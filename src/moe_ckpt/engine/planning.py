@@ -40,7 +40,7 @@ class Planner:
         self._live = live
         self._rank, self._limit = rank, limit
         self._window_layout = self._window_size = -1
-        self._log_said = self._in_full_said = False
+        self._log_said = self._warned = False
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the policy's decision; one about windows or bytes is told what the operators weigh now."""
@@ -49,8 +49,8 @@ class Planner:
         context = replace(context, placement=live.placement, sizes=live.sizes)
         if needs.gradients:
             context = replace(context, coupled_operators=live.coupled, **self._bounds())
-            self._say_in_full(context)
         if not needs.windows:
+            self._say_warning(context)
             plan = _with_coupled(policy.plan(context), live.coupled)
             if plan.gradients:
                 self._say_log(context)
@@ -58,6 +58,7 @@ class Planner:
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             context = replace(context, window=None, next_slot=0)
         context = replace(context, coupled_operators=live.coupled, dense_step=self.dense_step, **self._bounds())
+        self._say_warning(context)
         plan = policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
@@ -88,13 +89,13 @@ class Planner:
         if warning is not None:
             log.warning("%s", warning)
 
-    def _say_in_full(self, context: PolicyContext) -> None:
-        """Tell, once and on one rank, that a policy which would send gradients of experts to peers sends none."""
-        if self._rank or self._in_full_said or not (self._needs.gradients and self._needs.replicas):
+    def _say_warning(self, context: PolicyContext) -> None:
+        """Tell, once and on one rank, what the policy cannot do in this run (``Needs.warning``)."""
+        if self._rank or self._warned or self._needs.warning is None:
             return
-        why = why_no_gradients(context)
+        why = self._needs.warning(context)
         if why is not None:
-            self._in_full_said = True
+            self._warned = True
             announce("%s", why, level=logging.WARNING)
 
     def begun(self, pending: Pending) -> None:
@@ -106,25 +107,6 @@ class Planner:
         """It was committed, or failed."""
         if not committed and pending.step == self.dense_step:
             self.dense_step = 0
-
-
-def why_no_gradients(context: PolicyContext) -> str | None:
-    """Returns why MoEtion(recompute=True) sends no gradient of any expert, and what to do; None if it may."""
-    memory = context.memory
-    if memory is not None and not memory.sends.experts:
-        return (
-            "MoEtion(recompute=True) sends no gradients: the peers that hold copies train the same experts (data "
-            "parallelism without sharded optimizer state), and take them from their own tensors, so that nothing of "
-            "experts is sent. Set recompute=False, which sends as little, or shard the optimizer"
-        )
-    coupled = frozenset[str]().union(*context.coupled_operators)
-    if coupled and coupled.issuperset(context.catalog.experts_in_order):
-        return (
-            "MoEtion(recompute=True) sends no gradients: the optimizer's update of an expert depends on other rows of "
-            "the same parameter (Adafactor and Muon are such), so that experts are sent in full. Use AdamW or SGD, or "
-            "set recompute=False"
-        )
-    return None
 
 
 def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> float | None:

@@ -77,6 +77,9 @@ class AnyOf:
             bubbles=any(each.bubbles for each in every),
             period_steps=lcm(*(each.period_steps for each in every)),
             next_due=self.next_due,
+            warning=self.warning if any(each.warning for each in every) else None,
+            asked_by=next((each.asked_by for each in every if each.asked_by), ""),
+            instead=next((each.instead for each in every if each.instead), ""),
         )
 
     def check(self, catalog: Catalog) -> None:
@@ -123,6 +126,11 @@ class AnyOf:
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
         return min(needs_of(policy).due(context) for policy in self._all)
+
+    def warning(self, context: PolicyContext) -> str | None:
+        """See ``Needs.warning``: the first one of any policy."""
+        asked = (needs_of(policy).warning for policy in self._all)
+        return next((text for ask in asked if ask is not None and (text := ask(context)) is not None), None)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "any_of", "policies": [policy.describe() for policy in self._all]}

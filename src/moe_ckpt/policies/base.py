@@ -330,6 +330,11 @@ class Needs:
             call ``plan`` before that step.
         explain: ``explain(context)`` returns the window of ``context.step`` with its costs, a
             ``window_report.WindowReport``. None: there is no warning when a window takes longer than an iteration.
+        warning: ``warning(context)`` returns why the policy cannot do in this run what it was set to do, and what to
+            set instead; None if it can. It is asked before each plan until it returns a text, which rank 0 then logs.
+        asked_by: Setting from which ``gradients`` and ``replicas`` come, as users write it, such as
+            "MoEtion(recompute=True)"; for messages. "": the policy as a whole.
+        instead: Setting that needs neither, such as "recompute=False"; for messages. "": there is none.
     """
 
     sizes: bool = False
@@ -348,6 +353,9 @@ class Needs:
     period_steps: int = 1
     next_due: Callable[[PolicyContext], int] | None = None
     explain: Callable[[PolicyContext], Any] | None = None
+    warning: Callable[[PolicyContext], str | None] | None = None
+    asked_by: str = ""
+    instead: str = ""
 
     def __post_init__(self) -> None:
         require_positive("Needs", period_steps=self.period_steps)
@@ -357,9 +365,12 @@ class Needs:
         if self.gradient_dtype not in (None, BF16):
             raise ConfigError(f"Needs(gradient_dtype={self.gradient_dtype!r}): choose {BF16!r}, or None")
         for name, value in vars(self).items():
-            if name in ("next_due", "explain"):
+            if name in ("next_due", "explain", "warning"):
                 if value is not None and not callable(value):
                     raise ConfigError(f"Needs({name}={value!r}): give a function that takes a PolicyContext, or None")
+            elif name in ("asked_by", "instead"):
+                if not isinstance(value, str):
+                    raise ConfigError(f"Needs({name}={value!r}): give a setting as text, or an empty text")
             elif name not in ("period_steps", "replicas", "boost", "gradient_dtype") and not isinstance(value, bool):
                 raise ConfigError(f"Needs({name}={value!r}): choose True or False")
 

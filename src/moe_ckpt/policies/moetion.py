@@ -171,6 +171,9 @@ class MoEtion:
             bubbles=True,
             period_steps=self.every_n_steps,
             next_due=self.next_due,
+            warning=why_no_gradients if self.recompute else None,
+            asked_by="MoEtion(recompute=True)" if self.recompute else "",
+            instead="recompute=False" if self.recompute else "",
         )
 
     def check(self, catalog: Catalog) -> None:
@@ -330,6 +333,25 @@ class MoEtion:
 
     def describe(self) -> dict[str, Any]:
         return {"name": "moetion", **asdict(self)}
+
+
+def why_no_gradients(context: PolicyContext) -> str | None:
+    """Returns why ``MoEtion(recompute=True)`` sends no gradient of any expert, and what to do; None if it may."""
+    memory = context.memory
+    if memory is not None and not memory.sends.experts:
+        return (
+            "MoEtion(recompute=True) sends no gradients: the peers that hold copies train the same experts (data "
+            "parallelism without sharded optimizer state), and take them from their own tensors, so that nothing of "
+            "experts is sent. Set recompute=False, which sends as little, or shard the optimizer"
+        )
+    coupled = frozenset[str]().union(*context.coupled_operators)
+    if coupled and coupled.issuperset(context.catalog.experts_in_order):
+        return (
+            "MoEtion(recompute=True) sends no gradients: the optimizer's update of an expert depends on other rows of "
+            "the same parameter (Adafactor and Muon are such), so that experts are sent in full. Use AdamW or SGD, or "
+            "set recompute=False"
+        )
+    return None
 
 
 def _overdue(

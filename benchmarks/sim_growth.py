@@ -72,8 +72,8 @@ def measure(settings: Sequence[str]) -> dict[str, Any]:
 
 def one(settings: Sequence[str]) -> dict[str, Any]:
     """Compose, build and simulate, here."""
-    from moe_ckpt.cli.scenarios import scenario_of
-    from moe_ckpt.cli.sweeps import Combination, composed
+    from moe_ckpt.conf.scenarios import scenario_of
+    from moe_ckpt.conf.sweeps import Combination, composed
     from moe_ckpt.sim.run import simulate
 
     before = time.process_time()

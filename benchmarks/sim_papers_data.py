@@ -14,7 +14,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from moe_ckpt.cli.scenarios import CONFIG_DIR, scenario_of
+from moe_ckpt.conf.scenarios import CONFIG_DIR, scenario_of
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.scenario import Outcome, Scenario

@@ -16,10 +16,10 @@ from typing import Any
 if __name__ == "__main__":  # run by its path, a script does not find the rest of the clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from moe_ckpt.cli.output import print_table
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.policies.base import Measured, Policy, PolicyContext
 from moe_ckpt.policies.window_report import WindowReport
+from moe_ckpt.tables import print_table
 from recipes.gpt_moe_megatron.config import RunConfig
 from recipes.gpt_moe_megatron.counting import Precision, RankCount, WholeModel, rank_counts, whole_model
 

@@ -20,6 +20,7 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import snapshot
 from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.gradients import capture
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
@@ -192,12 +193,17 @@ class AnswersBeforeUpdates(pl.Callback):
             self.open.clear()
 
 
-def test_epochs_end_and_validations_begin_before_the_ranks_agree(tmp_path, monkeypatch):
-    """Only the join before an update waits for them."""
+@pytest.mark.parametrize(
+    ("policy", "precision"), [(Dense(every_n_steps=1), "32-true"), (MoEvement(window=2), "bf16-mixed")]
+)
+def test_epochs_end_and_validations_begin_before_the_ranks_agree(tmp_path, monkeypatch, policy, precision):
+    """Only the join before an update waits for them, also for the types that kernels read under mixed precision."""
     comm = LateCommunicator(patience_secs=120.0)
     monkeypatch.setattr(fit_module, "make_communicator", lambda *_, **__: comm)
-    ckpt = MoECheckpoint(Dense(every_n_steps=1), tmp_path, when_busy="wait")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    told = []
+    monkeypatch.setattr(CheckpointSession, "set_compute_types", lambda _, types: told.append(types))
+    ckpt = MoECheckpoint(policy, tmp_path, when_busy="wait")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "precision": precision}
     trainer = pl.Trainer(
         max_epochs=2,
         limit_train_batches=3,
@@ -208,6 +214,7 @@ def test_epochs_end_and_validations_begin_before_the_ranks_agree(tmp_path, monke
     )
     trainer.fit(TinyMoE(), loader(), loader())
     assert ckpt.last.committed_step == 6
+    assert [set(types.values()) for types in told] == [{"BF16"}] * isinstance(policy, MoEvement)
 
 
 def scaler() -> dict[str, Any]:

@@ -29,7 +29,7 @@ ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
 SUMMIT = ("", "cli", "__main__")
 """May import everything but ``testing``; "" is the package's own ``__init__``."""
-EVERYWHERE = ("errors", "notices", "ports")
+EVERYWHERE = ("errors", "notices", "tables", "ports")
 
 PURE = ("core", "policies")
 # fmt: off
@@ -41,7 +41,7 @@ IMPURE_MODULES = frozenset(
     }
 )
 # fmt: on
-IMPURE_PARTS = ("numpy.random", f"{PACKAGE}.notices")
+IMPURE_PARTS = ("numpy.random", f"{PACKAGE}.notices", f"{PACKAGE}.tables")
 KNOW_POLICIES = ("policies", "sim", "cli", "conf", "testing", "")
 """Parts that may import a policy: to simulate and compare them, to show their windows, to offer them to users."""
 POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", "by_name", "guard", "wrapper"))
@@ -140,10 +140,17 @@ def direction(module: Module) -> Iterator[str]:
             yield f"{module.name}:{line} imports {target}: {who!r} may not import {whom!r}"
 
 
+def no_command_line(module: Module) -> Iterator[str]:
+    """Programs outside of the package use the library, not its command line. ``module``: one of theirs."""
+    for line, target in imports(module):
+        if f"{target}.".startswith(f"{PACKAGE}.cli."):
+            yield f"{module.name}:{line} imports {target}: only the package's command line may"
+
+
 def _may_import(part: str, target: str) -> bool:
     if target == part:
         return True
-    if target == "testing" or part in ("errors", "notices"):
+    if target == "testing" or part in ("errors", "notices", "tables"):
         return False
     if target in EVERYWHERE:
         return True

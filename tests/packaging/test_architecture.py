@@ -9,7 +9,8 @@ import pytest
 from tests.packaging import rules
 from tests.packaging.rules import Module
 
-SOURCE = Path(__file__).parents[2] / "src" / rules.PACKAGE
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / rules.PACKAGE
 MODULES = rules.read_package(SOURCE)
 
 
@@ -21,6 +22,14 @@ def test_the_package_was_read():
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
 def test_source_keeps(rule):
     problems = [problem for module in MODULES for problem in rule(module)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("programs", ["benchmarks", "recipes"])
+def test_nothing_outside_imports_the_command_line(programs):
+    modules = rules.read_package(ROOT / programs)
+    assert len(modules) > 5
+    problems = [problem for module in modules for problem in rules.no_command_line(module)]
     assert not problems, "\n".join(problems)
 
 
@@ -54,6 +63,10 @@ SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"s
         (rules.direction, "ports", "from moe_ckpt.engine import x", "'ports' may not import 'engine'"),
         (rules.direction, "notices", "from moe_ckpt.ports import x", "'notices' may not import 'ports'"),
         (rules.direction, "helpers.misc", "", "belongs to no layer"),
+        (rules.direction, "tables", "from moe_ckpt.errors import x", "'tables' may not import 'errors'"),
+        (rules.direction, "sim.x", "from moe_ckpt.conf import scenarios", "'sim' may not import 'conf'"),
+        (rules.no_command_line, "growth", "def f():\n    from moe_ckpt.cli.plan import x", "growth:2 imports"),
+        (rules.no_command_line, "growth", "from moe_ckpt import cli", "imports moe_ckpt.cli: only"),
         (rules.purity, "core.x", "import torch", "imports torch"),
         (rules.purity, "policies.x", "from time import monotonic", "imports time.monotonic"),
         (rules.purity, "policies.x", "import os.path", "imports os.path"),
@@ -113,6 +126,7 @@ def test_rule_can_fail(rule, name, source, said):
         (rules.no_policy_by_class, "sim.x", "from moe_ckpt.policies import MoC"),
         (rules.frameworks, "testing.x", "import importlib as i\ni.import_module('megatron.core')"),
         (rules.direction, "cli.main", "from moe_ckpt.interop import dcp\nfrom moe_ckpt import register_moe"),
+        (rules.no_command_line, "growth", "from moe_ckpt.conf.sweeps import composed\nfrom moe_ckpt import client"),
         (rules.ports_without_torch, "ports", "if TYPE_CHECKING:\n    import torch"),
         (rules.no_pickle, "interop.x", "torch.load(f, weights_only=True)"),
         (rules.sizes, "engine.x", "x = 1\n" * 500),

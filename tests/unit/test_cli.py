@@ -13,7 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from moe_ckpt.cli import inspect, output
+from moe_ckpt import tables
+from moe_ckpt.cli import inspect
 from moe_ckpt.cli.main import COMMANDS, main
 from moe_ckpt.cli.report import describe
 from moe_ckpt.core.operators import expert_id
@@ -32,7 +33,7 @@ def run(tmp_path) -> TinyRun:
 def rich(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert (output.rich_console() is None) == (request.param == "plain")
+    assert (tables.rich_console() is None) == (request.param == "plain")
 
 
 def flip(path, at=-1):
@@ -200,7 +201,7 @@ def test_help_starts_without_heavy_imports_and_a_closed_pipe_is_no_error(run):
 
 
 def shown(columns, rows, room=100):
-    return ["\n".join([*head, *lines]) for head, _, *lines in output.folded(columns, rows, room)]
+    return ["\n".join([*head, *lines]) for head, _, *lines in tables.folded(columns, rows, room)]
 
 
 def test_tables_align():

@@ -13,8 +13,8 @@ import pytest
 
 from moe_ckpt.cli.main import main
 from moe_ckpt.cli.plan import COLUMNS, _scenario, memory_systems
-from moe_ckpt.cli.scenarios import scenario_of
-from moe_ckpt.cli.sweeps import combinations, composed
+from moe_ckpt.conf.scenarios import scenario_of
+from moe_ckpt.conf.sweeps import combinations, composed
 from tests.unit.test_profile import PROFILE, encoded
 
 QUICK = ("setup=moetion_2_9b", "failures.mtbf_secs=1800", "duration_secs=3600", "iteration.secs=6", "--seeds", "1")
@@ -220,7 +220,9 @@ def test_where_no_policy_can_be_used_the_exit_code_is_1(capsys):
 
 
 def test_without_hydra_the_extra_is_named(capsys, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("hydra", "moe_ckpt.cli.scen", "moe_ckpt.cli.sweep"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("hydra", "moe_ckpt.conf.scen", "moe_ckpt.conf.sweep"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "hydra", None)
     code, _, err = call(capsys, "setup=tiny")

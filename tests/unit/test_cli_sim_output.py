@@ -15,7 +15,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.cli.sim_plots import LONGEST_NAME, goodput_over_time, lost_tokens_over_time, panels
 from moe_ckpt.cli.sim_runs import Result
 from moe_ckpt.cli.sim_table import sweep_table
-from moe_ckpt.cli.sweeps import Combination
+from moe_ckpt.conf.sweeps import Combination
 from moe_ckpt.sim.scenario import Outcome, Sample, Spent
 
 SMALL = ["setup=tiny", "policy=dense", "iteration=given", "iteration.secs=10", "duration_secs=600"]

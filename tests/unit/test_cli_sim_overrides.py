@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("hydra")
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.overrides import CHANGED, RENAMED, renamed
 from moe_ckpt.cli.plan import memory_systems
-from moe_ckpt.cli.scenarios import scenario_of
-from moe_ckpt.cli.sweeps import choices, combinations, composed
+from moe_ckpt.conf.overrides import CHANGED, RENAMED, renamed
+from moe_ckpt.conf.scenarios import scenario_of
+from moe_ckpt.conf.sweeps import choices, combinations, composed
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.planner import trainer_systems
 

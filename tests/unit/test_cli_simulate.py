@@ -15,7 +15,7 @@ from moe_ckpt.cli import sim_runs
 from moe_ckpt.cli.main import main
 from moe_ckpt.cli.sim_runs import PARTS, results_of
 from moe_ckpt.cli.sim_table import duration, one_facts, one_table, sweep_table
-from moe_ckpt.cli.sweeps import choices, combinations, composed
+from moe_ckpt.conf.sweeps import choices, combinations, composed
 from moe_ckpt.errors import ConfigError
 
 SMALL = ["setup=tiny", "iteration=given", "iteration.secs=10", "duration_secs=7200", "failures.mtbf_secs=900"]

@@ -30,6 +30,9 @@ class LateCommunicator(SoloCommunicator):
         self.open = threading.Event()
         self.open.set()
 
+    def agree(self, summed, largest):
+        return self.start_agreement(lambda: summed, largest).result()
+
     def start_agreement(self, summed, largest):
         agreed = Future()
 

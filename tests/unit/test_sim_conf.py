@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
-from moe_ckpt.cli.scenarios import CONFIG_DIR, layout_of, scenario_of
+from moe_ckpt.conf.scenarios import CONFIG_DIR, layout_of, scenario_of
 from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.iteration import breakdown

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 from moe_ckpt.cli.main import main
 from moe_ckpt.cli.sim_plots import COLOURS, MOST_LINES, by_mtbf, figures, goodput, kept, panels
 from moe_ckpt.cli.sim_runs import PARTS, Result
-from moe_ckpt.cli.sweeps import Combination
+from moe_ckpt.conf.sweeps import Combination
 from moe_ckpt.sim.scenario import Outcome, Sample, Spent
 
 

@@ -252,7 +252,7 @@ class Fit:
         """Gradients are final, before clipping."""
         self.join(update=True)
         if self.host.windows is not None:
-            self.host.windows.before_update()
+            self.host.windows.before_update(self.session)
         if self.driver.replaying is not None:
             self.driver.replaying.source.before_update()
 

@@ -7,12 +7,13 @@ that clipping used, and the types in which kernels read the weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -20,7 +21,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.callbacks.support import inexact
-from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource
 from moe_ckpt.engine.session import CheckpointSession
@@ -30,6 +30,7 @@ from moe_ckpt.modeling.compiled import has_compiled, is_compiled
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.slices.assignment import ComputeTypes
 
 log = logging.getLogger("moe_ckpt")
 
@@ -53,6 +54,7 @@ class Windows:
         self._reentrant = None if catalog.layers else ReentrantCheckpoints()
         self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
         self._probed = 0
+        self._agreed: Callable[[], ComputeTypes] | None = None
 
     def check(
         self, policy: str, isolate_validation: bool, replaying: Replaying | None, buckets: BucketOrder | None
@@ -127,8 +129,14 @@ class Windows:
         if self._probe is not None:
             self._probe.stop()
 
-    def before_update(self) -> None:
-        """Gradients of a step are final, before clipping."""
+    def before_update(self, session: CheckpointSession) -> None:
+        """Gradients of a step are final, before clipping. Tells the session which types kernels read, once.
+
+        Here a step may wait for other ranks: those have agreed on the step before, and that was asked for first.
+        """
+        if self._agreed is not None:
+            session.set_compute_types(self._agreed())
+            self._agreed = None
         parameters = self._state.parameters()
         # Of a thousand experts' parameters, only those without a gradient are looked at in bytecode.
         bare = compress(parameters.items(), map(is_, map(_GRADIENT, parameters.values()), repeat(None)))
@@ -141,7 +149,10 @@ class Windows:
         return found if self._reentrant is None else found | {"reentrant": self._reentrant.seen}
 
     def step_ends(self, session: CheckpointSession) -> None:
-        """Forgets this step's norms; after a few steps, tells the session which types kernels read. On all ranks."""
+        """Forgets this step's norms; after a few steps, begins to agree on the types that kernels read. On all ranks.
+
+        Nobody waits for that here: it is received before the next update.
+        """
         self._norms.taken.clear()
         if self._probe is None:
             return
@@ -149,9 +160,14 @@ class Windows:
         if self._probed == _PROBED_BATCHES:
             probe, self._probe = self._probe, None
             probe.stop()
-            narrow, wide = largest(session.comm, probe.narrow()), largest(session.comm, probe.wide())
-            found = probe.types(narrow, wide)
-            session.set_compute_types({name: dtype_name(dtype) for name, dtype in found.items()})
+            mine = np.array([probe.narrow(), probe.wide()], dtype=np.int64)
+            agreed = session.comm.start_agreement(lambda: np.zeros(0, dtype=np.int64), mine)
+
+            def types() -> ComputeTypes:
+                narrow, wide = agreed.result()[1].tolist()
+                return {name: dtype_name(dtype) for name, dtype in probe.types(narrow, wide).items()}
+
+            self._agreed = types
 
     def close(self) -> None:
         """Removes all hooks from trainer and module. Safe to call twice."""

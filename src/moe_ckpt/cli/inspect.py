@@ -9,8 +9,9 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from moe_ckpt.cli.output import PIPED_WIDTH, print_cells, print_table, width, wrapped
+from moe_ckpt.cli.output import print_cells
 from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.tables import PIPED_WIDTH, print_table, width, wrapped
 
 EPILOG = """\
 examples:

@@ -66,9 +66,9 @@ def _as_json(facts: RankFacts) -> dict[str, object]:
 
 
 def _list(found: Sequence[RankFacts]) -> None:
-    from moe_ckpt.cli.output import print_table
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.memory.directory import said_holder
+    from moe_ckpt.tables import print_table
 
     rows = []
     for each in found:
@@ -81,10 +81,10 @@ def _list(found: Sequence[RankFacts]) -> None:
 
 
 def _explain(found: Sequence[RankFacts]) -> None:
-    from moe_ckpt.cli.output import wrapped
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.core.survivors import BEFORE, STATE
     from moe_ckpt.memory.directory import said_holder
+    from moe_ckpt.tables import wrapped
 
     for each in found:
         holder = f"held by {said_holder(each.pid)}" + ("" if each.pid else ", the next start of the run takes it over")

@@ -1,102 +1,13 @@
-"""Tables, bars and colours: with rich where it is installed, in plain text where it is not."""
+"""Bars and colours: with rich where it is installed, in plain text where it is not."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-PIPED_WIDTH = 100
-"""Of tables that go to no terminal, whatever the terminal that they come from, unless ``COLUMNS`` is set."""
-GAP = "  "
-_BREAKS = re.compile(r"(?<=[ ./])")
-
-
-def rich_console(stderr: bool = False) -> Any | None:
-    """A rich console, or None when rich is not installed."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
-
-
-def width() -> int:
-    """Columns to fit into: ``COLUMNS`` if it is set, or those of the terminal; ``PIPED_WIDTH`` where there is none."""
-    if sys.stdout.isatty():
-        return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
-    asked = os.environ.get("COLUMNS", "")
-    return int(asked) if re.fullmatch(r"[1-9]\d{0,4}", asked, re.ASCII) else PIPED_WIDTH
-
-
-def wrapped(text: str) -> str:
-    """A paragraph no wider than there is room, its further lines set in. Names and paths stay whole."""
-    return textwrap.fill(text, width(), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """All columns but the first flush right. What is too wide goes on below, with the first column again."""
-    console = rich_console()
-    for number, block in enumerate(folded(columns, rows, width())):
-        head, rule, *lines = block
-        if number:
-            print()
-        if console is None or not console.is_terminal:
-            print("\n".join([*head, rule, *lines]))
-        else:
-            for line in head:
-                console.print(line, style="bold", markup=False)
-            print("\n".join([rule, *lines]))
-
-
-Block = list[Any]
-
-
-def folded(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[Block]:
-    """Blocks of lines no wider than ``room``, if no two columns are: a list of lines of the head, a rule, rows.
-
-    Heads are broken at spaces, and after a dot or a slash, where that makes their column narrower.
-    """
-    heads = [_broken(head, max((len(row[at]) for row in rows), default=0)) for at, head in enumerate(columns)]
-    widths = [max(map(len, (*head, *(row[at] for row in rows)))) for at, head in enumerate(heads)]
-    groups: list[list[int]] = [[]]
-    for at in range(1, len(columns)):
-        taken = widths[0] + sum(len(GAP) + widths[other] for other in groups[-1])
-        if groups[-1] and taken + len(GAP) + widths[at] > room:
-            groups.append([])
-        groups[-1].append(at)
-    return [_block(heads, rows, widths, (0, *group)) for group in groups]
-
-
-def _block(
-    heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], widths: Sequence[int], shown: Sequence[int]
-) -> Block:
-    def line(cells: Sequence[str]) -> str:
-        first, *others = zip(cells, shown, strict=True)
-        flush = [cell.rjust(widths[at]) for cell, at in others]
-        return GAP.join([first[0].ljust(widths[first[1]]), *flush]).rstrip()
-
-    height = max(len(heads[at]) for at in shown)
-    head = [line([("", *[""] * height, *heads[at])[len(heads[at]) + 1 + row] for at in shown]) for row in range(height)]
-    total = sum(widths[at] for at in shown) + len(GAP) * (len(shown) - 1)
-    return [head, "─" * total, *(line([row[at] for at in shown]) for row in rows)]
-
-
-def _broken(head: str, least: int) -> list[str]:
-    """The lines of a head over a column that is ``least`` wide anyway."""
-    words = [word for word in _BREAKS.split(head) if word]
-    least = max([least, *map(len, words)])
-    lines = [""]
-    for word in words:
-        if lines[-1] and len(lines[-1] + word) > least:
-            lines.append("")
-        lines[-1] += word
-    return [one.strip() for one in lines]
+from moe_ckpt.tables import rich_console
 
 
 def print_cells(label: str, cells: Sequence[tuple[str, float]]) -> None:

@@ -131,8 +131,8 @@ def memory_systems(scenario: Scenario) -> list[System]:
 
 def _scenario(args: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
     try:
-        from moe_ckpt.cli.scenarios import scenario_of
-        from moe_ckpt.cli.sweeps import combinations, composed, config_directory
+        from moe_ckpt.conf.scenarios import scenario_of
+        from moe_ckpt.conf.sweeps import combinations, composed, config_directory
     except ImportError as error:
         raise MissingPackageError("hydra-core", "moe-ckpt plan", "hydra") from error
     tokens, settings = _tokens(overrides)
@@ -193,7 +193,7 @@ def _key(text: str) -> str:
 
 def _profiled(path: str, overrides: Sequence[str], cfg: Any, tokens: int | None) -> Scenario:
     """The profiled run, with what the overrides may change of it."""
-    from moe_ckpt.cli.scenarios import failures_of, value_of
+    from moe_ckpt.conf.scenarios import failures_of, value_of
     from moe_ckpt.policies import Dense
     from moe_ckpt.sim.profile import read_profile, scenario_from
     from moe_ckpt.sim.system import System
@@ -298,9 +298,9 @@ def override_line(candidate: Candidate) -> str:
 
 
 def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
-    from moe_ckpt.cli.output import print_table, wrapped
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.sim.log_or_windows import sentences
+    from moe_ckpt.tables import print_table, wrapped
 
     layout, mean = scenario.layout, scenario.failures.mean_secs
     failing = "failures as in the trace" if mean is None else f"a failure every {_span(mean)}"
@@ -352,7 +352,7 @@ def _row(one: Candidate, human: Any) -> tuple[str, ...]:
 
 
 def _advise(plan: Plan) -> None:
-    from moe_ckpt.cli.output import wrapped
+    from moe_ckpt.tables import wrapped
 
     if plan.recommended is None:
         print("No policy can be used here: see above what each of them lacks.")

@@ -14,8 +14,8 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from moe_ckpt.cli.scenarios import scenario_of
-from moe_ckpt.cli.sweeps import Combination, combinations, composed
+from moe_ckpt.conf.scenarios import scenario_of
+from moe_ckpt.conf.sweeps import Combination, combinations, composed
 from moe_ckpt.errors import ConfigError, MoECheckpointError
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.scenario import Outcome, Scenario

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress
 
-from moe_ckpt.cli.output import PIPED_WIDTH
 from moe_ckpt.cli.sim_runs import PARTS, Result, Span
 from moe_ckpt.sim.scenario import Outcome
+from moe_ckpt.tables import PIPED_WIDTH
 
 MEANING = {
     "useful": "iterations that were kept",

@@ -13,8 +13,8 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from moe_ckpt.cli.options import not_written, require_directory, require_file, require_filled, require_known
-from moe_ckpt.cli.output import PIPED_WIDTH, width, wrapped
 from moe_ckpt.errors import ConfigError, MissingPackageError
+from moe_ckpt.tables import PIPED_WIDTH, width, wrapped
 
 if TYPE_CHECKING:
     from moe_ckpt.cli.sim_runs import Result
@@ -78,10 +78,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     except ImportError as error:
         raise MissingPackageError("hydra-core", "moe-ckpt simulate", "hydra") from error
     from moe_ckpt.cli.sim_runs import results_of
-    from moe_ckpt.cli.sweeps import config_directory
+    from moe_ckpt.conf.sweeps import config_directory
 
     require_filled(args, "json", "plot", "config-dir")
-    from moe_ckpt.cli.overrides import renamed
+    from moe_ckpt.conf.overrides import renamed
 
     given = settings(args, rest)
     now = [renamed(text, given) for text in given]
@@ -166,8 +166,8 @@ def _plot(results: Sequence[Result], directory: Path, suffix: str, silent: bool)
 
 
 def _show(results: Sequence[Result]) -> None:
-    from moe_ckpt.cli.output import print_table
     from moe_ckpt.cli.sim_table import one_facts, one_table, sweep_table
+    from moe_ckpt.tables import print_table
 
     if len(results) > 1 or results[0].combination.varied:
         print_table(*sweep_table(results))
@@ -179,8 +179,8 @@ def _show(results: Sequence[Result]) -> None:
 
 def _warn(results: Sequence[Result]) -> None:
     """Verdicts, in red where colours go."""
-    from moe_ckpt.cli.output import rich_console
     from moe_ckpt.cli.sim_table import verdicts
+    from moe_ckpt.tables import rich_console
 
     console = rich_console(stderr=True)
     for verdict in verdicts(results):
@@ -193,7 +193,7 @@ def _warn(results: Sequence[Result]) -> None:
 @contextmanager
 def _progress(silent: bool) -> Iterator[Callable[[float, int], None]]:
     """A bar on stderr over all runs and within them; silent when stderr is no terminal."""
-    from moe_ckpt.cli.output import rich_console
+    from moe_ckpt.tables import rich_console
 
     console = rich_console(stderr=True) if sys.stderr.isatty() and not silent else None
     if console is None:
@@ -209,7 +209,7 @@ def _progress(silent: bool) -> Iterator[Callable[[float, int], None]]:
 
 
 def _list(group: str, directory: Path | None) -> None:
-    from moe_ckpt.cli.sweeps import choices
+    from moe_ckpt.conf.sweeps import choices
 
     found = choices(directory)
     if not group:

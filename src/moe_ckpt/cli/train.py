@@ -104,7 +104,7 @@ def moved_key(overrides: Sequence[str], directory: Path) -> str:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    from moe_ckpt.cli.overrides import nearest_key
+    from moe_ckpt.conf.overrides import nearest_key
 
     settings = [word for word in overrides if "=" in word and not word.startswith("-")]
     choices = [word for word in settings if "." not in word.partition("=")[0]]

@@ -136,8 +136,8 @@ def _most(report: WindowReport) -> int:
 
 
 def _show(directory: str, context: PolicyContext, report: WindowReport, explain: bool) -> None:
-    from moe_ckpt.cli.output import print_table, wrapped
     from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.tables import print_table, wrapped
 
     catalog, ranks = context.catalog, f"{report.ranks} rank{'s' * (report.ranks > 1)}"
     others = f"{len(catalog.always_saved)} other operators; dealt over {ranks}"
@@ -158,8 +158,8 @@ def _show(directory: str, context: PolicyContext, report: WindowReport, explain:
 
 def _show_choice(report: WindowReport) -> None:
     """The heaviest slot for windows of other lengths: why W is what it is."""
-    from moe_ckpt.cli.output import print_table
     from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.tables import print_table
 
     limit = report.limit_bytes
     rows = []
@@ -172,7 +172,7 @@ def _show_choice(report: WindowReport) -> None:
 
 
 def _show_anchors(report: WindowReport) -> None:
-    from moe_ckpt.cli.output import wrapped
+    from moe_ckpt.tables import wrapped
 
     for number, slot in enumerate(report.slots):
         names = ", ".join(slot.anchors[:_NAMES_SHOWN])

@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_ckpt import conf
-from moe_ckpt.cli.overrides import Tree, no_such_key, require_choice, require_known_places, without_null
-from moe_ckpt.cli.scenarios import CONFIG_DIR
+from moe_ckpt.conf.overrides import Tree, no_such_key, require_choice, require_known_places, without_null
+from moe_ckpt.conf.scenarios import CONFIG_DIR
 from moe_ckpt.errors import ConfigError
 
 PRIMARY = "simulate"

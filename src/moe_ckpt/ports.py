@@ -276,9 +276,10 @@ class Communicator(Protocol):
         ...
 
     def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Send uint8 tensors to ranks, and fill others with what ranks send, in order. On the training thread, by all.
+        """Send uint8 tensors to ranks, and fill others with what ranks send, in order. On the training thread.
 
-        What rank r gives to rank s must have the sizes that s expects of r.
+        By those that send or receive something; others may. What rank r gives to rank s must have the sizes that s
+        expects of r, and each rank must take part in what concerns it in the same order.
         """
         ...
 

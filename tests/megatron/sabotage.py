@@ -13,7 +13,7 @@ import torch
 from moe_ckpt.megatron import checkpoint, host, hyperparameters, trainer_state
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
-from moe_ckpt.recovery import replay, restore, sources
+from moe_ckpt.recovery import replay, shared_reading, sources
 
 
 def tracker_not_restored() -> None:
@@ -43,12 +43,12 @@ def router_not_loaded() -> None:
 
 
 def _load_only(wanted: Callable[[str], bool]) -> None:
-    copy = restore.copy_slices
+    load = shared_reading.load_slices
 
-    def some(reader: Any, stored_of: Mapping[str, Any], tensors: Any) -> None:
-        copy(reader, {key: stored for key, stored in stored_of.items() if wanted(key)}, tensors)
+    def some(reader: Any, stored_of: Mapping[str, Any], tensors: Any, shared: Any = None) -> None:
+        load(reader, {key: stored for key, stored in stored_of.items() if wanted(key)}, tensors, shared)
 
-    restore.copy_slices = replay.copy_slices = sources.copy_slices = some
+    replay.load_slices = sources.load_slices = some
 
 
 def experts_swapped() -> None:
@@ -71,24 +71,17 @@ def experts_swapped() -> None:
 
 def advance_skipped() -> None:
     """What the window holds of its second step does not replace what the optimizer made of it."""
-    copy = replay.Replay._copy
-
-    def some(self: replay.Replay, step: int) -> None:
-        if step != self.steps[1]:
-            copy(self, step)
-
-    replay.Replay._copy = some
+    _load_steps(lambda window, step: step != window.steps[1])
 
 
 def replay_one_step_late() -> None:
     """Training goes on at the window's first step, but what it holds of later ones is never loaded."""
-    copy = replay.Replay._copy
+    _load_steps(lambda window, step: step == window.steps[0])
 
-    def first(self: replay.Replay, step: int) -> None:
-        if step == self.steps[0]:
-            copy(self, step)
 
-    replay.Replay._copy = first
+def _load_steps(wanted: Callable[[replay.Replay, int], bool]) -> None:
+    stored = replay.Replay._stored
+    replay.Replay._stored = lambda self, step: stored(self, step) if wanted(self, step) else {}
 
 
 def step_count_not_loaded() -> None:

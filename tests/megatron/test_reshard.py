@@ -116,6 +116,21 @@ def test_other_layouts_of_two_ranks(tmp_path):
     check_moves(tmp_path, 2, start, layouts)
 
 
+@pytest.mark.parametrize(
+    "sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "distributed optimizer"]
+)
+def test_data_parallel_peers_read_once_what_they_hold_alike(tmp_path, sharded):
+    setup = _with_batches(replace(BASE, ep=2, dist_opt=sharded), 4)
+    views = travel(tmp_path, 4, Stop(setup, steps=2), Stop(setup))
+    require_alike(views[0][1]["came"], views[0][0]["left"], but=("tokens", "ages"))
+    require_verified([view[1] for view in views])
+    manifest = manifest_of(tmp_path / "store", 2)
+    reader = StoreReader(open_storage(str(tmp_path / "store")))
+    read = [view[1]["reads"]["nbytes"] for view in views]
+    assert sum(read) == sum(stored.nbytes for stored in reader.index(reader.manifest(manifest.directory)).live)
+    assert max(read) < 1.5 * min(read)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused(tmp_path):
     """With the names of both culprits, and with nothing in memory changed."""

@@ -6,7 +6,10 @@ talk through ``ThreadRanks``; the storage is a real directory.
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -211,6 +214,7 @@ class ThreadRanks:
         self.world_size = world_size
         self.on_agree = on_agree
         self.training, self.persist = _Meeting(world_size), _Meeting(world_size)
+        self.sent = {pair: queue.SimpleQueue() for pair in itertools.product(range(world_size), repeat=2)}
 
     def comm(self, rank: int) -> ThreadCommunicator:
         return ThreadCommunicator(self, rank)
@@ -251,9 +255,22 @@ class ThreadCommunicator:
         return self._ranks.training.exchange(self.rank, payload)
 
     def swap(self, given, expected):
-        for rank, group in enumerate(self._ranks.training.exchange(self.rank, given)):
-            for into, tensor in zip(expected.get(rank, ()), group.get(self.rank, ()), strict=True):
-                into.copy_(tensor)
+        for rank, group in given.items():
+            if group:
+                self._ranks.sent[self.rank, rank].put([tensor.clone() for tensor in group])
+        for rank, group in expected.items():
+            if group:
+                for into, tensor in zip(group, self._received(rank), strict=True):
+                    into.copy_(tensor)
+
+    def _received(self, source):
+        until = time.monotonic() + PATIENCE_SECS
+        while True:
+            try:
+                return self._ranks.sent[source, self.rank].get(timeout=0.05)
+            except queue.Empty:
+                if self._ranks.training.barrier.broken or time.monotonic() > until:
+                    raise RuntimeError(f"rank {source} sends nothing") from None
 
     def start_agreement(self, summed, largest):
         agreed = Future()

@@ -28,7 +28,7 @@ from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.recovery.slot_storage import Span
 from moe_ckpt.recovery.sources import Source, StorageSource, WindowSource, opened_inventories
-from moe_ckpt.recovery.together import NotUsableError, together, together_or_any
+from moe_ckpt.recovery.together import NotUsableError, together, together_and_most
 
 if TYPE_CHECKING:
     from moe_ckpt.recovery.localized import LocalPart
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("moe_ckpt")
 
 _TIERS = {Tier.HOST: "memory", Tier.PEER: "peers", Tier.STORAGE: "storage"}
+
+_OF_OTHERS, _OF_STORAGE = 1, 2
+"""What a rank asks for of a checkpoint in memory: bytes of other nodes; bytes of storage, which may be shared."""
 
 _NOBODY = (
     "{} in memory is a step of a gradient log, whose updates cannot be repeated here. Remove it with moe-ckpt memory "
@@ -103,6 +106,14 @@ class Restored:
         return {"tokens_from_host": self.tokens_from_host, **beneath}
 
 
+class _Verified(NamedTuple):
+    """A checkpoint in memory that may be loaded: what was restored then, where it is read, what comes from where."""
+
+    restored: Restored
+    source: StorageSource
+    plan: RecoveryPlan
+
+
 class _Proven(NamedTuple):
     """A checkpoint in memory that has every element once.
 
@@ -116,7 +127,7 @@ class _Proven(NamedTuple):
     opened: OpenedMemory
     spans: tuple[Span, ...]
     kept: Kept
-    found: tuple[Restored, StorageSource, RecoveryPlan] | None
+    found: _Verified | None
 
 
 @dataclass(frozen=True)
@@ -173,6 +184,8 @@ class Recovery:
         if comm.rank == 0:
             say_plan(plan, from_directory=True)
         kept, stored = plan.from_source(inventories[0]), plan.from_source(inventories[-1])
+        if stored:
+            storage.share(comm, stored, state)
         together(comm, lambda: storage.verify(stored, state))
         if memory is None or not kept:
             together(comm, lambda: storage.prepare_and_write(stored, state))
@@ -194,14 +207,16 @@ class Recovery:
         Ranks wait for one another as seldom as can be, which is what a return from a rank's own memory takes.
         """
         comm, state, make = self.comm, self.state, opener()
-        (opened, spans, kept, found), asked = together_or_any(comm, lambda: self._proven(make()))
+        (opened, spans, kept, found), asked = together_and_most(comm, lambda: self._proven(make()))
         if opened.logged and opened.manifest.world_size != comm.world_size:
             return self._return_by_dense(opened)
         received = opened.slots.fetch(spans) if asked else 0
         if opened.logged:
             return self._return_along_log(opened, received, kept)
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
-        if asked:
+        if asked == _OF_STORAGE:
+            found = self._verified_together(opened, found)
+        elif asked:
             found = together(comm, lambda: found or self._verified(opened))
         if found is None:
             raise RuntimeError(f"nobody has verified {opened.manifest.directory}")
@@ -213,14 +228,31 @@ class Recovery:
         tokens = opened.tokens_from_memory(operators)
         return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath, plan=plan)
 
-    def _verified(self, opened: OpenedMemory) -> tuple[Restored, StorageSource, RecoveryPlan]:
+    def _verified(self, opened: OpenedMemory) -> _Verified:
         """What this rank reads of a checkpoint is as it was written. Changes nothing."""
+        found = self._planned(opened)
+        found.source.verify(tuple(opened.manifest.operators), self.state)
+        return found
+
+    def _verified_together(self, opened: OpenedMemory, found: _Verified | None) -> _Verified:
+        """The same, where ranks divide what they read of storage. A collective.
+
+        Args:
+            opened: The checkpoint.
+            found: What this rank, which reads only what it has, has verified.
+        """
+        planned = together(self.comm, lambda: found or self._planned(opened))
+        operators, files = tuple(opened.manifest.operators), opened.slots.files
+        planned.source.share(self.comm, operators, self.state, lambda path: path not in files)
+        together(self.comm, lambda: None if found else planned.source.verify(operators, self.state))
+        return planned
+
+    def _planned(self, opened: OpenedMemory) -> _Verified:
+        """Opens a checkpoint. Changes nothing, and reads no slice."""
         manifest = opened.manifest
         operators, first = tuple(manifest.operators), manifest.window[0].step if manifest.window else None
         plan = plan_recovery(manifest.directory, manifest.step, operators, opened_inventories(opened), first=first)
-        restored, source = opening(self, opened.reader, manifest)
-        source.verify(operators, self.state)
-        return restored, source, plan
+        return _Verified(*opening(self, opened.reader, manifest), plan)
 
     def _return_along_log(self, opened: OpenedMemory, received: int, kept: Kept) -> Restored:
         """The same of a step of a gradient log: anchors, and the updates since, made once more; or what survivors kept.
@@ -279,16 +311,18 @@ class Recovery:
             raise ConfigError(_NOBODY.format(opened.manifest.directory))
         return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense))
 
-    def _proven(self, opened: OpenedMemory) -> tuple[_Proven, bool]:
-        """What was opened; whether this rank reads something of it that only other nodes have.
+    def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
+        """What was opened; and if this rank does not have all that it reads of it, ``_OF_OTHERS`` or ``_OF_STORAGE``.
 
-        If it does not, it goes on and verifies what it reads: no answer of other ranks is needed for that.
+        If it has all, it goes on and verifies what it reads: no answer of other ranks is needed for that.
         """
         opened.reader.prove(opened.manifest)
         foreign = opened.logged and opened.manifest.world_size != self.comm.world_size
         kept = NOTHING if foreign else kept_here(opened, self.state, self.replayer)
         spans = () if foreign else tuple(self.spans(opened, kept))
-        asks = opened.slots.needs_others(spans)
+        asks = _OF_OTHERS if opened.slots.needs_others(spans) else 0
+        if self.comm.world_size > 1 and opened.slots.needs_storage(spans):
+            asks = _OF_STORAGE
         return _Proven(opened, spans, kept, None if asks or opened.logged else self._verified(opened)), asks
 
     def spans(self, opened: OpenedMemory, kept: Kept = NOTHING) -> Iterator[Span]:

@@ -9,16 +9,16 @@ bit. Updates of operators that are not anchored yet are meaningless, and are ove
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest, state_path
-from moe_ckpt.ports import TensorMeta, TrainingState
-from moe_ckpt.recovery.index import TensorIndex, split_key
+from moe_ckpt.ports import StateTensor, TensorMeta, TrainingState
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, split_key
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.restore import copy_slices
+from moe_ckpt.recovery.shared_reading import SharedReading, load_slices
 
 _MODEL = "model/"
 
@@ -30,6 +30,7 @@ class Replay:
     Attributes:
         steps: Of the window.
         loaded: How many of them are loaded.
+        shared: What this rank and others read together of storage; None if nothing.
     """
 
     reader: StoreReader
@@ -38,6 +39,7 @@ class Replay:
     state: TrainingState
     rank: int
     loaded: int = 0
+    shared: SharedReading | None = None
     steps: tuple[int, ...] = field(init=False)
     _loaded_versions: list[tuple[int, int]] = field(default_factory=list)
 
@@ -52,21 +54,37 @@ class Replay:
     def advance(self, step: int) -> None:
         """Loads what the window has of ``step``, which was computed again. Called before anything reads weights.
 
+        A collective if reading is shared.
+
         Raises:
             ReplayDivergedError: It is not the step that comes next.
             DamagedError: The window was damaged since the replay began.
+            StoreError: The same on another rank.
         """
         expected = self.steps[self.loaded]
         if step != expected:
             raise ReplayDivergedError(expected, f"the next optimizer step was step {step}")
-        self.state.prepare(self._optimizer_tensors(step))
-        self._copy(step)
+        if self.shared is None:
+            self.load(step)
+        else:
+            self.shared.agreed(self.manifest.directory, lambda: self.load(step))
+
+    def load(self, step: int) -> None:
+        """The same of the step that comes next; other ranks do not learn of an error."""
+
+        def prepared() -> Sequence[StateTensor]:
+            self.state.prepare(self._optimizer_tensors(step))
+            return self.state.tensors()
+
+        load_slices(self.reader, self._stored(step), prepared, self.shared)
+        self._loaded_versions = self._versions()
         self.loaded += 1
 
     def repeat(self) -> None:
         """Loads the newest step once more, if tensors changed in place since: batch-end hooks may change weights."""
         if self._versions() != self._loaded_versions:
-            self._copy(self.steps[self.loaded - 1])
+            load_slices(self.reader, self._stored(self.steps[self.loaded - 1]), self.state.tensors)
+            self._loaded_versions = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
         """Returns address and torch's version counter of every tensor of the state."""
@@ -105,13 +123,12 @@ class Replay:
         optimizer = (key for key in self.index.tensors if not key.startswith(_MODEL))
         return {key: self.index.meta(key) for key in optimizer if split_key(key).fqn in known}
 
-    def _copy(self, step: int) -> None:
-        anchored = {
-            key: those
-            for key, group in self.index.tensors.items()
-            if (those := tuple(stored for stored in group if stored.file.step == step))
-        }
-        tensors = self.state.tensors()
-        copy_slices(self.reader, anchored, tensors)
-        copy_slices(self.reader, self.index.replay.get(step, {}), tensors)
-        self._loaded_versions = self._versions()
+    def _stored(self, step: int) -> dict[str, list[StoredSlice]]:
+        """Returns what the window has of a step, by key: what is anchored there, and compute weights of the rest."""
+        found: dict[str, list[StoredSlice]] = {}
+        for key, group in self.index.tensors.items():
+            if anchored := [stored for stored in group if stored.file.step == step]:
+                found[key] = anchored
+        for key, later in self.index.replay.get(step, {}).items():
+            found[key] = [*found.get(key, ()), *later]
+        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,17 @@ from moe_ckpt.recovery.slices import block, find_damage
 
 StoredByKey = Mapping[str, Sequence[StoredSlice]]
 """Tensor key -> its stored slices."""
+Targets = dict[StoredSlice, list[tuple[StateTensor, Box]]]
+"""Slice -> (live tensor, block of the whole that it takes of the slice)."""
 _MODEL = "model/"
+
+
+class Divided(Protocol):
+    """Reading that several ranks divide (``recovery.shared_reading``)."""
+
+    def is_read_here(self, stored: StoredSlice) -> bool:
+        """Whether it is this rank that reads and verifies a slice that it needs."""
+        ...
 
 
 def restore(
@@ -139,30 +149,50 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
             yield from group
 
 
-def verify_needed(reader: StoreReader, stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> None:
+def verify_needed(
+    reader: StoreReader,
+    stored_of: StoredByKey,
+    parameters: Sequence[StateTensor],
+    shared: Divided | None = None,
+) -> None:
     """Raises ``DamagedError`` if a slice of ``stored_of`` that this rank will read is damaged.
 
     Args:
         parameters: The model's, as they are sharded now.
+        shared: Which slices other ranks verify; None: none.
     """
-    for stored, error in find_damage(reader.storage, reader.unverified(needed_slices(stored_of, parameters))):
+    needed = needed_slices(stored_of, parameters)
+    if shared is not None:
+        needed = filter(shared.is_read_here, needed)
+    for stored, error in find_damage(reader.storage, reader.unverified(needed)):
         if error is not None:
             raise error
         reader.note_verified(stored)
 
 
-@torch.no_grad()
 def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> None:
     """Writes this rank's part of the stored slices into the live tensors."""
-    targets: dict[StoredSlice, list[tuple[StateTensor, Box]]] = {}
+    targets = targets_of(stored_of, tensors)
+    for stored, values in reader.read_many(targets):
+        write_slice(stored, values, targets[stored])
+
+
+def targets_of(stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> Targets:
+    """Returns slice -> (live tensor, block of the whole that it takes of the slice), of those that this rank needs."""
+    targets: Targets = {}
     for tensor in tensors:
         for stored, common in overlapping(stored_of.get(tensor.key, ()), box_of(tensor)):
             if prod(common.shape):
                 targets.setdefault(stored, []).append((tensor, common))
-    for stored, values in reader.read_many(targets):
-        for tensor, common in targets[stored]:
-            source = block(values, stored.entry.offsets, common)
-            block(tensor.local.detach(), tensor.offsets, common).copy_(source)
+    return targets
+
+
+@torch.no_grad()
+def write_slice(stored: StoredSlice, values: torch.Tensor, targets: Iterable[tuple[StateTensor, Box]]) -> None:
+    """Writes a slice, whose values are verified, into live tensors."""
+    for tensor, common in targets:
+        source = block(values, stored.entry.offsets, common)
+        block(tensor.local.detach(), tensor.offsets, common).copy_(source)
 
 
 def box_of(tensor: StateTensor) -> Box:

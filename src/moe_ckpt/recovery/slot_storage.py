@@ -148,6 +148,10 @@ class SlotStorage(ReadOnly):
         """Whether something of it lies on other nodes only, so that all ranks must ``fetch``."""
         return any(True for _ in self._far(wanted))
 
+    def needs_storage(self, wanted: Iterable[Span]) -> bool:
+        """Whether something of it lies on storage only."""
+        return any(path not in self.files for path, _, _ in wanted)
+
     def fetch(self, wanted: Iterable[Span]) -> int:
         """Receive what lies on other nodes: once for each node, whose ranks then share it. A collective.
 

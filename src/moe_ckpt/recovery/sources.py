@@ -5,7 +5,7 @@ Each gives its inventory, ``core.recovery_plan`` decides, and every rank verifie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,12 +13,13 @@ import numpy as np
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.recovery_plan import ABSENT, Inventory
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.ports import TrainingState
+from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
-from moe_ckpt.recovery.restore import copy_slices, parameters_of, prepare, verify_needed
+from moe_ckpt.recovery.restore import needed_slices, parameters_of, prepare, verify_needed
+from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
 
 
 class Source(Protocol):
@@ -38,11 +39,16 @@ class Source(Protocol):
 
 
 class StorageSource:
-    """A dense checkpoint on storage."""
+    """A dense checkpoint on storage.
+
+    Attributes:
+        shared: What this rank and others read together; None until ``share``, and if there is nothing.
+    """
 
     def __init__(self, reader: StoreReader, manifest: Manifest) -> None:
         self._reader = reader
         self._manifest = manifest
+        self.shared: SharedReading | None = None
 
     @property
     def _index(self) -> TensorIndex:
@@ -58,23 +64,57 @@ class StorageSource:
         sizes = np.array(list(nbytes.values()), dtype=np.int64)
         return Inventory(Tier.STORAGE, self._manifest.directory, np.array(steps, dtype=np.int64), sizes)
 
+    def share(
+        self,
+        comm: Communicator,
+        operators: Collection[str],
+        state: TrainingState,
+        is_stored: Callable[[str], bool] = lambda path: True,
+    ) -> None:
+        """Divides among the ranks the reading of what several of them need. A collective, before ``verify``.
+
+        Args:
+            comm: The ranks.
+            operators: That will be loaded; the same on every rank.
+            state: Of this rank.
+            is_stored: Whether the file at a path lies on storage; the same on every rank.
+        """
+        kinds = self._kinds(operators)
+        every = {each for kind in kinds for group in kind.values() for each in group if is_stored(each.path)}
+        slices = sorted(every, key=lambda each: (each.path, each.offset))
+
+        def needed() -> set[StoredSlice]:
+            parameters = parameters_of(state)
+            return {stored for kind in kinds for stored in needed_slices(kind, parameters)}
+
+        self.shared = divide(comm, slices, needed)
+
     def verify(self, operators: Collection[str], state: TrainingState) -> None:
-        """Raises ``DamagedError`` if what this rank needs of these operators is damaged."""
-        verify_needed(self._reader, self._of(operators), parameters_of(state))
+        """Raises ``DamagedError`` if what this rank reads of these operators is damaged."""
+        for kind in self._kinds(operators):
+            verify_needed(self._reader, kind, parameters_of(state), self.shared)
 
     def prepare(self, state: TrainingState) -> None:
         """Creates the optimizer state that the checkpoint has, before any source writes."""
         prepare(self._manifest, self._index, state)
 
     def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
-        """See ``Source``. Raises ``DamagedError`` for damage since ``verify``."""
-        copy_slices(self._reader, self._of(operators), state.tensors())
+        """See ``Source``. Raises ``DamagedError`` for damage since ``verify``. A collective if reading is shared."""
+        load_slices(self._reader, self._of(operators), state.tensors, self.shared)
         return ()
 
     def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
-        """Does both at once if no other source writes in between."""
-        self.prepare(state)
-        self.write(operators, state)
+        """Does both at once if no other source writes in between. A collective if reading is shared."""
+
+        def prepared() -> Sequence[StateTensor]:
+            self.prepare(state)
+            return state.tensors()
+
+        load_slices(self._reader, self._of(operators), prepared, self.shared)
+
+    def _kinds(self, operators: Collection[str]) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
+        """Returns, each by key, what is loaded of these operators."""
+        return (self._of(operators),)
 
     def _of(self, operators: Collection[str]) -> Mapping[str, Sequence[StoredSlice]]:
         """Returns the slices of these operators."""
@@ -93,18 +133,22 @@ class WindowSource(StorageSource):
         super().__init__(reader, manifest)
         self._replay = replay
 
-    def verify(self, operators: Collection[str], state: TrainingState) -> None:
-        """Verifies all that the replay will read, so that it cannot fail half way."""
-        index = self._index
-        for stored_of in (index.tensors, *index.replay.values()):
-            verify_needed(self._reader, stored_of, parameters_of(state))
+    def _kinds(self, operators: Collection[str]) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
+        """Returns all that the replay will read, so that it cannot fail half way."""
+        return (self._index.tensors, *self._index.replay.values())
 
     def prepare(self, state: TrainingState) -> None:
         """Does nothing: the replay creates optimizer state step by step."""
 
     def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
-        self._replay.advance(self._replay.steps[0])
+        """See ``Source``: the window's first step. A collective if reading is shared."""
+        self._replay.shared = self.shared
+        self._replay.load(self._replay.steps[0])
         return ()
+
+    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
+        """Does the same."""
+        self.write(operators, state)
 
 
 def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:

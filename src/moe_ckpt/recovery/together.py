@@ -13,6 +13,7 @@ from moe_ckpt.errors import (
     DamagedError,
     MoECheckpointError,
     OtherLayoutError,
+    PeerLostError,
     StoreError,
     StoreForbiddenError,
 )
@@ -82,21 +83,26 @@ class Answer(Generic[T]):
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
-    """Returns what ``action`` gives, if it succeeds on every rank. A collective; ``action`` must be none.
+    """Returns what ``action`` gives, if it succeeds on every rank. A collective.
+
+    ``action`` must be none, unless it is one that each rank completes before it raises.
 
     Raises:
         NotUsableError: On every rank, if it failed on any.
+        PeerLostError: A peer is gone.
     """
-    return together_or_any(comm, lambda: (action(), False))[0]
+    return together_and_most(comm, lambda: (action(), 0))[0]
 
 
-def together_or_any(comm: Communicator, action: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
-    """Returns the first thing that ``action`` gives, as ``together``, and whether the second is true on any rank."""
+def together_and_most(comm: Communicator, action: Callable[[], tuple[T, int]]) -> tuple[T, int]:
+    """Returns the first thing that ``action`` gives, as ``together``, and the largest second thing of any rank."""
     result: T | None = None
-    asks = False
+    asks = 0
     problem: Exception | None = None
     try:
         result, asks = action()
+    except PeerLostError:  # others may still wait in the same action, so that nothing can be agreed on
+        raise
     except Exception as error:  # raised again once the other ranks know
         problem = error
     kind = _kind(problem)
@@ -105,7 +111,7 @@ def together_or_any(comm: Communicator, action: Callable[[], tuple[T, bool]]) ->
     worst, order = divmod(place, comm.world_size)
     if worst:
         raise NotUsableError(worst, comm.world_size - 1 - order, problem)
-    return result, bool(asked)  # type: ignore[return-value]  # no problem, so there is a result
+    return result, asked  # type: ignore[return-value]  # no problem, so there is a result
 
 
 def _kind(problem: Exception | None) -> int:

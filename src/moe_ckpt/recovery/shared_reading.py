@@ -1,0 +1,273 @@
+"""Ranks that need the same slices of storage divide the reading, and hand over what they have read.
+
+Each slice is read, and verified, by one of the ranks that need it: first by itself, before training state is touched,
+and then once more, when its bytes also go to the others. These compare its checksum before they use it. What does not
+arrive as it was written they read from storage. Storage thus gives all ranks together what it would give to one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import NoReturn
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_ckpt.core.shared_reading import Chunk, Flags, Paths, anything_shared, groups_of, readers_of, rounds_of
+from moe_ckpt.engine.host_tier import as_values, checksum
+from moe_ckpt.memory.directory import boot_id
+from moe_ckpt.ports import Communicator, StateTensor
+from moe_ckpt.recovery.index import StoredSlice
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
+from moe_ckpt.recovery.slices import RUN_NBYTES
+from moe_ckpt.recovery.together import NotUsableError, leave_together, together
+
+log = logging.getLogger("moe_ckpt")
+
+_ALIGNED = 64
+"""Slices begin at multiples of it in what is handed over, so that every dtype can be viewed there."""
+_NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)
+"""End of a chunk whose reader failed. Only this word says so: all else is judged by the checksums of the slices."""
+
+Tensors = Callable[[], Sequence[StateTensor]]
+
+
+def this_machine() -> str:
+    """Names the machine, on which bytes go from memory to memory."""
+    return boot_id() or socket.gethostname()
+
+
+def divide(
+    comm: Communicator,
+    slices: Sequence[StoredSlice],
+    needed: Callable[[], Collection[StoredSlice]],
+    node: str | None = None,
+) -> SharedReading | None:
+    """Agree on who reads what. A collective.
+
+    Args:
+        comm: The ranks.
+        slices: Of the checkpoint on storage, in the same order on every rank.
+        needed: Those that this rank will read, and maybe others. If it raises, all ranks read by themselves.
+        node: This rank's; None for the machine.
+
+    Returns:
+        None, on every rank, if no two ranks need the same slice, or it is not known what some need.
+
+    Raises:
+        PeerLostError: A peer is gone.
+    """
+    if comm.world_size == 1:
+        return None
+    try:
+        mine = frozenset(needed())
+        flags = np.fromiter((each in mine and each.nbytes > 0 for each in slices), dtype=np.bool_, count=len(slices))
+        payload = _told(slices, flags, node or this_machine())
+    except Exception as error:  # whoever reads what is needed says it to all ranks
+        log.warning("rank %d cannot tell what it needs of storage: %s", comm.rank, error)
+        payload = b""
+    told = comm.everyone(payload)
+    if not all(told) or len({each[:8] for each in told}) > 1 or not slices:
+        return None
+    rows: dict[bytes, Flags] = {each[24:]: _flags(each[24:], len(slices)) for each in told}
+    needs = [rows[each[24:]] for each in told]
+    if not anything_shared(needs):
+        return None
+    nodes = [each[8:24].hex() for each in told]
+    groups = []
+    for ranks, numbers in groups_of(comm.rank, needs):
+        chosen = [slices[number] for number in numbers]
+        readers = readers_of([each.nbytes for each in chosen], ranks, RUN_NBYTES)
+        groups.append(_Group(dict(zip(chosen, readers, strict=True)), Paths(ranks, nodes)))
+    return SharedReading(comm, groups)
+
+
+def _told(slices: Sequence[StoredSlice], flags: Flags, node: str) -> bytes:
+    """8 bytes that differ if ranks have other lists of slices, 16 of the node, and what is needed."""
+    listed = xxhash.xxh3_64()
+    for each in slices:
+        listed.update(f"{each.path} {each.offset} {each.entry.checksum}\n".encode())
+    return listed.digest() + xxhash.xxh3_128_digest(node.encode()) + zlib.compress(np.packbits(flags).tobytes(), 1)
+
+
+def _flags(packed: bytes, count: int) -> Flags:
+    return np.unpackbits(np.frombuffer(zlib.decompress(packed), dtype=np.uint8), count=count).astype(np.bool_)
+
+
+def load_slices(
+    reader: StoreReader, stored_of: StoredByKey, tensors: Tensors, shared: SharedReading | None = None
+) -> None:
+    """As ``SharedReading.load``; as ``copy_slices`` without."""
+    if shared is None:
+        copy_slices(reader, stored_of, tensors())
+    else:
+        shared.load(reader, stored_of, tensors)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """readers: Of each slice, in order. paths: How they get to the others."""
+
+    readers: Mapping[StoredSlice, int]
+    paths: Paths
+
+
+class SharedReading:
+    """Slices that this rank and others need, each with its reader.
+
+    Args:
+        comm: The ranks.
+        groups: That this rank is in, in the same order on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, groups: Sequence[_Group]) -> None:
+        self._comm, self._groups = comm, groups
+        self._reader_of = {stored: reader for group in groups for stored, reader in group.readers.items()}
+
+    def is_read_here(self, stored: StoredSlice) -> bool:
+        """Whether it is this rank that reads and verifies a slice that it needs."""
+        return self._reader_of.get(stored, self._comm.rank) == self._comm.rank
+
+    def agreed(self, directory: str, action: Callable[[], None]) -> None:
+        """Does what every rank does, which may load; if it fails on one, all raise. A collective.
+
+        Args:
+            directory: Of the checkpoint, for messages.
+            action: What.
+        """
+        try:
+            together(self._comm, action)
+        except NotUsableError as error:
+            leave_together(self._comm, error, directory)
+
+    def load(self, reader: StoreReader, stored_of: StoredByKey, tensors: Tensors) -> None:
+        """Write this rank's part of the slices into the live tensors. A collective, which is completed in any case.
+
+        Args:
+            reader: Of the store.
+            stored_of: Of the slices that all ranks load now, those of every rank.
+            tensors: Gives the live tensors; may create optimizer state first.
+
+        Raises:
+            DamagedError: A slice is damaged; or the rank that was to read it, which raises why, could not.
+            Exception: Whatever else failed on this rank.
+            PeerLostError: A peer is gone.
+        """
+        handing = _Handing(self._comm, reader)
+        handing.attempt(lambda: handing.targets.update(targets_of(stored_of, tensors())))
+        chosen = frozenset(stored for group in stored_of.values() for stored in group)
+        for group in self._groups:
+            handing.hand_over(group, [stored for stored in group.readers if stored in chosen])
+        if handing.problem is not None:
+            raise handing.problem
+        for stored, values in reader.read_many(handing.targets.keys() - handing.done):
+            write_slice(stored, values, handing.targets[stored])
+
+
+class _Handing:
+    """One load of this rank.
+
+    Attributes:
+        targets: Where each slice goes that this rank needs.
+        problem: The first thing that went wrong. What this rank was to read since is said to be unread.
+        done: Slices that were written, and need not be read by this rank.
+    """
+
+    def __init__(self, comm: Communicator, reader: StoreReader) -> None:
+        self.targets: Targets = {}
+        self.problem: Exception | None = None
+        self.done: set[StoredSlice] = set()
+        self._comm, self._reader = comm, reader
+
+    def attempt(self, action: Callable[[], object]) -> bool:
+        """Whether an action succeeds. None is tried after one that failed: the other ranks still wait for this one."""
+        try:
+            if self.problem is None:
+                action()
+        except Exception as error:  # raised when nobody waits any more
+            self.problem = error
+        return self.problem is None
+
+    def hand_over(self, group: _Group, slices: Sequence[StoredSlice]) -> None:
+        """Read this rank's part of some slices of a group, and get the others."""
+        sizes, readers = [each.nbytes for each in slices], [group.readers[each] for each in slices]
+        for chunks in rounds_of(sizes, readers, RUN_NBYTES):
+            parts = [_Part(chunk, slices[chunk.first : chunk.end]) for chunk in chunks]
+            for part in parts:
+                if part.chunk.reader == self._comm.rank:
+                    self._read(part)
+            self._exchange(group.paths, parts)
+            for part in parts:
+                self._take(part)
+
+    def _read(self, part: _Part) -> None:
+        def read() -> None:
+            for stored, values in self._reader.read_many(part.slices):
+                part.bytes_of(stored).copy_(values.reshape(-1).view(torch.uint8))
+
+        part.end.copy_(torch.zeros_like(_NOT_READ) if self.attempt(read) else _NOT_READ)
+
+    def _exchange(self, paths: Paths, parts: Sequence[_Part]) -> None:
+        """Every part goes from its reader to the other ranks."""
+        me = self._comm.rank
+        for by_readers in (True,) if paths.is_one_node else (True, False):
+            given: dict[int, list[torch.Tensor]] = {}
+            expected: dict[int, list[torch.Tensor]] = {}
+            for chunk, data in ((part.chunk, part.data) for part in parts):
+                if chunk.reader == me:
+                    targets = paths.from_reader(chunk) if by_readers else []
+                else:
+                    targets = [] if by_readers else paths.onward(chunk, me)
+                    source = paths.source(chunk, me)
+                    if (source == chunk.reader) == by_readers:
+                        expected.setdefault(source, []).append(data)
+                for target in targets:
+                    given.setdefault(target, []).append(data)
+            self._comm.swap(given, expected)
+
+    def _take(self, part: _Part) -> None:
+        """Write what has arrived as it was written. The rest is read from storage."""
+        if torch.equal(part.end, _NOT_READ):
+            self.attempt(partial(_raise, part.slices[0].damaged(f"rank {part.chunk.reader} could not read it")))
+            return
+        for stored in part.slices:
+            data = part.bytes_of(stored)
+            if part.chunk.reader != self._comm.rank and checksum(data) != stored.entry.checksum:
+                log.warning(
+                    "slice %s of %s did not arrive from rank %d as it was written; it is read from storage",
+                    *(stored.entry.name, stored.path, part.chunk.reader),
+                )
+                continue
+            self.attempt(partial(self._write, stored, data))
+            self.done.add(stored)
+
+    def _write(self, stored: StoredSlice, data: torch.Tensor) -> None:
+        write_slice(stored, as_values(stored.entry, data), self.targets.get(stored, ()))
+
+
+class _Part:
+    """The bytes of a chunk."""
+
+    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice]) -> None:
+        self.chunk, self.slices = chunk, slices
+        ends = list(accumulate(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in slices))
+        self._begins = dict(zip(slices, [0, *ends], strict=False))
+        self.data = torch.empty(ends[-1] + len(_NOT_READ), dtype=torch.uint8)
+        self.end = self.data[ends[-1] :]
+
+    def bytes_of(self, stored: StoredSlice) -> torch.Tensor:
+        """Where a slice lies in it."""
+        begin = self._begins[stored]
+        return self.data[begin : begin + stored.nbytes]
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

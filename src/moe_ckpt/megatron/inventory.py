@@ -168,7 +168,9 @@ class _Chunk:
         self._renamed = {
             name: _renumbered(name, module) for name, module in self._modules.items() if _is_numbered(name, module)
         }
-        self._moe: dict[str, Any] = {name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)}
+        self._moe: dict[str, Any] = {
+            name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)
+        }
         self.layers = {name: self._describe(name, module) for name, module in self._moe.items()}
         self._require_own_experts()
 

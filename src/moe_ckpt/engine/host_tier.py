@@ -263,7 +263,7 @@ def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
     """The tier for a new session on the store at ``root``: what an earlier one left here, or an empty one.
 
     What is left of another run that once used the same directory can never be used again, and is freed. What is
-    left of other stores is passed over: see ``leave`` and ``claimable_bytes``.
+    left of other stores is skipped: see ``leave`` and ``claimable_bytes``.
 
     Args:
         root: Of the store.

@@ -1,7 +1,7 @@
 """Snapshots of the newest step that ranks seal when training stops at a failure: pure.
 
 A rank that lives on when another one fails still holds the state of the newest step, whatever the policy saved of it.
-What it seals then has a number of its own among the snapshots of its life, by its step: ranks that stopped at different
+What it seals then has a separate number among the snapshots of its life, by its step: ranks that stopped at different
 steps never seem to have sealed one snapshot together. It counts as newer than all that were due.
 
 Data-parallel ranks hold the same experts. So a survivor also seals the experts that the next rank in its group writes:

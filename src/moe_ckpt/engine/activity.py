@@ -35,7 +35,7 @@ class RoutingActivity:
         """Adds one step.
 
         Args:
-            soft: Gate weights, where somebody goes by them.
+            soft: Gate weights, if a policy uses them.
         """
         self.newest = routed
         self._hard = self._hard + routed

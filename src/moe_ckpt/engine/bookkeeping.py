@@ -88,7 +88,7 @@ class Bookkeeper:
 
         Args:
             step_is_agreed: ``receive`` was called for the step, or there is nothing to agree on.
-                Else the tokens are there when the ranks have agreed on them; nobody need call ``receive`` for that.
+                Else the tokens are there when the ranks have agreed on them; ``receive`` need not be called for that.
         """
         tokens: Future[Counts] = Future()
         if step_is_agreed:

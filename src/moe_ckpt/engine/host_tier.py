@@ -317,7 +317,7 @@ def _left_by(root: str, run_id: str) -> list[_Registered]:
 
 
 def _forget(is_over: Callable[[_Registered], bool]) -> list[_Registered]:
-    """Let go of what tiers left that nobody will come back for. The caller has locked the registry."""
+    """Release what tiers left that no session will take over. The caller has locked the registry."""
     freed = [registered for registered in _registry if is_over(registered)]
     _registry[:] = [registered for registered in _registry if registered not in freed]
     for path in [path for registered in freed for path in registered.paths]:

@@ -19,7 +19,7 @@ class LeftSlots:
 
     Args:
         found: The slots, which this process owns now.
-        delete: Deletes slots, for which nobody waits, and empties the list (``MemoryFiles.remove``).
+        delete: Deletes slots in the background, and empties the list (``MemoryFiles.remove``).
         likely: Those of them that the run most likely goes on from, which are verified ahead of time.
 
     Attributes:

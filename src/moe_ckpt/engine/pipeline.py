@@ -3,7 +3,7 @@
 Where buffers outlive the process they are sealed in between, and not every snapshot goes on to storage.
 
 Three buffers go round: one is copied into or waits, one is written from, and the newest committed one is
-kept for recovery. None of them is written to before it has been given back, so that a snapshot for
+kept for recovery. None of them is written to before it was returned, so that a snapshot for
 which none is free is skipped or waited for, as configured; only the recovery buffer is given up before
 training has to do either.
 

@@ -182,7 +182,7 @@ class SnapshotResolver:
             log.warning("files of the failed checkpoint of step %d could not be removed, retrying: %s", step, error)
 
     def _delete_own(self, superseded: Superseded, step: int) -> None:
-        """This rank's files of what rank 0 has let go, which deletes its own itself. What is left is told again."""
+        """Deletes this rank's files that rank 0 has released; rank 0 deletes its own. The rest is reported again."""
         rank = self._comm.rank
         try:
             for directory, (whole, groups) in superseded.items() if rank else ():

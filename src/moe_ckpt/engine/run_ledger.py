@@ -206,7 +206,7 @@ class RunLedger:
         """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights.
 
         Args:
-            assigned: What the router assigned, where that is not the same; popularity goes by it.
+            assigned: What the router assigned, where that is not the same; popularity is computed from it.
         """
         self.tokens.apply(applied)
         self.activity.add(applied if assigned is None else assigned, soft)

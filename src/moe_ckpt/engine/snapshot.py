@@ -35,7 +35,7 @@ class Snapshot:
 
     Attributes:
         sequence: How many snapshots for storage this process began before it.
-        request: What was asked for.
+        request: What to save.
         plan: What this rank copies and writes for it.
         buffer: Host memory that the plan's parts lie in.
         copy: The copy under way.

@@ -46,7 +46,7 @@ class Snapshotter:
     """Makes requests from plans, hands them to the pipeline and records them. For the training thread only.
 
     Attributes:
-        booking: Keeps the books.
+        booking: Updates the ledger.
         live: The training state.
         planner: Asks the policy.
         backlog: Counts snapshots that were left out or waited for.
@@ -270,7 +270,7 @@ class Snapshotter:
     def _request(
         self, plan: SnapshotPlan, specs: Sequence[TensorSpec], *, step_is_agreed: bool, ways: _Ways
     ) -> tuple[SnapshotRequest, Pending]:
-        """What the plan, the tensors that exist and the books make of the next snapshot, and how it is booked."""
+        """The next snapshot from the plan, the existing tensors and the ledger, and its entry in the ledger."""
         run_ledger, generation = self.booking.run_ledger, self._resources.generation
         relaid = self.live.layout.update(specs)
         window = plan.window if plan.window is not None and plan.window.size > 1 else None

@@ -72,8 +72,8 @@ class Survived:
 class Patience:
     """How long updates wait for snapshots that are still being sealed: at most 5 % of an iteration each.
 
-    Where sealing takes longer than an iteration, no wait is long enough: after one in vain there is none until a
-    snapshot has been sealed in time by itself.
+    Where sealing takes longer than an iteration, no wait is long enough: after one that timed out there is none until a
+    snapshot has been sealed in time without it.
 
     Args:
         now: ``perf_counter``.

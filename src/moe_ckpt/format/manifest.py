@@ -354,7 +354,7 @@ def check_version(
 
 NOT_OF_MODEL = "is of no layer of the model, or beyond its experts"
 MOST_EXPERTS = 1 << 20
-"""Of all layers together. A file that claims more is damaged: nobody is to run out of memory over it."""
+"""Of all layers together. A file that claims more is damaged, and must not exhaust a reader's memory."""
 MOST_RANKS = 1 << 22
 MOST_UNIX_SECS = 1e11
 """The year 5138; clocks and calendars end soon after."""

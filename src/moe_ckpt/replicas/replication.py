@@ -1,7 +1,7 @@
 """Copies of sealed memory slots on peers: sent, verified and acknowledged while training goes on.
 
 A rank has one connection to each rank that holds its copies, and one from each whose copies it holds, each with a
-thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up nobody but the copies
+thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up only the copies
 that are meant for it; when the timeout has passed, it is given up for the rest of this life of the run.
 """
 
@@ -88,7 +88,7 @@ class _Copies:
 
 
 class _Sender:
-    """Sends this rank's copies to one peer, one after the other, on a thread of its own."""
+    """Sends this rank's copies to one peer, one after the other, on a separate thread."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class Replicator:
         return self.store.nbytes
 
     def _accept(self, listener: Listener, sources: Collection[int]) -> None:
-        """Until all sources are here: then nobody can connect any more."""
+        """Until all sources are connected: then no connection is accepted any more."""
         roster = self.roster
         awaited = {source: Link(roster.generation, source, roster.rank) for source in sources}
         try:

@@ -32,7 +32,7 @@ class Cluster:
         restart_secs: From there to ranks that can load a checkpoint; a spare has taken the place of the dead node by
             then.
         in_place_secs: The same where processes that live on train again without a new start (``moe_ckpt.inprocess``),
-            and a spare is there at once; None: every process is started anew.
+            and a spare is there at once; None: every process is started again.
         repair_secs: Until a dead node is a spare again; None for never.
         spare_nodes: At the start; None: there is always one, as the papers have it.
         nodes_per_domain: Neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie

@@ -143,7 +143,7 @@ class Weibull(Poisson):
         shape: Below 1 failures come in bursts, with long quiet times (0.7 to 0.8 in high-performance computing:
             Schroeder and Gibson, DSN 2006); 1 is Poisson, to the same draws; above 1 they come more evenly.
 
-    Each failure begins anew (a renewal process). The same seed scales with the MTBF as for ``Poisson``.
+    The process starts again at each failure (a renewal process). The same seed scales with the MTBF as for ``Poisson``.
     """
 
     shape: float = 0.75

@@ -21,8 +21,8 @@ class MovingRunLedger(RunLedger):
     Steps told together route alike, and time-decayed activity is taken at the limit to which that brings it.
 
     Args:
-        stores: Storage has books of its own; without, what is durable stands for it.
-        watched: The policy goes by these at each step, as a budget for lost tokens does.
+        stores: Storage has its own ledger; without, what is durable stands for it.
+        watched: The policy reads these at each step, as a budget for lost tokens does.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ the network. Which state that is depends on how the framework divides it:
     ZeRO-3, FSDP2                              nothing
 
 That a peer's process holds it is not enough, for after a failure all processes are gone: it must lie in that peer's
-memory, as of that step. A trainer goes by the tensors that it really has (``slices.mirroring``); this is for comparing
+memory, as of that step. A trainer uses the tensors that it really has (``slices.mirroring``); this is for comparing
 with what the paper prints.
 """
 

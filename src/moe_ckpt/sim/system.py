@@ -23,7 +23,7 @@ class System:
         durable: Where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
             process, or in that of ``replicas`` "peers" besides.
         storage_every_n_steps, storage_every_secs: Which of those in memory go on to storage, for when memory is lost
-            (``core.cadence``); both None: none, and training then begins anew.
+            (``core.cadence``); both None: none, and training then starts from scratch.
         when_busy, max_in_flight: As ``engine.settings.Settings``.
         rollback: Who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages
             keep what they sent each other, upstream logging, MoEvement, section 3.4).

@@ -281,7 +281,7 @@ def _entry(
 
 
 def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]) -> dict[str, list[Box]]:
-    """What all ranks together must write for ``operators``: the claim that the commit proves."""
+    """What the ranks together must write for ``operators``: the claim that the commit proves."""
     wanted: dict[str, list[Box]] = {}
     for tensor in specs:
         for operator, span in holders(catalog, tensor):

@@ -33,7 +33,7 @@ class Traffic(Protocol):
         """A message is sent. Returns whether it really is to be."""
 
     def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        """A message is awaited. Returns whether it was written into ``tensor``, so that nobody need send it."""
+        """A message is awaited. Returns whether it was written into ``tensor``, so that no rank need send it."""
 
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
         """A group is about to agree. Returns whether its ``results`` were written, so that it need not."""
@@ -67,7 +67,7 @@ _APART = {
     "all_reduce_coalesced": 2,
     "all_gather_coalesced": 2,
 }
-"""Collectives that do not, or that nobody logs."""
+"""Collectives that do not, or that are not logged."""
 
 
 class Interception:

@@ -60,7 +60,7 @@ class SnapshotPlan:
     Attributes:
         step: Optimizer steps done.
         items: What is saved.
-        wait: The engine finishes the checkpoint before training goes on (the synchronous baseline).
+        wait: The engine finishes the checkpoint before training continues (the synchronous baseline).
         k: Experts per layer that the policy sends to storage at present, where it counts them so (MoC).
         plt_budget: Portion of lost tokens that the policy keeps to, if it does.
         halt: Why training should end in good order after this step, if it should.

@@ -94,7 +94,7 @@ def place_replicas(
     Args:
         domains: Per rank its domains, from its node outwards; of several the first and the last count.
         replicas: Copies of each rank, not counting its own.
-        groups: Kinds of data parallelism, from the one whose ranks hold most alike: per rank the ranks of its group,
+        groups: Kinds of data parallelism, from the one whose ranks share most state: per rank the ranks of its group,
             itself included. Copies lie inside the first groups that have other nodes, and outside only when those
             have no more.
 

@@ -31,7 +31,7 @@ class OperatorBytes:
         full: Weights and optimizer state.
         compute: What the forward and backward pass reads of it.
         gradient: What the optimizer consumes in one update; None if not known (``consumed``).
-        weights: Of ``full``, the model's own weights, which the ranks of a distributed optimizer have alike. Masters
+        weights: Of ``full``, the model's own weights, which all ranks of a distributed optimizer hold. Masters
             beside them are none; 0 where they are not saved or not known.
     """
 

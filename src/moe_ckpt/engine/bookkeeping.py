@@ -153,7 +153,7 @@ class Bookkeeper:
             )
 
     def _resolve(self, consensus: StepConsensus, pipeline: Pipeline) -> None:
-        """Book the snapshots that ended on rank 0, alike on every rank."""
+        """Record the snapshots that ended on rank 0, equally on every rank."""
         for sequence, committed in consensus.resolved:
             self._newest_ended = sequence
             self.meter.resolved(consensus.persist_secs)

@@ -124,7 +124,7 @@ class HostBufferPool:
             raise
 
     def _slot(self, size: int, make: Callable[[int], Slot]) -> Slot | None:
-        """None where private memory must serve: whatever the slot's file system has, training goes on."""
+        """None where private memory must serve: whatever is wrong with the slot's file system, training continues."""
         slot = None
         try:
             slot = make(size)
@@ -188,7 +188,7 @@ class HostBufferPool:
     def expect(self, nbytes: int) -> bool:
         """Sets the usual size of a snapshot to ``nbytes``; True if that is more than before.
 
-        Free buffers that cannot serve such a snapshot (that of the dense first one) are let go of.
+        Free buffers that cannot serve such a snapshot (that of the dense first one) are freed.
         """
         with self._lock:
             if nbytes <= self._usual_bytes:

@@ -113,7 +113,7 @@ class _Begun(NamedTuple):
     """What the ranks agree on first.
 
     Attributes:
-        life: A token that names this life of the run, alike on every rank.
+        life: A token that names this life of the run, equal on every rank.
         newest: Life of which any rank's memory has something; -1 for none.
         budget: Of this rank's buffers, in bytes.
     """

@@ -138,7 +138,7 @@ class Snapshotter:
         """Begin what the plan names, unless storage is too far behind. Returns what became of it.
 
         Args:
-            plan: Not empty; alike on every rank.
+            plan: Not empty; equal on every rank.
             plain: Gives the plain state.
             consensus: What the ranks agreed on.
             step_is_agreed: See ``Bookkeeper.tokens_at``.

@@ -2,7 +2,7 @@
 
 Between two updates, parameters and optimizer state are those of the newest step. A rank that hears of a failure (its
 own exception, a peer's death, SIGTERM) copies all that it writes of a complete checkpoint into memory that outlives the
-process before it goes, whatever the policy saved of that step. If every rank does, the run goes on from there.
+process before it goes, whatever the policy saved of that step. If every rank does, the run resumes from there.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _OWN_FILE = re.compile(r"rank_\d{5,9}_(expert(?=\.s)|non_expert(?=\.s)|state(?=\
 KINDS = ("expert", "non_expert")
 """Of shards: kept apart because they are superseded at different times."""
 GROUPS = (*KINDS, "state")
-"""Of the files that ranks write at one step: each is kept, or let go, as a whole."""
+"""Of the files that ranks write at one step: each is kept or deleted as a whole."""
 _STATE = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_state\.json", re.ASCII)
 
 

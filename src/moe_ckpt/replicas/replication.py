@@ -1,4 +1,4 @@
-"""Copies of sealed memory slots on peers: sent, verified and acknowledged while training goes on.
+"""Copies of sealed memory slots on peers: sent, verified and acknowledged while training continues.
 
 A rank has one connection to each rank that holds its copies, and one from each whose copies it holds, each with a
 thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up only the copies
@@ -114,7 +114,7 @@ class _Sender:
         self.thread.start()
 
     def put(self, copies: _Copies | None) -> None:
-        """None: no more follow."""
+        """None: no more copies follow."""
         self._queue.put(copies)
 
     def _run(self) -> None:
@@ -228,7 +228,7 @@ class Replicator:
         """Send a sealed slot to this rank's peers.
 
         Args:
-            sequence: Of the snapshot; greater than all before, alike on every rank.
+            sequence: Of the snapshot; greater than all before, equal on every rank.
             share: What to send; None if this rank has nothing, which ends at once.
 
         Returns:

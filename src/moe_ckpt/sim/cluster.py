@@ -166,7 +166,7 @@ class Layout:
         return experts, tuple(stages[rank // width] for rank in ranks)
 
     def placed(self, replicas: int) -> ReplicaPlacement:
-        """Where so many copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
+        """Where the copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
         return place_replicas(self.domains, replicas, self.groups)
 
     def sends(self, replicas: int) -> Sends:
@@ -174,7 +174,7 @@ class Layout:
         training state.
 
         Under plain data parallelism they have all of it. Elsewhere a distributed optimizer divides the state, and
-        data-parallel ranks have the weights alike. Raises ``ConfigError`` where there are no nodes for so many copies.
+        data-parallel ranks hold the same weights. Raises ``ConfigError`` where there are no nodes for so many copies.
         """
         if self.parallel.ranks == self.parallel.dp:
             return Sends(False, False, False, False)

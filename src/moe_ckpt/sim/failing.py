@@ -254,7 +254,7 @@ class Failing:
         ready: tuple[tuple[str, float], ...],
     ) -> list[_Attempt]:
         """The recoveries under way and those of the stages of ``failure``: neighbours start again together, and
-        others go on by themselves (MoEvement, appendix A)."""
+        others continue separately (MoEvement, appendix A)."""
         at, steps = failure.at_secs, state.step - source.step
         hit = (*failure.nodes, *failure.restarted)
         for failed in segments(stage for node in hit for stage in self._layout.stages_of(node)):

@@ -1,4 +1,4 @@
-"""When nodes fail: memoryless, Weibull, by what a cluster is made of, or never; traces are in ``sim.traces``."""
+"""When nodes fail: memoryless, Weibull, by the cluster's components, or never; traces are in ``sim.traces``."""
 
 from __future__ import annotations
 

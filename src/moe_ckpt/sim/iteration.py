@@ -100,7 +100,7 @@ class Breakdown:
 
     @property
     def secs(self) -> float:
-        """T_iter. All pipelines are alike here, so the slowest is any of them."""
+        """T_iter. All pipelines are equal here, so the slowest is any of them."""
         return self.pipeline_secs + self.sync_secs + self.update_secs
 
 

@@ -67,7 +67,7 @@ class Stepper:
         self._settle()
 
     def interrupted(self) -> None:
-        """A failure: what was regular is no more."""
+        """A failure: the run no longer repeats itself."""
         self._rounds.clear()
 
     def _housekeeping(self) -> bool:

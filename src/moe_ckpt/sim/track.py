@@ -158,7 +158,7 @@ class Track:
         return self._tiered and any(one.flush_secs is not None for one in self.under_way)
 
     def drop(self) -> None:
-        """Snapshots under way are lost, but training goes on from where it is."""
+        """Snapshots under way are lost, but training continues from where it is."""
         while self.under_way:
             self.run_ledger.resolved(self.under_way.pop().sequence, committed=False)
         self._stop_moving()

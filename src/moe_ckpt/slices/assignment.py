@@ -61,7 +61,7 @@ def holders(catalog: Catalog, tensor: StateTensor | TensorSpec) -> Sequence[tupl
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the state that all peers hold alike. Sharded state weighs nothing here.
+    """Bytes of the state that all peers hold. Sharded state counts as 0 here.
 
     Attributes:
         units: Of all operators but the experts, biggest first.

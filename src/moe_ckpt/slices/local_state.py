@@ -38,7 +38,7 @@ class LocalState:
     Args:
         catalog: Of the model.
         tensors: This rank's.
-        source: Another rank, of whose share this is only what this rank's tensors have alike; None for the rank's own.
+        source: Another rank, of whose share this is only what this rank's tensors also hold; None for the rank's own.
         alike: What is replicated here is so on ``source``.
     """
 

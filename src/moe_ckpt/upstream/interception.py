@@ -42,7 +42,7 @@ class Traffic(Protocol):
         """A group has agreed."""
 
     def refused(self, channel: Channel) -> None:
-        """A call crosses a boundary whose results are not alike on all ranks, or whose sender is not known."""
+        """A call crosses a boundary whose results differ between ranks, or whose sender is not known."""
 
 
 _Results = Callable[[Callable[[int, str], Any]], Sequence[torch.Tensor]]
@@ -54,7 +54,7 @@ _ALIKE: dict[str, tuple[int, _Results]] = {
     "all_gather_single": (2, lambda of: [of(0, "output_tensor")]),
     "barrier": (0, lambda of: []),
 }
-"""Collectives that end alike on all ranks: place of the argument ``group``, and where the results are."""
+"""Collectives with equal results on all ranks: place of the argument ``group``, and where the results are."""
 _APART = {
     "reduce": 3,
     "gather": 3,

@@ -157,7 +157,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         """This rank's samples from ``consumed`` on.
 
         An epoch that was handed out completely starts again when it is iterated once more, as with torch's
-        sampler. This is for callers without ``set_epoch``, and for loaders that are cycled through within a longer epoch.
+        sampler. This is for callers without ``set_epoch``, and for loaders that are cycled through within one epoch.
         """
         if self._dealt_out:
             self.consumed = 0

@@ -334,7 +334,7 @@ class MemoryTier:
 
     @property
     def droppable_bytes(self) -> int:
-        """Host memory that ``drop`` would free."""
+        """Host memory that ``drop`` would free, and that is not needed."""
         with self._lock:
             stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
             logged = [entry for entry in self._logged() if entry.step.complete and not entry.to_storage]

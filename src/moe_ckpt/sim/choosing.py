@@ -109,7 +109,7 @@ class Choice:
         return [one for one in (leader, *unsure) if not one.done]
 
     def _settled(self, leader: Runner, other: Runner, sure: Collection[Runner]) -> bool:
-        """Whether ``other`` changes nothing, whatever its next results. sure: who can be used, or else will not lead."""
+        """Whether ``other`` changes nothing, whatever comes next. sure: who can be used, or else will not lead."""
         if leader.done and other.done:
             return True
         mine, its = preference(leader.system), preference(other.system)

@@ -19,7 +19,8 @@ from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes, places_of
 
 _MANY = 4
-"""From this many operators on, looking at all parameters is quicker than naming those of the operators."""
+"""If a plan has at least one in this many operators, looking at all parameters is quicker than naming those of the
+plan."""
 
 
 class LiveState:

@@ -83,7 +83,7 @@ class Snapshotter:
         return self.backlog.skips + self.flush.skips
 
     def step_begins(self, *, updated: bool = True) -> None:
-        """The state of another step is final: tensors may differ from before, and waits for the run's end start again.
+        """The state of another step is final: tensors may differ from before, and the time to wait at the end is reset.
 
         Args:
             updated: Its update was made, not left out because gradients overflowed.

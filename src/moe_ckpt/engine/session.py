@@ -174,7 +174,7 @@ class CheckpointSession:
     def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:
         """Training begins after ``step``: save that state, if the policy wants it, and wait until it is committed.
 
-        Called instead of ``after_update`` by the adapter, before the first step of a run that has nothing to resume from.
+        Called instead of ``after_update`` by the adapter, before the first step of a run that resumes nothing.
 
         Args:
             capture: Gives the plain state.

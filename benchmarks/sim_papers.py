@@ -49,14 +49,12 @@ def calibrated(tick: Tick) -> dict[str, Any]:
     tick("calibration")
     shown = table("", ["what", "value", "unit", "from"], ["", "", "", ""], rows)
     notes = [
-        "Everything else is the papers' own: sizes, layouts, links to other nodes and to storage, and iteration times, "
-        "which table 3 implies only within a range; or assumed, as the configs say.",
-        f"The first bandwidth is a {nominal / (known.a100_rate * 1e9):.0f}th of what the PCIe links of these machines "
-        "can "
-        "do together. With their nominal rates a dense snapshot would fit beside an iteration, W would be 1 or 2, and "
-        "the paper would have no problem to solve; so its windows and stalls must come of what was measured there.",
+        "All other inputs are the papers' own (sizes, layouts, links, iteration times), or assumed in the configs. "
+        "Table 3 implies iteration times only within a range.",
+        f"The first bandwidth is a {nominal / (known.a100_rate * 1e9):.0f}th of the nominal rate of these machines' "
+        "PCIe links. At nominal rates a dense snapshot would fit beside an iteration, and W would be 1 or 2.",
     ]
-    return part("What is calibrated", "Once each, never per cell.", [shown], notes)
+    return part("What is calibrated", "Each value is calibrated once, never per cell.", [shown], notes)
 
 
 PARTS: dict[str, tuple[Callable[[Tick], dict[str, Any]], int]] = {

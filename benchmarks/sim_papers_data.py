@@ -224,7 +224,7 @@ class Constants:
              "the third"],
             ["bandwidth of dense snapshots, 96 A100", self.a100_dense_rate, "GB/s",
              f"MoC's overhead of {MOC_DENSE_OVERHEAD:.0%} when it saves all of DeepSeek-MoE; for comparison, no figure "
-             "below goes by it"],
+             "below uses it"],
             ["bandwidth of dense snapshots, 128 H100", self.h100_dense_rate, "GB/s",
              "least squares over table 7's five overheads of MoC at 10M; used in that table only"],
             ["restart after a failure", self.restart_secs, "s",

@@ -103,14 +103,17 @@ def overheads(tick: Tick) -> dict[str, Any]:
     columns += ["difference s", "MoEvement, paper s", "ours s", "difference s"]
     formats = ["", "d", "d", "+d", *[".2f", ".2f", "+.2f"] * 2]
     notes = [
-        "No failures, 20 000 s; the policies choose by themselves. CheckFreq's interval is what keeps the stall of a "
-        "dense snapshot, on the rank that has most to save, within 3 % of training time.",
-        "MoC's mean has the first, dense, checkpoint in it. MoEvement's slots fit, so that ours stalls at the very "
-        "first checkpoint only; the paper's has 1 to 2 %, and it does not say of what.",
+        "No failures, 20 000 s. CheckFreq chooses the interval that keeps the stall of a dense snapshot, on the "
+        "busiest rank, within 3 % of training time. MoC's mean includes the first checkpoint, which is dense.",
+        "MoEvement's slots fit beside an iteration, so ours stalls at the first checkpoint only. The paper has 1 to "
+        "2 % overhead and does not say what causes it.",
     ]
     shown = table("Interval of CheckFreq, seconds per iteration of the others", columns, formats, rows)
     return part(
-        "Table 3: overheads", "What the one bandwidth gives, with nothing of table 3 but W put in.", [shown], notes
+        "Table 3: overheads",
+        "The overheads that the calibrated bandwidth gives. The bandwidth is from W alone, not from these columns.",
+        [shown],
+        notes,
     )
 
 
@@ -128,9 +131,9 @@ def table3(tick: Tick) -> dict[str, Any]:
             tick(f"{model.name}, {SYSTEMS[system]}")
     cells = table("ETTR, 12 hours", _COLUMNS, _FORMATS, rows)
     notes = [
-        "*Closed form* takes the paper's interval and overhead (Gemini's where the text has them; MoC's at 2H, and K "
-        "= E at 10M). *Simulated*: CheckFreq at the paper's interval and overhead; Gemini, MoC and MoEvement as the "
-        "library's policies choose by themselves at the one calibrated bandwidth, Gemini by an oracle.",
+        "*Closed form*: the paper's interval and overhead, where it prints them (for Gemini 2H and 10M of two models; "
+        "for MoC 2H, and K = E at 10M). *Simulated*: CheckFreq at the paper's interval and overhead; the others choose "
+        "by themselves at the calibrated bandwidth, Gemini by an oracle.",
         *_reasons(rows),
     ]
     drawn = {}
@@ -193,30 +196,25 @@ def _reasons(rows: list[list[Any]]) -> list[str]:
                for at, name in ((0, "CheckFreq"), (3, "MoEvement"))}  # fmt: skip
     first = cell("DeepSeek-MoE", "MoEvement", "2H")
     return [
-        "The paper's own columns, printed overhead and printed recovery with the calibrated restart, give its ETTRs "
-        "back "
+        "The paper's printed overhead and recovery, with the calibrated restart, give its own ETTRs back "
         + " and ".join(f"within {off:.3f} for {name}" for name, off in columns.items())
-        + " on average. So a part of the differences below is the paper's own.",
+        + " on average.",
         f"MoEvement is ahead of the other three in {'every' if order else 'not every'} model and MTBF, as in the "
         "paper.",
-        f"CheckFreq: its ETTRs imply more lost per failure than its intervals do (see above); the closed form has half "
-        "an interval, the simulation besides what was not on storage yet when a failure came, and loading. "
-        f"DeepSeek-MoE at 10M: {check[3]:.3f} in the paper, {check[4]:.3f} by formula, {check[6]:.3f} simulated.",
-        f"Gemini: at the calibrated bandwidth a dense snapshot stalls less often and less long than the paper's; "
-        f"MoE-LLaVa at 10M: {free[6]:.3f} against {free[3]:.3f}. The paper's Gemini also loses more per failure than "
-        "half of the intervals that it names and a restart.",
-        f"MoC: {MOC_DENSE_OVERHEAD:.0%} overhead alone make an ETTR of {paper:.3f}, and {dense[3]:.3f} is printed. "
-        f"The paper's MoC saves an eighth of the experts until failures come, and all soon after. Ours (budget "
-        f"{constants().moc_budget:g}) looks ahead: a checkpoint that one more failure would break the budget with "
-        "saves more "
-        "experts at once, and in the first hours, when few tokens were routed, that is nearly all of them; hence less "
-        "than "
-        "the paper's at 2H. Later there is room for K to fall again; hence more than the paper's with many failures, "
-        "and most with the two small models, whose dense snapshots stall little.",
-        f"MoEvement: the closed form's 1.5 W iterations are more than the paper's own recovery times (see above); the "
-        f"simulation has one stage replay W - 1 iterations and load its state at the calibrated bandwidth, which the "
-        f"paper has in its restart. With few failures ours is higher, {first[6]:.3f} against {first[3]:.3f} at 2H: "
-        f"the paper's has {TABLE_3[3].percent[3]} % overhead though its slots fit, ours "
-        f"{first[9] / counted(TABLE_3[3].setup).iteration_secs:.1%}. DeepSeek-MoE at 10M: {ours[6]:.3f} against "
-        f"{ours[3]:.3f}.",
+        f"CheckFreq: the paper's ETTRs imply a larger loss per failure than its intervals do. The closed form loses "
+        "half an interval; the simulation also loses what was not yet on storage, and the time to load. "
+        f"DeepSeek-MoE at 10M: paper {check[3]:.3f}, formula {check[4]:.3f}, simulated {check[6]:.3f}.",
+        f"Gemini: a dense snapshot stalls less at the calibrated bandwidth than in the paper (MoE-LLaVa at 10M: "
+        f"{free[6]:.3f} against {free[3]:.3f}). The paper's Gemini also loses more per failure than half of its stated "
+        "intervals and a restart.",
+        f"MoC: {MOC_DENSE_OVERHEAD:.0%} overhead alone makes an ETTR of {paper:.3f}; {dense[3]:.3f} is printed. The "
+        "paper's MoC saves an eighth of the experts until failures come, and soon after that all. Ours (budget "
+        f"{constants().moc_budget:g}) saves more experts as soon as one more failure would break the budget. In the "
+        "first hours few tokens were routed, so it saves nearly all, which costs ETTR at 2H. Later K can fall again: "
+        "more than the paper's ETTR with many failures, most with the two small models.",
+        f"MoEvement: the closed form's recovery of 1.5 W iterations is longer than the printed recovery. In the "
+        f"simulation one stage replays W - 1 iterations and loads its state at the calibrated bandwidth, which the "
+        f"paper counts in its restart. At 2H ours is higher, {first[6]:.3f} against {first[3]:.3f}, since the paper "
+        f"has {TABLE_3[3].percent[3]} % overhead and ours {first[9] / counted(TABLE_3[3].setup).iteration_secs:.1%}. "
+        f"At 10M it is {ours[6]:.3f} against {ours[3]:.3f} (DeepSeek-MoE).",
     ]

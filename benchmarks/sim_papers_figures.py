@@ -54,15 +54,12 @@ def figure10(tick: Tick) -> dict[str, Any]:
         rows,
     )
     notes = [
-        "The trace is synthetic: the paper's comes from Google Cloud Platform and is not to be had; ours has as many "
+        "The paper's trace comes from Google Cloud Platform and is not published. Ours is synthetic, with as many "
         "failures in as many hours (benchmarks/failure_trace.py).",
         f"CheckFreq chose an interval of {found['CheckFreq'].interval} iterations (paper 124), Gemini's oracle "
-        f"{found['Gemini'].interval} (paper 92, of 2H; its table 3 has shorter ones for failures this frequent).",
-        f"MoC's K reaches 64 after failure {reached} of {moc.failures}. Its goodput falls further behind than the "
-        "paper's "
-        "for the reason that table 3 has: in the first hours one more failure would break its budget, so it saves "
-        "nearly "
-        "all experts besides the K that it takes in turn.",
+        f"{found['Gemini'].interval} (paper 92, chosen for 2H).",
+        f"MoC's K reaches 64 after failure {reached} of {moc.failures}. Its goodput is lower than the paper's because "
+        "in the first hours one more failure would break its budget, so it saves nearly all experts.",
     ]
     series = {name: [(s.at_secs / 3600, s.useful_steps) for s in one.history] for name, one in found.items()}
     picture = lines("sim_figure10", "hours", "iterations done", {k: [(0.0, 0), *v] for k, v in series.items()})
@@ -114,15 +111,14 @@ def figure16(tick: Tick) -> dict[str, Any]:
     second = [max(of[at] for name, of in ours.items() if name != "MoEvement") for at in (0, -1)]
     lead = [ours["MoEvement"][0] - second[0], ours["MoEvement"][-1] - second[1]]
     notes = [
-        f"CheckFreq and Gemini are flat, since neither looks at the load. MoEvement is ahead throughout; its lead over "
-        f"the next goes from {lead[0]:.3f} to {lead[1]:.3f}. It widens little: what reordering saves is a part of "
-        f"replay, and replay is a small part of what a failure costs here (figure 13).",
-        f"MoC goes from {ours['MoC'][0]:.3f} to {ours['MoC'][-1]:.3f}, where the paper's falls from 0.17 to 0.13. "
-        "The library's own MoC makes it so: a checkpoint that would break the budget saves the experts with most "
-        "unsaved tokens besides, and the more skewed the load, the fewer of them are enough. With K only doubled and "
-        f"nothing else (*{LETTER}*, benchmarks/paper_moc.py), it goes from {ours[LETTER][0]:.3f} to "
-        f"{ours[LETTER][-1]:.3f}: what experts taken in turn lose does not depend on the skewness on average, and the "
-        "first failures raise K to all experts in any case. So the paper's fall is not explained by this either.",
+        f"CheckFreq and Gemini do not look at the load. MoEvement's lead over the next goes from {lead[0]:.3f} to "
+        f"{lead[1]:.3f}: reordering shortens replay, which is a small part of what a failure costs here (figure 13).",
+        f"MoC goes from {ours['MoC'][0]:.3f} to {ours['MoC'][-1]:.3f}, where the paper's falls from 0.17 to 0.13. A "
+        "checkpoint of ours that would break the budget also saves the experts with most unsaved tokens, and under "
+        "skew fewer of them are enough. With K only doubled "
+        f"(*{LETTER}*, benchmarks/paper_moc.py) it goes from {ours[LETTER][0]:.3f} to "
+        f"{ours[LETTER][-1]:.3f}: the first failures raise K to all experts, whatever the skew. So the paper's fall is "
+        "not explained.",
     ]
     picture = lines("sim_figure16", "skewness S", "ETTR at 10 minutes", series)
     return part("Figure 16 (appendix D): skewed loads", "DeepSeek-MoE, MTBF 10 minutes.", [shown], notes, picture)

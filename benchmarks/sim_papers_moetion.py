@@ -130,34 +130,30 @@ def moetion_time(tick: Tick) -> dict[str, Any]:
     first = CASES[0]
     again = [f"{selected_again(_experts(case), case.selected):.0%}" for case in CASES]
     notes = [
-        f"{rate():.1f} GB/s of 64 GPUs are 1/{_nominal() / rate():.0f} of what their PCIe links can do together, "
-        f"and nearly what MoEvement's windows need of 96 ({constants().a100_rate}): both papers measured the same "
-        "order, and neither says what limits it. With nominal rates no system stalls but CheckFreq, and the paper "
-        "would have no problem to solve: the last table has the rates below which each does.",
-        "T is not printed. CheckFreq's 331.9 s of figure 7 imply it for the first model; the other two go by the ratio "
-        "of our estimates, with which the text's fivefold drop under CheckFreq comes out for 3.8B-8E "
+        f"{rate():.1f} GB/s of 64 GPUs are 1/{_nominal() / rate():.0f} of the nominal rate of their PCIe links, and "
+        f"nearly what MoEvement's windows need of 96 ({constants().a100_rate}). At nominal rates only CheckFreq "
+        "stalls; the last table has the rates below which each system does.",
+        "T is not printed. CheckFreq's 331.9 s of figure 7 imply it for the first model, and the ratio of our "
+        "estimates gives the other two. The text's fivefold drop under CheckFreq then holds for 3.8B-8E "
         f"({1 + (_total(CASES[2]) / STORAGE) / CASES[2].iteration_secs:.1f} times), not for the first "
         f"({1 + (_total(first) / STORAGE) / first.iteration_secs:.0f} times).",
-        "Figure 5: Gemini's stall is that of one copy that does not fit; the paper's 28 s are one figure for three "
-        "models. Ours is what is left of the copy when the iteration has ended.",
-        "Figure 6: Gemini without stalls takes as many iterations as its copy takes; the paper's 6 in 100 would fit an "
+        "Figure 5: the paper's 28 s are one figure for three models. Ours is the part of Gemini's copy that does not "
+        "fit beside the iteration.",
+        "Figure 6: Gemini without stalls takes as many iterations as its copy takes. The paper's 6 in 100 would fit an "
         "iteration of a fourth of ours, or copies to both peers one after the other.",
-        "Figure 7: the formula is the paper's, T_ckpt + T_retrieve + f/2 * T, with our times: retrieval of all state "
-        "at nominal rates, since nothing trains meanwhile. Simulated is what a run of six hours with a failure every "
-        "half hour spends per failure on lost iterations and retrieval, with one rate for both ways; it loses more, "
-        "for a checkpoint counts when it is complete, and the iteration that a failure cuts off is lost as well. "
-        "MoEtion plans by two budgets there, as in a trainer: what stays on a node, and what goes to peers. With one "
-        "set for both its figures were within 2 % of these. Gemini without stalls saves as often as its copy has "
-        "ended. By the formula that can only add, half an iteration for each that it waits; the paper's falls from "
-        "27.4 to 25.7 s, so that its 27.4 s must have a stall in them that the formula has not.",
-        "Figure 10: two copies through the one link, with 6, 2 and 2 experts per layer, give the paper's times of "
-        "selection alone within 1.5 s. Bubbles are (p-1)/(m+p-1) of an iteration (1F1B), of our estimate of it: with "
-        "the T that figure 7 implies they would hide all. Placement leaves out the weights, of experts too, which "
-        "data-parallel ranks hold alike under ZeRO-1: a fifth of the state, as the paper says; its figure falls by a "
-        "third where bubbles have hidden a part already.",
-        "Recomputation sends 2 bytes of gradient for 10 of state of an expert that was selected one iteration before. "
-        f"The library's policy does that for {', '.join(again)} of those it selects, on drawn loads of skewness 0.1: "
-        "it goes by unsaved tokens, as Algorithm 1 says, of which an expert has few that was saved just before. The "
+        "Figure 7: the formula is the paper's, T_ckpt + T_retrieve + f/2 * T, with our times and retrieval at nominal "
+        "rates. Simulated: lost iterations and retrieval per failure, in six hours with a failure every half hour. It "
+        "loses more: a checkpoint counts only when it is complete, the iteration that a failure cuts off is lost as "
+        "well, and retrieval has the calibrated rate. MoEtion has two budgets there, on the node and to peers; one set "
+        "for both differs by less than 2 %. Gemini without stalls waits for its copy, which in the formula can only "
+        "add to the loss; the paper's falls from 27.4 to 25.7 s, so its 27.4 s must contain a stall.",
+        "Figure 10: two copies through one link, with 6, 2 and 2 experts per layer, give the paper's times of "
+        "selection alone within 1.5 s. Bubbles are (p-1)/(m+p-1) (1F1B) of our estimate of an iteration; with the T "
+        "that figure 7 implies they would hide everything. Placement leaves out the weights that all data-parallel "
+        "ranks hold under ZeRO-1, a fifth of the state, as the paper says; its figure falls by a third after bubbles.",
+        "Recomputation sends a gradient of 2 bytes in place of a state of 10, for an expert that was selected one "
+        f"iteration before. The library's policy does that for {', '.join(again)} of those it selects, at skewness "
+        "0.1: it selects by unsaved tokens, as Algorithm 1 does, and an expert that was just saved has few. The "
         "paper's gain needs about half, which a skewness of 0.6 and more gives.",
     ]
     series = {f"{name} (paper)": [case.ablation[at] for case in CASES] for at, name in enumerate(STEPS)}

@@ -42,11 +42,10 @@ def two_levels(tick: Tick) -> dict[str, Any]:
         rows,
     )
     notes = [
-        "The paper's interval is 1, its axis has no numbers in the text, and it does not say after how many iterations "
-        f"the failure came; ours comes after {STEPS} to {STEPS + 15}, the mean of {SEEDS} drawn loads of skewness 0.1.",
-        "As in the paper, the more experts stay in memory, the fewer tokens are lost, down to about half: the dead "
-        "node's own experts come from storage, whatever the other node holds. With copies on peers "
-        "(`Memory(replicas=1)`) those come from memory, too.",
+        "The paper's interval is 1. Its axis has no numbers in the text, and it does not say when the failure came; "
+        f"ours comes after {STEPS} to {STEPS + 15} iterations, mean of {SEEDS} drawn loads of skewness 0.1.",
+        "As in the paper, more experts in memory lose fewer tokens, down to about half: the dead node's own experts "
+        "come from storage. With copies on peers (`Memory(replicas=1)`) those come from memory, too.",
     ]
     picture = lines("sim_pec_two_levels", "snapshot K", "PLT", series)
     return part("PEC: two levels", "GPT2-MoE-Small, figure 7.", [shown], notes, picture)
@@ -94,11 +93,11 @@ def loss_over_k(tick: Tick) -> dict[str, Any]:
     )
     notes = [
         f"Real runs of the tiny GPT-MoE (2.7 M parameters, {kept['steps']} steps, {kept['seeds']} seeds), killed once; "
-        f"the seeds alone spread by {kept['chance']:.4f}. The paper's GPT-MoE has 323 M and ends at 4.8851; with PLT "
-        "below 7.5 % its losses are 4.8808 to 4.8854, the values of single cells are in its figure only.",
+        f"the seeds alone spread by {kept['chance']:.4f}. The paper's GPT-MoE has 323 M and ends at 4.8851; below a "
+        "PLT of 7.5 % its losses are 4.8808 to 4.8854. Its single cells are in the figure only.",
         "As in the paper, a smaller K loses more tokens, and below 7.5 % the loss differs by no more than chance. At "
-        "an interval of 64 two of three seeds were killed while the newest checkpoint was the first one, which is "
-        "dense, and lost nothing: the mean is of those, too.",
+        "interval 64, two of three seeds were killed while the dense first checkpoint was the newest, and lost "
+        "nothing; the mean includes them.",
     ]
     series = {
         f"K = {k}": [(100 * row[2], row[3]) for row in rows if row[0] == k] for k in sorted({row[0] for row in rows})

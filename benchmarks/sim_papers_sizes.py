@@ -79,16 +79,14 @@ def moetion(tick: Tick) -> dict[str, Any]:
     )
     four = _moetion(wide, 4, 10)
     notes = [
-        "The paper does not say how many bytes a parameter has; 10 give 587 GB for its 58.7 B parameters. It says of 6 "
-        "experts for the first model only; for the second, 3 of 32 is the nearest whole number per layer "
-        f"(4 would be {four:.0f} GB), and what is left over is shared out by popularity.",
-        f"Figure 9's {1820} GB need {1820 / 10 - 46.7:.0f} B parameters in the 24 experts per layer that it has more "
-        "than "
-        f"the model of 46.7 B; the widths that give 46.7 B have {(wide.expert_total * 24 / 32) / 1e9:.0f} B there.",
+        "The paper does not print the bytes per parameter; 10 give 587 GB for its 58.7 B parameters. It prints the "
+        "number of selected experts for the first model only; for the second, 3 of 32 comes nearest "
+        f"(4 would be {four:.0f} GB).",
+        f"Figure 9's {1820} GB need {1820 / 10 - 46.7:.0f} B parameters in the 24 experts per layer beyond the model "
+        f"of 46.7 B; the widths that give 46.7 B have {(wide.expert_total * 24 / 32) / 1e9:.0f} B there.",
         "Half the tokens at risk is right at a skewness of about "
         + " and ".join(f"{_nearest(at_risk, experts):.2f} with {experts} experts" for experts in (16, 64))
-        + "; the paper does not say how skewed its load was. With an even load both are alike, and the more skewed it "
-        "is, the more popularity is worth.",
+        + ". The paper does not print its skewness; the more skewed the load, the more popularity gains.",
     ]
     series = {f"{e} experts": [(row[1], row[5]) for row in at_risk if row[0] == e] for e in (16, 64)}
     series["any (paper)"] = [(row[1], 0.5) for row in at_risk if row[0] == 64]
@@ -127,11 +125,11 @@ def pec(tick: Tick) -> dict[str, Any]:
     )
     implied = experts * (7 / 8 / 0.577 - 1) / experts
     notes = [
-        "The first version of the paper leaves out 54.2 %: a head and causal masks besides what it counts as 323 M "
-        "parameters give that, and all its other figures too ([sizes.md](sizes.md)).",
-        f"The later version keeps 42.3 %, which needs non-expert state of {implied:.2f} times the experts' where these "
-        f"have {outside / experts:.2f} to {(outside + head + masks) / experts:.2f}; it saves from Megatron-DeepSpeed "
-        "with ZeRO-2, and what makes up the difference we do not know.",
+        "A head and causal masks, besides what the first version counts as 323 M parameters, give its 54.2 % and all "
+        "its other figures ([sizes.md](sizes.md)).",
+        f"The later version's 57.7 % needs non-expert state of {implied:.2f} times the experts'; these variants have "
+        f"{outside / experts:.2f} to {(outside + head + masks) / experts:.2f}. It saves from Megatron-DeepSpeed with "
+        "ZeRO-2; the cause of the difference is unknown.",
     ]
     return part("PEC", "GPT2-MoE-Small.", [shown], notes)
 

@@ -83,19 +83,17 @@ def windows(tick: Tick) -> dict[str, Any]:
     dense = Costs(found.layout, found.precision, found.iteration, found.system).bytes_of.dense
     uneven = dense.rank * found.layout.parallel.ranks / dense.total
     notes = [
-        "Algorithm 1 counts operators as if all were of one size and all GPUs shared all bytes evenly. *Needs*: the "
-        "bandwidths with which it gives the paper's W, at one of the iteration times that the printed pairs of seconds "
-        "and percent allow; where W depends on that time, the difference is 0 if the paper's W is among them.",
-        "The library packs bytes on the rank that has most, so it needs longer windows than the algorithm wherever a "
-        "stage is heavier than others (embedding, head, one layer more).",
-        f"MoE-LLaVa needs {llava[0]:.1f} to {llava[1]:.1f} GB/s, half of what the others need. Its 4 experts lie on 4 "
-        f"of 8 expert-parallel ranks, and the heaviest rank holds {uneven:.2f} times the mean: per GPU, "
-        f"{known.a100_rate} GB/s are as {known.a100_rate / uneven:.1f} GB/s to Algorithm 1, which is in that range."
-        " So uneven ranks may be the reason. The library, which sees them, cuts slots by a stage's bytes and takes "
-        "longer windows "
-        f"until those of the heaviest rank fit too: {made[0]['rows'][0][6]}.",
-        f"Table 7's third row needs at least {third[0]:.1f} GB/s and its second at most {second[1]:.1f} GB/s on the "
-        "same machines, with the same model: no one bandwidth gives both.",
+        "Algorithm 1 treats all operators as equally large and all GPUs as equally loaded. *Needs*: the bandwidths "
+        "with which it gives the paper's W, at some iteration time that the printed seconds and percentages allow. The "
+        "difference is 0 if W is the paper's at one of these times.",
+        "The library packs the bytes of the busiest rank, so it needs a longer window where one stage is heavier than "
+        "others (embedding, head, one layer more).",
+        f"MoE-LLaVa needs {llava[0]:.1f} to {llava[1]:.1f} GB/s, half of what the others need. Uneven ranks may be the "
+        f"reason: its 4 experts lie on 4 of 8 expert-parallel ranks, the busiest rank has {uneven:.2f} times the mean, "
+        f"and so {known.a100_rate} GB/s act as {known.a100_rate / uneven:.1f} GB/s on even ranks, which is in that "
+        "range.",
+        f"In table 7 the third row needs at least {third[0]:.1f} GB/s and the second at most {second[1]:.1f} GB/s, "
+        "with the same machines and model. No single bandwidth gives both windows.",
     ]
     return part("Windows", "W, the iterations of a sparse window (section 3.5).", made, notes)
 
@@ -116,11 +114,11 @@ def dense(tick: Tick) -> dict[str, Any]:
     )
     windows_rate = constants().h100_rate
     notes = [
-        f"One bandwidth explains all five, but it is {rate} GB/s, where the windows of the same table need "
-        f"{constants().h100_range[0]:.1f} to {constants().h100_range[1]:.1f} GB/s. At {windows_rate} GB/s the same "
+        f"One bandwidth explains all five overheads, but it is {rate} GB/s; the windows of the same table need "
+        f"{constants().h100_range[0]:.1f} to {constants().h100_range[1]:.1f} GB/s. At {windows_rate} GB/s the "
         "snapshots would stall "
         f"{1 - sum(_stall(r.setup, windows_rate) for r in TABLE_7) / sum(r.dense_secs for r in TABLE_7):.0%} "
-        "less in sum. The paper does not say why; MoC's snapshots may not be as evenly spread as MoEvement's.",
+        "less in sum. The paper gives no reason; MoC's snapshots may be spread less evenly than MoEvement's.",
     ]
     return part("Dense snapshots on H100", "Table 7, MoC at an MTBF of 10 minutes (K = E).", [shown], notes)
 
@@ -161,14 +159,15 @@ def inside(tick: Tick) -> dict[str, Any]:
         * (1 + deepseek.recovery["1H"][0] / RUN_SECS / (1 - deepseek.recovery["1H"][0] / RUN_SECS))
     )
     notes = [
-        f"The columns do not add up. CheckFreq on DeepSeek-MoE at 1H: {deepseek.percent[0]} % overhead and "
+        f"CheckFreq on DeepSeek-MoE at 1H: {deepseek.percent[0]} % overhead and "
         f"{deepseek.recovery['1H'][0]:.0f} s of recovery in 12 hours make an ETTR of {stated:.3f}; "
-        f"{deepseek.ettr['1H'][0]:.3f} is printed. Drawn out to no failures, its ETTRs have {rows[6][3]:.1%} overhead.",
+        f"{deepseek.ettr['1H'][0]:.3f} is printed. Extrapolated to no failures, its ETTRs imply {rows[6][3]:.1%} "
+        "overhead.",
         "CheckFreq's printed recovery is half an interval on DeepSeek-MoE only; on the other models it is "
         + ", ".join(f"{rows[i][4] / rows[i][5]:.1f}" for i in (0, 2, 4))
         + " times that. MoEvement's is "
         + ", ".join(f"{rows[2 * i + 1][4] / counted(m.setup).iteration_secs:.1f}" for i, m in enumerate(TABLE_3))
-        + " iterations, where section 3.6 has 1.5 W. So no one model of recovery can give all columns; ETTR is "
-        "what is compared below.",
+        + " iterations; section 3.6 has 1.5 W. No model of recovery gives all columns, so the sections below compare "
+        "ETTR.",
     ]
-    return part("Table 3 against itself", "What a reader can add up.", [shown], notes)
+    return part("Table 3 against itself", "What the columns imply of each other.", [shown], notes)

@@ -57,7 +57,7 @@ def load_named(
     Args:
         path: For which ``is_step_path`` or ``is_store_path`` holds.
         load: Loads one checkpoint on this rank; called with an older one of a store if any rank found it damaged.
-        fitting: Training goes on from it, so that no sparse window that is newer may be passed over.
+        fitting: Training goes on from it, so that no sparse window that is newer may be skipped.
 
     Raises:
         NoCheckpointError: There is no such step, or the store has none that can be used.

@@ -16,7 +16,7 @@ class AnchorBook:
     Equal on every rank, as long as all ranks tell it the same in the same order.
 
     A log may leave operators out (MoEtion): what is neither anchored nor has its gradient in a snapshot has no anchor
-    from there on. Its newest version must not be one that only gradients lead to, for these are let go of: it is
+    from there on. Its newest version must not be one that only gradients lead to, for these are deleted: it is
     ``owed`` in full.
 
     Args:

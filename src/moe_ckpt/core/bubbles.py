@@ -19,11 +19,11 @@ from statistics import median
 from typing import NamedTuple
 
 BACKWARD = 2.0
-"""A backward pass takes so many times as long as a forward pass: gradients of inputs, and gradients of weights."""
+"""A backward pass over a forward pass, in time: gradients of inputs, and gradients of weights."""
 MARGIN = 0.8
 """Portion of the shortest recent iteration in which a copy ends: iterations differ, and no join may wait for it."""
 CAUTION = 2.0
-"""Beside compute a copy is taken to be so many times slower than it was measured to be."""
+"""Beside compute a copy is assumed to be slower than measured by this factor."""
 
 
 class Window(NamedTuple):

@@ -45,7 +45,7 @@ class StorageFacts:
 class StorageCadence:
     """How often a checkpoint in memory is also written to storage: by steps or by seconds, whichever comes first.
 
-    The first one always is. What does not go to storage survives what memory survives, no more.
+    The first one always is. A checkpoint that does not go to storage survives only what memory survives.
 
     Attributes:
         every_n_steps: With 1, every checkpoint goes. With n, one does if a multiple of n lies after the last that went

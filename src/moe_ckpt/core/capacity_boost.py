@@ -48,7 +48,7 @@ def allowance(ordinary: Ints, left: Ints, carried: Ints, parts: int) -> tuple[In
 
 
 def share(wanted: Ints, pool: Ints) -> Ints:
-    """Divides ``pool`` (one number) in proportion to what each wants; nobody gets more than that.
+    """Divides ``pool`` (one number) in proportion to what each wants; none gets more than that.
 
     What rounding leaves goes to the first of those that have not all they want. The sum is ``min(pool, wanted.sum())``.
     """
@@ -62,7 +62,7 @@ def share(wanted: Ints, pool: Ints) -> Ints:
 def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
     """Capacity of each expert of a layer, after some experts got ``extra`` out of unused capacity.
 
-    Their sum is as before, and nobody has less than it uses.
+    Their sum is as before, and no expert has less than it uses.
 
     Args:
         capacity: Of each expert without a boost.

@@ -1,10 +1,10 @@
 """Whether a snapshot is fresh: after an update, checksums of optimizer state or weights must have changed. Pure.
 
 A checkpoint can be intact and yet stale: of tensors that the optimizer does not write into any more, it is the same one
-again and again, and nobody notices until it is needed. Optimizer state moves with every update, whatever the learning
+again and again, unnoticed until it is needed. Optimizer state moves with every update, whatever the learning
 rate. So if updates were made since slices were sealed before, and not one slice of any rank has another checksum than
 then, the snapshot is refused. One that moved, on any rank, is enough: an expert without tokens, or a row of an
-embedding that nobody asked for, stays as it is and says nothing.
+embedding that no token used, stays as it is and says nothing.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
 
     Args:
         checkpoints: Those of which memory has a part.
-        generation: That wrote what the run goes on from.
+        generation: The life that wrote the checkpoint that the run resumes from.
         step: Likewise.
     """
     if not checkpoints:

@@ -27,7 +27,7 @@ class Placement:
         stage_of: Operator -> its place in ``stages``; 0 for what is not named.
         experts_apart: Peers hold different experts, and each writes those that it owns (expert parallelism).
         expert_ranks: How many ranks divide the bytes of each expert between them; None where the rest is dealt out so
-            that experts and it together weigh alike on all ranks.
+            that the bytes of experts and of it together are balanced over the ranks.
         expert_peers: The ranks that hold all experts that this rank holds, itself included; empty where those are its
             ``peers``.
         experts_whole: Each expert is written by its owner alone, and the rest dealt out around that (plain data

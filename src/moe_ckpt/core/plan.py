@@ -60,7 +60,7 @@ class SnapshotPlan:
     Attributes:
         step: Optimizer steps done.
         items: What is saved.
-        wait: The engine finishes the checkpoint before training goes on (the synchronous baseline).
+        wait: The engine finishes the checkpoint before training continues (the synchronous baseline).
         k: Experts per layer that the policy sends to storage at present, where it counts them so (MoC).
         plt_budget: Portion of lost tokens that the policy keeps to, if it does.
         halt: Why training should end in good order after this step, if it should.
@@ -81,7 +81,7 @@ class SnapshotPlan:
     sends_host_only: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        """``items``, where the plan was made without them: nobody needs thousands of them who asks for operators."""
+        """``items``, where the plan was made without them: callers rarely need thousands of items."""
         if name != "items" or "_operators" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         full = self._operators
@@ -190,7 +190,7 @@ def _answering(
 
 
 class _Items(dict[str, PlanItem]):
-    """Operator -> its item, which is made when it is first asked for."""
+    """Operator -> its item, which is made on first use."""
 
     def __init__(self, fidelity: Fidelity) -> None:
         self._fidelity = fidelity

@@ -1,7 +1,7 @@
 """Which ranks hold copies of which rank's snapshots: a pure function of where the ranks are.
 
 A rank is in domains that fail as a whole: its node, and what holds that (a rack, a switch), where the user names it.
-Copies lie outside the widest domain of their source, each on a node of its own, and every rank holds as many as it has.
+Copies lie outside the widest domain of their source, each on a different node, and every rank holds as many as it has.
 
 Where all domains are alike, copy k goes to the rank at the same place of another domain, at a distance of k / (r + 1)
 of all domains. If r + 1 divides their number, that makes groups of r + 1 which hold one another's copies and nothing
@@ -35,7 +35,7 @@ class ReplicaPlacement:
     Attributes:
         peers_of: Per rank, those that hold its copies.
         sources_of: Per rank, those whose copies it holds, in ascending order.
-        short: Ranks with fewer copies than were asked for.
+        short: Ranks with fewer copies than requested.
     """
 
     peers_of: tuple[tuple[int, ...], ...]
@@ -94,7 +94,7 @@ def place_replicas(
     Args:
         domains: Per rank its domains, from its node outwards; of several the first and the last count.
         replicas: Copies of each rank, not counting its own.
-        groups: Kinds of data parallelism, from the one whose ranks hold most alike: per rank the ranks of its group,
+        groups: Kinds of data parallelism, from the one whose ranks share most state: per rank the ranks of its group,
             itself included. Copies lie inside the first groups that have other nodes, and outside only when those
             have no more.
 

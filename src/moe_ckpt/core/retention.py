@@ -5,7 +5,7 @@ as all shards of experts that were written at one step. A group lives as long as
 one file may be the only copy behind every recent view. The spare answers that: a complete older checkpoint that has no
 group in common with the newest, so that no single damaged file takes both.
 
-A run that came back passed over what is newer than the checkpoint it returned to, mostly because that is damaged. Such
+A resumed run skipped what is newer than the checkpoint it returned to, mostly because that is damaged. Such
 checkpoints must not take the place of those that the run stands on (its line), so each rule looks at the line too.
 Those that could not be read are no rule's business: they stay until a person removes them.
 """

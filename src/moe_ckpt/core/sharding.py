@@ -4,11 +4,11 @@ Under plain data parallelism all ranks hold the same state, and the slowest rank
 counts is the peak, the most bytes on one rank. Experts stay with their owner ranks (``core.placement``); the rest is
 dealt out in one of three ways:
 
-    none      rank 0 writes it. (The paper's baseline is worse still: every rank writes a copy of its own. Its peak is
+    none      rank 0 writes it. (The paper's baseline is worse still: every rank writes its own copy. Its peak is
               the non-expert bytes plus the biggest preload, with R times the bytes on storage.)
     equal     EDPS: fixed shares, whatever experts a checkpoint holds. Whole tensors, biggest first to the rank with
               the least bytes so far.
-    adaptive  ADPS: the same for every checkpoint anew, counting the expert bytes that each rank was just given. What
+    adaptive  ADPS: the same, again for every checkpoint, counting the expert bytes that each rank was just given. What
               does not fit is split by rows, which the paper does not do: the embedding of a small model alone is more
               than a rank's share.
 
@@ -63,7 +63,7 @@ class Unit:
 
     @cached_property
     def whole_on(self) -> dict[int, tuple[RowRange, ...]]:
-        """Rank -> the parts where it writes all of it, made when first asked for: most units are never split."""
+        """Rank -> the parts where it writes all of it, made on first use: most units are never split."""
         return _OnRank(self)
 
     @property

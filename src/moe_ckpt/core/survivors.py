@@ -1,14 +1,14 @@
 """Snapshots of the newest step that ranks seal when training stops at a failure: pure.
 
 A rank that lives on when another one fails still holds the state of the newest step, whatever the policy saved of it.
-What it seals then has a number of its own among the snapshots of its life, by its step: ranks that stopped at different
+What it seals then has a separate number among the snapshots of its life, by its step: ranks that stopped at different
 steps never seem to have sealed one snapshot together. It counts as newer than all that were due.
 
 Data-parallel ranks hold the same experts. So a survivor also seals the experts that the next rank in its group writes:
 if that one is gone, they are not. That share is lent: it lacks the other rank's plain state (random numbers, position
 in the data), so that it gives experts to a checkpoint of the same step, and is no part of one that stands by itself.
 
-Where data-parallel ranks hold everything alike, a survivor lends all that the other rank writes, and each rank seals
+Where data-parallel ranks hold the same state, a survivor lends all that the other rank writes, and each rank seals
 its plain state by itself as soon as a step has ended: with both nothing is lost with a rank that is killed, also while
 what it saves itself is still being copied. Before each update it seals what it has of the step to come as well: where
 it dies in an update that the others end, they know what that changed (``format.foreseen``).

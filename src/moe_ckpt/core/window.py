@@ -30,9 +30,9 @@ class OperatorBytes:
     Attributes:
         full: Weights and optimizer state.
         compute: What the forward and backward pass reads of it.
-        gradient: What the optimizer consumes in one update; None where nobody tells (``consumed``).
-        weights: Of ``full``, the model's own weights, which the ranks of a distributed optimizer have alike. Masters
-            beside them are none; 0 where they are not saved, or nobody tells.
+        gradient: What the optimizer consumes in one update; None if not known (``consumed``).
+        weights: Of ``full``, the model's own weights, which all ranks of a distributed optimizer hold. Masters
+            beside them are none; 0 where they are not saved or not known.
     """
 
     full: int
@@ -377,7 +377,7 @@ def _weighed(sizes: Mapping[str, OperatorBytes]) -> tuple[Mapping[str, int], npt
 
 
 _WEIGHED: deque[tuple[object, tuple[Mapping[str, int], npt.NDArray[np.int64]]]] = deque(maxlen=4)
-"""The sizes that were asked about last, which nobody changes."""
+"""The sizes that were looked up last. They are never changed."""
 
 
 class _Runs:

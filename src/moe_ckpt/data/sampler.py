@@ -156,8 +156,8 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         """This rank's samples from ``consumed`` on.
 
-        An epoch that was dealt out begins anew when it is asked for once more, as with torch's sampler; this is for
-        callers without ``set_epoch``, and for loaders that are cycled through within an epoch of a longer one.
+        An epoch that was handed out completely starts again when it is iterated once more, as with torch's
+        sampler. This is for callers without ``set_epoch``, and for loaders that are cycled through within one epoch.
         """
         if self._dealt_out:
             self.consumed = 0

@@ -35,7 +35,7 @@ class RoutingActivity:
         """Adds one step.
 
         Args:
-            soft: Gate weights, where somebody goes by them.
+            soft: Gate weights, if a policy uses them.
         """
         self.newest = routed
         self._hard = self._hard + routed
@@ -43,7 +43,7 @@ class RoutingActivity:
         self._decayed = _DECAY * self._decayed + (1 - _DECAY) * routed
 
     def add_often(self, routed: Counts, steps: int) -> None:
-        """``steps`` steps that route alike; time-decayed activity is taken at the limit to which that brings it."""
+        """``steps`` equal steps; time-decayed activity is set to its limit under them."""
         self.newest = routed
         self._hard = self._hard + routed * steps
         self._soft = self._soft + routed * steps

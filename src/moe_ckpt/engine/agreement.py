@@ -1,7 +1,7 @@
 """What the ranks send each other once per step, so that all plan from the same numbers.
 
 Token counts are summed; everything else is arranged so that a maximum is right. On several ranks, and where counts come
-from a device, the messages of a step travel while the next one is computed: nobody waits for them, and a plan is made
+from a device, the messages of a step travel while the next one is computed: no rank waits for them, and a plan is made
 from what was true a step before.
 """
 

@@ -75,7 +75,7 @@ class Backlog:
         """Returns whether the snapshot of ``plan`` begins now. A collective where a window's later slot finds no room.
 
         Args:
-            busy: Some rank cannot take another snapshot now; alike on every rank.
+            busy: Some rank cannot take another snapshot now; equal on every rank.
             measured: Alike on every rank.
         """
         last = plan.halt is not None  # nothing comes after it that could make up for it

@@ -88,7 +88,7 @@ class Bookkeeper:
 
         Args:
             step_is_agreed: ``receive`` was called for the step, or there is nothing to agree on.
-                Else the tokens are there when the ranks have agreed on them; nobody need call ``receive`` for that.
+                Else the tokens are there when the ranks have agreed on them; ``receive`` need not be called for that.
         """
         tokens: Future[Counts] = Future()
         if step_is_agreed:
@@ -153,7 +153,7 @@ class Bookkeeper:
             )
 
     def _resolve(self, consensus: StepConsensus, pipeline: Pipeline) -> None:
-        """Book the snapshots that ended on rank 0, alike on every rank."""
+        """Record the snapshots that ended on rank 0, equally on every rank."""
         for sequence, committed in consensus.resolved:
             self._newest_ended = sequence
             self.meter.resolved(consensus.persist_secs)

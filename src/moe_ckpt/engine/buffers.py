@@ -124,7 +124,7 @@ class HostBufferPool:
             raise
 
     def _slot(self, size: int, make: Callable[[int], Slot]) -> Slot | None:
-        """None where private memory must serve: whatever the slot's file system has, training goes on."""
+        """None where private memory must serve: whatever is wrong with the slot's file system, training continues."""
         slot = None
         try:
             slot = make(size)
@@ -188,7 +188,7 @@ class HostBufferPool:
     def expect(self, nbytes: int) -> bool:
         """Sets the usual size of a snapshot to ``nbytes``; True if that is more than before.
 
-        Free buffers that cannot serve such a snapshot (that of the dense first one) are let go of.
+        Free buffers that cannot serve such a snapshot (that of the dense first one) are freed.
         """
         with self._lock:
             if nbytes <= self._usual_bytes:
@@ -202,7 +202,7 @@ class HostBufferPool:
     def top_up(self, count: int) -> bool:
         """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
 
-        Slow, and meant for a thread that nobody waits for: its pages are touched here.
+        Slow, and meant for a background thread: its pages are touched here.
         """
         with self._lock:
             size = self._usual_bytes
@@ -222,7 +222,7 @@ class HostBufferPool:
         return True
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
-        """True if a buffer of ``nbytes`` could be lent out now, once ``spare`` bytes lent out are given back."""
+        """True if a buffer of ``nbytes`` could be lent out now, once ``spare`` bytes lent out are returned."""
         with self._lock:
             lent = self._held() - sum(buffer.nbytes for buffer in self._free)
             return lent - spare + nbytes <= self.budget_bytes
@@ -244,7 +244,7 @@ class HostBufferPool:
 
 
 def _let_go(buffer: HostBuffer) -> None:
-    """Nobody uses it any more: private memory goes by itself."""
+    """The buffer is no longer used. Private memory is freed with the object."""
     if buffer.slot is not None:
         if buffer.registered:
             torch.cuda.check_error(int(_cuda().cudaHostUnregister(buffer.memory.data_ptr())))

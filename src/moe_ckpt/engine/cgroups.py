@@ -49,7 +49,7 @@ def _left_below(place: Path, left_bytes: int) -> int | None:
 
 
 def _reclaimed(place: Path, name: str) -> int:
-    """Page cache that nobody has used lately counts as used, and makes room when it is needed."""
+    """Page cache that was not used lately counts as used, and makes room when it is needed."""
     try:
         stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
         return int(stat[name or "total_inactive_file"])

@@ -3,7 +3,7 @@
 Rules of this file:
 
 1. Only files whose name and directory are of this format are ever deleted.
-2. Commit records go first. A crash anywhere in between leaves files that nobody names, and the next
+2. Commit records go first. A crash anywhere in between leaves files that no record names, and the next
    collection finds them; it never leaves a checkpoint that misses files.
 3. What cannot be read is not judged: a damaged checkpoint is left as it is, an error of the storage or
    a manifest of another format version stops the collection before anything is deleted.
@@ -183,7 +183,7 @@ def _read_store(storage: Storage, known: Known, abandoned: Collection[str] = ())
     """List every step directory, and decode every manifest, that is not known.
 
     Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have a
-    manifest that is not known: nobody may touch what is being written.
+    manifest that is not known: what is being written must not be touched.
     """
     contents = _Contents()
     newest = max((record.order for record in known.records.values()), default=None)

@@ -38,7 +38,7 @@ class StorageFlush:
         self._behind = False
 
     def resumed(self, step: int) -> None:
-        """The run goes on, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
+        """The run resumed, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
         self._last = (step, None)
 
     def expects(self, step: int, consensus: StepConsensus, ledger: RunLedger) -> bool:

@@ -23,7 +23,7 @@ class FreshnessWatch:
         """Returns what the checksums of a snapshot's parts show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
 
         Of a logged step the operators saved in full may all be of an optimizer that rested. Gradients that another one
-        consumed prove that training goes on, though their checksums say nothing of the state.
+        consumed prove that training continues, though their checksums say nothing of the state.
 
         A sparse window is judged as a whole, at its last slot: all operators of one slot may have rested, such as
         experts that got no tokens.

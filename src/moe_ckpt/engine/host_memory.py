@@ -64,7 +64,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     files = _together(run, memory, lambda: _directory(run, memory, run_id, generation, begun.life), _let_go)
     slots: LeftSlots | None = None
     try:
-        # Each rank has what it left itself; now what nobody has taken.
+        # Each rank has what it left itself; now what no rank has taken.
         left = _together(run, memory, lambda: files.take_left(own=False))
         slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
         pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
@@ -113,7 +113,7 @@ class _Begun(NamedTuple):
     """What the ranks agree on first.
 
     Attributes:
-        life: A token that names this life of the run, alike on every rank.
+        life: A token that names this life of the run, equal on every rank.
         newest: Life of which any rank's memory has something; -1 for none.
         budget: Of this rank's buffers, in bytes.
     """

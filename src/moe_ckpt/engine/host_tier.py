@@ -263,7 +263,7 @@ def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
     """The tier for a new session on the store at ``root``: what an earlier one left here, or an empty one.
 
     What is left of another run that once used the same directory can never be used again, and is freed. What is
-    left of other stores is passed over: see ``leave`` and ``claimable_bytes``.
+    left of other stores is skipped: see ``leave`` and ``claimable_bytes``.
 
     Args:
         root: Of the store.
@@ -317,7 +317,7 @@ def _left_by(root: str, run_id: str) -> list[_Registered]:
 
 
 def _forget(is_over: Callable[[_Registered], bool]) -> list[_Registered]:
-    """Let go of what tiers left that nobody will come back for. The caller has locked the registry."""
+    """Release what tiers left that no session will take over. The caller has locked the registry."""
     freed = [registered for registered in _registry if is_over(registered)]
     _registry[:] = [registered for registered in _registry if registered not in freed]
     for path in [path for registered in freed for path in registered.paths]:

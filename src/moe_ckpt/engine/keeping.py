@@ -39,7 +39,7 @@ class StoreKeeper:
     Args:
         identity: What ``store.json`` says, and will say again if it is lost.
         lock: The one that this run holds on the store.
-        ranks: Of this run. Each but rank 0 deletes files of its own (see ``collect``).
+        ranks: Of this run. Each except rank 0 deletes its own files (see ``collect``).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StoreKeeper:
 
         Costs one listing of the root, one of each directory that the manifest needs something of and that may have
         changed (``Listings``; the collection after the commit then need not make any), and the reading of
-        ``store.json``, which is written anew if it is gone.
+        ``store.json``, which is written again if it is gone.
 
         Raises:
             FilesGoneError: Somebody deleted or replaced files; names them.
@@ -141,7 +141,7 @@ class StoreKeeper:
             failed: No rank will be told what to delete, so the files of all go here.
 
         Returns:
-            What every other rank is to delete of its own.
+            Files of its own that every other rank must delete.
 
         Raises:
             OSError: It is tried again after the next commit.

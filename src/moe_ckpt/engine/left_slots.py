@@ -12,15 +12,15 @@ from moe_ckpt.memory.files import FoundSlot
 class LeftSlots:
     """Owns these slots. ``remove`` may be called on any thread, the rest on the training thread.
 
-    Counts starts, too: one that goes on from a slot is noted there (``Slot.note_start``) until it gets somewhere. A
+    Counts starts, too: one that resumes from a slot is noted there (``Slot.note_start``) until it gets somewhere. A
     start that is killed in a replay counts for nothing, since a replay takes long; one whose replay diverges does. What
     ranks kept of the newest step counts each start in which only some go back, until a step ends: whether such a one
     diverged is known to those that went back alone.
 
     Args:
         found: The slots, which this process owns now.
-        delete: Deletes slots, for which nobody waits, and empties the list (``MemoryFiles.remove``).
-        likely: Those of them that the run most likely goes on from, which are verified ahead of time.
+        delete: Deletes slots in the background, and empties the list (``MemoryFiles.remove``).
+        likely: Those of them that the run most likely resumes from, which are verified ahead of time.
 
     Attributes:
         checker: Verifies them.

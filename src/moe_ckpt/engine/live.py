@@ -19,7 +19,8 @@ from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes, places_of
 
 _MANY = 4
-"""Of so many operators one is many: to name the parameters of more takes longer than to look at all."""
+"""If a plan has at least one in this many operators, looking at all parameters is quicker than naming those of the
+plan."""
 
 
 class LiveState:

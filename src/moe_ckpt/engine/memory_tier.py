@@ -93,7 +93,7 @@ class MemoryTier:
         replicator: Sends copies to peers, and holds theirs; None without.
 
     Attributes:
-        complete_step: Step of the newest checkpoint that the ranks hold: of this life, or the one that it goes on from.
+        complete_step: Step of the newest checkpoint that the ranks hold: of this life, or the one that it resumed from.
             None before the first, and where this rank needed the room.
         complete_since: The first step of the newest one of this life, if that is a sparse window; else its only step.
     """
@@ -334,7 +334,7 @@ class MemoryTier:
 
     @property
     def droppable_bytes(self) -> int:
-        """Host memory that ``drop`` would free."""
+        """Host memory that ``drop`` would free, and that is not needed."""
         with self._lock:
             stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
             logged = [entry for entry in self._logged() if entry.step.complete and not entry.to_storage]
@@ -353,7 +353,7 @@ class MemoryTier:
         """The session ended.
 
         Args:
-            keep: What is sealed stays for whoever starts the run again.
+            keep: What is sealed stays for the next start of the run.
         """
         if self.replicator is not None:
             self.replicator.close(0.0 if keep else _PARTING_SECS)

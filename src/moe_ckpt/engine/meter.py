@@ -13,7 +13,7 @@ _RECENT_LAPS = 50
 _RECENT_CHECKPOINTS = 5
 _TICK_SECS = 1e-6
 _KNOWN_LAPS = 10
-"""What was measured before a restart counts as so many laps: the first ones after it are slow to start."""
+"""The laps that measurements from before a restart count as: the first laps after it are slow."""
 
 
 class Meter:

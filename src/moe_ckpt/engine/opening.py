@@ -116,7 +116,7 @@ def _open(
 def _identity(storage: Storage, names: list[str], directories: list[str]) -> Identity | None:
     """Whose store this is; None for a new one.
 
-    A damaged or lost store.json is written anew from the manifests, which repeat what it said.
+    A damaged or lost store.json is written again from the manifests, which repeat what it said.
     """
     where = f"{storage.root}/{STORE_NAME}"
     trouble = f"{where} is missing"

@@ -1,9 +1,9 @@
 """The snapshot pipeline of one rank: live tensors -> host buffer -> shards -> commit.
 
-Where buffers outlive the process they are sealed in between, and not every snapshot goes on to storage.
+Where buffers outlive the process they are sealed in between, and not every snapshot goes to storage.
 
 Three buffers go round: one is copied into or waits, one is written from, and the newest committed one is
-kept for recovery. None of them is written to before it has been given back, so that a snapshot for
+kept for recovery. None of them is written to before it was returned, so that a snapshot for
 which none is free is skipped or waited for, as configured; only the recovery buffer is given up before
 training has to do either.
 
@@ -227,7 +227,7 @@ class Pipeline:
             )
 
     def release(self) -> None:
-        """Return when the snapshot under way no longer reads gradients, which it then keeps no more."""
+        """Return when the snapshot under way no longer reads gradients; it then drops them."""
         if self._consumed:
             self.join()
 
@@ -267,7 +267,7 @@ class Pipeline:
 
         Args:
             timeout_secs: Longest wait for that.
-            keep: Training failed, so leave the recovery buffer in memory for whoever starts it again here.
+            keep: Training failed, so leave the recovery buffer in memory for a restart here.
             afterwards: See ``Persister.close``.
 
         Returns:

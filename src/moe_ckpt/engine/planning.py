@@ -29,7 +29,7 @@ class Planner:
     Attributes:
         dense_step: Step of the newest dense checkpoint, committed or under way; 0 if that is not known.
         room: Most bytes of one rank's snapshot that host memory leaves room for, the minimum over ranks; None if
-            nobody goes by it.
+            it is not used.
     """
 
     def __init__(self, policy: Policy, live: LiveState, rank: int, limit: SnapshotLimit) -> None:
@@ -43,7 +43,7 @@ class Planner:
         self._log_said = self._warned = False
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        """Returns the policy's decision; one about windows or bytes is told what the operators weigh now."""
+        """Returns the policy's decision; one about windows or bytes gets the current sizes of operators."""
         policy, needs, live = self._policy, self._needs, self._live
         changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
         context = replace(context, placement=live.placement, sizes=live.sizes)

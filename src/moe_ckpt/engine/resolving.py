@@ -134,7 +134,7 @@ class SnapshotResolver:
         return Outcome(f"the ranks' plans of step {snapshot.step} differ, although their shares cover it")
 
     def _refusal(self, snapshot: Snapshot) -> str | None:
-        """Why there is no use in writing this snapshot, alike on every rank; None if there is."""
+        """Why this snapshot must not be written, equal on every rank; None if it may be."""
         window = snapshot.request.window
         if window is not None and self._failures.has_failed(window):
             return "an earlier step of its window was not saved"
@@ -155,7 +155,7 @@ class SnapshotResolver:
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 
     def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Outcome:
-        """Commit on rank 0, and let go what is superseded.
+        """Commit on rank 0, and release what is superseded.
 
         Where that fails, what was written goes before any rank hears of it and writes on.
         """
@@ -182,7 +182,7 @@ class SnapshotResolver:
             log.warning("files of the failed checkpoint of step %d could not be removed, retrying: %s", step, error)
 
     def _delete_own(self, superseded: Superseded, step: int) -> None:
-        """This rank's files of what rank 0 has let go, which deletes its own itself. What is left is told again."""
+        """Deletes this rank's files that rank 0 has released; rank 0 deletes its own. The rest is reported again."""
         rank = self._comm.rank
         try:
             for directory, (whole, groups) in superseded.items() if rank else ():

@@ -55,7 +55,7 @@ class Room:
 
     @property
     def copies_behind(self) -> bool:
-        """True if peers have so many copies to take still that those of another checkpoint would only wait."""
+        """True if peers still have so many copies to take that those of another checkpoint would only wait."""
         replicator = self._tier.replicator
         most = self._settings.max_in_flight
         return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
@@ -106,7 +106,7 @@ class Room:
         return self._stages.wait_for_storage(max(0.0, until - time.monotonic()))
 
     def wait(self, timeout_secs: float) -> bool:
-        """Wait until it ``is_short`` no more; False if that took longer than ``timeout_secs``."""
+        """Wait until it is no longer ``is_short``; False if that took longer than ``timeout_secs``."""
         until = time.monotonic() + timeout_secs
         while self.is_short and self._stages.in_flight:
             fewer = min(self._stages.in_flight, self._settings.max_in_flight) - 1
@@ -115,7 +115,7 @@ class Room:
         return True
 
     def used(self, request: SnapshotRequest, nbytes: int, *, partial: bool) -> bool:
-        """A snapshot of so many bytes began. Returns True if more buffers should be made ahead of time (``top_up``)."""
+        """A snapshot of ``nbytes`` began. Returns True if more buffers should be made ahead of time (``top_up``)."""
         self._last_nbytes = nbytes
         self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory

@@ -206,7 +206,7 @@ class RunLedger:
         """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights.
 
         Args:
-            assigned: What the router assigned, where that is not the same; popularity goes by it.
+            assigned: What the router assigned, where that is not the same; popularity is computed from it.
         """
         self.tokens.apply(applied)
         self.activity.add(applied if assigned is None else assigned, soft)
@@ -332,7 +332,7 @@ class RunLedger:
     def rescued(self) -> frozenset[str]:
         """Experts whose copies in slots of an earlier life are newer than storage's: the next snapshot must have them.
 
-        Whatever the policy says, for those slots are let go of when a snapshot of this life is complete.
+        Whatever the policy says, because those slots are deleted when a snapshot of this life is complete.
         """
         if not self._rescued:
             return self._rescued

@@ -30,7 +30,7 @@ class MemorySealer:
     Args:
         run: The session's.
         tier: Keeps the slots.
-        to_storage: Takes each snapshot that goes on to storage, in order.
+        to_storage: Takes each snapshot that also goes to storage, in order.
     """
 
     def __init__(self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None]) -> None:

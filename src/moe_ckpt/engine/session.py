@@ -174,7 +174,7 @@ class CheckpointSession:
     def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:
         """Training begins after ``step``: save that state, if the policy wants it, and wait until it is committed.
 
-        Called instead of ``after_update`` by the adapter, before the first step of a run that goes on from nothing.
+        Called instead of ``after_update`` by the adapter, before the first step of a run that resumes nothing.
 
         Args:
             capture: Gives the plain state.
@@ -379,7 +379,7 @@ class CheckpointSession:
             step: Optimizer steps done.
             capture: Gives the plain state.
             save_last: False to leave what there is.
-            note_end: Called on rank 0 with the newest checkpoint's directory, before the store is let go of.
+            note_end: Called on rank 0 with the newest checkpoint's directory, before the store is released.
 
         Raises:
             SaveFailedError: The last checkpoint could not be committed, or not in time.

@@ -22,7 +22,7 @@ class _Phase(enum.Enum):
     MADE = "call open() first"
     OPEN = ""
     CLOSED = "call nothing after finish() or close()"
-    """The store is let go of, or its lock is left to the thread that still writes."""
+    """The store is released, or its lock is left to the thread that still writes."""
 
 
 class SessionResources:
@@ -94,7 +94,7 @@ class SessionResources:
         return None if self._pipeline is None else self._pipeline.memory
 
     def close(self, timeout_secs: float | None, *, keep: bool) -> None:
-        """Stop the threads, and let go of the store. Safe to call twice.
+        """Stop the threads, and release the store. Safe to call twice.
 
         Args:
             timeout_secs: Longest wait for the thread that writes; None for that of the settings.

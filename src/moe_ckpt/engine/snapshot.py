@@ -35,7 +35,7 @@ class Snapshot:
 
     Attributes:
         sequence: How many snapshots for storage this process began before it.
-        request: What was asked for.
+        request: What to save.
         plan: What this rank copies and writes for it.
         buffer: Host memory that the plan's parts lie in.
         copy: The copy under way.
@@ -108,7 +108,7 @@ def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:
 
 
 def side_tensors(state: Any, rank: int, prefix: str = "") -> Plain:
-    """Encode the plain state; its tensors become slices of their own, to be copied before training goes on.
+    """Encode the plain state; its tensors become slices of their own, to be copied before training continues.
 
     They may change during the next forward pass (buffers, RNG), so a background copy would be torn.
 

@@ -46,7 +46,7 @@ class Snapshotter:
     """Makes requests from plans, hands them to the pipeline and records them. For the training thread only.
 
     Attributes:
-        booking: Keeps the books.
+        booking: Updates the ledger.
         live: The training state.
         planner: Asks the policy.
         backlog: Counts snapshots that were left out or waited for.
@@ -83,7 +83,7 @@ class Snapshotter:
         return self.backlog.skips + self.flush.skips
 
     def step_begins(self, *, updated: bool = True) -> None:
-        """The state of another step is final: tensors may differ from before, and waits for the run's end start again.
+        """The state of another step is final: tensors may differ from before, and the time to wait at the end is reset.
 
         Args:
             updated: Its update was made, not left out because gradients overflowed.
@@ -138,7 +138,7 @@ class Snapshotter:
         """Begin what the plan names, unless storage is too far behind. Returns what became of it.
 
         Args:
-            plan: Not empty; alike on every rank.
+            plan: Not empty; equal on every rank.
             plain: Gives the plain state.
             consensus: What the ranks agreed on.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
@@ -270,7 +270,7 @@ class Snapshotter:
     def _request(
         self, plan: SnapshotPlan, specs: Sequence[TensorSpec], *, step_is_agreed: bool, ways: _Ways
     ) -> tuple[SnapshotRequest, Pending]:
-        """What the plan, the tensors that exist and the books make of the next snapshot, and how it is booked."""
+        """The next snapshot from the plan, the existing tensors and the ledger, and its entry in the ledger."""
         run_ledger, generation = self.booking.run_ledger, self._resources.generation
         relaid = self.live.layout.update(specs)
         window = plan.window if plan.window is not None and plan.window.size > 1 else None

@@ -39,7 +39,7 @@ class Stages:
         return self._persister.in_flight
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Take a snapshot on its way. Its copy may go on still."""
+        """Take a snapshot over. Its copy may still be under way."""
         if snapshot.request.stored:
             self._persister.expect()
         if self._sealer is None or self._memory is None:

@@ -91,7 +91,7 @@ class StateKeeper:
         """Returns at once.
 
         Args:
-            plain: Of the step, which nobody writes to any more.
+            plain: Of the step; no longer written to.
             tokens: Of the step, as this rank counts them.
         """
         self._steps.put(_Step(step, index, plain, _ready(plain[1]), tokens))
@@ -100,7 +100,7 @@ class StateKeeper:
         """The update of ``step`` is to come. Returns at once.
 
         Args:
-            pieces: What may have changed since the step before ended, which nobody writes to any more.
+            pieces: What may have changed since the step before ended; no longer written to.
             tokens: As of ``keep``.
         """
         tensors = [each for _, (_, side) in pieces for each in side]

@@ -2,7 +2,7 @@
 
 Between two updates, parameters and optimizer state are those of the newest step. A rank that hears of a failure (its
 own exception, a peer's death, SIGTERM) copies all that it writes of a complete checkpoint into memory that outlives the
-process before it goes, whatever the policy saved of that step. If every rank does, the run goes on from there.
+process before it goes, whatever the policy saved of that step. If every rank does, the run resumes from there.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Survived:
 class Patience:
     """How long updates wait for snapshots that are still being sealed: at most 5 % of an iteration each.
 
-    Where sealing takes longer than an iteration, no wait is long enough: after one in vain there is none until a
-    snapshot has been sealed in time by itself.
+    Where sealing takes longer than an iteration, no wait is long enough: after one that timed out there is none until a
+    snapshot has been sealed in time without it.
 
     Args:
         now: ``perf_counter``.

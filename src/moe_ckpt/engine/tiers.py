@@ -60,7 +60,7 @@ class BufferTier(Protocol):
         """The session ended.
 
         Args:
-            keep: It failed: what is kept stays for whoever starts the run again.
+            keep: It failed: what is kept stays for the next start of the run.
         """
         ...
 

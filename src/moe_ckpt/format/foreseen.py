@@ -3,7 +3,7 @@
 A rank that dies in an update which the others end leaves what it had when its gradients were on their way: random
 numbers, buffers, its position in the data. A rank that lives on knows its own state before and after, and so what
 counters, schedules and hooks made of it. What was alike before is alike after; what an update leaves alone on every
-rank is as it was. Where neither holds, nobody knows the dead rank's state, and none is made up.
+rank is as it was. Where neither holds, the dead rank's state is unknown, and none is made up.
 
 All is on trees as ``format.tree`` encodes them.
 """

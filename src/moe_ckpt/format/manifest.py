@@ -48,7 +48,7 @@ _OWN_FILE = re.compile(r"rank_\d{5,9}_(expert(?=\.s)|non_expert(?=\.s)|state(?=\
 KINDS = ("expert", "non_expert")
 """Of shards: kept apart because they are superseded at different times."""
 GROUPS = (*KINDS, "state")
-"""Of the files that ranks write at one step: each is kept, or let go, as a whole."""
+"""Of the files that ranks write at one step: each is kept or deleted as a whole."""
 _STATE = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_state\.json", re.ASCII)
 
 
@@ -354,7 +354,7 @@ def check_version(
 
 NOT_OF_MODEL = "is of no layer of the model, or beyond its experts"
 MOST_EXPERTS = 1 << 20
-"""Of all layers together. A file that claims more is damaged: nobody is to run out of memory over it."""
+"""Of all layers together. A file that claims more is damaged, and must not exhaust a reader's memory."""
 MOST_RANKS = 1 << 22
 MOST_UNIX_SECS = 1e11
 """The year 5138; clocks and calendars end soon after."""

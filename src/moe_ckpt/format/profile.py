@@ -113,7 +113,7 @@ class Life:
         training_unix_secs: Likewise, but after a sparse window was computed again.
         last_unix_secs: When this was written down, the end of the life if it came to one.
         load_secs: From the opening of the store to the restored state.
-        restored_step: None for a run that began anew.
+        restored_step: None for a run that began from scratch.
         first_step, last_step: Of this life, steps computed again aside.
         first_step_secs: From ``training_unix_secs`` on.
         last_step_unix_secs: The last one's end.

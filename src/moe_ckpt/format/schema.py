@@ -241,7 +241,7 @@ def mapping(values: Check, keys: Check = text) -> Check:
 
 
 def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, *, exact: bool = False) -> Check:
-    """An object with fields of its own each.
+    """An object with named fields, each with its own check.
 
     Args:
         exact: It has no others; else those are for newer readers, and ignored.

@@ -141,7 +141,7 @@ def encode_header(header: ShardHeader) -> bytes:
     """The file's first bytes: 8-byte little-endian length, then the JSON header padded to 8 bytes.
 
     Raises:
-        CoverageError: two slices are the same one. A header has room for one, so nobody could tell later.
+        CoverageError: two slices are the same one. A header has room for one, so they could not be told apart later.
     """
     meta = {
         "format_version": FORMAT_VERSION,

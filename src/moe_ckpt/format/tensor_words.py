@@ -4,7 +4,7 @@ Where a tensor's memory lies, how often it was written to, and whether it requir
 objects behind it. To ask 75 000 tensors by calls takes longer than all else that a checkpoint asks of the training
 thread; one operation of numpy reads the words of all. Where they are is not taken for granted: it is found out on
 tensors made for that, by what changes with what, and what is read of each other tensor is compared with torch's answer
-when it is first seen. Where anything is not as found, nobody reads here.
+when it is first seen. Where anything is not as found, nothing is read here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a rank's optimizers update, as plain data in the plain state of each logged step.
 
-With it a log is stepped again by whoever has its slots: no model, and no rank of the run, need be there.
+With it a log can be replayed from its slots alone, without a model or a rank of the run.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
 
     Args:
         optimizers: As given to ``GradientCapture``.
-        release: Called before gradients are overwritten: returns when nobody reads them any more.
+        release: Called before gradients are overwritten: returns when they are no longer read.
         keys: Of each optimizer, the number that keys of its state have; None for its own.
         stored: Type that wider gradients are saved in, as named in headers, for they have been rounded to it.
 
@@ -97,7 +97,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
         """See ``GradientConsumer``.
 
         Raises:
-            ConfigError: The step is not over, so that nobody could read its gradients yet.
+            ConfigError: The step is not over, so its gradients cannot be read yet.
         """
         if self._capture is None:
             return

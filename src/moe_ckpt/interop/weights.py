@@ -128,7 +128,7 @@ def _absolute(path: str) -> str:
 
 
 def choose(path: str) -> tuple[str | None, str]:
-    """Returns (the step directory to take, None for safetensors files; what is said about steps passed over).
+    """Returns (the step directory to take, None for safetensors files; what is said about skipped steps).
 
     Called on one rank, so that all take the same step of a store that is being written.
 

@@ -113,7 +113,7 @@ class ExpertMap(StepMetric):
         self.experts = None if experts is None else tuple(int(number) for number in experts)
 
     def _table(self, value: Any) -> torch.Tensor:
-        """A copy, because callers go on counting in what they gave. Raises ``ConfigError`` unless ``[L, E]``."""
+        """A copy, because callers keep counting in their array. Raises ``ConfigError`` unless ``[L, E]``."""
         table = self._tensor(value, torch.int64).clone()
         if table.ndim != 2 or (self.experts is not None and table.shape[0] != len(self.experts)):
             expected = "[layers, experts]" if self.experts is None else f"[{len(self.experts)}, experts]"

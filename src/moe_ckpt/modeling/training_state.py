@@ -151,7 +151,7 @@ class TorchTrainingState:
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """Make the optimizers hold exactly the tensors that ``wanted`` names; new ones are zero.
 
-        Keys that do not start with ``optim/`` are passed over. State that stays keeps its memory.
+        Keys that do not start with ``optim/`` are ignored. State that stays keeps its memory.
 
         Raises:
             ConfigError: a key names an optimizer or parameter that this run does not have.

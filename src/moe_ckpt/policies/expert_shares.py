@@ -106,10 +106,10 @@ class Taking:
     def _fitting(self, owners: Counts, groups: Counts, shares: Counts) -> Counts:
         """Which of some experts, best first, would be taken one after the other: places among them, ascending.
 
-        Whoever is passed over because his owner has no room leaves his group's place to a later one. All are chosen at
-        once as if there were room; those behind the one that fills up their owner are out, and the others are chosen
-        anew, until there is room for all. Nobody is out wrongly: with fewer rivals in their groups, an owner's experts
-        fill it up no later.
+        An expert that is skipped because its owner has no room leaves its group's place to a later one. All are chosen
+        at once as if there were room; those after the one that fills up their owner are dropped, and the others are
+        chosen again, until there is room for all. No expert is dropped wrongly: with fewer rivals in their groups, an
+        owner's experts fill it up no later.
 
         Args:
             owners: Of each.

@@ -31,7 +31,7 @@ def load_aware(context: PolicyContext, request: Request) -> Selection:
     - Layers choose in the order of the unsaved tokens that they would save if all ranks were free, and from the last
       to the first only where these are equal. The paper always goes from the last to the first; where capacity is
       scarce, its first layers then get what the others left, at every checkpoint.
-    - An expert is passed over if taking it would leave the layers still to come with ranks that own too few of their
+    - An expert is skipped if taking it would leave the layers still to come with ranks that own too few of their
       experts. With layers of one size that is exact (see ``Dealer``). What is short nevertheless, among layers of
       different sizes, is taken from the rank with the least to save, over its capacity.
     - Nothing bounds the age of an expert that gets few tokens. Its file could never be deleted, and weight decay and

@@ -100,7 +100,7 @@ def measure(
         network_bytes: Likewise.
         file_bytes: Likewise.
         repeats: That count.
-        progress: Called as the work goes on.
+        progress: Called as the work advances.
 
     Raises:
         ConfigError: A number that is not above 0, or a directory that is none.

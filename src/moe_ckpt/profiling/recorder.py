@@ -1,7 +1,7 @@
 """Records what a run measures while it trains, in a JSON file that simulator and planner read (docs/profile.md).
 
 Rank 0 records. The training thread does no more than add numbers up; now and then it hands them to a thread of the
-profile's own, which writes the whole file anew under a temporary name and renames it. Nothing that goes wrong here
+profile's own, which rewrites the whole file under a temporary name and renames it. Nothing that goes wrong here
 disturbs training: it is logged once.
 """
 

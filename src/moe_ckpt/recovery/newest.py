@@ -58,8 +58,8 @@ def dense_checkpoints(
     """Yields each dense checkpoint with the directories of the sparse windows newer than it, all newest first.
 
     Args:
-        reader: Of the store. Only manifests are read; damaged ones are passed over with a warning.
-        check: Raises for a dense checkpoint that is to be passed over, as for ``usable``.
+        reader: Of the store. Only manifests are read; damaged ones are skipped with a warning.
+        check: Raises for a dense checkpoint that is to be skipped, as for ``usable``.
 
     Raises:
         SparseWindowError: There are only sparse windows.

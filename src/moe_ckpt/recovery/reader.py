@@ -310,8 +310,8 @@ def usable(
 
     Args:
         reader: Of the store.
-        problems: Gets a text for each checkpoint that is passed over; the log gets a warning.
-        check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be passed over.
+        problems: Gets a text for each checkpoint that is skipped; the log gets a warning.
+        check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be skipped.
     """
     for directory in reader.directories():
         try:

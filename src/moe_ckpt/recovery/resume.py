@@ -66,7 +66,7 @@ def resume_newest(
         read_patience_secs: How long, in all, failing reads are tried again before that.
         replayer: Makes the updates of a gradient log once more, if the policy keeps one.
         logs: What crossed the boundaries of pipeline stages, so that only some need go back; None without.
-        make_dense: Opens a gradient log of other ranks, or of another layout; None: it is passed over.
+        make_dense: Opens a gradient log of other ranks, or of another layout; None: it is skipped.
 
     Raises:
         OtherLayoutError: There are sparse windows of another layout, and no dense checkpoint to take instead.

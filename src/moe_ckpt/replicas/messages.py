@@ -168,7 +168,7 @@ def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore, pat
         link: Whose copies come.
         run_id: Of the store.
         store: Takes them.
-        patience_secs: Longest wait for this rank's own snapshot of the same step, before all bytes are asked for.
+        patience_secs: Longest wait for this rank's own snapshot of the same step, before all bytes are requested.
 
     Raises:
         OSError: The source is gone, hung in the middle of a copy, or sent something else.

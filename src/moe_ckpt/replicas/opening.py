@@ -40,7 +40,7 @@ def open_replication(
         generation: Life of the run, which ``comm`` has entered.
         make: Makes a slot in this rank's memory directory. Raises ``MemoryFullError``.
         timeout_secs: Longest time in which a peer takes or gives no byte.
-        groups: Kinds of data parallelism, from the one whose ranks hold most alike: the ranks of this rank's group.
+        groups: Kinds of data parallelism, from the one whose ranks share most state: the ranks of this rank's group.
         gate: Holds sends back for the bubbles of a pipeline; None: they go at once.
 
     Raises:

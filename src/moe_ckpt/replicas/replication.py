@@ -1,7 +1,7 @@
-"""Copies of sealed memory slots on peers: sent, verified and acknowledged while training goes on.
+"""Copies of sealed memory slots on peers: sent, verified and acknowledged while training continues.
 
 A rank has one connection to each rank that holds its copies, and one from each whose copies it holds, each with a
-thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up nobody but the copies
+thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up only the copies
 that are meant for it; when the timeout has passed, it is given up for the rest of this life of the run.
 """
 
@@ -88,7 +88,7 @@ class _Copies:
 
 
 class _Sender:
-    """Sends this rank's copies to one peer, one after the other, on a thread of its own."""
+    """Sends this rank's copies to one peer, one after the other, on a separate thread."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Sender:
         self.thread.start()
 
     def put(self, copies: _Copies | None) -> None:
-        """None: no more follow."""
+        """None: no more copies follow."""
         self._queue.put(copies)
 
     def _run(self) -> None:
@@ -228,7 +228,7 @@ class Replicator:
         """Send a sealed slot to this rank's peers.
 
         Args:
-            sequence: Of the snapshot; greater than all before, alike on every rank.
+            sequence: Of the snapshot; greater than all before, equal on every rank.
             share: What to send; None if this rank has nothing, which ends at once.
 
         Returns:
@@ -318,7 +318,7 @@ class Replicator:
         return self.store.nbytes
 
     def _accept(self, listener: Listener, sources: Collection[int]) -> None:
-        """Until all sources are here: then nobody can connect any more."""
+        """Until all sources are connected: then no connection is accepted any more."""
         roster = self.roster
         awaited = {source: Link(roster.generation, source, roster.rank) for source in sources}
         try:

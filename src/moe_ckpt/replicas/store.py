@@ -108,7 +108,7 @@ def _joined(runs: list[Run]) -> list[Run]:
 class ReplicaStore:
     """Slots in this rank's memory directory that hold copies of others. Safe to use from several threads.
 
-    A slot that is let go of serves again, because a warm one is several times as fast as a new one.
+    A released slot is used again, because a warm one is several times as fast as a new one.
 
     Args:
         make: Makes a slot. Raises ``MemoryFullError``.

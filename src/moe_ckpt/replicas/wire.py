@@ -4,7 +4,7 @@ They are sockets of our own and not gloo's, because a wait on gloo that times ou
 its group ("Application timeout caused pair closure"): one paused peer would cost the copies of all others. Bytes go
 straight out of mapped memory and straight into it, and a call that moves 16 MiB gives the interpreter lock away once.
 
-Addresses, and a secret that is drawn anew for every life of the run, come over the communicator, hence by the job's own
+Addresses, and a secret that is drawn for every life of the run, come over the communicator, hence by the job's own
 rendezvous. Both sides prove that they know the secret before anything else is read, and listening ends when everybody
 who may connect has done so.
 """

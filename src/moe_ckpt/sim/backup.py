@@ -28,7 +28,7 @@ class Backup:
         """``durable`` is written to storage from ``at_secs`` on.
 
         Args:
-            sequence: Of its snapshot, where storage has books of its own.
+            sequence: Of its snapshot, where storage has its own ledger.
         """
         self._coming, self._sequence, self._ends_secs = durable, sequence, at_secs + takes_secs
         self.begun_secs, self.was_cut_off = at_secs, False

@@ -11,7 +11,7 @@ from moe_ckpt.sim.racing import Runner
 from moe_ckpt.sim.system import DURABLE, System
 
 CLOSE = 0.005
-"""ETTR this close counts as alike: then what loses no tokens goes first, then what needs no memory, then what is
+"""ETTR this close counts as equal: then what loses no tokens goes first, then what needs no memory, then what is
 simpler."""
 
 KINDS: tuple[type, ...] = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement, GradientLog)
@@ -46,7 +46,7 @@ def exact(policy: Policy) -> bool:
 
 
 def preference(system: System) -> tuple[bool, int, int]:
-    """Of several that are alike, the least is chosen: exact, with least memory, simple."""
+    """Of several that are equal, the least is chosen: exact, with least memory, simple."""
     simple = next((number for number, kind in enumerate(KINDS) if isinstance(system.policy, kind)), len(KINDS))
     return not exact(system.policy), DURABLE.index(system.durable), simple
 
@@ -109,7 +109,7 @@ class Choice:
         return [one for one in (leader, *unsure) if not one.done]
 
     def _settled(self, leader: Runner, other: Runner, sure: Collection[Runner]) -> bool:
-        """Whether ``other`` changes nothing, however it goes on. sure: who can be used, or else will not lead."""
+        """Whether ``other`` changes nothing, whatever comes next. sure: who can be used, or else will not lead."""
         if leader.done and other.done:
             return True
         mine, its = preference(leader.system), preference(other.system)

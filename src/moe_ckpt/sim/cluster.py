@@ -32,7 +32,7 @@ class Cluster:
         restart_secs: From there to ranks that can load a checkpoint; a spare has taken the place of the dead node by
             then.
         in_place_secs: The same where processes that live on train again without a new start (``moe_ckpt.inprocess``),
-            and a spare is there at once; None: every process is started anew.
+            and a spare is there at once; None: every process is started again.
         repair_secs: Until a dead node is a spare again; None for never.
         spare_nodes: At the start; None: there is always one, as the papers have it.
         nodes_per_domain: Neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie
@@ -166,7 +166,7 @@ class Layout:
         return experts, tuple(stages[rank // width] for rank in ranks)
 
     def placed(self, replicas: int) -> ReplicaPlacement:
-        """Where so many copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
+        """Where the copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
         return place_replicas(self.domains, replicas, self.groups)
 
     def sends(self, replicas: int) -> Sends:
@@ -174,7 +174,7 @@ class Layout:
         training state.
 
         Under plain data parallelism they have all of it. Elsewhere a distributed optimizer divides the state, and
-        data-parallel ranks have the weights alike. Raises ``ConfigError`` where there are no nodes for so many copies.
+        data-parallel ranks hold the same weights. Raises ``ConfigError`` where there are no nodes for so many copies.
         """
         if self.parallel.ranks == self.parallel.dp:
             return Sends(False, False, False, False)

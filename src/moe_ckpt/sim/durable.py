@@ -54,7 +54,7 @@ class When(NamedTuple):
     sent_secs: float | None = None
 
     def later(self, secs: float) -> When:
-        """The same so many seconds later."""
+        """The same, ``secs`` later."""
         return When(self.ready_secs + secs, None if self.sent_secs is None else self.sent_secs + secs)
 
 

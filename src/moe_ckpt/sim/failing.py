@@ -88,7 +88,7 @@ class _Failure:
 
 
 def _failures(events: Iterator[Event], spares: Spares) -> Iterator[_Failure]:
-    """Nodes that join become spares as they pass by, up to the failure that is asked for."""
+    """Nodes that join become spares as they pass by, up to the requested failure."""
     for at, together in groupby(events, key=lambda event: on_clock(event.at_secs)):
         nodes, restarted = list[int](), list[int]()
         for event in together:
@@ -130,7 +130,7 @@ class Failing:
 
     ``events`` hands out what happens to nodes; those that join become spares as they pass by.
 
-    stranded: a dead node is never replaced. hopeless: one recovery was begun anew ``FUTILE_FAILURES`` times.
+    stranded: a dead node is never replaced. hopeless: one recovery was started again ``FUTILE_FAILURES`` times.
     """
 
     def __init__(self, costs: Costs, recoveries: Recoveries, events: Iterator[Event], spares: Spares) -> None:
@@ -235,7 +235,7 @@ class Failing:
         failure: _Failure,
         ready: tuple[tuple[str, float], ...],
     ) -> _Attempt:
-        """All ranks; with nothing to go back to they begin anew at once."""
+        """All ranks; with nothing to return to they start from scratch at once."""
         repair = Repair(0.0, 0.0)
         if source is not None and source.anchored_at is not None and tier is not Tier.STORAGE:
             repair = self._recoveries.logged(source.step - source.anchored_at, tier)
@@ -253,8 +253,8 @@ class Failing:
         failure: _Failure,
         ready: tuple[tuple[str, float], ...],
     ) -> list[_Attempt]:
-        """The recoveries under way and those of the stages of ``failure``: neighbours recover together, anew, and
-        others go on by themselves (MoEvement, appendix A)."""
+        """The recoveries under way and those of the stages of ``failure``: neighbours start again together, and
+        others continue separately (MoEvement, appendix A)."""
         at, steps = failure.at_secs, state.step - source.step
         hit = (*failure.nodes, *failure.restarted)
         for failed in segments(stage for node in hit for stage in self._layout.stages_of(node)):

@@ -1,4 +1,4 @@
-"""When nodes fail: memoryless, Weibull, by what a cluster is made of, or never; traces are in ``sim.traces``."""
+"""When nodes fail: memoryless, Weibull, by the cluster's components, or never; traces are in ``sim.traces``."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Weibull(Poisson):
         shape: Below 1 failures come in bursts, with long quiet times (0.7 to 0.8 in high-performance computing:
             Schroeder and Gibson, DSN 2006); 1 is Poisson, to the same draws; above 1 they come more evenly.
 
-    Each failure begins anew (a renewal process). The same seed scales with the MTBF as for ``Poisson``.
+    The process starts again at each failure (a renewal process). The same seed scales with the MTBF as for ``Poisson``.
     """
 
     shape: float = 0.75

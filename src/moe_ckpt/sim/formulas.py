@@ -86,7 +86,7 @@ def whole_iterations(*, interval_secs: float, iteration_secs: float) -> int:
 def overhead_portion(*, interval_secs: float, checkpoint_secs: float, mtbf_secs: float) -> float:
     """What saving and lost work cost, as a portion of training time, to first order: ``d / t + t / 2M`` (Young, 1974).
 
-    Least at ``young_interval_secs``, where both terms are alike. It may exceed 1: then training hardly advances, and
+    Least at ``young_interval_secs``, where both terms are equal. It may exceed 1: then training hardly advances, and
     first order no longer holds.
     """
     owner = "overhead_portion"

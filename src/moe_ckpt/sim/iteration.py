@@ -2,7 +2,7 @@
 
 An estimate for planning: loads are even, kernels all reach the same portion of the peak, nothing is recomputed,
 messages between stages are not hidden, and layers are dealt to stages so that the slowest has least to do, the head
-counted in (where state lies goes by ``Layout``). Of the nine experiments of MoEvement whose iteration can be derived
+counted in (``Layout`` decides where state lies). Of the nine experiments of MoEvement whose iteration can be derived
 from its tables 3 and 7, it gives 0.5 to 2.2 times that: a measured ``secs`` is always better, and overrides it.
 """
 
@@ -100,7 +100,7 @@ class Breakdown:
 
     @property
     def secs(self) -> float:
-        """T_iter. All pipelines are alike here, so the slowest is any of them."""
+        """T_iter. All pipelines are equal here, so the slowest is any of them."""
         return self.pipeline_secs + self.sync_secs + self.update_secs
 
 

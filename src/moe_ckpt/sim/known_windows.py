@@ -19,7 +19,7 @@ class KnownWindows:
         return self._windows.get(key)
 
     def keep(self, key: bytes, window: Window) -> None:
-        """Keep it, and let go of the oldest where there are many."""
+        """Keep it, and drop the oldest if there are many."""
         if len(self._windows) >= _WINDOWS_KEPT:
             self._windows.pop(next(iter(self._windows)))
         self._windows[key] = window

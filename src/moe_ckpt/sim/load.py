@@ -26,7 +26,7 @@ class ExpertLoad:
     Attributes:
         skewness: S, the mean normalised HHI of a layer's load, 0 for even: drawn from a symmetric Dirichlet with
             ``alpha = (1/S - 1) / E``, whose expected S it is.
-        drift: Portion of each layer's experts, on average, whose popularity is drawn anew every ``drift_secs``. They
+        drift: Portion of each layer's experts, on average, whose popularity is drawn again every ``drift_secs``. They
             are independent of each other, so that a load is as skewed after any number of drifts as it was at first.
     """
 
@@ -123,7 +123,7 @@ def _log_gammas(rng: np.random.Generator, alpha: float, count: int) -> npt.NDArr
 
 
 def _whole_parts(weights: npt.NDArray[np.float64], total: int) -> npt.NDArray[np.int64]:
-    """Each row in whole numbers that add up to ``total``; the rest goes by largest remainder, then to the first."""
+    """Each row in whole numbers that add up to ``total``; the rest goes to the largest remainders, then the first."""
     exact = weights / weights.sum(axis=1, keepdims=True) * total
     found: npt.NDArray[np.int64] = np.floor(exact).astype(np.int64)
     left = np.maximum(total - found.sum(axis=1, keepdims=True), 0)

@@ -39,7 +39,7 @@ def cost_of(candidate: Candidate, iteration_secs: float) -> Cost | None:
 
 
 def break_even_secs(one: Cost, other: Cost) -> float:
-    """Mean time between failures at which both cost alike: ``one`` costs less where failures are further apart, or
+    """Mean time between failures at which both cost the same: ``one`` costs less where failures are further apart, or
     closer, whichever its costs of running say. ``inf``, or 0 and below: one of them costs less at any."""
     running = one.running - other.running
     return (other.failure_secs - one.failure_secs) / running if running else inf

@@ -70,7 +70,7 @@ class ModelSpec:
 
     Attributes:
         moe_every: Each n-th layer has experts, the last of n; 1 for all.
-        dense_layers: The first so many have none anyway.
+        dense_layers: That many first layers have none.
         expert_ffn, ffn, shared_expert_ffn: Width of an expert, of the FFN of layers without experts, of all shared
             experts together; ``ffn`` None: 4 * hidden.
         gated: Three matrices in each FFN instead of two.

@@ -18,11 +18,11 @@ from moe_ckpt.sim.durable import Durable
 class MovingRunLedger(RunLedger):
     """A trainer's ledger that can record many steps at once, and be moved ahead in time.
 
-    Steps told together route alike, and time-decayed activity is taken at the limit to which that brings it.
+    Steps recorded together route equally, and time-decayed activity is set to its limit under them.
 
     Args:
-        stores: Storage has books of its own; without, what is durable stands for it.
-        watched: The policy goes by these at each step, as a budget for lost tokens does.
+        stores: Storage has its own ledger; without, what is durable stands for it.
+        watched: The policy reads these at each step, as a budget for lost tokens does.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def recommend(
 ) -> Plan:
     """Simulate every system on the failures of ``scenario`` and of the seeds after its own, and choose.
 
-    All are simulated for a part of the time; only those whose lead over others is not certain yet go on.
+    All are simulated for a part of the time; only those whose lead over others is not certain yet are continued.
 
     Args:
         scenario: Its own system does not matter.

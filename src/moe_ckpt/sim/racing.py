@@ -22,7 +22,7 @@ from moe_ckpt.sim.scenario import Outcome, Sample, Scenario
 from moe_ckpt.sim.system import System
 
 FIRST_FAILURES = 6
-"""On average, in what is simulated of every system. What goes on is simulated for twice as long, each time."""
+"""On average, in what is simulated of every system. Systems still in the race get twice as long each time."""
 LEAST_SPANS = 5
 """With fewer, nothing is said of a difference."""
 _Z = 2.5758293035489

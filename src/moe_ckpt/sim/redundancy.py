@@ -1,7 +1,7 @@
 """Bytes of a rank's share of a snapshot that must be sent to the holders of its copies, and bytes that they already
 have.
 
-MoEtion (arXiv 2412.15411 v1), Algorithm 2 and section 5.1. Data-parallel ranks keep the same state alike, so that what
+MoEtion (arXiv 2412.15411 v1), Algorithm 2 and section 5.1. Data-parallel ranks hold the same state, so that what
 a peer has in its own training state at the same step it copies from there into its memory, and no byte of it crosses
 the network. Which state that is depends on how the framework divides it:
 
@@ -11,7 +11,7 @@ the network. Which state that is depends on how the framework divides it:
     ZeRO-3, FSDP2                              nothing
 
 That a peer's process holds it is not enough, for after a failure all processes are gone: it must lie in that peer's
-memory, as of that step. A trainer goes by the tensors that it really has (``slices.mirroring``); this is for comparing
+memory, as of that step. A trainer uses the tensors that it really has (``slices.mirroring``); this is for comparing
 with what the paper prints.
 """
 

@@ -41,7 +41,7 @@ class Use:
 
     @property
     def roof(self) -> str:
-        """The resource that bounds the iteration: compute, unless another is asked for more than it has, or else
+        """The resource that bounds the iteration: compute, unless another is overloaded or
         ``drag`` takes more than ``DRAGGED`` of it."""
         busiest = max((name for name in RESOURCES if name != "compute"), key=lambda name: self.utilisation[name])
         if self.utilisation[busiest] > 1:

@@ -3,7 +3,7 @@
 Between two events a run repeats itself: the policy sees the same pattern of ages, unsaved tokens and snapshots under
 way that it saw a round before, and decides the same. So rounds are stepped through once, and then moved ahead in time
 all at once (``stepping.Stepper``). That gives the same outcome to the last bit, since time is in whole parts
-(``sim.clock``). It is an approximation where a policy goes by the whole run so far: under a PLT budget, and where
+(``sim.clock``). It is an approximation where a policy uses the whole run so far: under a PLT budget, and where
 experts that were not saved for long go first, by the run's own mean interval (load_aware, least_loss, MoEtion); there
 one lost token in a thousand was seen to differ.
 

@@ -58,7 +58,7 @@ class SnapshotBytes:
         return self._partial(plan.operators() + host_only) if host_only else self.stored(plan)
 
     def stored(self, plan: SnapshotPlan) -> Snapshot:
-        """A plan without a window, as it goes on to storage or peers."""
+        """A plan without a window, as it is sent to storage or peers."""
         if plan.gradients:
             return self._logged(plan.operators(), plan.gradients)
         return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators())

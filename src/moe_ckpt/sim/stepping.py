@@ -67,7 +67,7 @@ class Stepper:
         self._settle()
 
     def interrupted(self) -> None:
-        """A failure: what was regular is no more."""
+        """A failure: the run no longer repeats itself."""
         self._rounds.clear()
 
     def _housekeeping(self) -> bool:
@@ -291,9 +291,9 @@ class Stepper:
             self._train_window(window, until)
 
     def _window_of(self, context: PolicyContext) -> Window | None:
-        """The window that begins here, if any. The policy is asked once for each pattern of what it goes by."""
+        """The window that begins here, if any. The policy is asked once for each pattern of its inputs."""
         state = self.state
-        # The order goes by shares: a load that was the same all the time gives the same one, however long it was.
+        # The order depends on shares: a load that was the same all the time gives the same one, however long it was.
         hard = context.activity.hard // max(1, int(np.gcd.reduce(context.activity.hard, axis=None)))
         decayed = context.activity.decayed.tobytes() if self._needs.decayed_counts else b""
         before = None if context.window is None else self._windows.order_of(context.window)
@@ -333,7 +333,7 @@ class Stepper:
 
 
 def _empty_track(system: System, catalog: Catalog) -> Track:
-    """With the books that the system's policy goes by."""
+    """With the ledger that the system's policy reads."""
     needs, tiered = system.needs, system.tiered
     stores = tiered and system.cadence is not None
     books = MovingRunLedger(catalog, outlives_process=tiered, stores=stores, watched=needs.lost_tokens)

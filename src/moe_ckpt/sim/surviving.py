@@ -50,7 +50,7 @@ class Survivors:
         return all(lends(rank, every) not in dead for rank in dead)
 
     def experts(self, dead: Collection[int]) -> npt.NDArray[np.bool_] | None:
-        """Returns ``[L, E]`` whether all ranks that hold the expert live on; None where nobody seals.
+        """Returns ``[L, E]`` whether all ranks that hold the expert live on; None where no rank seals.
 
         Args:
             dead: Ranks of which nothing is left.

@@ -22,8 +22,8 @@ class System:
         policy: Decides what to save, at each step. The very object that a Trainer would be given.
         durable: Where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
             process, or in that of ``replicas`` "peers" besides.
-        storage_every_n_steps, storage_every_secs: Which of those in memory go on to storage, for when memory is lost
-            (``core.cadence``); both None: none, and training then begins anew.
+        storage_every_n_steps, storage_every_secs: Which of those in memory also go to storage, for when memory is lost
+            (``core.cadence``); both None: none, and training then starts from scratch.
         when_busy, max_in_flight: As ``engine.settings.Settings``.
         rollback: Who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages
             keep what they sent each other, upstream logging, MoEvement, section 3.4).
@@ -95,7 +95,7 @@ class System:
 
     @property
     def cadence(self) -> StorageCadence | None:
-        """Which checkpoints in memory go on to storage; None where none does, or where all are there anyway."""
+        """Which checkpoints in memory also go to storage; None where none does, or where all are there anyway."""
         cadence = StorageCadence(self.storage_every_n_steps, self.storage_every_secs)
         asked = self.storage_every_n_steps is not None or self.storage_every_secs is not None
         return cadence if asked and self.durable != "storage" else None
@@ -131,7 +131,7 @@ class MemoryTier:
 
     Attributes:
         durable, replicas: As in ``System``.
-        storage_every_n_steps, storage_every_secs: As in ``moe_ckpt.Memory``; with both None each checkpoint goes on to
+        storage_every_n_steps, storage_every_secs: As in ``moe_ckpt.Memory``; with both None every checkpoint goes to
             storage.
         survivors: As in ``System``; a Trainer's do by default.
     """

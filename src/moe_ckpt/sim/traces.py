@@ -211,7 +211,7 @@ def _event(where: str, fields: list[str]) -> Event:
 
 
 def _in_order(rows: Iterable[tuple[str, Event]]) -> Iterator[tuple[str, Event]]:
-    """The same, checked against those before. Keeps the nodes that are away, no more."""
+    """The same, checked against those before. Keeps only the nodes that are away."""
     latest, away = 0.0, set[int]()
     for where, event in rows:
         at_least(where, 0, time=event.at_secs)

@@ -20,7 +20,7 @@ from moe_ckpt.sim.moving_ledger import MovingRunLedger
 
 
 class Track:
-    """Books, snapshots under way, and the durable checkpoint that a failure returns to.
+    """Ledger, snapshots under way, and the durable checkpoint that a failure returns to.
 
     Times are absolute seconds of the run.
 
@@ -33,8 +33,8 @@ class Track:
         sends: When peers have each snapshot that is on its way to them, slots among them.
 
     Args:
-        books: Empty, as a life begins with them.
-        tiered: Memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
+        books: The ledger of a new life, empty.
+        tiered: Memory and storage have separate ledgers, and a plan says what goes to storage; else storage gets what
             memory holds.
     """
 
@@ -158,7 +158,7 @@ class Track:
         return self._tiered and any(one.flush_secs is not None for one in self.under_way)
 
     def drop(self) -> None:
-        """Snapshots under way are lost, but training goes on from where it is."""
+        """Snapshots under way are lost, but training continues from where it is."""
         while self.under_way:
             self.run_ledger.resolved(self.under_way.pop().sequence, committed=False)
         self._stop_moving()

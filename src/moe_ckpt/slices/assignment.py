@@ -61,7 +61,7 @@ def holders(catalog: Catalog, tensor: StateTensor | TensorSpec) -> Sequence[tupl
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the state that all peers hold alike. Sharded state weighs nothing here.
+    """Bytes of the state that all peers hold. Sharded state counts as 0 here.
 
     Attributes:
         units: Of all operators but the experts, biggest first.
@@ -176,7 +176,7 @@ class WriteAssignment:
     Attributes:
         owners: Expert -> the rank that writes it.
         given: Rank -> operator that is no expert -> what the rank writes of it; of the checkpoint's operators at least.
-        weigh: Gives the checkpoint's own units with the bytes of each rank, where nobody needs them to divide it.
+        weigh: Gives the checkpoint's own units with the bytes of each rank, where they are not needed to divide it.
     """
 
     owners: Mapping[str, int]
@@ -309,7 +309,7 @@ class Sharder:
         return known[1]
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
-        """Weighed anew when a tensor is another one than last time; plain tensors rarely are."""
+        """Weighs again when a tensor is another object than last time, which is rare for plain tensors."""
         known = self._weighed
         if tensors is not known and (
             known is None or len(tensors) != len(known) or not all(map(is_, tensors, known))

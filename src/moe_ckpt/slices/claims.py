@@ -68,7 +68,7 @@ class Claims:
 
     @cached_property
     def operators(self) -> int:
-        """Those of which there is anything to save (``OperatorSets``): not all, where parameters are empty."""
+        """Operators that have anything to save (``OperatorSets``): not all, where parameters are empty."""
         held_by = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
         return self._catalog.sets.of(tuple({operator.id for those in held_by for operator, _ in those}))
 

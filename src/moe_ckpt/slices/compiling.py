@@ -105,7 +105,7 @@ class CompiledPart:
 
     @property
     def is_consumed(self) -> bool:
-        """It holds gradients, this rank's own or what it has alike."""
+        """It holds gradients, of this rank's share or of another's."""
         return bool(self.cuts) and self.cuts[0].entries[0].key.startswith(GRADIENT)
 
     @property
@@ -254,7 +254,7 @@ class PlanCompiler:
             specs: Those of all ranks.
             side: Tensors of no operator, which go into this rank's non-expert shard.
             gradients: This rank's. They may be other tensors at each step, so that what is made of them is not kept.
-            writer: Whose share it is, this rank's unless said; of another rank's, what this rank has alike.
+            writer: Whose share it is, this rank's unless said; of another rank's, the part that this rank also holds.
         """
         self._update(tensors, specs, request.compute_types)
         key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
@@ -288,7 +288,7 @@ class PlanCompiler:
     def _compile_lent(
         self, key: PlanKey, request: SnapshotRequest, writer: int, side: Sequence[SliceEntry]
     ) -> CompiledPlan:
-        """Of another rank's share what this rank has alike. Made once, when training stops."""
+        """The part of another rank's share that this rank also holds. Made once, when training stops."""
         _, assignment = self._cut(request)
         [found] = MirroredShares(self._catalog, self._placement, [writer]).cuts(
             request.operators, self._tensors, assignment

@@ -91,7 +91,7 @@ class Copy:
         """Return when the live tensors may change. Raises what the copying thread raised."""
         event, self.changed, _ = self._issued.result()
         if event is not None:
-            # The device may still be copying, but what the host has asked for so far can be seen here.
+            # The device may still be copying, but what the host has queued so far can be seen here.
             self.changed = self._watch.changed()
             torch.cuda.current_stream().wait_event(event)
         self._joined.set()

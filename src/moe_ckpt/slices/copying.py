@@ -37,7 +37,7 @@ _LARGE_NBYTES = 1 << 16
 _AT_A_TIME_NBYTES = 1 << 18
 """Of small runs in host memory, so much by one call: they are still in the cache when they are written."""
 _WORTH_JOINING = 8
-"""From so many neighbours on a device on it is quicker to make one tensor of them than to gather them one by one."""
+"""From this many neighbours on a device on, one tensor of them is quicker than gathering them one by one."""
 _GATHERED = (1 << 15) - 1
 """Elements that one call gathers: so few that torch does it on one core, and training keeps the others."""
 _IS_CUDA = attrgetter("is_cuda")

@@ -70,7 +70,7 @@ class Shelf:
         blocks: The live tensors that they are of; None for side tensors.
         others: Number -> what a tensor gives: of slices on a device their elements in one row, as their type or as
             bytes; of those that must be copied element by element a view of any shape. Not of what is in host memory.
-        transient: How many slices nobody will ask for again, but plans that have them.
+        transient: How many slices only existing plans still use.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class HostStamps:
     """Moments of a rank that computes on the CPU: the time at which its thread gets there."""
 
     waits_for = None
-    """Nothing: a chunk goes when it is asked for."""
+    """Nothing: a chunk goes when it is requested."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -241,7 +241,7 @@ class BubbleGate:
         """
         begin = self._stamps.now()
         with self.changed:
-            # What a device was asked for cannot be taken back when the bubble ends.
+            # What was queued on a device cannot be taken back when the bubble ends.
             self._visit_secs = self.forecast.wait_secs(len(self._waits)) if self._on_device else inf
             self._entered = begin
             self.changed.notify_all()

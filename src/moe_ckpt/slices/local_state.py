@@ -38,7 +38,7 @@ class LocalState:
     Args:
         catalog: Of the model.
         tensors: This rank's.
-        source: Another rank, of whose share this is only what this rank's tensors have alike; None for the rank's own.
+        source: Another rank, of whose share this is only what this rank's tensors also hold; None for the rank's own.
         alike: What is replicated here is so on ``source``.
     """
 
@@ -281,7 +281,7 @@ def _entry(
 
 
 def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]) -> dict[str, list[Box]]:
-    """What all ranks together must write for ``operators``: the claim that the commit proves."""
+    """What the ranks together must write for ``operators``: the claim that the commit proves."""
     wanted: dict[str, list[Box]] = {}
     for tensor in specs:
         for operator, span in holders(catalog, tensor):

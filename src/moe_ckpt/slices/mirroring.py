@@ -133,6 +133,6 @@ class Mirror:
 
 
 def digests_of(names: Collection[str]) -> Numbers:
-    """XXH3-64 of each name. Two that are alike do no harm: checksums tell slices apart."""
+    """XXH3-64 of each name. Equal digests do no harm: checksums tell slices apart."""
     found = np.fromiter((xxhash.xxh3_64_intdigest(name.encode()) for name in names), dtype=np.uint64, count=len(names))
     return found.astype(np.int64)

@@ -45,7 +45,7 @@ class SnapshotRequest:
         since: Of a step of a gradient log, sequence in memory of the first snapshot that it needs; None if it is none.
         is_partial_log: It leaves operators out, which have neither (MoEtion).
         survivors_of: Whose share is sealed because training stops at a failure, which ranks need not have begun alike;
-            None for what a policy asked for.
+            None for a policy's plan.
         own: ``format.slot.StepFacts.own``.
     """
 

@@ -218,7 +218,7 @@ class _Lease:
         self._storage.delete(_lease_name(previous))
 
     def retake(self) -> None:
-        """As ``renew``, but a lease that was deleted is written anew."""
+        """As ``renew``, but a lease that was deleted is written again."""
         if self._numbers():
             self.renew()
         else:

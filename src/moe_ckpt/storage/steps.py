@@ -20,7 +20,7 @@ _warned_of: set[tuple[str, str]] = set()
 def each_step(storage: Storage, look: Callable[[str], Found]) -> dict[str, Found]:
     """Step directory -> what ``look`` says of it, ordered by (generation, step).
 
-    A symbolic link that is named like a step and leads out of the store is passed over, with one warning per process:
+    A symbolic link that is named like a step and leads out of the store is skipped, with one warning per process:
     whatever it leads to is not part of the store.
 
     Raises:

@@ -147,7 +147,7 @@ def lose_node(directory: str | os.PathLike[str], kill: Callable[[], None] = kill
     are left to the launcher, which ends them when it sees this one dead.
 
     Args:
-        directory: What the node has as ``Memory(directory=...)``: a directory of its own. It need not exist.
+        directory: What the node has as ``Memory(directory=...)``: a separate directory, which need not exist.
         kill: What is called last.
     """
     gone = f"{os.fspath(directory)}.lost"
@@ -306,7 +306,7 @@ class KillHook:
             dies, so that the restarted job is not killed again at the same place.
         kill: What is called.
         node_memory: The memory of this rank's node, see ``lose_node``. What stands for the node that comes in a lost
-            one's place makes the directory anew before it opens a session.
+            one's place creates the directory again before it opens a session.
 
     Raises:
         ConfigError: A node is to be lost, and ``node_memory`` is not given.

@@ -72,7 +72,7 @@ class Boundary(Traffic):
         self._alone, self._answers, self._came_up = frozenset(), None, step
 
     def _passes(self) -> None:
-        """A message is sent or awaited: of training, or of an evaluation, which nobody computes again."""
+        """A message is sent or awaited: of training, or of an evaluation, which is never computed again."""
         self.begin()
         if self._aside:
             return

@@ -77,7 +77,7 @@ class LogWriter:
         self.nbytes += len(raw)
 
     def seal(self, **whose: Any) -> None:
-        """The step has ended: from here on whoever comes after this process may read it. whose: As of ``LogHeader``."""
+        """Seals the log of an ended step: later processes may read it. whose: As of ``LogHeader``."""
         header = LogHeader(step=self._step, nbytes=self.nbytes, messages=tuple(self._messages), **whose)
         unfinished = self._path.with_suffix(".tmp")
         try:

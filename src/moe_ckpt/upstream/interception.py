@@ -33,7 +33,7 @@ class Traffic(Protocol):
         """A message is sent. Returns whether it really is to be."""
 
     def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        """A message is awaited. Returns whether it was written into ``tensor``, so that nobody need send it."""
+        """A message is awaited. Returns whether it was written into ``tensor``, so that no rank need send it."""
 
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
         """A group is about to agree. Returns whether its ``results`` were written, so that it need not."""
@@ -42,7 +42,7 @@ class Traffic(Protocol):
         """A group has agreed."""
 
     def refused(self, channel: Channel) -> None:
-        """A call crosses a boundary whose results are not alike on all ranks, or whose sender is not known."""
+        """A call crosses a boundary whose results differ between ranks, or whose sender is not known."""
 
 
 _Results = Callable[[Callable[[int, str], Any]], Sequence[torch.Tensor]]
@@ -54,7 +54,7 @@ _ALIKE: dict[str, tuple[int, _Results]] = {
     "all_gather_single": (2, lambda of: [of(0, "output_tensor")]),
     "barrier": (0, lambda of: []),
 }
-"""Collectives that end alike on all ranks: place of the argument ``group``, and where the results are."""
+"""Collectives with equal results on all ranks: place of the argument ``group``, and where the results are."""
 _APART = {
     "reduce": 3,
     "gather": 3,
@@ -67,7 +67,7 @@ _APART = {
     "all_reduce_coalesced": 2,
     "all_gather_coalesced": 2,
 }
-"""Collectives that do not, or that nobody logs."""
+"""Collectives that do not, or that are not logged."""
 
 
 class Interception:

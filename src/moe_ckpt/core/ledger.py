@@ -1,9 +1,9 @@
 """Which version of every operator exists in which tier: the only place where that is booked.
 
-Missing, stale, unsaved, lost, oldest: all of it is computed here and in ``core.versions``, for the trainer and the
-simulator, from what was recorded when a checkpoint was committed. Pure: arrays over the operators of one model, no I/O.
-``core.recovery_plan`` decides by the versions that sources tell after a failure; this ledger is what a run knows while
-it lives.
+Missing, stale, unsaved, lost, oldest, where a log of gradients begins: all of it is computed here, in ``core.versions``
+and in ``core.anchors``, for trainer and simulator, from what was recorded when a checkpoint was committed. Pure:
+arrays over the operators of one model, no I/O. ``core.recovery_plan`` decides by the versions that sources tell after a
+failure; this ledger is what a run knows while it lives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord, TokenBook
@@ -27,12 +28,14 @@ class Ledger:
         catalog: Of the model.
         tokens: What was routed, and what of it the newest copy of each expert has seen, by tier.
         at_risk: What a return to the newest committed checkpoint would lose.
+        anchors: Of a gradient log: from which snapshot on the gradients of each operator are logged.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
         self.at_risk = self._unsaved()
+        self.anchors = Anchors(catalog)
         self._stored = Versions(catalog)
         self._in_memory: dict[Tier, Versions] = {}
         self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
@@ -172,7 +175,10 @@ class Ledger:
     # --- for the simulator ---
 
     def as_of(self, applied: Counts) -> Ledger:
-        """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to."""
+        """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to.
+
+        Without anchors: the life after it begins its log anew.
+        """
         copied = Ledger(self.catalog)
         copied.tokens.applied = applied.copy()
         copied.tokens.saved = {tier: saved.copy() for tier, saved in self.tokens.saved.items()}
@@ -202,6 +208,7 @@ class Ledger:
         }
         for versions in (*((self._stored,) if stored else ()), *self._in_memory.values()):
             versions.move(steps)
+        self.anchors.move(steps)
 
     def _unsaved(self) -> AtRisk:
         return AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ckpt.core.anchors import anchored_after
 from moe_ckpt.core.gradient_chain import LoggedStep, anchors, chains, newest_reachable
 from moe_ckpt.core.operators import OperatorKind
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import Fidelity, Tier
-from moe_ckpt.core.rolling import anchored_after, bytes_per_parameter
+from moe_ckpt.core.rolling import bytes_per_parameter
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, GradientLog, needs_of

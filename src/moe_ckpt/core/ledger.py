@@ -1,9 +1,9 @@
-"""Which version of every operator exists in which tier: the only place that records it.
+"""Which version of every operator exists in which tier: the only place where that is booked.
 
-Missing, stale, unsaved, lost, oldest: all of it is computed here and in ``core.versions``, for the trainer and the
-simulator, from what was recorded when a checkpoint was committed. Pure: arrays over the operators of one model, no I/O.
-``core.recovery_plan`` decides by the versions that sources tell after a failure; this ledger is what a run knows while
-it lives.
+Missing, stale, unsaved, lost, oldest, where a log of gradients begins: all of it is computed here, in ``core.versions``
+and in ``core.anchors``, for trainer and simulator, from what was recorded when a checkpoint was committed. Pure:
+arrays over the operators of one model, no I/O. ``core.recovery_plan`` decides by the versions that sources tell after a
+failure; this ledger is what a run knows while it lives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord, TokenBook
@@ -21,19 +22,20 @@ from moe_ckpt.core.versions import NEVER, Versions
 
 
 class Ledger:
-    """Newest version of every operator on storage, tokens that experts in each tier have seen, and operators that must
-    be saved.
+    """Newest version of every operator on storage, what its experts have seen in each tier, and what is owed.
 
     Attributes:
         catalog: Of the model.
         tokens: What was routed, and what of it the newest copy of each expert has seen, by tier.
         at_risk: What a return to the newest committed checkpoint would lose.
+        anchors: Of a gradient log: from which snapshot on the gradients of each operator are logged.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
         self.at_risk = self._unsaved()
+        self.anchors = Anchors(catalog)
         self._stored = Versions(catalog)
         self._in_memory: dict[Tier, Versions] = {}
         self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
@@ -75,7 +77,7 @@ class Ledger:
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
-        """Memory that outlives the process has ``operators`` as of ``step``, and keeps its older versions of others.
+        """Memory that outlives the process has ``operators`` as of ``step``, and all that it had of others before.
 
         Where it has no room for what is older, fewer experts come back than is booked here; what a recovery finds is
         booked by ``TokenBook.recover``.
@@ -93,7 +95,7 @@ class Ledger:
         self.tokens.mark_saved(tier, self._experts(places), seen)
 
     def restore(self, steps: Mapping[str, int], seen: Counts, *, whole: bool) -> None:
-        """The run resumed from a checkpoint of this store. Call it after ``tokens.recover``.
+        """The run went on from a checkpoint of this store. To be called after ``tokens.recover``.
 
         Args:
             steps: Operator -> step of the version that the checkpoint names; of a sparse window its last step.
@@ -113,7 +115,7 @@ class Ledger:
             self._built_upon[:] = False
 
     def forget(self) -> None:
-        """Versions on storage are gone: no partial checkpoint may build on them, as if nothing had been saved."""
+        """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
         self._stored = Versions(self.catalog)
         self._in_memory.clear()
         self._built_upon[:] = False
@@ -121,11 +123,11 @@ class Ledger:
         self.at_risk = self._unsaved()
 
     def owe(self, operators: Iterable[str], change: int) -> None:
-        """The ``change``-th change gave these operators other tensors, so their old versions no longer fit."""
+        """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
         self._owed.update(dict.fromkeys(operators, change))
 
     def pay(self, saved: Mapping[str, int]) -> None:
-        """A checkpoint with these operators is committed; those that changed again since are still owed."""
+        """A checkpoint with these operators is committed; those changed again since are owed still."""
         for operator, change in saved.items():
             if self._owed.get(operator) == change:
                 del self._owed[operator]
@@ -134,8 +136,7 @@ class Ledger:
 
     @property
     def owed(self) -> Mapping[str, int]:
-        """Operators that must be saved whatever the policy says, each with the change that requires it (see
-        ``owe``)."""
+        """Operators to be saved whatever the policy says, each with the change that it is owed to (see ``owe``)."""
         return dict(self._owed)
 
     @property
@@ -174,7 +175,10 @@ class Ledger:
     # --- for the simulator ---
 
     def as_of(self, applied: Counts) -> Ledger:
-        """A copy as of ``applied`` ``[L, E]`` routed tokens: the state that a failure returns to."""
+        """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to.
+
+        Without anchors: the life after it begins its log anew.
+        """
         copied = Ledger(self.catalog)
         copied.tokens.applied = applied.copy()
         copied.tokens.saved = {tier: saved.copy() for tier, saved in self.tokens.saved.items()}
@@ -190,7 +194,7 @@ class Ledger:
         return self.tokens.recover(step, None if alive is None or kept is None else np.where(alive, kept, 0))
 
     def move(self, steps: int, counts: Counts, *, stored: bool = True) -> None:
-        """Advances everything by ``steps`` steps, each of which routes ``counts`` ``[L, E]``.
+        """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each.
 
         Args:
             stored: Storage has got, meanwhile, what it got before; else it has what it had.
@@ -204,6 +208,7 @@ class Ledger:
         }
         for versions in (*((self._stored,) if stored else ()), *self._in_memory.values()):
             versions.move(steps)
+        self.anchors.move(steps)
 
     def _unsaved(self) -> AtRisk:
         return AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())

@@ -92,21 +92,6 @@ def _beyond_gradients(order: Sequence[str], sizes: Mapping[str, LoggedBytes]) ->
     return {op: OperatorBytes(max(0, sizes[op].full - sizes[op].gradient), 0) for op in order}
 
 
-def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: Counts) -> Counts:
-    """Returns what ``PolicyContext.anchored_at`` becomes when ``step`` is saved.
-
-    Args:
-        anchored_at: ``[operators]`` before it.
-        step: Of the update.
-        anchored: ``[n]`` places in the catalog of what is saved in full.
-        gradients: ``[m]`` those of what only the consumed gradient is saved of.
-    """
-    found = np.full_like(anchored_at, -1)
-    found[gradients] = anchored_at[gradients]
-    found[anchored] = step
-    return found
-
-
 class Rounds:
     """The rounds of one model on one layout, of any number of steps; each is computed on first use.
 

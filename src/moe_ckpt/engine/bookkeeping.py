@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
 
-from moe_ckpt.core.anchor_book import AnchorBook
+from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus, StepTokens
@@ -54,7 +54,6 @@ class Bookkeeper:
 
     Attributes:
         run_ledger: Equal on every rank, between two calls.
-        anchors: Of the gradient log, if the policy keeps one.
         meter: What this rank measured.
         failures: Checkpoints that failed.
         committed_directory: Of the newest checkpoint; None before the first.
@@ -65,7 +64,6 @@ class Bookkeeper:
         self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked, *, logs_for_peers: bool = False
     ) -> None:
         self.run_ledger = RunLedger(catalog, outlives_process=settings.memory is not None)
-        self.anchors = AnchorBook(catalog.everything)
         self.meter = Meter()
         self.failures = FailureCount()
         self.committed_directory: str | None = None
@@ -77,6 +75,11 @@ class Bookkeeper:
         self._newest_ended = -1
         self._awaited: Future[Counts] | None = None
         self.sent: SentStep | None = None
+
+    @property
+    def anchors(self) -> Anchors:
+        """Of the gradient log, if the policy keeps one."""
+        return self.run_ledger.ledger.anchors
 
     @property
     def late(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ class Snapshotter:
     def informed(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
         """The context with what the policy may know of memory: where this step's snapshot will go from there."""
         if self._run.gradients is not None:
-            context = replace(context, anchored_at=self.booking.anchors.steps())
+            context = replace(context, anchored_at=self.booking.anchors.steps)
         if context.memory is None:
             return context
         memory, pipeline = self._run.settings.memory, self._resources.pipeline
@@ -119,7 +119,7 @@ class Snapshotter:
         without = self.booking.anchors.without_anchor(plan.gradients)
         return anchoring(plan, without)
 
-    def _since(self, anchored: Collection[str], gradients: Collection[str]) -> int | None:
+    def _since(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> int | None:
         sequence = self._resources.pipeline.next_memory_sequence
         return self.booking.anchors.since(sequence, anchored, gradients if self._leaves_out else None)
 
@@ -253,7 +253,7 @@ class Snapshotter:
 
     def _note_anchors(self, request: SnapshotRequest, pending: Pending, sequence: int) -> None:
         """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
-        if self._run.gradients is None:  # nobody asks for anchors, which takes a look at every operator
+        if self._run.gradients is None:  # nobody asks for anchors
             return
         anchors = self.booking.anchors
         if self._leaves_out:

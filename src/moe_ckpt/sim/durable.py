@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from moe_ckpt.core.anchors import later
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.run_ledger import Pending
-from moe_ckpt.sim.anchors import later
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from moe_ckpt.core.peer_copies import are_behind, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.sim.anchors import Anchors
+from moe_ckpt.sim.anchors import PeersLog
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.durable import When
@@ -156,7 +156,7 @@ class Stepper:
         if not self._system.tiered:
             return context
         if self._needs.gradients and context.last_step is not None and state.step > context.last_step + 1:
-            track.anchors.gap()
+            track.anchors.broken()
         return self._flushing.informed(replace(context, anchored_at=track.anchors.steps))
 
     def _admitted(self, until: float, skip: bool = True) -> bool:
@@ -225,7 +225,7 @@ class Stepper:
             self._rounds.clear()
         state.track.begin_tiered(plan, when, flush_secs)
         if when.sent_secs is None and self._system.durable == "peers" and self._needs.gradients and self._needs.partial:
-            state.track.anchors.gap()  # no later gradient is of use to peers, who miss this one
+            state.track.anchors.broken()  # no later gradient is of use to peers, who miss this one
         state.k, state.saved.newest = plan.k, sent.total
         if self._needs.gradients and self._needs.explain is not None:
             state.round_steps = self._needs.explain(context).window
@@ -337,8 +337,8 @@ def _empty_track(system: System, catalog: Catalog) -> Track:
     needs, tiered = system.needs, system.tiered
     stores = tiered and system.cadence is not None
     books = MovingRunLedger(catalog, outlives_process=tiered, stores=stores, watched=needs.lost_tokens)
-    anchors = Anchors(catalog, logs=needs.gradients, leaves_out=needs.gradients and needs.partial)
-    return Track(books, anchors, tiered=tiered)
+    log = PeersLog(logs=needs.gradients, leaves_out=needs.gradients and needs.partial)
+    return Track(books, log, tiered=tiered)
 
 
 def _digest(*parts: object) -> bytes:

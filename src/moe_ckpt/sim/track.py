@@ -8,19 +8,20 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.anchors import Anchors, later
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.run_ledger import Pending
-from moe_ckpt.sim.anchors import Anchors, later
+from moe_ckpt.sim.anchors import PeersLog
 from moe_ckpt.sim.backup import Backup
 from moe_ckpt.sim.durable import Durable, UnderWay, When
 from moe_ckpt.sim.moving_ledger import MovingRunLedger
 
 
 class Track:
-    """Ledger, snapshots under way, and the durable checkpoint that a failure returns to.
+    """Books, snapshots under way, and the durable checkpoint that a failure returns to.
 
     Times are absolute seconds of the run.
 
@@ -28,18 +29,18 @@ class Track:
         newest: What is durable; with peers, in the memory of its own ranks. None until something is.
         copied: The newest that all peers have, too.
         backup: What is on storage beside both.
-        anchors: Of the log of gradients, if there is one.
         moving: When each snapshot that is still in a buffer, a window's slots among them, leaves it.
         sends: When peers have each snapshot that is on its way to them, slots among them.
 
     Args:
-        books: The ledger of a new life, empty.
-        tiered: Memory and storage have separate ledgers, and a plan says what goes to storage; else storage gets what
+        books: Empty, as a life begins with them.
+        log: Of gradients, if there is one.
+        tiered: Memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
             memory holds.
     """
 
-    def __init__(self, books: MovingRunLedger, anchors: Anchors, *, tiered: bool = False) -> None:
-        self.run_ledger, self.anchors, self._tiered = books, anchors, tiered
+    def __init__(self, books: MovingRunLedger, log: PeersLog, *, tiered: bool = False) -> None:
+        self.run_ledger, self._log, self._tiered = books, log, tiered
         self.backup = Backup()
         self.under_way: deque[UnderWay] = deque()
         self.moving: deque[float] = deque()
@@ -50,6 +51,11 @@ class Track:
         self.mover_free_secs = 0.0
         self._sequence = 0
         self._generation = 0
+
+    @property
+    def anchors(self) -> Anchors:
+        """Of the log of gradients, if there is one."""
+        return self.run_ledger.ledger.anchors
 
     @property
     def _catalog(self) -> Catalog:
@@ -82,7 +88,7 @@ class Track:
             sends_host_only=plan.sends_host_only,
             gradients=plan.gradients,
         )
-        anchored_at = self.anchors.save(plan, sent=sent)
+        anchored_at = self._log.save(self.anchors, self._sequence, plan, sent=sent)
         self.under_way.append(UnderWay(self._sequence, pending, when, self.run_ledger.index, flush_secs, anchored_at))
         self.run_ledger.begun(self._sequence, pending, self._sequence)
 
@@ -131,7 +137,7 @@ class Track:
             known = replace(found, ledger=ledger)
             self.newest = known if self.newest is found else self.newest
             found = known
-        if found is None or not self.anchors.are_cut_off(found.anchored_at):
+        if found is None or not self._log.is_cut_off(found.anchored_at):
             self.copied = found
 
     def _resolve_backup(self, now_secs: float) -> None:
@@ -158,7 +164,7 @@ class Track:
         return self._tiered and any(one.flush_secs is not None for one in self.under_way)
 
     def drop(self) -> None:
-        """Snapshots under way are lost, but training continues from where it is."""
+        """Snapshots under way are lost, but training goes on from where it is."""
         while self.under_way:
             self.run_ledger.resolved(self.under_way.pop().sequence, committed=False)
         self._stop_moving()
@@ -196,7 +202,7 @@ class Track:
         # A start keeps what it goes on from, here and on peers, and nothing else that memory had.
         self.copied = to if to is self.copied and alive is not None else None
         self.newest = to
-        self.anchors.forget()
+        self._log.forget()
         return None if to is None else self.run_ledger.return_to(to, alive, sealed)
 
     def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
@@ -207,7 +213,7 @@ class Track:
             one.pending, one.when = books.get(one.sequence, one.pending), one.when.later(secs)
             one.index += checkpoints
             one.anchored_at = None if one.anchored_at is None else later(one.anchored_at, steps)
-        self.anchors.move(steps)
+        self._log.move(steps)
         self.moving, self.sends = (deque(at + secs for at in moments) for moments in (self.moving, self.sends))
         known = [one.durable for one in self._sending] + [self.newest, self.copied]
         moved = {id(each): each.moved(steps, counts, stored=not self._tiered) for each in known if each is not None}
@@ -226,7 +232,7 @@ class Track:
         idle = max(self.mover_free_secs - now_secs, 0.0)
         behind = tuple(None if each is None else step - each.step for each in (self.newest, self.copied))
         last = None if self.run_ledger.last_step is None else step - self.run_ledger.last_step
-        anchors, missed = self.anchors.pattern(step)
+        anchors, missed = self._log.pattern(self.anchors, step)
         stored = tuple(one.flush_secs for one in self.under_way)
         books = anchors, stored, *self.run_ledger.pattern(step)
         on_links = moving, len(self.sends), sending, missed, idle

@@ -8,48 +8,51 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.anchor_book import AnchorBook
+from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.freshness import STALE
 from moe_ckpt.core.gradient_chain import LoggedStep, chains
+from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint
 from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
+from tests.unit.builders import catalog
 
-ALL = ("a", "b", "c")
+MODEL = catalog(1, 1)
+ALL = A, B, C = MODEL.everything
 
 
 def test_without_anchors_nothing_can_be_logged():
-    book = AnchorBook(ALL)
+    book = Anchors(MODEL)
     assert book.since(0, ()) is None
-    assert book.since(0, ("a", "b")) is None
+    assert book.since(0, (A, B)) is None
     assert book.since(0, ALL) == 0
 
 
 def test_a_step_needs_all_back_to_its_oldest_anchor():
-    book = AnchorBook(ALL)
+    book = Anchors(MODEL)
     book.begun(4, 9, ALL)
-    assert book.since(5, ("a",)) == 4
-    book.begun(5, 10, ("a",))
-    book.begun(6, 12, ("b",))
-    assert book.steps().tolist() == [10, 12, 9]
+    assert book.since(5, (A,)) == 4
+    book.begun(5, 10, (A,))
+    book.begun(6, 12, (B,))
+    assert book.steps.tolist() == [10, 12, 9]
     assert book.since(7, ()) == 4
-    assert book.since(7, ("c",)) == 5
+    assert book.since(7, (C,)) == 5
 
 
 def test_a_lost_snapshot_takes_all_anchors_before_it():
-    book = AnchorBook(ALL)
-    for sequence, anchored in enumerate((ALL, ("a",), ("b",), ("c",))):
+    book = Anchors(MODEL)
+    for sequence, anchored in enumerate((ALL, (A,), (B,), (C,))):
         book.begun(sequence, sequence, anchored)
     book.broken(1)
     assert book.since(4, ()) is None, "a was anchored in what is lost"
-    assert book.since(4, ("a",)) == 2
-    assert book.steps().tolist() == [-1, 2, 3]
+    assert book.since(4, (A,)) == 2
+    assert book.steps.tolist() == [-1, 2, 3]
     book.broken()
-    assert book.since(4, ("a", "b")) is None
+    assert book.since(4, (A, B)) is None
 
 
 def test_the_oldest_anchor_is_that_of_a_recount():
     rng = random.Random(1)
-    book, history = AnchorBook(ALL), []
+    book, history = Anchors(MODEL), []
     for sequence in range(300):
         if rng.random() < 0.1:
             lost = rng.choice([None, *range(max(0, sequence - 4), sequence)])
@@ -102,7 +105,7 @@ def used(log, step):
 @given(rounds())
 def test_what_stays_is_what_ways_to_the_newest_step_and_later_ones_need(given_rounds):
     """Against chains of operators: nothing that a step needs goes, and no whole snapshot stays that none needs."""
-    book, steps, log, ends, lost = AnchorBook(ALL), {}, {}, {}, set()
+    book, steps, log, ends, lost = Anchors(MODEL), {}, {}, {}, set()
     for sequence, (anchored, late) in enumerate(given_rounds):
         ends[sequence] = sequence + late, anchored is not None
         since = book.since(sequence, anchored or ())
@@ -159,21 +162,21 @@ def test_a_step_whose_chain_is_gone_still_gives_what_it_has_in_full():
 
 
 def test_what_is_left_out_has_no_anchor_any_more_and_is_owed_if_gradients_led_to_it():
-    book = AnchorBook(ALL)
+    book = Anchors(MODEL)
     book.begun(0, 1, ALL, ())
-    book.begun(1, 2, ("a",), ("b",))
-    assert book.steps().tolist() == [2, 1, -1]
-    assert set(book.owed) == {"b"}
-    assert book.since(2, ("a",), ("b",)) == 0
-    assert book.since(2, (), ("a",)) == 1
-    assert book.since(2, ("a",), ("c",)) is None
-    assert book.without_anchor(("a", "c")) == {"c"}
-    book.begun(2, 3, ("b",), ("a",))
-    assert set(book.owed) == {"a"}
+    book.begun(1, 2, (A,), (B,))
+    assert book.steps.tolist() == [2, 1, -1]
+    assert set(book.owed) == {B}
+    assert book.since(2, (A,), (B,)) == 0
+    assert book.since(2, (), (A,)) == 1
+    assert book.since(2, (A,), (C,)) is None
+    assert book.without_anchor((A, C)) == {C}
+    book.begun(2, 3, (B,), (A,))
+    assert set(book.owed) == {A}
     book.broken(2)
-    assert set(book.owed) == {"a", "b"}, "what was paid by the lost snapshot is owed again"
-    assert book.steps().tolist() == [-1, -1, -1]
-    book.begun(3, 4, ("a", "b"), ())
+    assert set(book.owed) == {A, B}, "what was paid by the lost snapshot is owed again"
+    assert book.steps.tolist() == [-1, -1, -1]
+    book.begun(3, 4, (A, B), ())
     book.broken(1)
     assert not book.owed, "it was paid after that"
 
@@ -186,3 +189,55 @@ def test_a_share_that_is_gone_makes_all_that_need_it_incomplete():
 def test_without_a_snapshot_or_with_a_stale_one_a_step_is_not_offered():
     assert [each.step for each in checkpoints_of([*both(0), *both(2, 0)])] == [1]
     assert [each.step for each in checkpoints_of([*both(0, freshness=STALE), *both(1, 0)])] == []
+
+
+class Naive:
+    """The same by dictionaries, one operator after the other."""
+
+    def __init__(self):
+        self.anchors, self.owed, self.repaid = {}, set(), {}
+
+    def begun(self, sequence, step, anchored, gradients):
+        self.anchors |= dict.fromkeys(anchored, (sequence, step))
+        if gradients is not None:
+            self.anchors = {op: at for op, at in self.anchors.items() if op in (*anchored, *gradients)}
+            self.repaid |= dict.fromkeys(self.owed.intersection(anchored), sequence)
+            self.owed = self.owed.difference(anchored).union(gradients)
+
+    def broken(self, sequence):
+        self.anchors = {op: at for op, at in self.anchors.items() if sequence is not None and at[0] > sequence}
+        self.owed |= {op for op, at in self.repaid.items() if at == sequence}
+        self.repaid = {op: at for op, at in self.repaid.items() if op not in self.owed}
+
+
+some = st.sets(st.sampled_from(ALL)).map(lambda found: tuple(sorted(found)))
+
+
+@given(st.lists(st.one_of(st.tuples(some, st.one_of(st.none(), some)), st.one_of(st.none(), st.integers(0, 9)))))
+def test_arrays_tell_what_dictionaries_do(told):
+    book, naive = Anchors(MODEL), Naive()
+    for at, each in enumerate(told):
+        if isinstance(each, tuple):
+            full, gradients = each
+            book.begun(at, 2 * at, full, gradients)
+            naive.begun(at, 2 * at, full, gradients)
+        else:
+            book.broken(each)
+            naive.broken(each)
+        assert set(book.owed) == naive.owed
+        assert book.steps.tolist() == [naive.anchors.get(op, (-1, -1))[1] for op in ALL]
+        assert book.without_anchor(ALL) == set(ALL) - naive.anchors.keys()
+        for gradients in (None, (B, C)):
+            needed = {*(ALL if gradients is None else gradients)} - {A}
+            expected = min(naive.anchors[op][0] for op in needed) if needed <= naive.anchors.keys() else None
+            assert book.since(len(told), (A,), gradients) == expected
+
+
+def test_the_ledger_moves_its_anchors_and_a_life_after_it_has_none():
+    ledger = Ledger(MODEL)
+    ledger.anchors.begun(0, 4, (A, B))
+    before = ledger.anchors.steps
+    ledger.move(10, ledger.tokens.applied)
+    assert ledger.anchors.steps.tolist() == [14, 14, -1]
+    assert before.tolist() == [4, 4, -1], "who was told of them before is not told otherwise"
+    assert ledger.as_of(ledger.tokens.applied).anchors.steps.tolist() == [-1, -1, -1]

@@ -182,6 +182,30 @@ def dynamic(work: Mapping[str, Any], seed: int = 0) -> dict[str, Outcome]:
     }
 
 
+SPANS = ((1, 100), (300, 600), (1500, 2000))
+"""First and last steps of the means below."""
+
+
+def rare_storage(work: Mapping[str, Any], intervals: Sequence[int] = (1, 10, 50)) -> dict[str, list[float]]:
+    """Experts that checkpoints hold per layer, means over ``SPANS``, by the steps from one on storage to the next.
+
+    The budget bounds what storage lacks, while memory that outlives the process has a checkpoint of each step (MoC,
+    ``plt_budget=0.05``, 8 experts, K = 1). Nothing fails.
+    """
+    found = {}
+    for every in intervals:
+        load = Workload(**work)
+        rng = np.random.default_rng(0)
+        shares, model = load.popularity(rng), catalog(load.layers, load.experts)
+        run = SimulatedRun(MoC(plt_budget=0.05), model, storage_every=every)
+        held = []
+        for _ in range(SPANS[-1][1]):
+            plan = run.step(rng.multinomial(load.tokens, shares))
+            held.append(sum(op.startswith("expert/") for op in plan.operators()) / load.layers)
+        found[str(every)] = [round(float(np.mean(held[first - 1 : last])), 2) for first, last in SPANS]
+    return found
+
+
 def plot(path: Path, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, Outcome]) -> bool:
     """Ratios by skewness, and PLT and K of the runs with a budget; False without matplotlib."""
     try:
@@ -253,14 +277,22 @@ def main(argv: list[str] | None = None) -> int:
     for name, run in runs.items():
         console.print(f"{name}: PLT {run.plt:.2%} after {run.faults} failures, "
                       f"{run.saved_per_layer:.1f} experts saved per layer and checkpoint")  # fmt: skip
+    rare = rare_storage(work)
+    for every, means in rare.items():
+        said = ", ".join(f"{mean:.1f} in steps {a} to {b}" for mean, (a, b) in zip(means, SPANS, strict=True))
+        console.print(f"storage every {every} steps, memory at each: experts per layer and checkpoint {said}")
     planned = planning_ms()
     for grid, times in planned.items():
         for name, ms in times.items():
             console.print(f"plan, {grid} ranks, {name}: {ms:.2f} ms")
     if options.write:
         facts = {"machine": report.machine(), "work": asdict(Workload(**work)), "seeds": options.seeds}
-        budgets = {n: {"plt": r.plt, "faults": r.faults, "saved_per_layer": r.saved_per_layer} for n, r in runs.items()}
-        content = {**facts, "rows": rows, "dynamic_k": budgets, "plan_ms": planned}
+        budgets = {
+            name: {"plt": r.plt, "highest_plt": max(plt for _, plt, _ in r.history), "faults": r.faults}
+            | {"saved_per_layer": r.saved_per_layer}
+            for name, r in runs.items()
+        }
+        content = {**facts, "rows": rows, "dynamic_k": budgets, "rare_storage": rare, "plan_ms": planned}
         report.write_json(options.out / "lost_tokens.json", content)
         plot(options.picture, rows, runs)
     return 0

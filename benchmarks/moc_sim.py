@@ -7,7 +7,7 @@ known to the ledger later still, it can fail or be skipped, and a failure return
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,19 +59,23 @@ class _Writing:
 class SimulatedRun:
     """One run under ``policy``. ``step`` trains one step; ``fail`` ends the process and restarts it.
 
-    store: committed manifests, oldest first. Only the newest ``keep`` stay.
+    store: committed manifests, oldest first. Only the newest ``keep`` stay. storage_every: steps from one checkpoint
+    on storage to the next, where memory that outlives the process has all of them; None without such memory.
     """
 
-    def __init__(self, policy: Policy, model: Catalog, ranks: int = 1, keep: int = 8) -> None:
+    def __init__(
+        self, policy: Policy, model: Catalog, ranks: int = 1, keep: int = 8, storage_every: int | None = None
+    ) -> None:
         policy.check(model)
         self.policy, self.model, self.ranks, self.keep = policy, model, ranks, keep
+        self.storage_every, self.stored_at = storage_every, -(storage_every or 0)
         self.store: list[Manifest] = []
         self.generation = -1
         self.sequence = 0
         self._restart()
 
     def _restart(self) -> None:
-        self.run_ledger = RunLedger(self.model)
+        self.run_ledger = RunLedger(self.model, outlives_process=self.storage_every is not None)
         self.now = 0
         self.generation += 1
         self._writing: list[_Writing] = []
@@ -89,10 +93,26 @@ class SimulatedRun:
         self.now += 1
         self._settle()
         self.run_ledger.routed(counts)
-        plan = self.policy.plan(self.run_ledger.context(self.now, self.ranks, counts, Measured()))
-        if plan and not busy:
+        context = self.run_ledger.context(self.now, self.ranks, counts, Measured())
+        if context.memory is not None and self.storage_every is not None:
+            due = self.now >= self.stored_at + self.storage_every
+            context = replace(context, memory=replace(context.memory, storage_due=due))
+        plan = self.policy.plan(context)
+        if plan and context.memory is not None and not context.memory.storage_due:
+            self._stay_in_memory(plan)
+        elif plan and not busy:
+            self.stored_at = self.now
             self._begin(plan, delay, tell, fails)
         return plan
+
+    def _stay_in_memory(self, plan: SnapshotPlan) -> None:
+        """Complete there at once."""
+        tokens, self.sequence = self.run_ledger.tokens, self.sequence + 1
+        stored, held = plan.operators(), plan.operators(Tier.HOST)
+        applied = tokens.applied.copy()
+        pending = Pending(self.model, plan.step, self.generation, stored, held, applied, {}, stored=False)
+        self.run_ledger.begun(self.sequence, pending, self.sequence)
+        self.run_ledger.in_memory(self.sequence, complete=True)
 
     def _begin(self, plan: SnapshotPlan, delay: int, tell: int, fails: bool) -> None:
         tokens = self.run_ledger.tokens

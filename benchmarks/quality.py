@@ -259,6 +259,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def result_of(only: str | None) -> str:
+    """Name of the file that ``--write`` makes: one for all that run by default, one for each other comparison."""
+    return "quality.json" if only is None else f"quality_{only}.json"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     options = Options(given.steps, given.seeds, given.kills, given.jobs, tuple(given.extra))
@@ -273,8 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(sentence, markup=False, soft_wrap=True)
     if given.write:
         record = {"machine": machine(), "steps": options.steps, "arms": told, "sentences": sentences(found)}
-        name = "quality.json" if given.only != "mlt" else "quality_mlt.json"
-        write_json(given.out / name, record | {"failed": failed.reasons})
+        write_json(given.out / result_of(given.only), record | {"failed": failed.reasons})
         if all(arm.name in found for arm in QUALITY):
             draw(found, PICTURE if given.out == RESULTS else given.out / PICTURE.name)
     return 1 if failed.reasons else 0

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +27,7 @@ from benchmarks.lost_tokens import Workload, skewness
 from benchmarks.moc_sim import SimulatedRun, catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook, tokens_at_risk
-from moe_ckpt.policies import MoEtion, Policy
+from moe_ckpt.policies import MoEtion, Policy, moetion
 
 SKEWNESS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.6)
 SHAPES = ((8, 2, 1), (16, 4, 1), (16, 6, 1), (64, 16, 1), (64, 16, 16))
@@ -104,6 +105,25 @@ def compare(shapes: Sequence[tuple[int, int, int]], steps: int, seeds: int) -> l
     return rows
 
 
+LIMITED = ((16, 4, 1), (64, 16, 1))
+"""Shapes that are tried without the limit, too."""
+
+
+def without_limit(steps: int, seeds: int, wanted: float = 0.3) -> list[dict[str, Any]]:
+    """Highest tokens at risk if overdue experts might take a whole checkpoint, beside half of it, for each seed."""
+    rows = []
+    for experts, saved, ranks in LIMITED:
+        work = Workload(4, experts, ranks, wanted, steps=steps)
+        highest = {}
+        for name, limit in (("half", moetion.most_overdue), ("all", int)):
+            with mock.patch.object(moetion, "most_overdue", limit):
+                found = (risks(MoEtion(experts=saved), work, seed)[0] for seed in range(seeds))
+                # The beginning is left out: it is what the first rounds have at risk in any case.
+                highest[name] = [round(float(series[steps // 3 :].max()), 5) for series in found]
+        rows.append({"experts": experts, "saved_per_layer": saved, "wanted_skewness": wanted, "highest": highest})
+    return rows
+
+
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     shown = Table(title="tokens at risk, mean over iterations and seeds", title_justify="left")
     for column in ("E", "saved", "ranks", "skewness S", "round robin", "popular", "popular / round robin"):
@@ -126,10 +146,17 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument("--out", type=Path, default=report.RESULTS)
     options = made.parse_args(argv)
     rows = compare(SHAPES[: options.shapes], options.steps, options.seeds)
-    Console(width=None if sys.stdout.isatty() else 110).print(_table(rows))
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(_table(rows))
+    unlimited = without_limit(options.steps, options.seeds)
+    for row in unlimited:
+        half, whole = row["highest"]["half"], row["highest"]["all"]
+        times = ", ".join(f"{b / a:.1f}" if a else "-" for a, b in zip(half, whole, strict=True))
+        console.print(f"{row['experts']} experts, {row['saved_per_layer']} saved: without a limit for overdue experts the "
+                      f"highest tokens at risk after {options.steps // 3} iterations are {times} times as high")  # fmt: skip
     if options.write:
         facts = {"layers": 4, "steps": options.steps, "seeds": options.seeds}
-        report.write_json(options.out / "tokens_at_risk.json", {**facts, "rows": rows})
+        report.write_json(options.out / "tokens_at_risk.json", {**facts, "rows": rows, "without_limit": unlimited})
     return 0
 
 

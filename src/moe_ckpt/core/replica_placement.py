@@ -7,7 +7,8 @@ Where all domains are alike, copy k goes to the rank at the same place of anothe
 of all domains. If r + 1 divides their number, that makes groups of r + 1 which hold one another's copies and nothing
 else: of all placements the one that the fewest sets of lost nodes destroy (Gemini, SOSP'23, section 4, Theorem 1).
 
-Of one rank, copies lie in different domains as far as each rank still holds as many as it has.
+Of one rank, copies lie in different domains as far as no rank holds more copies than some rank would without that. Up
+to 128 ranks are spread as well as that load allows (``core.spreading``), more of them by exchanges of two copies.
 
 Copies lie first on ranks that hold the same training state, as far as those are on other nodes, and be they in a domain
 that has a copy already: what such a peer has anyway need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2;
@@ -22,10 +23,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from moe_ckpt.core.spreading import Spread
 from moe_ckpt.errors import ConfigError
 
 _LOOKED_AT = 128
 """Ranks with which one rank is compared, so that placing takes time in proportion to ranks."""
+_SMALL = 128
+"""Ranks of a world for which the best placement is looked for, in a fifth of a second at most."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,28 @@ def _spread(world: _World, replicas: int) -> list[list[int]]:
     if len(world.domains) < 2:
         return []
     rotated = _rotated(world, replicas)
-    return rotated or _Exchange(world, _shifted(world, replicas) or _dealt(world, replicas)).made()
+    if rotated:
+        return rotated
+    peers = _Exchange(world, _shifted(world, replicas) or _dealt(world, replicas)).made()
+    return _spread_best(world, peers) if len(world.order) <= _SMALL else peers
+
+
+def _spread_best(world: _World, peers: list[list[int]]) -> list[list[int]]:
+    """Copies in as many domains as there can be, where no rank holds more than some rank does now (``Spread``)."""
+    nodes = [ranks for members in world.domains for ranks in members]
+    node_of = {rank: at for at, ranks in enumerate(nodes) for rank in ranks}
+    domain_of = [world.domain_of[ranks[0]] for ranks in nodes]
+    loads = Counter(holder for holders in peers for holder in holders)
+    held = [[node_of[holder] for holder in holders] for holders in peers]
+    homes = [world.domain_of[rank] for rank in range(len(peers))]
+    if not Spread(homes, domain_of, list(map(len, nodes)), max(loads.values()), held).improved():
+        return peers
+    taken = Counter[int]()
+    found: list[list[int]] = []
+    for holders in held:
+        found.append([nodes[node][taken[node] % len(nodes[node])] for node in holders])
+        taken.update(holders)
+    return found
 
 
 def _fill(peers: list[list[int]], domains: Sequence[Sequence[str]], members: Sequence[int], replicas: int) -> None:

@@ -314,7 +314,7 @@ class MoEtion:
             if tier.forced:
                 taking.force([stage.numbers[place] for place in tier.forced if place in stage.numbers])
             if len(overdue[number]):
-                taking.take(overdue[number], -(-most // 2))
+                taking.take(overdue[number], most_overdue(most))
             if taking.count:
                 left = ~taking.is_taken
                 sizes = tuple(np.add.reduceat(left, stage.starts, dtype=np.int64).tolist())
@@ -352,6 +352,11 @@ def why_no_gradients(context: PolicyContext) -> str | None:
             "set recompute=False"
         )
     return None
+
+
+def most_overdue(most: int) -> int:
+    """Returns how many of ``most`` experts of a checkpoint may be overdue ones, of which many become so at once."""
+    return -(-most // 2)
 
 
 def _overdue(

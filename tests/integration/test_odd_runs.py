@@ -11,11 +11,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 
 import moe_ckpt
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.driver.states import State
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, GradientLog, MoEvement
 from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
@@ -177,6 +179,52 @@ def test_a_window_is_computed_again_under_a_gradient_log(tmp_path):
     resumed = fit(tmp_path / "cut", GradientLog(), TinyMoE, memory=memory)
     assert resumed[2].restored_step is not None
     assert same(resumed, fit(tmp_path / "whole", Dense()))
+
+
+class Tuned(TinyMoE):
+    """With a learning rate that a finder may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class FindsInTheMiddle(LearningRateFinder):
+    """At the begin of the second epoch, whose first step is the ninth."""
+
+    def __init__(self) -> None:
+        super().__init__(num_training_steps=16, early_stop_threshold=None, min_lr=1e-3)
+
+    def on_fit_start(self, *_):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+def test_a_search_for_a_learning_rate_in_the_middle_is_no_part_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "cut", Dense(), Tuned, At(step10=interrupt), FindsInTheMiddle())
+    assert verify_store(open_storage(str(tmp_path / "cut"))) == []
+    resumed = fit(tmp_path / "cut", Dense(), Tuned, FindsInTheMiddle())
+    whole = fit(tmp_path / "whole", Dense(), Tuned, FindsInTheMiddle())
+    assert resumed[2].restored_step == 10, "not the search's last, 24"
+    assert same(resumed, whole)
+    rates = [each[1].optimizers[0].param_groups[0]["lr"] for each in (resumed, whole)]
+    assert rates[0] == rates[1] != 0.01, "what was found"
+    tokens = [each[2]._fit.session.run_ledger.tokens.routed_tokens for each in (resumed, whole)]
+    assert tokens == [20 * 4 * 2 * 2] * 2, "batches of 4, the best 2 experts, 2 layers"
+
+
+def test_a_search_in_the_middle_is_refused_where_steps_are_computed_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"MoEvement and a learning rate.*use Dense or MoC"):
+        fit(tmp_path / "store", MoEvement(window=3), Tuned, FindsInTheMiddle())
 
 
 def two_fits(store: Path, *callbacks):

@@ -176,6 +176,9 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
     shared = {**moe.experts._modules, "local_experts": nn.ModuleList([first[1], *second[1:]])}
     with changed(moe.experts, "_modules", shared), without_experts(built):
         found["shared expert"] = said(lambda: attach(built, root))
+    other = inner.decoder.layers[0].mlp
+    with changed(moe, "_modules", {**moe._modules, "experts": other.experts}), without_experts(built):
+        found["shared experts"] = said(lambda: attach(built, root))
     for name, recipe in (("delayed", "delayed"), ("enum", Fp8Recipe.delayed), ("tensorwise", Fp8Recipe.tensorwise)):
         config = inner.config
         with changed(config, "fp8", "hybrid"), changed(config, "fp8_recipe", recipe):

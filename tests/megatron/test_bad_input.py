@@ -78,6 +78,7 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
             f"experts.local_experts.0.linear_fc1.weight of MoE layer {moe}, too",
             "use one whole MoE layer in both places",
         ),
+        "shared experts": ("UnsupportedError", "of MoE layer decoder.layers.0.mlp is experts", f"MoE layer {moe}, too"),
         "no MoE layers": ("NoMoELayerError", "MoC saves some experts", "num_moe_experts", "the Dense policy"),
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
         "fp8 enum": ("UnsupportedError", "fp8_recipe='delayed'"),

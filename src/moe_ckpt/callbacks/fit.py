@@ -109,7 +109,8 @@ class Fit:
         if options.needs.windows:
             self.host.windows = Windows(trainer, module, catalog, self.host.state)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
-        self._watch = UpdateWatch(trainer, module, lambda: self.join(update=True), after_batch)
+        self._ours: Collection[Callback] = ()
+        self._watch = UpdateWatch(trainer, module, self._before_bypassing, after_batch, self._is_aside)
 
     @property
     def session(self) -> CheckpointSession:
@@ -163,7 +164,7 @@ class Fit:
             bucket_order: Of DDP's buckets, as the checkpoint has it.
             ours: Callbacks that do not read gradients.
         """
-        driver, host = self.driver, self.host
+        driver, host, self._ours = self.driver, self.host, ours
         if given is not None:
             self._resume_from(given)
             host.generators.take(given["rng"])
@@ -223,6 +224,16 @@ class Fit:
 
     # --- every step ---
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the trainer is between the first step of this fit and its last."""
+        return self.driver.lifecycle.state in (State.TRAINING, State.REPLAYING)
+
+    def _is_aside(self) -> bool:
+        """Whether the trainer makes batches that are no part of the run, and restores its state afterwards: learning
+        rate and batch size finders put all callbacks aside meanwhile."""
+        return not any(callback in self._ours for callback in self.host.trainer.callbacks) and self.is_training
+
     def join(self, *, update: bool) -> None:
         """Joins the copy before parameters change. Does nothing when evaluating after a fit.
 
@@ -231,6 +242,21 @@ class Fit:
         """
         if self.driver.lifecycle.allows(Event.JOIN):
             self.driver.before_update(receive=update)
+
+    def _before_bypassing(self) -> None:
+        """Parameters change by an update that no hook of a callback tells of.
+
+        Raises:
+            ConfigError: It is no part of the run, and the policy has steps computed again.
+        """
+        if self._is_aside() and self.driver.options.needs.windows:
+            self.close(min(10.0, self.driver.options.timeout_secs))  # Lightning tells no callback of this exception
+            raise ConfigError(
+                f"{self._policy} and a learning rate or batch size finder in the middle of training contradict each "
+                "other: after a failure steps are computed again, and a search between them cannot be. Search before "
+                "training (with Tuner, or a finder that runs in on_fit_start), or use Dense or MoC"
+            )
+        self.join(update=not self._is_aside())
 
     def _release_gradients(self) -> None:
         if self.session.is_open:
@@ -263,6 +289,13 @@ class Fit:
 
     def after_batch(self) -> None:
         """A batch ended; runs after every batch-end hook, when the step of the batch, if any, is final."""
+        if self._is_aside():
+            self._watch.forget()
+            self._counter.discard()
+            self.boosting.discard()
+            if self._recorder is not None:
+                self._recorder.forget()
+            return
         began = time.perf_counter()
         driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
         self.host.generators.note()

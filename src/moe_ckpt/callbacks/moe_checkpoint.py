@@ -277,6 +277,8 @@ class MoECheckpoint(_Unranked):
         return {"tokens": TOKENS_MARK, "index": index} | ({} if k is None else {"k": k})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._fit is not None and self._fit.is_training:
+            return  # of a learning rate finder, back where it began; tokens and K are of this moment
         self._saved_ledger = state_dict
         self._step_log.k = state_dict.get("k")
 
@@ -293,6 +295,8 @@ class MoECheckpoint(_Unranked):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        if self._fit is not None and self._fit.is_training:
+            return
         self._data.load(checkpoint)
         self._bucket_order = checkpoint.pop(BUCKETS_KEY, None)
         self._given = checkpoint.pop(RESUME_KEY, None)

@@ -37,6 +37,7 @@ class UpdateWatch:
         module: The model.
         before_update: Called before a raw optimizer steps, under manual optimization.
         after_batch: Called after every batch-end hook.
+        is_aside: Whether batches are no part of the run: then ``before_update`` is called here, since no callback is.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class UpdateWatch:
         module: pl.LightningModule,
         before_update: Callable[[], None],
         after_batch: Callable[[], None],
+        is_aside: Callable[[], bool],
     ) -> None:
         self._updates = self._booked = 0
         self._global_step = self._sure = 0
@@ -60,10 +62,15 @@ class UpdateWatch:
         self._restore: Callable[[], None] = lambda: delattr(module, name) if had is None else setattr(module, name, had)
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._count))
-            if not module.automatic_optimization:
-                # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook would run
-                # before the forward pass, which is in the closure, and a join there would stall training.
-                self._hooks.append(optimizer.register_step_pre_hook(lambda *_: before_update()))
+            # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook runs before the
+            # forward pass, which is in the closure, and a join there would stall training.
+            bypassed = not module.automatic_optimization
+
+            def begins(*_: Any, bypassed: bool = bypassed) -> None:
+                if bypassed or is_aside():
+                    before_update()
+
+            self._hooks.append(optimizer.register_step_pre_hook(begins))
 
     def begin(self, global_step: int) -> None:
         """Training begins at ``trainer.global_step``. Updates made before, to come back to it, do not count."""
@@ -97,6 +104,10 @@ class UpdateWatch:
             )
         sure, self._booked, self._sure = self._sure > 0, self._updates, 0
         return Batch(stepped, updates, sure)
+
+    def forget(self) -> None:
+        """What was updated since ``book`` is no part of the run."""
+        self._booked, self._sure = self._updates, 0
 
     def _count(self, optimizer: Any, *_: Any) -> None:
         self._updates += 1

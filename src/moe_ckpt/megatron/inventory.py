@@ -187,7 +187,8 @@ class _Chunk:
     def _require_own_experts(self) -> None:
         """Raises ``UnsupportedError`` for a parameter of two experts: one module may be an expert of two layers."""
         owners: dict[int, tuple[str, str]] = {}
-        for moe, module in self._moe.items():
+        held: Mapping[str, Any] = self._moe
+        for moe, module in held.items():
             for inner, parameter in module.experts.named_parameters(remove_duplicate=False):
                 first, before = owners.setdefault(id(parameter), (moe, inner))
                 if (first, before) != (moe, inner):

@@ -153,8 +153,8 @@ def main(argv: list[str] | None = None) -> int:
         half, whole = row["highest"]["half"], row["highest"]["all"]
         times = ", ".join(f"{b / a:.1f}" if a else "-" for a, b in zip(half, whole, strict=True))
         console.print(
-            f"{row['experts']} experts, {row['saved_per_layer']} saved: without a limit for overdue experts the highest "
-            f"tokens at risk after {options.steps // 3} iterations are {times} times as high"
+            f"{row['experts']} experts, {row['saved_per_layer']} saved: without a limit for overdue experts the "
+            f"highest tokens at risk after {options.steps // 3} iterations are {times} times as high"
         )
     if options.write:
         facts = {"layers": 4, "steps": options.steps, "seeds": options.seeds}

@@ -20,6 +20,32 @@ _COMPARED_LAPS = 128
 _LOOK_LAPS = 8
 
 
+class _Copying:
+    """What copying makes a lap longer (``core.interference``).
+
+    Attributes:
+        nbytes: Copied beside the lap under way.
+        secs: What that makes recent laps longer; None until known.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.secs: float | None = None
+        self._beside: deque[Beside] = deque(maxlen=_COMPARED_LAPS)
+        self._laps = 0
+        self._per_byte: float | None = None
+
+    def lap(self, secs: float) -> None:
+        """One ended that took ``secs``, without waits."""
+        self._beside.append(Beside(secs, self.nbytes))
+        self._laps += 1
+        if self._laps % _LOOK_LAPS == 0:
+            found = secs_per_byte(self._beside)
+            self._per_byte = self._per_byte if found is None else found
+        if self._per_byte is not None:
+            self.secs = self._per_byte * median(each.nbytes for each in list(self._beside)[-_RECENT_LAPS:])
+
+
 class Meter:
     """Fed once per optimizer step; tells clean iterations from those that ran beside a checkpoint.
 
@@ -41,24 +67,22 @@ class Meter:
         self._updates: deque[float] = deque(maxlen=_RECENT_LAPS)
         self._update_began: float | None = None
         self._sent: float | None = None
-        self._beside: deque[Beside] = deque(maxlen=_COMPARED_LAPS)
-        self._laps = self._copied = 0
-        self._per_byte: float | None = None
-        self._interference: float | None = None
+        self._copying = _Copying()
 
     def lap(self, now: float, *, loaded: bool) -> None:
         """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
         if self._last is not None:
             took = now - self._last
             self._all.append(max(0.0, took - self._waited))
-            self._compare(Beside(self._all[-1], self._copied))
+            self._copying.lap(self._all[-1])
             if not loaded:
                 self._clean.append(took)
             elif self._clean:
                 self._extra += max(0.0, took - median(self._clean))
         if self._update_began is not None:
             self._updates.append(now - self._update_began)
-        self._last, self._waited, self._update_began, self._copied = now, 0.0, None, 0
+        self._last, self._waited, self._update_began = now, 0.0, None
+        self._copying.nbytes = 0
 
     def update_begins(self, now: float) -> None:
         """What was copied is joined at ``now``, and the update of the lap under way may change it."""
@@ -66,17 +90,7 @@ class Meter:
 
     def copies(self, nbytes: int) -> None:
         """So many bytes are copied beside the lap that begins."""
-        self._copied = nbytes
-
-    def _compare(self, lap: Beside) -> None:
-        self._beside.append(lap)
-        self._laps += 1
-        if self._laps % _LOOK_LAPS == 0:
-            found = secs_per_byte(self._beside)
-            self._per_byte = self._per_byte if found is None else found
-        if self._per_byte is not None:
-            recent = list(self._beside)[-_RECENT_LAPS:]
-            self._interference = self._per_byte * median(each.nbytes for each in recent)
+        self._copying.nbytes = nbytes
 
     def waited(self, secs: float) -> None:
         """Training waited for checkpointing in the lap under way."""
@@ -116,7 +130,7 @@ class Meter:
         tell(self._writes, "persist_bytes_per_sec")
         tell(self._updates, "update_secs", _KNOWN_LAPS)
         self.sends(before.get("send_bytes_per_sec"))
-        self._interference = before.get("copy_interference_secs")
+        self._copying.secs = before.get("copy_interference_secs")
 
     @property
     def known(self) -> dict[str, float]:
@@ -133,5 +147,5 @@ class Meter:
             median(self._all) if self._all else None,
             median(self._updates) if self._updates else None,
             self._sent,
-            self._interference,
+            self._copying.secs,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import interference
 from moe_ckpt.core.interference import BLOCK, COMPARED, Beside, is_small, secs_per_byte
 from moe_ckpt.engine.agreement import Standing, _consensus, step_numbers
 from moe_ckpt.engine.meter import Meter
@@ -198,3 +200,11 @@ def test_manifests_have_what_the_ranks_agreed_on(tmp_path):
 def test_what_cannot_be_probed_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         MoEtion(**given)
+
+
+def test_the_benchmark_tells_what_the_documentation_shows(tmp_path, capsys):
+    assert interference.main(["--runs", "40", "--write", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "interference.json").read_text())["rows"]
+    quiet = next(row for row in rows if (row["added"], row["differ"]) == (0.05, 0.005))
+    assert quiet["median"] == pytest.approx(0.05, abs=0.005)
+    assert "taken for" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.arguments import named_arguments
-from moe_ckpt.core.interference import is_small
+from moe_ckpt.core.interference import BLOCK, is_small
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_logged, save_nothing
 from moe_ckpt.core.tokens import Counts
@@ -194,7 +194,7 @@ class MoEtion:
             boost=self.capacity_boost,
             replicas=1 if self.recompute else 0,
             bubbles=True,
-            period_steps=self.every_n_steps,
+            period_steps=self.every_n_steps * (2 * BLOCK if self.probe else 1),
             next_due=self.next_due,
             warning=why_no_gradients if self.recompute else None,
             asked_by="MoEtion(recompute=True)" if self.recompute else "",

@@ -152,10 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     for row in unlimited:
         half, whole = row["highest"]["half"], row["highest"]["all"]
         times = ", ".join(f"{b / a:.1f}" if a else "-" for a, b in zip(half, whole, strict=True))
-        console.print(
-            f"{row['experts']} experts, {row['saved_per_layer']} saved: without a limit for overdue experts the "
-            f"highest tokens at risk after {options.steps // 3} iterations are {times} times as high"
-        )
+        shape = f"{row['experts']} experts, {row['saved_per_layer']} saved, after {options.steps // 3} iterations"
+        console.print(f"{shape}: highest tokens at risk {times} times as high without a limit for overdue experts")
     if options.write:
         facts = {"layers": 4, "steps": options.steps, "seeds": options.seeds}
         report.write_json(options.out / "tokens_at_risk.json", {**facts, "rows": rows, "without_limit": unlimited})

@@ -86,7 +86,7 @@ POLICY_OPTIONS = {
     "CheckFreq": "max_overhead profile_steps max_interval",
     "Gemini": "every_n_steps mtbf_secs profile_steps max_interval",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
-    "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost recompute",
+    "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost recompute probe",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
     "GradientLog": "window most_window budget_fraction grad_dtype",
 }

@@ -439,7 +439,7 @@ def test_the_comparison_that_the_documentation_shows_runs(tmp_path, capfd):
 def test_it_is_a_policy_that_is_told_sizes_where_it_goes_by_them():
     assert isinstance(MoEtion(), Policy)
     said = {"every_n_steps": 1, "experts": 2, "selection": "popular", "budget_fraction": 1.0}
-    said |= {"capacity_boost": 0.1, "recompute": False}
+    said |= {"capacity_boost": 0.1, "recompute": False, "probe": False}
     assert MoEtion(experts=2).describe() == {"name": "moetion", **said}
     assert needs_of(MoEtion()).sizes
     assert needs_of(Guarded(MoEtion())).sizes

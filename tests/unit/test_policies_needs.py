@@ -159,6 +159,7 @@ def told(policy):
         (MoC(k="auto"), "next_due partial sizes"),
         (MoEtion(), "next_due partial sizes boost bubbles tiers"),
         (MoEtion(experts=2, capacity_boost=None), "next_due partial bubbles tiers"),
+        (MoEtion(probe=True), "next_due partial sizes boost bubbles tiers period_steps"),
         (
             MoEtion(recompute=True),
             "next_due partial sizes boost bubbles tiers gradients alone replicas warning asked_by instead",

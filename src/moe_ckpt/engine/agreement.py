@@ -206,6 +206,7 @@ def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Coun
         int(standing.copies_behind),
         _nanos(measured.update_secs),
         _picos_per_byte(measured.send_bytes_per_sec),
+        _nanos(measured.copy_interference_secs),
         *map(int, standing.sends),
         *standing.in_memory,
     ]
@@ -228,13 +229,14 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
             _secs(values[11]),
             _secs(values[15]),
             _per_sec(values[16]),
+            _secs(values[17]),
         ),
         lost=frozenset(first + i for i in range(count) if lost >> i & 1),
         storage_busy=bool(values[12]),
         secs=values[13] / _NANO,
         copies_behind=bool(values[14]),
-        sends=Sends(*map(bool, values[17:21])),
-        in_memory=tuple(values[21:]),
+        sends=Sends(*map(bool, values[18:22])),
+        in_memory=tuple(values[22:]),
     )
 
 

@@ -82,6 +82,13 @@ class Bookkeeper:
         return self.run_ledger.ledger.anchors
 
     @property
+    def measured(self) -> dict[str, float]:
+        """What a restarted run begins with: what this rank measured, and the interference of copying as ranks agreed on
+        it, for that is not measured again."""
+        agreed = self._consensus.measured.copy_interference_secs
+        return self.meter.known | ({} if agreed is None else {"copy_interference_secs": agreed})
+
+    @property
     def late(self) -> bool:
         """A step is agreed on a step later: see ``StepAgreement``."""
         return self._agreement.late

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from moe_ckpt.core.interference import Beside, secs_per_byte
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies.base import Measured
 
@@ -14,6 +15,35 @@ _RECENT_CHECKPOINTS = 5
 _TICK_SECS = 1e-6
 _KNOWN_LAPS = 10
 """The laps that measurements from before a restart count as: the first laps after it are slow."""
+_COMPARED_LAPS = 128
+"""Looked at for what copying makes a lap longer, every ``_LOOK_LAPS`` laps."""
+_LOOK_LAPS = 8
+
+
+class _Copying:
+    """What copying makes a lap longer (``core.interference``).
+
+    Attributes:
+        nbytes: Copied beside the lap under way.
+        secs: What that makes recent laps longer; None until known.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.secs: float | None = None
+        self._beside: deque[Beside] = deque(maxlen=_COMPARED_LAPS)
+        self._laps = 0
+        self._per_byte: float | None = None
+
+    def lap(self, secs: float) -> None:
+        """One ended that took ``secs``, without waits."""
+        self._beside.append(Beside(secs, self.nbytes))
+        self._laps += 1
+        if self._laps % _LOOK_LAPS == 0:
+            found = secs_per_byte(self._beside)
+            self._per_byte = self._per_byte if found is None else found
+        if self._per_byte is not None:
+            self.secs = self._per_byte * median(each.nbytes for each in list(self._beside)[-_RECENT_LAPS:])
 
 
 class Meter:
@@ -37,12 +67,14 @@ class Meter:
         self._updates: deque[float] = deque(maxlen=_RECENT_LAPS)
         self._update_began: float | None = None
         self._sent: float | None = None
+        self._copying = _Copying()
 
     def lap(self, now: float, *, loaded: bool) -> None:
         """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
         if self._last is not None:
             took = now - self._last
             self._all.append(max(0.0, took - self._waited))
+            self._copying.lap(self._all[-1])
             if not loaded:
                 self._clean.append(took)
             elif self._clean:
@@ -50,10 +82,15 @@ class Meter:
         if self._update_began is not None:
             self._updates.append(now - self._update_began)
         self._last, self._waited, self._update_began = now, 0.0, None
+        self._copying.nbytes = 0
 
     def update_begins(self, now: float) -> None:
         """What was copied is joined at ``now``, and the update of the lap under way may change it."""
         self._update_began = now
+
+    def copies(self, nbytes: int) -> None:
+        """So many bytes are copied beside the lap that begins."""
+        self._copying.nbytes = nbytes
 
     def waited(self, secs: float) -> None:
         """Training waited for checkpointing in the lap under way."""
@@ -93,6 +130,7 @@ class Meter:
         tell(self._writes, "persist_bytes_per_sec")
         tell(self._updates, "update_secs", _KNOWN_LAPS)
         self.sends(before.get("send_bytes_per_sec"))
+        self._copying.secs = before.get("copy_interference_secs")
 
     @property
     def known(self) -> dict[str, float]:
@@ -109,4 +147,5 @@ class Meter:
             median(self._all) if self._all else None,
             median(self._updates) if self._updates else None,
             self._sent,
+            self._copying.secs,
         )

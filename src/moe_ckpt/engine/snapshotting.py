@@ -151,6 +151,7 @@ class Snapshotter:
         stored = self.flush.goes(plan, consensus, self.booking.run_ledger)
         ways = _Ways(stored, self.copies.go(plan, consensus))
         snapshot = self._begin(plan, plain, last=plan.halt is not None, step_is_agreed=step_is_agreed, ways=ways)
+        self.booking.meter.copies(snapshot.plan.nbytes)
         return StepRecord(
             plan.step,
             begun=True,
@@ -320,7 +321,7 @@ class Snapshotter:
             applied=self.booking.tokens_at(step_is_agreed=step_is_agreed),
             faults=tuple(run_ledger.tokens.faults),
             policy=self._run.policy.describe(),
-            measured=self.booking.meter.known,
+            measured=self.booking.measured,
             base=self.booking.committed_directory or "",
             lost=run_ledger.tokens.lost_since if run_ledger.tokens.lost_since.any() else None,
             stored=ways.stored,

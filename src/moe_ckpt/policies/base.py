@@ -41,6 +41,8 @@ class Measured:
             training waited.
         update_secs: The part of an iteration that is the optimizer's update, during which nothing may be copied.
         send_bytes_per_sec: From host memory to the memory of all peers, verified; the minimum over ranks.
+        copy_interference_secs: What copying makes the last iterations longer, without waits, from iterations beside
+            checkpoints of different sizes (``core.interference``).
     """
 
     iteration_secs: float | None = None
@@ -51,15 +53,17 @@ class Measured:
     recent_iteration_secs: float | None = None
     update_secs: float | None = None
     send_bytes_per_sec: float | None = None
+    copy_interference_secs: float | None = None
 
     @property
     def interference_secs(self) -> float:
-        """How much checkpoint work slows down an iteration, without waits; 0 until both times are known.
+        """How much checkpoint work slows down an iteration, without waits; 0 until it is known.
 
-        A run that begins a checkpoint at every step never knows it: no iteration is without checkpoint work.
+        A run that begins a checkpoint at every step has no iteration without checkpoint work, and knows
+        ``copy_interference_secs`` at most.
         """
         if self.recent_iteration_secs is None or self.iteration_secs is None:
-            return 0.0
+            return self.copy_interference_secs or 0.0
         return max(0.0, self.recent_iteration_secs - self.iteration_secs)
 
     @property

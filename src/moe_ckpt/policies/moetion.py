@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.arguments import named_arguments
+from moe_ckpt.core.interference import BLOCK, is_small
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_logged, save_nothing
 from moe_ckpt.core.tokens import Counts
@@ -39,6 +40,9 @@ SELECTIONS = ("popular", "round_robin")
 MOST_GRADIENTS = 8
 """That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
 makes so many updates once more."""
+
+PROBED_CHECKPOINTS = 128
+"""From the first one on, of a run with ``probe``; what is not told by then is taken for nothing."""
 
 _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
@@ -81,7 +85,8 @@ class MoEtion:
     The budget is the number of bytes that a rank can copy during one forward and backward pass, and commit until the
     next checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
     every_n_steps``, whichever is less, times ``budget_fraction``; the time that saving itself adds to an iteration
-    does not count, if there are iterations without a checkpoint to compare with (not with ``every_n_steps=1``).
+    does not count, if there are iterations without a checkpoint to compare with, or, with ``every_n_steps=1``, if
+    ``probe`` has made small ones.
     Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
     (``core.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
     unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
@@ -122,6 +127,9 @@ class MoEtion:
         capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more tokens.
         recompute: Send gradients instead of full state where possible. Needs memory with copies on peers, of which not
             each checkpoint goes to storage, and a checkpoint at each step.
+        probe: At the beginning of a run save one expert per layer in two of four checkpoints, until it is known what
+            saving adds to an iteration (``core.interference``), for ``PROBED_CHECKPOINTS`` at most. Only where no
+            iteration is without a checkpoint.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -133,6 +141,7 @@ class MoEtion:
     budget_fraction: float = 1.0
     capacity_boost: float | None = 0.1
     recompute: bool = False
+    probe: bool = False
 
     def __post_init__(self) -> None:
         require_positive("MoEtion", every_n_steps=self.every_n_steps)
@@ -150,6 +159,7 @@ class MoEtion:
                 f"MoEtion(recompute=True, every_n_steps={self.every_n_steps}): recompute needs a checkpoint at each "
                 "step, because a gradient leads from one step to the next: set every_n_steps=1, or recompute=False"
             )
+        self._check_probe()
         value = self.budget_fraction
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
         if not number or not 0 < value <= 1:
@@ -157,6 +167,21 @@ class MoEtion:
                 f"MoEtion(budget_fraction={value!r}): budget_fraction must be a number above 0 and at most 1, the "
                 "portion of the time between checkpoints that saving may take"
             )
+
+    def _check_probe(self) -> None:
+        if not isinstance(self.probe, bool):
+            raise ConfigError(f"MoEtion(probe={self.probe!r}): choose True or False")
+        for name, value in (("experts", self.experts), ("recompute", self.recompute or None)):
+            if self.probe and value is not None:
+                why = (
+                    "the number of experts does not follow a budget then"
+                    if name == "experts"
+                    else "small checkpoints would end what peers have gradients of"
+                )
+                raise ConfigError(
+                    f"MoEtion(probe=True, {name}={value}): probe measures what the budget leaves out, and {why}: set "
+                    f"{name}={'None' if name == 'experts' else 'False'}, or probe=False"
+                )
 
     @property
     def needs(self) -> Needs:
@@ -169,7 +194,7 @@ class MoEtion:
             boost=self.capacity_boost,
             replicas=1 if self.recompute else 0,
             bubbles=True,
-            period_steps=self.every_n_steps,
+            period_steps=self.every_n_steps * (2 * BLOCK if self.probe else 1),
             next_due=self.next_due,
             warning=why_no_gradients if self.recompute else None,
             asked_by="MoEtion(recompute=True)" if self.recompute else "",
@@ -276,8 +301,10 @@ class MoEtion:
         return chosen, chosen & there & ~ending & (context.step - held <= MOST_GRADIENTS)
 
     def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
-        """What fits all of the budgets."""
+        """What fits all of the budgets; of a small checkpoint that only probes, nothing but the least."""
         known = [each if self.experts is None else _Budget(None) for each in budgets if each is not None]
+        if self._probes(context):
+            known = [each if each.limit is None else each._replace(limit=0) for each in known]
         rooms = []
         for stage in stages_of(context, weighed=any(each.limit is not None for each in known)):
             least = len(stage.layers) * (self.experts or 1)
@@ -285,6 +312,11 @@ class MoEtion:
             capacities = [capacity for _, capacity in found if capacity is not None]
             rooms.append((stage, min(most for most, _ in found), min(capacities, default=None)))
         return rooms
+
+    def _probes(self, context: PolicyContext) -> bool:
+        measured, number = context.measured, context.step // self.every_n_steps  # those in memory have no index
+        unknown = measured.copy_interference_secs is None and measured.iteration_secs is None
+        return self.probe and unknown and number < PROBED_CHECKPOINTS and is_small(number)
 
     def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier) -> _Mask:
         """Gates, non-experts, and the experts that a tier gets."""

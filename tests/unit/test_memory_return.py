@@ -21,8 +21,9 @@ from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
+from tests.support.tensor_reads import tensor_bytes_read
 from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, run_threads
-from tests.unit.test_engine_host_tier import come_back
+from tests.unit.test_engine_host_tier import assert_state, come_back
 from tests.unit.test_engine_memory_only import (
     life,
     lose,
@@ -219,3 +220,26 @@ def test_one_more_lost_node_leaves_a_part_behind(where, tmp_path, monkeypatch): 
     monkeypatch.setattr(MemoryCheckpoints, "left_behind", noted)
     assert replicated(where, nodes, again=True, steps=1)[0] == (1, "step_00000001", 0)
     assert {(each.step, len(each.writers)) for each in told} == {(6, 1)}
+
+
+def test_what_memory_lacks_is_read_from_storage_once_by_ranks_that_hold_the_same(where, rounds):  # noqa: F811
+    """What other nodes have is asked for; that all opened it, what each needs, and that all verified it, is told."""
+    lacking = []
+
+    def train(comm):
+        with life(where, MoC(k=1), comm=comm) as first:
+            first.go(2, settle=True)
+
+    def again(comm):
+        with life(where, MoC(k=1), comm=comm) as second:
+            restored, _ = come_back(second)
+            lacking.append([row.nbytes for row in restored.plan.rows() if row.source.tier is Tier.STORAGE])
+            assert_state(second, {op: each.step for op, each in restored.manifest.operators.items()})
+
+    run_threads(ThreadRanks(2), train)
+    rounds.clear()
+    with tensor_bytes_read() as noted:
+        run_threads(ThreadRanks(2), again)
+    [one], [other] = lacking
+    assert sum(nbytes for _, nbytes in noted) == 2 * one == 2 * other, "to verify it, and to load it"
+    assert in_resume(rounds) == {"everyone": 4, "agree": 4, "swap": 2}

@@ -185,6 +185,7 @@ class _Handing:
         self.targets: Targets = {}
         self.problem: Exception | None = None
         self.done: set[StoredSlice] = set()
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._comm, self._reader = comm, reader
 
     def attempt(self, action: Callable[[], object]) -> bool:
@@ -200,13 +201,20 @@ class _Handing:
         """Read this rank's part of some slices of a group, and get the others."""
         sizes, readers = [each.nbytes for each in slices], [group.readers[each] for each in slices]
         for chunks in rounds_of(sizes, readers, RUN_NBYTES):
-            parts = [_Part(chunk, slices[chunk.first : chunk.end]) for chunk in chunks]
+            parts = self._parts([(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
             for part in parts:
                 if part.chunk.reader == self._comm.rank:
                     self._read(part)
             self._exchange(group.paths, parts)
             for part in parts:
                 self._take(part)
+
+    def _parts(self, chunks: Sequence[tuple[Chunk, Sequence[StoredSlice]]]) -> list[_Part]:
+        """Chunks, with memory that the next ones get again: new memory costs as much as reading."""
+        ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in chunks)]
+        if self._memory.numel() < ends[-1]:
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+        return [_Part(*each, self._memory[begin:end]) for each, begin, end in zip(chunks, ends, ends[1:], strict=False)]
 
     def _read(self, part: _Part) -> None:
         def read() -> None:
@@ -254,19 +262,32 @@ class _Handing:
 
 
 class _Part:
-    """The bytes of a chunk."""
+    """The bytes of a chunk.
 
-    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice]) -> None:
-        self.chunk, self.slices = chunk, slices
-        ends = list(accumulate(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in slices))
-        self._begins = dict(zip(slices, [0, *ends], strict=False))
-        self.data = torch.empty(ends[-1] + len(_NOT_READ), dtype=torch.uint8)
-        self.end = self.data[ends[-1] :]
+    Args:
+        chunk: Which.
+        slices: Of it.
+        data: ``nbytes(slices)`` bytes of memory.
+    """
+
+    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice], data: torch.Tensor) -> None:
+        self.chunk, self.slices, self.data = chunk, slices, data
+        self.end = data[-len(_NOT_READ) :]
+        self._begins = dict(zip(slices, accumulate(map(_padded, slices), initial=0), strict=False))
+
+    @staticmethod
+    def nbytes(slices: Sequence[StoredSlice]) -> int:
+        """Bytes of a chunk of these slices."""
+        return sum(map(_padded, slices)) + _ALIGNED
 
     def bytes_of(self, stored: StoredSlice) -> torch.Tensor:
         """Where a slice lies in it."""
         begin = self._begins[stored]
         return self.data[begin : begin + stored.nbytes]
+
+
+def _padded(stored: StoredSlice) -> int:
+    return -(-stored.nbytes // _ALIGNED) * _ALIGNED
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -167,5 +167,7 @@ def test_a_simulated_run_comes_back_by_the_plan_that_a_trainer_makes():
     fault = books.return_to(Durable(5, ledger, 0, None), alive, None)
     seen = [[4, 2, 2], [2, 3, 4]]
     assert fault.lost_tokens == (5 * tokens - seen).sum()
+    newer = {"expert/0/0", "expert/0/1", "expert/0/2", "expert/1/0", "expert/1/2"}
+    assert books.rescued == newer, "all but one that storage has as new"
     gone = books.return_to(Durable(5, ledger, 0, None), None, None)
     assert gone.lost_tokens == (5 * tokens - [[1, 1, 1], [1, 3, 1]]).sum()

@@ -69,10 +69,9 @@ class MovingRunLedger(RunLedger):
         self.committed_step = checkpoint.step
         step, left = checkpoint.step, tuple(_left(ledger, alive))
         plan = plan_recovery(f"step {step}", step, self.catalog.everything, left)
-        seen = _seen(ledger, plan)
-        fault = ledger.recover(step, seen)
+        fault = ledger.recover(step, _seen(ledger, plan))
         if self.outlives_process and alive is not None:
-            self._rescued = self._newer(seen)
+            self._rescued = self._newer()
         return fault
 
     def sealed(self, sequence: int, *, sent: bool) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from moe_ckpt.core.ledger import NEVER, Ledger
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.sim.durable import Durable
+from moe_ckpt.sim.moving_ledger import MovingRunLedger
 from tests.unit.builders import catalog, mixed
 
 MODEL = catalog(2, 3)
@@ -56,7 +58,7 @@ def test_what_the_newest_checkpoint_lacks_is_at_risk(ledger):
     assert ledger.at_risk.mlt == (5 / 20 + 10 / 20) / 2
     ledger.tokens.apply(routed(0, 0, 9))
     assert ledger.at_risk.mlt == (5 / 20 + 10 / 20) / 2, "of the step that a failure would return to"
-    assert ledger.as_of(ledger.at_risk.routed).recover(12, None).mlt == ledger.at_risk.mlt
+    assert ledger.as_of(ledger.at_risk.routed).tokens.recover(12).mlt == ledger.at_risk.mlt
     assert ledger.tokens.unsaved().tolist() == [[0, 3, 11], [5, 3, 11]]
 
 
@@ -143,6 +145,29 @@ def test_a_return_loses_what_neither_storage_nor_memory_that_is_alive_has_seen(l
     ledger.record(13, ALWAYS, ledger.tokens.applied.copy(), kept=("expert/1/1", "expert/1/2"))
     alive = np.zeros((2, 3), dtype=bool)
     alive[1, 1] = True
-    fault = ledger.recover(13, alive)
+    books = MovingRunLedger(MODEL)
+    fault = books.return_to(Durable(13, ledger, 0, None), alive, None)
     assert (fault.lost_tokens, fault.stale_experts) == (1 + 4 + 3 + 6 + 3, 5)
-    assert ledger.recover(13, None).lost_tokens == 4, "what memory had newer is not on storage yet"
+    again = books.return_to(Durable(13, books.ledger, 0, None), alive, None)
+    assert again.lost_tokens == 4, "what memory had newer is not on storage yet, and memory is empty"
+
+
+def test_a_simulated_run_comes_back_by_the_plan_that_a_trainer_makes():
+    """Expert by expert: the newest copy up to the step, from own memory where that is alive, peers, storage."""
+    ledger, tokens = Ledger(MODEL), routed(1, 1, 1)
+    ledger.record(1, EVERYTHING, 1 * tokens, kept=None)
+    ledger.hold(EVERYTHING, 2, 2 * tokens, Tier.PEER)
+    ledger.hold((*ALWAYS, "expert/0/0", "expert/0/1", "expert/1/2"), 4, 4 * tokens)
+    ledger.hold(("expert/0/2",), 6, 6 * tokens)  # of a later state, to which nobody goes back
+    ledger.record(3, ("expert/1/1",), 3 * tokens, kept=None)
+    ledger.tokens.applied = 5 * tokens
+    alive = np.ones((2, 3), dtype=bool)
+    alive[0, 1] = False
+    books = MovingRunLedger(MODEL, outlives_process=True)
+    fault = books.return_to(Durable(5, ledger, 0, None), alive, None)
+    seen = [[4, 2, 2], [2, 3, 4]]
+    assert fault.lost_tokens == (5 * tokens - seen).sum()
+    newer = {"expert/0/0", "expert/0/1", "expert/0/2", "expert/1/0", "expert/1/2"}
+    assert books.rescued == newer, "all but one that storage has as new"
+    gone = books.return_to(Durable(5, ledger, 0, None), None, None)
+    assert gone.lost_tokens == (5 * tokens - [[1, 1, 1], [1, 3, 1]]).sum()

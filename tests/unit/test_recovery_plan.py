@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.recovery_plan import ABSENT, Inventory, plan_recovery
+from moe_ckpt.core.recovery_plan import ABSENT, Inventory, first_choice, plan_recovery
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.recovery.executing import plan_text
 
@@ -121,3 +121,10 @@ def test_every_plan_takes_the_newest_of_the_nearest(steps):
         best = min(n for n, step in usable.items() if step == max(usable.values()))
         assert operator in plan.from_source(sources[best])
     assert sum(row.operators for row in plan.rows()) == len(OPERATORS)
+
+
+def test_the_newest_checkpoint_is_tried_first_and_of_equal_ones_that_of_the_nearest_source():
+    of = lambda *found: first_choice(found, lambda one: one[1])  # noqa: E731
+    assert of(("memory", 5), ("peers", 7), ("storage", 7)) == ("peers", 7)
+    assert of(("memory", 5), ("storage", 8)) == ("storage", 8)
+    assert of() is None

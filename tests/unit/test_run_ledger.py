@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.engine.session import StepRecord
@@ -164,3 +165,19 @@ def test_the_metrics_are_told_what_committed_copies_lack():
     told = facts(StepRecord(3), run_ledger)
     assert told["unsaved"].tolist() == [[5, 3, 2]]
     assert told["ages"].tolist() == [[2, 2, 2]]
+
+
+def test_experts_that_only_memory_had_newer_are_rescued_however_much_was_lost_besides():
+    """Storage has seen 4 tokens of each expert, memory 5, 4 and 8, and 10 were routed."""
+    model = catalog(1, 3)
+    book = TokenBook(1, 3)
+    book.applied = np.full((1, 3), 10)
+    book.saved = {Tier.STORAGE: np.full((1, 3), 4)}
+    operators = dict.fromkeys(model.everything, OperatorRecord(4, ()))
+    of_run = {"run_id": "r", "generation": 0, "world_size": 1, "index": 0, "created_unix_secs": 0.0, "files": ()}
+    manifest = Manifest(
+        step=10, model=ModelRecord(""), operators=operators, states=(), tokens=book.to_dict(), **of_run
+    )
+    ledger = RunLedger(model, outlives_process=True)
+    ledger.resume_from(manifest, same_store=False, tokens_from_host=np.array([[5, 4, 8]]))
+    assert ledger.rescued == {"expert/0/0", "expert/0/2"}

@@ -34,7 +34,7 @@ class Ledger:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
-        self.at_risk = self._unsaved()
+        self.at_risk = AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
         self.anchors = Anchors(catalog)
         self._stored = Versions(catalog)
         self._in_memory: dict[Tier, Versions] = {}
@@ -72,8 +72,10 @@ class Ledger:
         self.tokens.mark_saved(Tier.STORAGE, experts, seen)
         if kept is not None:
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
-            in_memory = np.concatenate([experts, self._experts(self.catalog.places_of(kept))]) if kept else experts
-            self.tokens.mark_in_host(in_memory, seen)
+            in_memory = np.concatenate([places, self.catalog.places_of(kept)]) if kept else places
+            held = self._in_memory[Tier.HOST] = self._stored.copy()
+            held.add(in_memory, step)
+            self.tokens.mark_in_host(self._experts(in_memory) if kept else experts, seen)
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
@@ -120,7 +122,7 @@ class Ledger:
         self._in_memory.clear()
         self._built_upon[:] = False
         self.tokens.forget_saved()
-        self.at_risk = self._unsaved()
+        self.at_risk = AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
 
     def owe(self, operators: Iterable[str], change: int) -> None:
         """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
@@ -148,6 +150,11 @@ class Ledger:
         """Ids of the operators that are ``lacking``."""
         return tuple(compress(self.catalog.everything, self.lacking.tolist()))
 
+    def steps(self, tier: Tier) -> Counts:
+        """``[operators]`` step of the newest version of each operator in ``tier``; ``NEVER`` where there is none."""
+        found = self._stored if tier is Tier.STORAGE else self._in_memory.get(tier) or Versions(self.catalog)
+        return found.numbers[:-1].copy()
+
     def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
         """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if
         ``tier`` says so; ``NEVER`` where there is none yet."""
@@ -174,24 +181,37 @@ class Ledger:
 
     # --- for the simulator ---
 
-    def as_of(self, applied: Counts) -> Ledger:
+    def as_of(self, applied: Counts, memory: Ledger | None = None, tiers: Iterable[Tier] = ()) -> Ledger:
         """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to.
 
         Without anchors: the life after it begins its log anew.
+
+        Args:
+            applied: See above.
+            memory: A copy made before, whose versions in ``tiers`` are taken: those may have later ones by now.
+            tiers: Which.
         """
         copied = Ledger(self.catalog)
         copied.tokens.applied = applied.copy()
-        copied.tokens.saved = {tier: saved.copy() for tier, saved in self.tokens.saved.items()}
         copied.tokens.faults = list(self.tokens.faults)
         copied.at_risk = self.at_risk
         copied._stored, copied._built_upon = self._stored.copy(), self._built_upon.copy()
         copied._owed = dict(self._owed)
+        before = {} if memory is None else {tier: memory for tier in tiers if tier in memory.tokens.saved}
+        told = dict.fromkeys(self.tokens.saved, self) | before
+        copied.tokens.saved = {tier: of.tokens.saved[tier].copy() for tier, of in told.items()}
+        copied._in_memory = {tier: of._in_memory[tier].copy() for tier, of in told.items() if tier in of._in_memory}
         return copied
 
-    def recover(self, step: int, alive: npt.NDArray[np.bool_] | None) -> FaultRecord:
-        """Book a return to this very state of ``step``; memory still has the experts that are ``alive`` ``[L, E]``."""
-        kept = self.tokens.saved.get(Tier.HOST)
-        return self.tokens.recover(step, None if alive is None or kept is None else np.where(alive, kept, 0))
+    def recover(self, step: int, seen: Counts) -> FaultRecord:
+        """Book a return to this very state of ``step``, after which memory holds nothing more.
+
+        Args:
+            step: Of the state.
+            seen: ``[L, E]`` tokens seen by the experts that came from memory; 0 where they came from storage.
+        """
+        self._in_memory.clear()
+        return self.tokens.recover(step, seen)
 
     def move(self, steps: int, counts: Counts, *, stored: bool = True) -> None:
         """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each.
@@ -209,9 +229,6 @@ class Ledger:
         for versions in (*((self._stored,) if stored else ()), *self._in_memory.values()):
             versions.move(steps)
         self.anchors.move(steps)
-
-    def _unsaved(self) -> AtRisk:
-        return AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
 
     def _experts(self, places: Counts) -> Counts:
         """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""

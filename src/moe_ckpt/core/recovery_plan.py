@@ -2,13 +2,14 @@
 
 A source is a place that outlives the failure: a step directory on storage, this process's memory. Each says which
 operators it holds whole, as of which step. The plan takes the newest copy of each; among equals, that of the nearest
-source.
+source. Trainers plan by what they find after a failure, the simulator by what its ledger says that is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import CoverageError
+
+_Checkpoint = TypeVar("_Checkpoint")
 
 ABSENT = -1
 """Step of an operator that a source does not hold, or not whole."""
@@ -109,6 +112,19 @@ class RecoveryPlan:
                     steps, nbytes = source.steps[these], int(source.nbytes[these].sum())
                     counts = int(these.sum()), int((these & expert).sum())
                     yield PlanRow(source, int(steps.min()), int(steps.max()), *counts, nbytes)
+
+
+def first_choice(checkpoints: Iterable[_Checkpoint], age: Callable[[_Checkpoint], Any]) -> _Checkpoint | None:
+    """Which checkpoint a recovery tries first.
+
+    Args:
+        checkpoints: Those that are left, of the nearest source first.
+        age: Greater for newer ones.
+
+    Returns:
+        The newest; of equal ones that of the nearest source. None where nothing is left.
+    """
+    return max(checkpoints, key=age, default=None)
 
 
 def plan_recovery(

@@ -178,7 +178,7 @@ class RunLedger:
         self.index, self.last_step = manifest.index + 1, manifest.step
         fault = tokens.recover(manifest.step, tokens_from_host)
         if self.outlives_process and tokens_from_host is not None:
-            self._rescued = self._newer(tokens_from_host)
+            self._rescued = self._newer()
         if same_store:
             stored = beneath or manifest
             self.committed_step = stored.step
@@ -190,11 +190,10 @@ class RunLedger:
             self.ledger.restore(versions, book.applied, whole=not stored.window)
         return fault
 
-    def _newer(self, seen: Counts) -> frozenset[str]:
-        """Experts that came back newer than storage has them. seen: ``[L, E]`` tokens of what came from memory."""
-        return frozenset(
-            op for op, at in self.catalog.expert_at.items() if seen[at] > self.tokens.saved[Tier.STORAGE][at]
-        )
+    def _newer(self) -> frozenset[str]:
+        """Experts that came back newer than storage has them: it lacks tokens that the return has not lost."""
+        lacks = self.tokens.unsaved() > 0
+        return frozenset(op for op, at in self.catalog.expert_at.items() if lacks[at])
 
     def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:
         """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from moe_ckpt.core.memory_shares import checkpoints_of
+from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
@@ -154,7 +155,7 @@ def _candidates(
     left = list(directories)
     while True:
         offered = [] if memory is None else memory.offered()
-        best = max((*left, *offered), key=age_of, default=None)
+        best = first_choice((*offered, *left), age_of)
         if best is None:
             return
         if memory is not None and best in offered:

@@ -13,6 +13,7 @@ import numpy as np
 
 from moe_ckpt.core.localized import Segment, segments
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.core.window import Window
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
@@ -215,17 +216,22 @@ class Failing:
         """
         if sealed is not None:
             return sealed, Tier.HOST
-        newest, copied, backup = state.track.newest, state.track.copied, state.track.backup.durable
+        best = first_choice(self._left(state), lambda one: one[0].step)
+        return (None, Tier.STORAGE) if best is None else best
+
+    def _left(self, state: State) -> Iterator[tuple[Durable, Tier]]:
+        """Yields the checkpoints that failures have left, of the nearest tier first."""
+        track, lost = state.track, state.lost_memory
         if self._costs.system.durable == "storage":
-            return newest, Tier.STORAGE
-        if newest is None or state.lost_memory.is_empty:
-            return backup, Tier.STORAGE
-        if not state.lost_memory.nodes:
-            return newest, Tier.HOST
-        if copied is None or self._copies.lost(state.lost_memory.holders):
-            return backup, Tier.STORAGE
-        storage_is_newer = backup is not None and backup.step > copied.step
-        return (backup, Tier.STORAGE) if storage_is_newer else (copied, Tier.PEER)
+            stored = track.newest
+        else:
+            stored = track.backup.durable
+            if track.newest is not None and not (lost.is_empty or lost.nodes):
+                yield track.newest, Tier.HOST
+            if track.copied is not None and not (lost.is_empty or self._copies.lost(lost.holders)):
+                yield track.copied, Tier.PEER
+        if stored is not None:
+            yield stored, Tier.STORAGE
 
     def _whole(
         self,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.sim.durable import Durable
@@ -58,21 +60,18 @@ class MovingRunLedger(RunLedger):
             alive: See ``Track.fail``.
             sealed: Likewise.
         """
-        self.ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
+        self.ledger = ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
         if sealed is not None:
-            self.tokens.mark_saved(Tier.HOST, np.argwhere(sealed), self.tokens.applied)
+            experts = [op for op, at in self.catalog.expert_at.items() if sealed[at]]
+            ledger.hold(tuple(experts), checkpoint.step, ledger.tokens.applied)
             alive = sealed if alive is None else alive | sealed
         self.index, self.last_step = checkpoint.index + 1, checkpoint.step
         self.committed_step = checkpoint.step
-        if not self.outlives_process:
-            return self.ledger.recover(checkpoint.step, alive)
-        if alive is None:
-            return self.tokens.recover(checkpoint.step)
-        nothing = np.zeros_like(self.tokens.applied)
-        here, peers = (self.tokens.saved.get(tier, nothing) for tier in (Tier.HOST, Tier.PEER))
-        seen = np.maximum(np.where(alive, here, 0), peers)
-        fault = self.tokens.recover(checkpoint.step, seen)
-        self._rescued = self._newer(seen)
+        step, left = checkpoint.step, tuple(_left(ledger, alive))
+        plan = plan_recovery(f"step {step}", step, self.catalog.everything, left)
+        fault = ledger.recover(step, _seen(ledger, plan))
+        if self.outlives_process and alive is not None:
+            self._rescued = self._newer()
         return fault
 
     def sealed(self, sequence: int, *, sent: bool) -> None:
@@ -125,3 +124,35 @@ def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
     """A snapshot under way, as it would be ``steps`` later."""
     window = None if pending.window is None else replace(pending.window, start=pending.window.start + steps)
     return replace(pending, step=pending.step + steps, applied=pending.applied + counts * steps, window=window)
+
+
+def _left(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inventory]:
+    """Yields what a failure leaves, nearest first. Sizes are not asked for.
+
+    Args:
+        ledger: As of the checkpoint that the run returns to.
+        alive: See ``Track.fail``.
+    """
+    catalog = ledger.catalog
+    nothing = np.zeros(len(catalog.operators), dtype=np.int64)
+    if alive is not None:
+        here = ledger.steps(Tier.HOST)
+        places = catalog.expert_places
+        here[places[~alive & (places >= 0)]] = ABSENT
+        yield Inventory(Tier.HOST, "own memory", here, nothing)
+        yield Inventory(Tier.PEER, "peers' memory", ledger.steps(Tier.PEER), nothing)
+    yield Inventory(Tier.STORAGE, "storage", ledger.steps(Tier.STORAGE), nothing)
+    # An expert that no snapshot had to name, for it has seen no token.
+    yield Inventory(Tier.STORAGE, "the run's beginning", nothing, nothing)
+
+
+def _seen(ledger: Ledger, plan: RecoveryPlan) -> Counts:
+    """Returns ``[L, E]`` tokens seen by the experts that ``plan`` takes from memory; 0 of others."""
+    catalog, saved = ledger.catalog, ledger.tokens.saved
+    found = np.zeros_like(ledger.tokens.applied)
+    for number, source in enumerate(plan.sources):
+        places = np.flatnonzero(plan.chosen == number)
+        if source.tier is not Tier.STORAGE and len(places):
+            at = tuple(catalog.layer_and_expert[places[catalog.is_expert[places]]].T)
+            found[at] = saved[source.tier][at]
+    return found

@@ -132,8 +132,8 @@ class Track:
         found = done.durable
         if found is not None and self._tiered:
             self.run_ledger.in_memory(done.sequence, complete=True, copied=True)
-            ledger = self.run_ledger.ledger.as_of(found.ledger.tokens.applied)
-            ledger.tokens.saved |= _in(found, Tier.HOST)  # memory may have later ones by now
+            before = found.ledger
+            ledger = self.run_ledger.ledger.as_of(before.tokens.applied, before, (Tier.HOST,))
             known = replace(found, ledger=ledger)
             self.newest = known if self.newest is found else self.newest
             found = known
@@ -154,8 +154,8 @@ class Track:
         """A checkpoint in memory that knows what storage has now."""
         if found is None:
             return None
-        ledger = self.run_ledger.ledger.as_of(found.ledger.tokens.applied)
-        ledger.tokens.saved |= _in(found, Tier.HOST) | _in(found, Tier.PEER)
+        before = found.ledger
+        ledger = self.run_ledger.ledger.as_of(before.tokens.applied, before, (Tier.HOST, Tier.PEER))
         return replace(found, ledger=ledger)
 
     @property
@@ -178,8 +178,7 @@ class Track:
     def sealed(self, step: int) -> Durable:
         """What survivors have of ``step``, the newest one: everything, in memory of this node alone."""
         ledger = self.run_ledger.ledger.as_of(self.run_ledger.tokens.applied)
-        every = np.ones(ledger.tokens.applied.shape, dtype=bool)
-        ledger.tokens.mark_saved(Tier.HOST, np.argwhere(every), ledger.tokens.applied)
+        ledger.hold(self._catalog.everything, step, ledger.tokens.applied)
         return Durable(step, ledger, self.run_ledger.index, None)
 
     def fail(
@@ -237,9 +236,3 @@ class Track:
         books = anchors, stored, *self.run_ledger.pattern(step)
         on_links = moving, len(self.sends), sending, missed, idle
         return (*books, chosen, pending, host_only, on_links, behind, last)
-
-
-def _in(found: Durable, tier: Tier) -> dict[Tier, Counts]:
-    """What a checkpoint knows of a tier."""
-    saved = found.ledger.tokens.saved
-    return {tier: saved[tier]} if tier in saved else {}
